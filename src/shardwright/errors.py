@@ -1,0 +1,29 @@
+"""The errors that Shardwright raises. All are raised before anything is communicated."""
+
+
+class ShardwrightError(Exception):
+    """Base of every error that Shardwright raises about its input."""
+
+
+class LayoutError(ShardwrightError, ValueError):
+    """A layout that cannot be: unknown or repeated axes, a dimension that does not divide."""
+
+
+class StrategyError(ShardwrightError, ValueError):
+    """A way of cutting an operator that cannot be: sizes that do not divide, too many parts."""
+
+
+class CaptureError(ShardwrightError):
+    """A model that cannot be captured as a graph, with the user's line and what to change."""
+
+
+class PlanError(ShardwrightError):
+    """A plan that does not fit: another model, another number of devices, an unknown version."""
+
+
+class ConfigError(ShardwrightError, ValueError):
+    """A configuration file with a wrong type, an unknown key or a contradiction."""
+
+
+class DataError(ShardwrightError):
+    """Data that is missing or not what its format says."""
