@@ -100,6 +100,8 @@ class ShardingRule:
             for a dimension that a view splits, the size of the leading part.
         reduced: factors that some output lacks and that may be cut all the same: the local outputs
             are then terms of a sum.
+        complete: factors that the kernel reduces itself (`reductions`): outputs that lack them are
+            whole and equal on all devices that differ only in them.
         main: given for operators that the search decides by cost.
         kernel: makes the local function where it is not simply `op.target` on local tensors.
         reductions: all-reduces inside the kernel, for the parts that are cut.
@@ -112,6 +114,7 @@ class ShardingRule:
     outputs: tuple[Dims, ...]
     capacity: Mapping[str, int]
     reduced: frozenset[str] = frozenset()
+    complete: frozenset[str] = frozenset()
     main: Main | None = None
     kernel: Kernel | None = None
     reductions: Callable[[Op, Mapping[str, int]], tuple[Reduction, ...]] = no_reductions
@@ -127,7 +130,8 @@ class ShardingRule:
         """Whether `factor` can be cut at all: it has size, and outputs without it may be sums."""
         if self.capacity.get(factor, 1) < 2:
             return False
-        return factor in self.reduced or all(factor in dims for dims in self.outputs)
+        summed = self.reduced | self.complete
+        return factor in summed or all(factor in dims for dims in self.outputs)
 
     def layouts(
         self, mesh: Layout, cuts: Cuts
@@ -144,8 +148,10 @@ class ShardingRule:
         inputs = tuple(
             TensorLayout(mesh, axes_of(dims), varying=lacking(dims)) for dims in self.inputs
         )
+        complete = {axis for axis, factor in cut_axes.items() if factor in self.complete}
         outputs = tuple(
-            TensorLayout(mesh, axes_of(dims), partial=lacking(dims)) for dims in self.outputs
+            TensorLayout(mesh, axes_of(dims), partial=lacking(dims) - complete)
+            for dims in self.outputs
         )
         return inputs, outputs
 
