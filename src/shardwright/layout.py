@@ -7,12 +7,23 @@ rank order) first. Called with one entry per tensor dimension it makes a `Tensor
 >>> a = layout("mp", ("sp", "dp"))
 >>> a.shard_counts
 (2, 4)
+>>> a.slices(4, (2, 4))
+(slice(0, 1, None), slice(1, 2, None))
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count, islice, product
 from math import prod
+from typing import Any
+
+from shardwright.errors import LayoutError
+
+Axes = tuple[int, ...]
+"""Axes of a device matrix, counted from the left, the most significant first."""
 
 
 @dataclass(frozen=True)
@@ -23,38 +34,120 @@ class Layout:
         device_matrix: number of devices along each axis, outermost first.
         alias_names: one name for each axis.
         rank_list: the rank at each place of the matrix in row-major order; by default 0, 1, 2, …
+
+    Raises:
+        LayoutError: if these are not tuples of positive ints, of distinct names, of distinct ranks.
     """
 
     device_matrix: tuple[int, ...]
     alias_names: tuple[str, ...]
     rank_list: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        _check_matrix(self.device_matrix)
+        _check_names(self.alias_names)
+        if len(self.device_matrix) != len(self.alias_names):
+            raise LayoutError(
+                f"device_matrix {self.device_matrix} has {len(self.device_matrix)} axes but"
+                f" alias_names {self.alias_names} names {len(self.alias_names)};"
+                " give one name for each axis"
+            )
+        if self.rank_list is not None:
+            _check_ranks(self.rank_list, self.num_devices)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Ints only: hashes of str change from process to process, a pickled one would be wrong.
+        return hash((self.device_matrix, self.rank_list or ()))
+
+    def __call__(self, *entries: str | tuple[str, ...]) -> TensorLayout:
+        """The layout of a tensor with one entry for each of its dimensions.
+
+        Args:
+            entries: the name of the axis that cuts the dimension; a tuple of names, the most
+                significant first, where several do; `"None"` where it is whole.
+
+        Raises:
+            LayoutError: if a name is unknown or stands twice.
+        """
+        return TensorLayout(self, tuple(self._axes_of(entry) for entry in entries))
+
+    def _axes_of(self, entry: str | tuple[str, ...]) -> Axes:
+        names = (entry,) if isinstance(entry, str) else entry
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise LayoutError(
+                f"a dimension is laid out by a name, a tuple of names or 'None', not by {entry!r}"
+            )
+        return tuple(self.axis(name) for name in names if name != "None")
+
     @property
     def num_devices(self) -> int:
         return prod(self.device_matrix)
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
+        """The rank at each place of the matrix in row-major order."""
         return self.rank_list if self.rank_list is not None else tuple(range(self.num_devices))
 
-    def size(self, axes: tuple[int, ...] | frozenset[int]) -> int:
+    def axis(self, name: str) -> int:
+        """The index from the left of the axis called `name`.
+
+        Raises:
+            LayoutError: if no axis is called so.
+        """
+        if name not in self.alias_names:
+            known = ", ".join(map(repr, self.alias_names)) or "no axes at all"
+            raise LayoutError(f"unknown axis {name!r}; this layout has {known}, and 'None'")
+        return self.alias_names.index(name)
+
+    def size(self, axes: Iterable[int]) -> int:
         """Number of devices along the joined `axes` (indices from the left)."""
         return prod(self.device_matrix[a] for a in axes)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Where `rank` stands on each axis."""
-        place, found = self.ranks.index(rank), []
+        """Where `rank` stands on each axis.
+
+        Raises:
+            LayoutError: if the rank is none of this layout's.
+        """
+        if rank not in self._places:
+            raise LayoutError(f"rank {rank} is none of the ranks of this layout: {self.ranks}")
+        place, found = self._places[rank], []
         for size in reversed(self.device_matrix):
             place, coordinate = divmod(place, size)
             found.append(coordinate)
         return tuple(reversed(found))
 
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
     def replicated(self, ndim: int) -> TensorLayout:
         """The layout in which every device holds the whole tensor."""
         return TensorLayout(self, ((),) * ndim)
 
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold; `rank_list` only where one was given."""
+        found: dict[str, Any] = {
+            "device_matrix": list(self.device_matrix),
+            "alias_names": list(self.alias_names),
+        }
+        return found if self.rank_list is None else found | {"rank_list": list(self.rank_list)}
 
-@dataclass(frozen=True)
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Layout:
+        ranks = data.get("rank_list")
+        return cls(
+            tuple(data["device_matrix"]),
+            tuple(data["alias_names"]),
+            None if ranks is None else tuple(ranks),
+        )
+
+
+@dataclass(frozen=True, repr=False)
 class TensorLayout:
     """How one tensor lies on the devices of a `Layout`.
 
@@ -64,29 +157,284 @@ class TensorLayout:
             that cut it, the most significant first; `()` where the dimension is whole.
         partial: axes on which every device holds one term of a sum.
         varying: axes on which the value is replicated but its gradient is one term of a sum.
+
+    Raises:
+        LayoutError: if an axis stands twice or is none of the layout's.
     """
 
     layout: Layout
-    axes: tuple[tuple[int, ...], ...]
+    axes: tuple[Axes, ...]
     partial: frozenset[int] = frozenset()
     varying: frozenset[int] = frozenset()
 
+    def __post_init__(self) -> None:
+        used = [axis for dim in self.axes for axis in dim]
+        used += self.partial
+        used += self.varying
+        if not used:
+            return
+        matrix = self.layout.device_matrix
+        if min(used) < 0 or max(used) >= len(matrix):
+            raise LayoutError(f"axes {sorted(used)} on device matrix {matrix}: no such axis")
+        if len(set(used)) != len(used):
+            twice = sorted({axis for axis in used if used.count(axis) > 1})
+            names = ", ".join(repr(self.layout.alias_names[axis]) for axis in twice)
+            raise LayoutError(f"axis {names} is used more than once; an axis may be used once")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.layout, self.axes, self.partial, self.varying))
+
     @property
+    def device_matrix(self) -> tuple[int, ...]:
+        return self.layout.device_matrix
+
+    @property
+    def alias_names(self) -> tuple[str, ...]:
+        return self.layout.alias_names
+
+    @property
+    def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
+        """For each dimension the axis that cuts it, counted from the right: the last axis is 0.
+
+        -1 where the dimension is whole, a tuple where several axes cut it.
+        """
+        last = len(self.device_matrix) - 1
+        mapped = (tuple(last - axis for axis in dim) for dim in self.axes)
+        return tuple(-1 if not dim else dim[0] if len(dim) == 1 else dim for dim in mapped)
+
+    @cached_property
     def sharded(self) -> frozenset[int]:
         """The axes that cut some dimension."""
         return frozenset(a for dim in self.axes for a in dim)
 
-    @property
+    @cached_property
     def shard_counts(self) -> tuple[int, ...]:
         """In how many parts each dimension is cut."""
         return tuple(self.layout.size(dim) for dim in self.axes)
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one device's part of a tensor of `shape`."""
+        """The shape of one device's part of a tensor of `shape`.
+
+        Raises:
+            LayoutError: if `shape` has other dimensions, or one that its parts do not divide.
+        """
+        if len(shape) != len(self.axes):
+            raise LayoutError(
+                f"the layout {self} is of {len(self.axes)} dimensions, the shape {tuple(shape)}"
+                f" of {len(shape)}"
+            )
+        for dim, (size, parts) in enumerate(zip(shape, self.shard_counts, strict=True)):
+            if size % parts:
+                raise LayoutError(
+                    f"dimension {dim} of size {size} cannot be cut in {parts} equal parts"
+                    f" (shape {tuple(shape)}, layout {self})"
+                )
         return tuple(size // parts for size, parts in zip(shape, self.shard_counts, strict=True))
 
-    def replace_axes(self, axes: tuple[tuple[int, ...], ...]) -> TensorLayout:
+    def block(self, rank: int) -> tuple[int, ...]:
+        """Which of the parts of each dimension `rank` holds."""
+        return self._block_at(self.layout.coordinates(rank))
+
+    def _block_at(self, coordinates: tuple[int, ...]) -> tuple[int, ...]:
+        found = []
+        for dim in self.axes:
+            index = 0
+            for axis in dim:
+                index = index * self.device_matrix[axis] + coordinates[axis]
+            found.append(index)
+        return tuple(found)
+
+    def slices(self, rank: int, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """The part of a tensor of `shape` that `rank` holds.
+
+        Raises:
+            LayoutError: as `shard_shape`, or if the rank is none of the layout's.
+        """
+        local = self.shard_shape(shape)
+        return tuple(
+            slice(index * size, (index + 1) * size)
+            for index, size in zip(self.block(rank), local, strict=True)
+        )
+
+    def ranks_of(self, block: tuple[int, ...]) -> tuple[int, ...]:
+        """All ranks that hold the part with this index, in the order of the device matrix.
+
+        Raises:
+            LayoutError: if there is no such part.
+        """
+        if tuple(block) not in self._holders:
+            raise LayoutError(f"no block {tuple(block)}: dimensions are cut in {self.shard_counts}")
+        return self._holders[tuple(block)]
+
+    @cached_property
+    def _holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        found: dict[tuple[int, ...], list[int]] = {}
+        places = product(*(range(size) for size in self.device_matrix))
+        for rank, coordinates in zip(self.layout.ranks, places, strict=True):
+            found.setdefault(self._block_at(coordinates), []).append(rank)
+        return {block: tuple(ranks) for block, ranks in found.items()}
+
+    def replace_axes(self, axes: tuple[Axes, ...]) -> TensorLayout:
         return replace(self, axes=axes)
+
+    def on(self, mesh: Layout) -> TensorLayout:
+        """The same placement on a device matrix that is finer, or arranges the ranks otherwise.
+
+        Raises:
+            LayoutError: if `mesh` has other ranks, or no axes that make up those of this layout.
+        """
+        pieces = _refinement(self.layout, mesh)
+
+        def refined(axes: Iterable[int]) -> Axes:
+            return tuple(fine for axis in axes for fine in pieces[axis])
+
+        return TensorLayout(
+            mesh,
+            tuple(refined(dim) for dim in self.axes),
+            frozenset(refined(self.partial)),
+            frozenset(refined(self.varying)),
+        )
+
+    def __repr__(self) -> str:
+        def named(axes: Iterable[int], between: str) -> str:
+            return between.join(self.alias_names[axis] for axis in axes)
+
+        dims = ", ".join(named(dim, "·") or "None" for dim in self.axes)
+        marks = f"; partial {named(sorted(self.partial), ' ')}" if self.partial else ""
+        marks += f"; varying {named(sorted(self.varying), ' ')}" if self.varying else ""
+        sizes = zip(self.alias_names, self.device_matrix, strict=True)
+        return f"({dims}{marks}) on ({', '.join(f'{name} {size}' for name, size in sizes)})"
+
+    def visualize(self, shape: tuple[int, ...] | None = None) -> str:
+        """A picture in text: a grid of the blocks, in each cell the ranks that hold it.
+
+        Rows are the last dimension but one, columns the last; of more dimensions there is one grid
+        for each index of the leading blocks. With `shape` the edges show the elements, else the
+        index of the block.
+        """
+        local = self.shard_shape(shape) if shape is not None else None
+
+        def edge(dim: int, index: int) -> str:
+            return f"{index * local[dim]}:{(index + 1) * local[dim]}" if local else f"{index}"
+
+        ndim, counts = len(self.axes), self.shard_counts
+        columns = [(index,) for index in range(counts[-1])] if ndim else [()]
+        rows = [(index,) for index in range(counts[-2])] if ndim > 1 else [()]
+        pictures = []
+        for leading in product(*(range(parts) for parts in counts[:-2])):
+            table = [["", *(edge(ndim - 1, column[0]) if ndim else "" for column in columns)]]
+            for row in rows:
+                cells = (self.ranks_of((*leading, *row, *column)) for column in columns)
+                label = edge(ndim - 2, row[0]) if row else ""
+                table.append([label, *(" ".join(map(str, ranks)) for ranks in cells)])
+            title = ", ".join([*(edge(dim, index) for dim, index in enumerate(leading)), ":, :"])
+            pictures.append((f"[{title}]\n" if leading else "") + _grid(table))
+        return "\n\n".join(pictures)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold; `partial` and `varying` as names, only where there are any."""
+        found = self.layout.to_dict() | {"tensor_map": list(self.tensor_map)}
+        for key, axes in (("partial", self.partial), ("varying", self.varying)):
+            if axes:
+                found[key] = [self.alias_names[axis] for axis in sorted(axes)]
+        return found
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TensorLayout:
+        layout = Layout.from_dict(data)
+        last = len(layout.device_matrix) - 1
+
+        def axes_of(entry: int | Iterable[int]) -> Axes:
+            mapped = (entry,) if isinstance(entry, int) else tuple(entry)
+            return tuple(last - axis for axis in mapped if axis != -1)
+
+        return cls(
+            layout,
+            tuple(axes_of(entry) for entry in data["tensor_map"]),
+            frozenset(layout.axis(name) for name in data.get("partial", ())),
+            frozenset(layout.axis(name) for name in data.get("varying", ())),
+        )
+
+
+def _grid(table: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append(f"{cells[0]} | {' | '.join(cells[1:])} |".replace("  |", "  |"))
+    rule = "-" * (widths[0] + 1) + "+" + "+".join("-" * (width + 2) for width in widths[1:]) + "+"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _check_matrix(sizes: object) -> None:
+    if not isinstance(sizes, tuple):
+        raise LayoutError(f"device_matrix must be a tuple of positive ints, not {sizes!r}")
+    for size in sizes:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise LayoutError(f"device_matrix {sizes} holds {size!r}; every size is an int >= 1")
+
+
+def _check_names(names: object) -> None:
+    if not isinstance(names, tuple):
+        raise LayoutError(f"alias_names must be a tuple of names, not {names!r}")
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise LayoutError(f"alias_names {names} holds {name!r}; every name is a non-empty str")
+        if name == "None":
+            raise LayoutError("no axis may be called 'None': that says that a dimension is whole")
+        if names.count(name) > 1:
+            raise LayoutError(f"alias_names {names} holds {name!r} twice; names must differ")
+
+
+def _check_ranks(ranks: object, devices: int) -> None:
+    if not isinstance(ranks, tuple) or not all(isinstance(rank, int) for rank in ranks):
+        raise LayoutError(f"rank_list must be a tuple of ints, not {ranks!r}")
+    if len(ranks) != devices or len(set(ranks)) != devices or min(ranks) < 0:
+        raise LayoutError(
+            f"rank_list {ranks} must hold {devices} different ranks, one for each device"
+        )
+
+
+def _refinement(coarse: Layout, fine: Layout) -> tuple[Axes, ...]:
+    """For each axis of `coarse` the axes of `fine` that make it up, most significant first."""
+    if set(coarse.ranks) != set(fine.ranks):
+        raise LayoutError(f"{fine.device_matrix} is not made of the same ranks as {coarse}")
+    strides: list[list[tuple[int, int]]] = [[] for _ in coarse.device_matrix]
+    step = fine.num_devices
+    start = coarse.coordinates(fine.ranks[0])
+    for axis, size in enumerate(fine.device_matrix):
+        step //= size
+        if size == 1:
+            continue
+        moved = coarse.coordinates(fine.ranks[step])
+        deltas = [(a, new - old) for a, (old, new) in enumerate(zip(start, moved, strict=True))]
+        for coarse_axis, delta in deltas:
+            if delta:
+                strides[coarse_axis].append((-delta, axis))
+    pieces = tuple(tuple(axis for _, axis in sorted(found)) for found in strides)
+    if not _agrees(coarse, fine, pieces):
+        raise LayoutError(
+            f"the device matrix {fine.device_matrix} does not refine {coarse.device_matrix}:"
+            " its axes do not make up those of the other one"
+        )
+    return pieces
+
+
+def _agrees(coarse: Layout, fine: Layout, pieces: tuple[Axes, ...]) -> bool:
+    if any(
+        fine.size(made) != size for made, size in zip(pieces, coarse.device_matrix, strict=True)
+    ):
+        return False
+    joined = (
+        TensorLayout(fine, pieces)
+        if len({a for p in pieces for a in p}) == sum(map(len, pieces))
+        else None
+    )
+    return joined is not None and all(joined.block(r) == coarse.coordinates(r) for r in fine.ranks)
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
@@ -101,7 +449,43 @@ def prime_factors(number: int) -> tuple[int, ...]:
 
 
 def prime_mesh(devices: int) -> Layout:
-    """The device matrix on which plans are made: one axis for each prime factor of `devices`."""
+    """The device matrix on which plans are made: one axis for each prime factor of `devices`.
+
+    Axes are called a, b, …, z, aa, ab, …
+    """
     sizes = prime_factors(devices)
-    names = "abcdefghijklmnopqrstuvwxyz"
-    return Layout(sizes, tuple(names[i] for i in range(len(sizes))))
+    return Layout(sizes, tuple(islice(_names(), len(sizes))))
+
+
+def _names() -> Iterator[str]:
+    for length in count(1):
+        yield from map("".join, product("abcdefghijklmnopqrstuvwxyz", repeat=length))
+
+
+def common_axes(*device_matrices: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes in which all these device matrices can be expressed, each a prime factor.
+
+    >>> common_axes((8,), (2, 4))
+    (2, 2, 2)
+
+    Raises:
+        LayoutError: if they are not of equally many devices, or groups of them do not nest.
+    """
+    totals = sorted({prod(matrix) for matrix in device_matrices})
+    if len(totals) > 1:
+        raise LayoutError(
+            f"device matrices {', '.join(map(str, device_matrices))} are of different numbers of"
+            f" devices: {', '.join(map(str, totals))}"
+        )
+    edges = {prod(m[i:]) for m in device_matrices for i in range(len(m) + 1)}
+    inner, *outer = sorted(edges | {1})
+    sizes: tuple[int, ...] = ()
+    for edge in outer:
+        if edge % inner:
+            raise LayoutError(
+                f"device matrices {', '.join(map(str, device_matrices))} have no common axes:"
+                f" groups of {inner} and groups of {edge} neighbouring devices do not nest"
+            )
+        sizes = prime_factors(edge // inner) + sizes
+        inner = edge
+    return sizes
