@@ -126,6 +126,14 @@ class ShardingRule:
         named = {f: None for dims in (*self.inputs, *self.outputs) for f in dims if f is not None}
         object.__setattr__(self, "factors", tuple(f for f in named if self.may_cut(f)))
 
+    def __str__(self) -> str:
+        """The rule in notation: `b s k, j k -> b s j`, `_` for whole, `()` for a scalar."""
+
+        def text(tensors: tuple[Dims, ...]) -> str:
+            return ", ".join(" ".join(d or "_" for d in dims) or "()" for dims in tensors)
+
+        return f"{text(self.inputs)} -> {text(self.outputs)}".lstrip()
+
     def may_cut(self, factor: str) -> bool:
         """Whether `factor` can be cut at all: it has size, and outputs without it may be sums."""
         if self.capacity.get(factor, 1) < 2:
@@ -173,3 +181,8 @@ def rule_for(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
         return maker
 
     return register
+
+
+def registered(target: Any) -> RuleMaker | None:
+    """The function that makes the rule of `target`, or None."""
+    return _RULES.get(target)

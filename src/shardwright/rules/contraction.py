@@ -1,0 +1,114 @@
+"""Matrix products: what they sum over may be cut, and the output is then a partial sum.
+
+Their factors bear the letters of the literature: I for rows of the first input, J for columns of
+the second (the weight), K for what is summed over, and B for what both inputs and the output have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import torch
+
+from shardwright.graph.graph import Op
+from shardwright.rules.notation import NAMES, aligned, argument, from_notation, sharding_rule
+from shardwright.rules.rule import Dims, Main, ShardingRule, rule_for
+
+aten = torch.ops.aten
+
+
+@rule_for(aten.linear.default)
+def linear(op: Op) -> ShardingRule:
+    """`... k, j k -> ... j`; with a bias, which every part would add, K stays whole."""
+    if argument(op, "bias") is None:
+        return _main(from_notation("... k, j k -> ... j", op, reduced="k"), weight=1)
+    return _main(from_notation("... k, j k, j -> ... j", op), weight=1)
+
+
+@rule_for(aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
+def matmul(op: Op) -> ShardingRule:
+    """Products of vectors, matrices and batches of matrices; batches are broadcast."""
+    first, second = (len(value.shape) for value in op.inputs)
+    leading = tuple(name for name in NAMES if name not in "ijk")
+    if second <= 2:
+        rows: Dims = leading[: first - 1]
+        columns: Dims = ("j",) if second == 2 else ()
+        return _main(_product(op, (*rows, "k"), ("k", *columns), (*rows, *columns)), weight=1)
+    batch: Dims = leading[: max(first, second) - 2]
+    rows = ("i",) if first > 1 else ()
+    left = (*batch[len(batch) - max(first - 2, 0) :], *rows, "k")
+    right = (*batch[len(batch) - (second - 2) :], "k", "j")
+    return _main(_product(op, left, right, (*batch, *rows, "j")), weight=None)
+
+
+@rule_for(aten.addmm.default, aten.addmv.default, aten.baddbmm.default)
+def product_added(op: Op) -> ShardingRule:
+    """`beta * input + alpha * (a @ b)`: K stays whole, as every part would add the input."""
+    batch: Dims = ("b",) if len(op.output.shape) == 3 else ()
+    columns: Dims = ("j",) if len(op.inputs[2].shape) > 1 else ()
+    out = (*batch, "i", *columns)
+    added = aligned(op, out)[0]
+    inputs = (added, (*batch, "i", "k"), (*batch, "k", *columns))
+    return _main(sharding_rule(op, inputs, (out,)), weight=None if batch else 2, first=1)
+
+
+@rule_for(aten.outer.default, aten.ger.default)
+def outer(op: Op) -> ShardingRule:
+    return from_notation("i, j -> i j", op)
+
+
+@rule_for(aten.einsum.default)
+def einsum(op: Op) -> ShardingRule | None:
+    """The equation says it all; None for one that takes a diagonal (`ii`)."""
+    terms, out = _terms(op)
+    if any(len(set(term)) < len(term) for term in (*terms, out)):
+        return None
+    reduced = {label for term in terms for label in term if label not in out}
+    rule = sharding_rule(op, terms, (out,), reduced=(label for label in reduced if label))
+    if len(terms) != 2:
+        return rule
+    batched = any(label in terms[1] and label in out for label in terms[0])
+    return _main(rule, weight=None if batched else 1)
+
+
+def _terms(op: Op) -> tuple[list[Dims], Dims]:
+    """The labels of the operands and of the result of an einsum, `...` replaced by capitals."""
+    left, arrow, right = op.args[0].replace(" ", "").partition("->")
+    texts = left.split(",")
+    lengths = [
+        len(value.shape) - len(text.replace("...", ""))
+        for text, value in zip(texts, op.inputs, strict=True)
+    ]
+    longest = max((n for n, text in zip(lengths, texts, strict=True) if "..." in text), default=0)
+    spare = [name.upper() for name in NAMES if name.upper() not in left][:longest]
+    labels = sorted(set(left) - set(",."))
+    if not arrow:
+        right = "..." + "".join(label for label in labels if left.count(label) == 1)
+
+    def expand(text: str, length: int) -> Dims:
+        return tuple(text.replace("...", "".join(spare[longest - length :])))
+
+    terms = [expand(text, n) for text, n in zip(texts, lengths, strict=True)]
+    return terms, expand(right, longest)
+
+
+def _product(op: Op, left: Dims, right: Dims, out: Dims) -> ShardingRule:
+    return sharding_rule(op, (left, right), (out,), reduced="k")
+
+
+def _main(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
+    """`rule` as that of a main operator, the product of its inputs `first` and `first + 1`."""
+    left, right, out = rule.inputs[first], rule.inputs[first + 1], rule.outputs[0]
+    named = [name for name in dict.fromkeys((*left, *right)) if name is not None]
+    batch = [name for name in named if name in left and name in right and name in out]
+    rows = [name for name in named if name in left and name in out and name not in right]
+    columns = [name for name in named if name in right and name in out and name not in left]
+    summed = [n for n in named if n in left and n in right and n in rule.reduced]
+    letters = (("B", batch), ("I", rows), ("J", columns), ("K", summed))
+    main = Main(
+        labels={name: letter for letter, group in letters for name in group},
+        weight=weight,
+        exclusive=tuple(product(columns, summed)),
+    )
+    return replace(rule, main=main)

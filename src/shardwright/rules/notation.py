@@ -1,0 +1,174 @@
+"""Rules written like an einsum: `"b s k, j k -> b s j"`.
+
+- Tensors are separated by `,`, dimensions by spaces; the inputs stand in the order of `Op.inputs`.
+- `_` (or `.`) is a dimension that stays whole, `()` a tensor without dimensions.
+- `...` is any number of leading dimensions, aligned on the right as in broadcasting; they are
+  named `b s t u v w …`.
+- A dimension of size 1 in an input whose factor is larger elsewhere is broadcast: it stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from string import ascii_lowercase
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from shardwright.graph.graph import Op, Value
+from shardwright.rules.rule import Dims, Kernel, Main, Reduction, ShardingRule
+
+_LEADING = "bstuvwxyz"
+NAMES = _LEADING + "".join(c for c in ascii_lowercase if c not in _LEADING)
+"""The names of dimensions that have none of their own, in order."""
+
+
+class Options(TypedDict, total=False):
+    """What `ShardingRule` takes besides dimensions and sizes."""
+
+    complete: frozenset[str]
+    main: Main | None
+    kernel: Kernel | None
+    reductions: Callable[[Op, Mapping[str, int]], tuple[Reduction, ...]]
+    sizes: int | None
+    random: bool
+
+
+def from_notation(
+    notation: str,
+    op: Op,
+    *,
+    reduced: str | Iterable[str] = (),
+    capacity: Mapping[str, int] | None = None,
+    **options: Unpack[Options],
+) -> ShardingRule:
+    """The rule of `op` in notation, sizes taken from the shapes of its tensors.
+
+    Args:
+        reduced: factors that an output lacks and that may be cut: names, or one string of them.
+        capacity: for factors whose parts must divide another number than the size.
+
+    Raises:
+        ValueError: tensors or dimensions do not match those of `op`, or sizes of a factor differ.
+    """
+    left, _, right = notation.partition("->")
+    inputs, outputs = _tensors(left), _tensors(right)
+    if (len(inputs), len(outputs)) != (len(op.inputs), len(op.outputs)):
+        raise ValueError(
+            f"{op}: {notation!r} does not name {len(op.inputs)} inputs, {len(op.outputs)} outputs"
+        )
+    written = list(zip((*inputs, *outputs), (*op.inputs, *op.outputs), strict=True))
+    used = {token for tokens, _ in written for token in tokens}
+    lengths = [len(v.shape) - len(tokens) + 1 for tokens, v in written if "..." in tokens]
+    leading = [name for name in NAMES if name not in used][: max(lengths, default=0)]
+    dims = [_dims(tokens, len(value.shape), leading) for tokens, value in written]
+    return sharding_rule(
+        op,
+        dims[: len(inputs)],
+        dims[len(inputs) :],
+        reduced=reduced,
+        capacity=capacity,
+        **options,
+    )
+
+
+def sharding_rule(
+    op: Op,
+    inputs: Sequence[Dims],
+    outputs: Sequence[Dims],
+    *,
+    reduced: str | Iterable[str] = (),
+    capacity: Mapping[str, int] | None = None,
+    **options: Unpack[Options],
+) -> ShardingRule:
+    """The rule of `op` with these dimensions, sizes taken from the shapes of its tensors.
+
+    Raises:
+        ValueError: the number of dimensions of a tensor or the sizes of a factor differ.
+    """
+    sizes: dict[str, int] = {}
+    for dims, value in zip((*inputs, *outputs), (*op.inputs, *op.outputs), strict=True):
+        if len(dims) != len(value.shape):
+            raise ValueError(f"{op}: {dims} does not name the dimensions of {value}")
+        for name, size in zip(dims, value.shape, strict=True):
+            if name is not None:
+                sizes[name] = max(size, sizes.get(name, 0))
+    given = dict(capacity or {})
+    broadcast = tuple(
+        tuple(
+            None if name is None or (size == 1 and sizes[name] > 1) else name
+            for name, size in zip(dims, value.shape, strict=True)
+        )
+        for dims, value in zip(inputs, op.inputs, strict=True)
+    )
+    for dims, value in zip((*broadcast, *outputs), (*op.inputs, *op.outputs), strict=True):
+        for name, size in zip(dims, value.shape, strict=True):
+            fits = name is None or (
+                size % given[name] == 0 if name in given else size == sizes[name]
+            )
+            if not fits:
+                raise ValueError(f"{op}: size {size} of {name!r} in {value} differs elsewhere")
+    return ShardingRule(
+        inputs=broadcast,
+        outputs=tuple(outputs),
+        capacity={**sizes, **given},
+        reduced=frozenset(reduced.split() if isinstance(reduced, str) else reduced),
+        **options,
+    )
+
+
+def names(value: Value, taken: str = "") -> Dims:
+    """A name for each dimension of `value`, none of them in `taken`: `("b", "s", "t")`."""
+    return tuple([name for name in NAMES if name not in taken][: len(value.shape)])
+
+
+def without(dims: Dims, *whole: int) -> Dims:
+    """`dims` where those at the positions `whole` (negative ones from the end) are not cut."""
+    positions = {position % len(dims) for position in whole} if dims else set()
+    return tuple(None if i in positions else name for i, name in enumerate(dims))
+
+
+def aligned(op: Op, dims: Dims) -> tuple[Dims, ...]:
+    """`dims` of a broadcast result as those of each input: its last ones."""
+    return tuple(dims[len(dims) - len(value.shape) :] for value in op.inputs)
+
+
+def argument(op: Op, name: str, default: Any = None) -> Any:
+    """The argument that the schema of `op.target` calls `name`; `default` if it has none.
+
+    The default of the schema is used for an argument that is not given.
+    """
+    if name in op.kwargs:
+        return op.kwargs[name]
+    for position, parameter in enumerate(op.target._schema.arguments):  # type: ignore[attr-defined]
+        if parameter.name == name:
+            if position < len(op.args):
+                return op.args[position]
+            return parameter.default_value if parameter.has_default_value() else default
+    return default
+
+
+def overloads(*operators: str) -> tuple[Any, ...]:
+    """All functional overloads of these ATen operators that take dimensions by number."""
+    found = []
+    for operator in operators:
+        packet = getattr(torch.ops.aten, operator)
+        for name in packet.overloads():
+            overload = getattr(packet, name)
+            if not overload._schema.is_mutable and "Dimname" not in str(overload._schema):
+                found.append(overload)
+    return tuple(found)
+
+
+def _tensors(side: str) -> list[list[str]]:
+    texts = [text.strip() for text in side.split(",")] if side.strip() else []
+    return [[] if text == "()" else text.split() for text in texts]
+
+
+def _dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
+    if "..." in tokens:
+        place, count = tokens.index("..."), ndim - len(tokens) + 1
+        if count < 0:
+            raise ValueError(f"{' '.join(tokens)!r} does not name {ndim} dimensions")
+        tokens = [*tokens[:place], *leading[len(leading) - count :], *tokens[place + 1 :]]
+    return tuple(None if token in "_." else token for token in tokens)

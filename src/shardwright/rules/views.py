@@ -1,0 +1,171 @@
+"""Operators that move elements but do not compute: reshapes, permutations, expansions.
+
+A reshape is a sequence of segments of dimensions that go over into each other. Of a segment only
+the leading dimensions can be cut, in as many parts as divide both: then every part of the one is,
+in memory order, the same part of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd, prod
+from typing import Any
+
+import torch
+
+from shardwright.graph.graph import Op
+from shardwright.rules.notation import (
+    NAMES,
+    aligned,
+    argument,
+    names,
+    overloads,
+    sharding_rule,
+    without,
+)
+from shardwright.rules.rule import Dims, Local, ShardingRule, rule_for
+
+aten = torch.ops.aten
+
+
+@rule_for(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+def reshape(op: Op) -> ShardingRule:
+    return _reshaped(op, sizes=1)
+
+
+@rule_for(*overloads("flatten", "unflatten", "squeeze", "unsqueeze", "ravel"))
+def reshape_to_local_shape(op: Op) -> ShardingRule:
+    """Reshapes whose arguments do not hold for a shard: a dimension of local size 1 is no other."""
+    return _reshaped(op, kernel=_local_reshape)
+
+
+def _reshaped(op: Op, **options: Any) -> ShardingRule:
+    source, target, capacity = segments(op.inputs[0].shape, op.output.shape)
+    like = [target for _ in op.inputs[1:]]
+    return sharding_rule(op, (source, *like), (target,), capacity=capacity, **options)
+
+
+def _local_reshape(op: Op, local: Local) -> Callable[..., Any]:
+    shape = local.output_shapes[0]
+    return lambda x, *args, **kwargs: x.reshape(shape)
+
+
+def segments(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Dims, Dims, dict[str, int]]:
+    """What may be cut when a tensor of shape `source` is read as one of shape `target`.
+
+    Returns:
+        The factors of the dimensions of either, and how many parts each factor can have at most.
+    """
+    left: list[str | None] = [None] * len(source)
+    right: list[str | None] = [None] * len(target)
+    capacity: dict[str, int] = {}
+    if prod(source) == 0:
+        return tuple(left), tuple(right), capacity
+    # Dimensions of size 1 belong to no segment.
+    ahead = [[i for i, size in enumerate(shape) if size > 1] for shape in (source, target)]
+    while ahead[0]:
+        i, j = ahead[0].pop(0), ahead[1].pop(0)
+        common = gcd(source[i], target[j])
+        if common > 1:
+            left[i] = right[j] = name = NAMES[len(capacity)]
+            capacity[name] = common
+        sizes = [source[i], target[j]]
+        while sizes[0] != sizes[1]:
+            if sizes[0] < sizes[1]:
+                sizes[0] *= source[ahead[0].pop(0)]
+            else:
+                sizes[1] *= target[ahead[1].pop(0)]
+    return tuple(left), tuple(right), capacity
+
+
+@rule_for(*overloads("permute", "transpose", "t", "numpy_T", "mT", "movedim", "moveaxis"))
+@rule_for(*overloads("swapaxes", "swapdims", "adjoint", "matrix_H", "mH"))
+def permute(op: Op) -> ShardingRule:
+    """Every dimension goes over whole into another place, found by permuting distinct sizes."""
+    dims = names(op.inputs[0])
+    marked = torch.empty([2 + i for i in range(len(dims))], device="meta")
+    permuted = op.target(marked, *op.args[1:], **op.kwargs)
+    return sharding_rule(op, (dims,), (tuple(dims[size - 2] for size in permuted.shape),))
+
+
+@rule_for(*overloads("expand", "broadcast_to"))
+def expand(op: Op) -> ShardingRule:
+    """The result may be cut where it is expanded: every device expands its part of it."""
+    dims = names(op.output)
+    return sharding_rule(op, aligned(op, dims), (dims,), sizes=1)
+
+
+@rule_for(*overloads("expand_as"))
+def expand_as(op: Op) -> ShardingRule:
+    dims = names(op.output)
+    return sharding_rule(op, aligned(op, dims), (dims,))
+
+
+@rule_for(*overloads("repeat", "tile"))
+def repeat(op: Op) -> ShardingRule:
+    """Dimensions that are repeated stay whole."""
+    dims = names(op.output)
+    (x,) = aligned(op, dims)
+    grown = len(dims) - len(x)
+    repeated = [
+        i for i, n in enumerate(op.output.shape) if i < grown or n != op.inputs[0].shape[i - grown]
+    ]
+    dims = without(dims, *repeated)
+    return sharding_rule(op, aligned(op, dims), (dims,))
+
+
+@rule_for(aten.repeat_interleave.self_int)
+def repeat_interleave(op: Op) -> ShardingRule:
+    """A part of the dimension becomes the same part of the result."""
+    dims, dim = names(op.output), argument(op, "dim")
+    if dim is None:
+        return sharding_rule(op, ((None,) * len(op.inputs[0].shape),), ((None,),))
+    repeated = dims[dim]
+    capacity = {repeated: op.inputs[0].shape[dim]} if repeated is not None else {}
+    return sharding_rule(op, (dims,), (dims,), capacity=capacity, kernel=_without_output_size)
+
+
+def _without_output_size(op: Op, local: Local) -> Callable[..., Any]:
+    def repeated(*args: Any, output_size: int | None = None, **kwargs: Any) -> Any:
+        return op.target(*args, **kwargs)
+
+    return repeated
+
+
+@rule_for(*overloads("view_as", "reshape_as"))
+def reshape_as(op: Op) -> ShardingRule:
+    """The second tensor only gives the shape, and is cut like the result."""
+    return _reshaped(op)
+
+
+@rule_for(*overloads("unfold"))
+def unfold(op: Op) -> ShardingRule:
+    """Windows overlap: the dimension stays whole."""
+    dims = without(names(op.inputs[0]), argument(op, "dimension"))
+    return sharding_rule(op, (dims,), ((*dims, None),))
+
+
+@rule_for(*overloads("diagonal"))
+def diagonal(op: Op) -> ShardingRule:
+    dims = names(op.inputs[0])
+    taken = [argument(op, name) % len(dims) for name in ("dim1", "dim2")]
+    kept = tuple(name for i, name in enumerate(dims) if i not in taken)
+    return sharding_rule(op, (without(dims, *taken),), ((*kept, None),))
+
+
+@rule_for(*overloads("tril", "triu"))
+def triangle(op: Op) -> ShardingRule:
+    dims = without(names(op.output), -2, -1)
+    return sharding_rule(op, (dims,), (dims,))
+
+
+@rule_for(*overloads("view_as_complex"))
+def pairs_as_complex(op: Op) -> ShardingRule:
+    dims = names(op.output)
+    return sharding_rule(op, ((*dims, None),), (dims,))
+
+
+@rule_for(*overloads("view_as_real"))
+def complex_as_pairs(op: Op) -> ShardingRule:
+    dims = names(op.inputs[0])
+    return sharding_rule(op, (dims,), ((*dims, None),))
