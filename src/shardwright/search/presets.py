@@ -1,0 +1,42 @@
+"""Plans that need no search: everything along the batch, or nothing at all."""
+
+from __future__ import annotations
+
+from shardwright.errors import StrategyError
+from shardwright.graph.graph import Graph
+from shardwright.layout import Layout
+from shardwright.search.indexed import index_graph
+from shardwright.search.propagate import Level
+from shardwright.search.recursive import CutsOfGraph, nearest_multiples, record
+
+
+def data_parallel(graph: Graph, mesh: Layout) -> CutsOfGraph:
+    """Every operator follows the batch, dim 0 of the model's inputs, on every axis.
+
+    Raises:
+        StrategyError: the model has no tensor input, or its batch size is not a multiple of the
+            number of devices.
+    """
+    indexed = index_graph(graph)
+    devices, batch_size = mesh.num_devices, indexed.batch_size
+    if batch_size is None:
+        raise StrategyError("data parallel: the model has no tensor input that has a batch")
+    if batch_size % devices:
+        valid = " or ".join(map(str, nearest_multiples(batch_size, devices)))
+        raise StrategyError(
+            f"data parallel: the batch size {batch_size} (dim 0 of the inputs) is not divisible by"
+            f" {devices} devices; valid are multiples of {devices}, such as {valid}"
+        )
+    parts = [(1,) * len(kind.factors) for kind in indexed.kinds]
+    cuts: CutsOfGraph = {}
+    for axis, axis_size in enumerate(mesh.device_matrix):
+        level = Level(indexed, parts, axis_size)
+        level.fill()
+        record(indexed, level.choice, axis, cuts)
+        parts = level.next_parts()
+    return cuts
+
+
+def stand_alone(graph: Graph, mesh: Layout) -> CutsOfGraph:
+    """Nothing is cut: every device computes everything."""
+    return {}
