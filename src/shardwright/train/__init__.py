@@ -1,0 +1,19 @@
+"""Training: data, the loop, processes and what is seen of them."""
+
+from shardwright.train.data import Batches, digits, mnist
+from shardwright.train.loss import MeanAbsoluteError, MeanSquaredError
+from shardwright.train.process_group import World, process_group
+from shardwright.train.steps import Step
+from shardwright.train.trainer import train
+
+__all__ = [
+    "Batches",
+    "MeanAbsoluteError",
+    "MeanSquaredError",
+    "Step",
+    "World",
+    "digits",
+    "mnist",
+    "process_group",
+    "train",
+]

@@ -1,0 +1,55 @@
+# Everything happens in .venv, which the first target that needs it makes.
+#   make demo       plan a model for 8 devices, train it in 8 local processes, compare with one
+#   make test       the default test suite        make test-slow   the long property tests
+#   make check      lint, format, types, import order
+#   make bench      the numbers of docs/benchmarks.md
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# Without an NVIDIA GPU, torch's CPU build: it is a tenth of the download.
+TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
+
+.PHONY: install test test-slow check format bench demo clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+	       "name another: make PYTHON=python3.12" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (once; some minutes) ..."
+	@$(PIP) install --quiet --retries 1 --no-deps -c constraints.txt torch \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	@$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: install
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	$(BIN)/python -m benchmarks
+
+demo: install
+	@$(BIN)/python examples/demo.py
+
+clean:
+	rm -rf build dist log_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""`python -m shardwright` is the command `shardwright`."""
+
+from shardwright.cli import main
+
+main()

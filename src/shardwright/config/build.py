@@ -1,0 +1,132 @@
+"""From a `Config` to the objects that it describes, and to a plan and a training run of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.api import WithLoss, parallelize, plan
+from shardwright.config.load import load
+from shardwright.config.schema import Config
+from shardwright.config.target import call_target
+from shardwright.errors import ConfigError, PlanError
+from shardwright.plan import Plan
+from shardwright.train.data import DIGITS_SIZE, Batches, digits, mnist
+from shardwright.train.loss import LOSSES
+from shardwright.train.process_group import World, process_group
+from shardwright.train.steps import Step
+from shardwright.train.trainer import train
+
+
+@dataclass(frozen=True)
+class Run:
+    """A configuration and the folder that its modules and paths are relative to."""
+
+    config: Config
+    folder: Path
+
+    @staticmethod
+    def from_file(path: str | Path) -> Run:
+        """Raises: ConfigError: as `shardwright.config.load.load`."""
+        return Run(load(path), Path(path).parent)
+
+    @cached_property
+    def batches(self) -> Batches:
+        """Raises: DataError: data that is missing or damaged."""
+        data = self.config.data
+        tensors = (t.to(self._dtype) if t.is_floating_point() else t for t in self._tensors())
+        return Batches(tuple(tensors), data.batch_size, data.seed)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole training run."""
+        steps = self.config.train.epochs * len(self.batches)
+        return steps if self.config.train.steps is None else min(steps, self.config.train.steps)
+
+    def model(self) -> nn.Module:
+        """The model with its loss, with parameters that depend on `train.seed` only."""
+        torch.manual_seed(self.config.train.seed)
+        model = self.config.model
+        net = call_target("model.target", model.target, model.arguments, self.folder)
+        if not isinstance(net, nn.Module):
+            raise ConfigError(f"model.target: {model.target} returned {net!r}, not an nn.Module")
+        net = net.to(self._dtype)
+        loss = self.config.loss
+        return net if loss == "none" else WithLoss(net, LOSSES[loss]())
+
+    def plan(self, devices: int) -> Plan:
+        """The plan for `devices` devices, made for the first batch. Needs no process group."""
+        parallel = self.config.parallel
+        return plan(
+            self.model(),
+            self.example_batch(),
+            {},
+            devices=devices,
+            mode=parallel.mode,
+            mem_coeff=parallel.mem_coeff,
+            cost_model=parallel.cost_model,
+            order=parallel.order,
+            log_costs=parallel.log_costs,
+        )
+
+    def example_batch(self) -> tuple[Tensor, ...]:
+        return next(self.batches.epoch(0))
+
+    def train(self, plan: Plan, world: World, on_step: Callable[[Step], None]) -> None:
+        """Train as one rank of `world`.
+
+        Raises:
+            PlanError: the world is not of the plan's size, or the plan is for another model.
+        """
+        if world.size != plan.devices:
+            raise PlanError(
+                f"the plan is for {plan.devices} devices, but there are {world.size} processes: "
+                f"start {plan.devices}, or plan for {world.size}"
+            )
+        settings = self.config.train
+        with process_group(world) as device:
+            net = parallelize(self.model().to(device), plan)
+            train(
+                net,
+                self.optimizer(net.parameters()),
+                self.batches,
+                epochs=settings.epochs,
+                max_steps=settings.steps,
+                device=device,
+                on_step=on_step,
+            )
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        chosen = self.config.optimizer
+        given = {"lr": chosen.learning_rate}
+        if chosen.momentum is not None:
+            given["momentum"] = chosen.momentum
+        if chosen.weight_decay is not None:
+            given["weight_decay"] = chosen.weight_decay
+        kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+            "sgd": torch.optim.SGD,
+            "momentum": torch.optim.SGD,
+            "adam": torch.optim.Adam,
+            "adamw": torch.optim.AdamW,
+        }
+        return kinds[chosen.name](parameters, **given)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return {"float32": torch.float32, "float64": torch.float64}[self.config.train.dtype]
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        data = self.config.data
+        if data.target is not None:
+            tensors = call_target("data.target", data.target, data.arguments, self.folder)
+            if not isinstance(tensors, tuple) or not all(isinstance(t, Tensor) for t in tensors):
+                raise ConfigError(f"data.target: {data.target} did not return a tuple of tensors")
+            return tensors
+        if data.name == "mnist":
+            return mnist(self.folder / data.path if data.path is not None else None)
+        return digits(data.image_size or DIGITS_SIZE)

@@ -1,0 +1,161 @@
+"""Data sets held in memory, and the batches that every rank draws from them alike."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardwright.errors import DataError
+
+# Mean and standard deviation of the pixels of MNIST's training images, scaled to 0…1.
+MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
+IMAGES_FILE, LABELS_FILE = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+DIGITS_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Full batches of `tensors`, which have the samples on dimension 0.
+
+    Each epoch has an order of its own, which depends on `seed` and the epoch only: every rank,
+    whatever the number of devices, draws the same whole batches. The samples that do not fill a
+    last batch are left out of that epoch.
+
+    Raises:
+        DataError: the tensors differ in their number of samples, or do not fill one batch.
+    """
+
+    tensors: tuple[Tensor, ...]
+    batch_size: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = [len(tensor) for tensor in self.tensors]
+        if len(set(counts)) != 1:
+            raise DataError(f"the tensors of the data hold {counts} samples, not equally many")
+        if len(self) == 0:
+            raise DataError(
+                f"the data holds {counts[0]} samples, which do not fill one batch of "
+                f"{self.batch_size}: use a batch_size of at most {counts[0]}"
+            )
+
+    def __len__(self) -> int:
+        """Number of batches in an epoch."""
+        return len(self.tensors[0]) // self.batch_size
+
+    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, ...]]:
+        """The batches of epoch `epoch`."""
+        seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(self.tensors[0]), generator=generator)
+        for number in range(len(self)):
+            rows = order[number * self.batch_size : (number + 1) * self.batch_size]
+            yield tuple(tensor[rows] for tensor in self.tensors)
+
+
+def digits(image_size: int = DIGITS_SIZE) -> tuple[Tensor, Tensor]:
+    """scikit-learn's handwritten digits: images [1797, 1, size, size] in 0…1, labels [1797].
+
+    A size above 8 repeats each pixel as often as fits and pads with background around it: 28 gives
+    digits of 24 x 24 pixels in the middle of 28 x 28, much like those of MNIST.
+
+    Raises:
+        DataError: scikit-learn is not installed, or the size is below 8.
+    """
+    if image_size < DIGITS_SIZE:
+        raise DataError(f"the digits have {DIGITS_SIZE} x {DIGITS_SIZE} pixels, not {image_size}")
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError(
+            "the digits come with scikit-learn, which is not installed: "
+            "pip install 'shardwright[data]'"
+        ) from None
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, DIGITS_SIZE, DIGITS_SIZE) / 16.0
+    repeat = image_size // DIGITS_SIZE
+    images = images.repeat_interleave(repeat, 2).repeat_interleave(repeat, 3)
+    border = image_size - DIGITS_SIZE * repeat
+    before, after = border // 2, border - border // 2
+    images = torch.nn.functional.pad(images, (before, after, before, after))
+    return images, torch.tensor(labels, dtype=torch.int64)
+
+
+def mnist(folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
+    """MNIST's training set from its IDX files, plain or gzipped: images [n, 1, rows, columns],
+    normalised to mean 0 and standard deviation 1, labels [n].
+
+    `folder` is by default the environment variable DATA_PATH.
+
+    Raises:
+        DataError: the folder or a file is missing, or a file is not what its format says.
+    """
+    place = folder if folder is not None else os.environ.get("DATA_PATH")
+    if not place:
+        raise DataError(
+            f"no folder for MNIST: set data.path or the environment variable DATA_PATH to the "
+            f"folder of {IMAGES_FILE} and {LABELS_FILE} (both plain or .gz)"
+        )
+    path = Path(place).expanduser()
+    if not path.is_dir():
+        raise DataError(
+            f"{path}: no such folder; it should hold MNIST's {IMAGES_FILE} and {LABELS_FILE} "
+            f"(both plain or .gz)"
+        )
+    images_path, labels_path = _file(path, IMAGES_FILE), _file(path, LABELS_FILE)
+    pixels, labels = read_idx(images_path, ndim=3), read_idx(labels_path, ndim=1)
+    if len(pixels) != len(labels):
+        raise DataError(
+            f"{images_path} holds {len(pixels)} images, "
+            f"but {labels_path} holds {len(labels)} labels"
+        )
+    images = torch.from_numpy(pixels).unsqueeze(1).to(torch.float32) / 255.0
+    return (images - MNIST_MEAN) / MNIST_STD, torch.from_numpy(labels).to(torch.int64)
+
+
+def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
+    """An IDX file of unsigned bytes with `ndim` dimensions.
+
+    The format (http://yann.lecun.com/exdb/mnist): two zero bytes, the type (8 = unsigned byte),
+    the number of dimensions, each dimension as a big-endian 32-bit integer, the data.
+
+    Raises:
+        DataError: the file is not of this type, or not as long as it says.
+    """
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise DataError(f"{path}: not a whole gzip file ({error})") from None
+    wanted, header = bytes((0, 0, 8, ndim)), 4 + 4 * ndim
+    if content[:4] != wanted:
+        raise DataError(
+            f"{path}: starts with 0x{content[:4].hex()}, but an IDX file of unsigned bytes with "
+            f"{ndim} dimensions starts with 0x{wanted.hex()}"
+        )
+    if len(content) < header:
+        raise DataError(f"{path}: ends after {len(content)} bytes, inside its header of {header}")
+    shape = struct.unpack(f">{ndim}I", content[4:header])
+    expected = header + math.prod(shape)
+    if len(content) != expected:
+        raise DataError(
+            f"{path}: {len(content)} bytes long, but its header says {list(shape)} values, "
+            f"which take {expected}"
+        )
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy()
+
+
+def _file(folder: Path, name: str) -> Path:
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise DataError(f"{folder}: holds neither {name} nor {name}.gz")

@@ -1,0 +1,192 @@
+"""Starts the ranks as local processes through torch.distributed's own launcher.
+
+The processes run the given command with the environment that torchrun would give them, so that a
+rank cannot tell, and need not, who started it. Rank N writes to `<log folder>/1/rank.N/stdout` and
+`stderr`. If one ends with an error or by a signal, the others are ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import LogsDest, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+# How long ranks may take to end after SIGTERM before they are killed.
+SHUTDOWN_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class LogFolder:
+    """Where the ranks of one run write: `<root>/1/rank.N/…`."""
+
+    root: Path
+
+    @property
+    def run(self) -> Path:
+        return self.root / "1"
+
+    def rank(self, rank: int) -> Path:
+        return self.run / f"rank.{rank}"
+
+    def stdout(self, rank: int) -> Path:
+        return self.rank(rank) / "stdout"
+
+    def stderr(self, rank: int) -> Path:
+        return self.rank(rank) / "stderr"
+
+    def error(self, rank: int) -> Path:
+        """The exception that ended the rank, as torch.distributed's `record` writes it."""
+        return self.rank(rank) / "error.json"
+
+    def steps(self, rank: int) -> Path:
+        """One JSON line for each step."""
+        return self.rank(rank) / "steps.jsonl"
+
+    @property
+    def plan(self) -> Path:
+        return self.run / "plan.json"
+
+    def clear(self, num_ranks: int) -> None:
+        """Remove what an earlier run left, make a folder for each of `num_ranks` ranks."""
+        for old in self.run.glob("rank.[0-9]*"):
+            shutil.rmtree(old)
+        for rank in range(num_ranks):
+            self.rank(rank).mkdir(parents=True)
+
+
+class RankFailedError(Exception):
+    """A rank ended with an error or by a signal; the message says which, why and where its log is.
+
+    `kind` and `text` are the type's name and the text of the exception that ended it, where it left
+    one.
+    """
+
+    def __init__(self, message: str, kind: str = "", text: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.text = text
+
+
+class StoppedError(Exception):
+    """The run was ended by a signal to the launching process, Ctrl-C for example."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}: all ranks are ended")
+        self.number = number
+
+
+def launch(command: Sequence[str], num_ranks: int, logs: LogFolder) -> None:
+    """Run `python <command>` as `num_ranks` local processes and wait for all of them.
+
+    Raises:
+        RankFailedError: a rank failed; the others are ended.
+        StoppedError: this process got SIGINT, SIGTERM, SIGHUP or SIGQUIT; all ranks are ended.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=_RankLogs(logs),
+        shutdown_timeout=SHUTDOWN_SECONDS,
+    )
+    with _own_signals_and_logging(), _threads_per_rank(num_ranks):
+        try:
+            launch_agent(config, sys.executable, list(command))
+        except ChildFailedError as error:
+            raise _rank_failed(error.failures, logs) from None
+        except SignalException as error:
+            raise StoppedError(error.sigval) from None
+
+
+class _RankLogs(LogsSpecs):
+    """The log files of `LogFolder`, instead of the launcher's own scheme."""
+
+    def __init__(self, logs: LogFolder) -> None:
+        super().__init__(log_dir=str(logs.run))
+        self._logs = logs
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for rank, environment in envs.items():
+            environment["TORCHELASTIC_ERROR_FILE"] = str(self._logs.error(rank))
+            # Else a rank that is killed takes its last lines with it.
+            environment["PYTHONUNBUFFERED"] = "1"
+        return LogsDest(
+            stdouts={rank: str(self._logs.stdout(rank)) for rank in envs},
+            stderrs={rank: str(self._logs.stderr(rank)) for rank in envs},
+            error_files={rank: str(self._logs.error(rank)) for rank in envs},
+        )
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._logs.run)
+
+
+def _rank_failed(failures: dict[int, ProcessFailure], logs: LogFolder) -> RankFailedError:
+    """The failure that came first: a rank that dies makes the others fail in what waits for it."""
+
+    def precedence(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
+        rank, failure = item
+        ended_by_us = failure.exitcode == -signal.SIGTERM
+        killed = failure.exitcode < 0 and not ended_by_us
+        return (2 if ended_by_us else 0 if killed else 1, failure.timestamp, rank)
+
+    rank, failure = min(failures.items(), key=precedence)
+    log = f"its log: {logs.stderr(rank)}"
+    if failure.exitcode < 0:
+        reason = f"rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}"
+        return RankFailedError(f"{reason}; {log}")
+    message = failure.error_file_data["message"]
+    if not isinstance(message, dict):
+        return RankFailedError(f"rank {rank} ended with exit status {failure.exitcode}; {log}")
+    kind, _, text = message["message"].partition(": ")
+    trace = message["extraInfo"]["py_callstack"].rstrip()
+    return RankFailedError(f"rank {rank} failed; {log}\n{trace}", kind, text)
+
+
+@contextmanager
+def _own_signals_and_logging() -> Iterator[None]:
+    """The launcher installs signal handlers and logs each of its acts: undo the one afterwards, and
+    keep the other off the console, where `RankFailedError` says it once."""
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in signals}
+    logger = logging.getLogger("torch.distributed.elastic")
+    propagate, quiet = logger.propagate, logging.NullHandler()
+    logger.addHandler(quiet)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(quiet)
+        logger.propagate = propagate
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _threads_per_rank(num_ranks: int) -> Iterator[None]:
+    """Share the cores among the ranks, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // num_ranks))
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]

@@ -1,0 +1,66 @@
+"""The process group that a launched rank joins, and the device it computes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# A collective that waits longer than this fails: the others are gone or stuck.
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    """What a launcher (torchrun, or ours) tells a process in its environment."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @staticmethod
+    def from_environment() -> World:
+        """The world of this process; of it alone when no launcher started it."""
+        if not launched():
+            return World(rank=0, size=1, local_rank=0, local_size=1)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        return World(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+def launched() -> bool:
+    """Whether a launcher started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def local_device(world: World) -> torch.device:
+    """The accelerator of this process; the CPU where there are fewer of them than processes."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or torch.accelerator.device_count() < world.local_size:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, world.local_rank)
+
+
+@contextmanager
+def process_group(world: World) -> Iterator[torch.device]:
+    """Be part of the group of all processes, over the backend of this process's device; gives the
+    device. A world of one process needs no group and makes none."""
+    device = local_device(world)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    if world.size == 1:
+        yield device
+        return
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(
+        backend, timeout=TIMEOUT, device_id=None if device.type == "cpu" else device
+    )
+    yield device
+    # Not after an error: other ranks may wait in a collective, which this would wait for.
+    dist.destroy_process_group()
