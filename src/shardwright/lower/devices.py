@@ -1,0 +1,115 @@
+"""The devices that a program runs on: where this rank stands and whom it talks to.
+
+Nothing here depends on the kind of device: the process group brings its own backend (gloo, NCCL).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwright.errors import PlanError
+from shardwright.layout import Layout
+
+Index = int | torch.SymInt
+"""A number that depends on the rank: a `SymInt` where many ranks are simulated in one process."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that differ from this one only in their places on the joined `axes`.
+
+    Its ranks stand in the order of the mesh; `order[i]` is the position of the rank that holds
+    block `i` when the blocks are counted along `axes`, the first the most significant.
+    """
+
+    axes: tuple[int, ...]
+    name: str
+    size: int
+    order: tuple[int, ...]
+
+    @property
+    def in_order(self) -> bool:
+        return self.order == tuple(range(self.size))
+
+
+@dataclass
+class Devices:
+    """A device matrix bound to process groups.
+
+    Args:
+        layout: the device matrix of the plan.
+        mesh: the same as a `DeviceMesh`; None for a single device.
+        per_rank: the value, on this rank, of a function of the coordinates on the device matrix.
+    """
+
+    layout: Layout
+    device: torch.device
+    mesh: DeviceMesh | None
+    per_rank: Callable[[Callable[[tuple[int, ...]], int]], Index]
+    _names: dict[tuple[int, ...], str] = field(default_factory=dict)
+
+    @classmethod
+    def of_process(cls, layout: Layout, device: torch.device) -> Devices:
+        """The devices of the running process group.
+
+        Raises:
+            PlanError: if there is no process group, or one of another size than the plan's.
+        """
+        if layout.num_devices == 1:
+            return cls(layout, device, None, lambda function: function(()))
+        if not dist.is_initialized():
+            raise PlanError(
+                f"the plan is for {layout.num_devices} devices, but no process group is running: "
+                "start the script with torchrun and call torch.distributed.init_process_group()"
+            )
+        if dist.get_world_size() != layout.num_devices:
+            raise PlanError(
+                f"the plan is for {layout.num_devices} devices, but {dist.get_world_size()} "
+                "processes are running: make a plan for that number, or start as many processes "
+                "as the plan has devices"
+            )
+        mesh = device_mesh(layout, device.type)
+        place = layout.coordinates(dist.get_rank())
+        return cls(layout, device, mesh, lambda function: function(place))
+
+    def group(self, axes: tuple[int, ...]) -> Group:
+        """The group over the joined `axes`; made at the first request, so every rank must ask for
+        its groups in the same order."""
+        key = tuple(sorted(axes))
+        if key not in self._names:
+            self._names[key] = self._create(key)
+        order = [0] * self.layout.size(axes)
+        for place in product(*(range(size) for size in self.layout.device_matrix)):
+            order[block(self.layout, place, axes)] = block(self.layout, place, key)
+        return Group(axes, self._names[key], len(order), tuple(order))
+
+    def index(self, axes: tuple[int, ...]) -> Index:
+        """Which block this rank holds along the joined `axes`."""
+        return self.per_rank(lambda place: block(self.layout, place, axes))
+
+    def _create(self, axes: tuple[int, ...]) -> str:
+        assert self.mesh is not None
+        names = tuple(self.layout.alias_names[a] for a in axes)
+        joined = self.mesh[names] if len(names) > 1 else self.mesh[names[0]]
+        if len(names) > 1:
+            joined = joined._flatten("_".join(names))
+        return str(joined.get_group().group_name)
+
+
+def device_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The `DeviceMesh` with the axes of `layout`, over all ranks of the process group."""
+    return init_device_mesh(device_type, layout.device_matrix, mesh_dim_names=layout.alias_names)
+
+
+def block(layout: Layout, place: tuple[int, ...], axes: tuple[int, ...]) -> int:
+    """Which block the device at `place` holds of a dimension that the joined `axes` cut."""
+    index = 0
+    for axis in axes:
+        index = index * layout.device_matrix[axis] + place[axis]
+    return index

@@ -1,0 +1,302 @@
+"""From graph and plan to the program that one rank runs.
+
+The program is plain Python text over local tensors: local operators as they stand in the graph, and
+conversions wherever a value is read in another layout than it was made in. `print(program)` shows
+each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.communication import Bucket, Communication, Storage, Transfer, communication
+from shardwright.graph.graph import Graph, Kind, Op, Value
+from shardwright.lower.collectives import bind, reduction, vary_together
+from shardwright.lower.devices import Devices
+from shardwright.lower.random import Seeded
+from shardwright.lower.source import Source, expression
+from shardwright.rules import rule
+from shardwright.rules.rule import Cuts, Local, ShardingRule
+
+aten = torch.ops.aten
+
+HEADER = "def program(parameters, buffers, inputs, seed):"
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank runs.
+
+    Args:
+        source: its text.
+        function: the compiled text.
+        communication: all conversions in it.
+    """
+
+    source: str
+    function: Callable[..., tuple[list[Any], list[Tensor]]]
+    communication: Communication
+
+    def __call__(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Sequence[Any],
+        seed: int = 0,
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Runs on local tensors.
+
+        Args:
+            parameters: this rank's shards, as the plan stores them.
+            buffers: whole.
+            inputs: the leaves of the call's arguments, tensors whole.
+            seed: of the random operators; the same on every rank, another one for each step.
+
+        Returns:
+            The leaves of the model's outputs, and the new values of the graph's `updates`.
+        """
+        return self.function(parameters, buffers, inputs, seed)
+
+    def __str__(self) -> str:
+        return self.source
+
+
+def lower(graph: Graph, devices: Devices, cuts: Mapping[str, Cuts], storage: Storage) -> Program:
+    """The program of this rank for `graph`, cut as the plan says."""
+    flow = communication(graph, devices.layout, cuts, storage)
+    return _Lowering(graph, devices, cuts, flow).program()
+
+
+@dataclass
+class _Lowering:
+    graph: Graph
+    devices: Devices
+    cuts: Mapping[str, Cuts]
+    flow: Communication
+    source: Source = field(default_factory=Source)
+    variables: dict[Value, str] = field(default_factory=dict)
+    converted: dict[int, str] = field(default_factory=dict)
+    buckets: dict[int, Bucket] = field(default_factory=dict)
+    fused: dict[Value, Op] = field(default_factory=dict)
+
+    def program(self) -> Program:
+        self.buckets = {id(t): bucket for bucket in self.flow.buckets for t in bucket.transfers}
+        for name in ("parameters", "buffers", "inputs", "seed", "device"):
+            self.source.name(name)
+        for op in self.graph.ops:
+            if self._waits_for_bias(op):
+                self.fused[op.output] = op
+            else:
+                self._operator(op)
+        routes = self.flow.output_routes
+        outputs = [
+            self._converted(leaf, routes[leaf]) if isinstance(leaf, Value) else repr(leaf)
+            for leaf in self.graph.outputs
+        ]
+        updates = [
+            self._converted(value, self.flow.update_routes[value])
+            for _, value in self.graph.updates
+        ]
+        returns = f"[{', '.join(outputs)}], [{', '.join(updates)}]"
+        text = self.source.text(HEADER, returns, kept=[*outputs, *updates])
+        return Program(text, self.source.compile(text, "program"), self.flow)
+
+    # Values
+
+    def _variable(self, value: Value) -> str:
+        """The variable that holds `value` as it is made, stored or given."""
+        if value not in self.variables:
+            name = self.variables[value] = self.source.name(value.name)
+            if value.kind is Kind.PARAMETER:
+                self.source.add([name], f"parameters[{value.name!r}]", [])
+            elif value.kind is Kind.BUFFER:
+                self.source.add([name], f"buffers[{value.name!r}]", [])
+            elif value.kind is Kind.INPUT:
+                number = next(i for i, leaf in enumerate(self.graph.inputs) if leaf is value)
+                self.source.add([name], f"inputs[{number}]", [])
+            elif value.kind is Kind.CONSTANT:
+                tensor = self.graph.constants[value].to(self.devices.device)
+                constant = self.source.refer(f"constant_{len(self.source.scope)}", tensor)
+                self.source.add([name], constant, [])
+        return self.variables[value]
+
+    def _converted(self, value: Value, route: Sequence[Transfer]) -> str:
+        """The variable that holds `value` at the end of `route`."""
+        name = self._variable(value)
+        for transfer in route:
+            if id(transfer) not in self.converted:
+                if id(transfer) in self.buckets:
+                    self._bucket(self.buckets[id(transfer)])
+                else:
+                    self._transfer(transfer, name)
+            name = self.converted[id(transfer)]
+        return name
+
+    def _transfer(self, transfer: Transfer, before: str) -> None:
+        step = transfer.step
+        over = "".join(self.devices.layout.alias_names[a] for a in step.axes)
+        dims = "_to_".join(f"dim{d}" for d in (step.dim, step.to_dim) if d is not None)
+        wanted = "_".join(part for part in (step.kind, dims, over) if part)
+        if step.kind == "all_gather" and step.backward == "reduce_scatter":
+            wanted += "_varying"
+        key = (step.kind, step.axes, step.dim, step.to_dim, step.backward)
+        if step.kind == "permute":
+            key = (*key, step.source.axes, step.target.axes)  # type: ignore[assignment]
+        function = self._bound.setdefault(key, bind(step, self.devices))
+        conversion = self.source.refer(wanted, function)
+        name = self.source.name(transfer.value.name)
+        self.source.add([name], f"{conversion}({before})", [before])
+        self.converted[id(transfer)] = name
+
+    _bound: dict[Any, Any] = field(default_factory=dict)
+
+    def _bucket(self, bucket: Bucket) -> None:
+        before = [self._variable(t.value) for t in bucket.transfers]
+        names = [self.source.name(t.value.name) for t in bucket.transfers]
+        group = self.devices.group(bucket.axes)
+        over = "".join(self.devices.layout.alias_names[a] for a in bucket.axes)
+        together = self.source.refer("vary_together", vary_together)
+        self._bound.setdefault(("group", bucket.axes), group)
+        group_name = self.source.refer(f"over_{over}", self._bound["group", bucket.axes])
+        call = f"{together}({group_name}, {', '.join(before)})"
+        self.source.add(names, call, before, unpack=True)
+        for transfer, name in zip(bucket.transfers, names, strict=True):
+            self.converted[id(transfer)] = name
+
+    # Operators
+
+    def _operator(self, op: Op) -> None:
+        mine: dict[int, str] = {}
+        variables = []
+        for index, value in enumerate(op.inputs):
+            if value in self.fused:
+                continue
+            route = self.flow.routes[op.name, index]
+            variables.append(self._converted(value, route))
+            mine[index] = variables[-1]
+        if op.inputs and op.inputs[0] in self.fused:
+            self._with_bias(self.fused.pop(op.inputs[0]), op, mine[1])
+            return
+        found = rule(op)
+        args, kwargs = self._arguments(op, found)
+        counter = iter(range(len(op.inputs)))
+
+        def variable(_: Value) -> str:
+            return mine[next(counter)]
+
+        texts = [expression(a, variable) for a in args]
+        texts += [f"{key}={expression(a, variable)}" for key, a in kwargs.items()]
+        function = self._function(op, found)
+        if found is not None and found.random and self.devices.layout.num_devices > 1:
+            texts.insert(0, "seed")
+        names = [self.source.name(value.name) for value in op.outputs]
+        self.variables.update(zip(op.outputs, names, strict=True))
+        call, comment = f"{function}({', '.join(texts)})", self._comment(op, found)
+        self.source.add(names, call, variables, comment, unpack=_returns_many(op))
+
+    def _arguments(self, op: Op, found: ShardingRule | None) -> tuple[list[Any], dict[str, Any]]:
+        """The operator's own arguments, sizes of its output made local."""
+        args, kwargs = list(op.args), dict(op.kwargs)
+        if found is not None and found.sizes is not None:
+            args[found.sizes] = list(self._local_shape(op.output))
+        if not op.inputs and isinstance(op.target, torch._ops.OpOverload):
+            names = {argument.name for argument in op.target._schema.arguments}
+            if "device" in names:
+                kwargs["device"] = self.devices.device
+        return args, kwargs
+
+    def _function(self, op: Op, found: ShardingRule | None) -> str:
+        """The name of what computes `op` on local tensors."""
+        function: Callable[..., Any] = op.target
+        cut = any(self.cuts.get(op.name, {}).values())
+        if found is not None and found.kernel is not None and cut:
+            function = found.kernel(op, self._local(op, found))
+        if found is not None and found.random and self.devices.layout.num_devices > 1:
+            axes = tuple(dict.fromkeys(a for dim in self.flow.made[op.output].axes for a in dim))
+            ordinal = self.graph.ops.index(op)
+            function = Seeded(function, ordinal, self.devices.index(axes))
+            return self.source.refer(f"seeded_{_short(op)}", function)
+        if function is op.target and isinstance(function, torch._ops.OpOverload):
+            if function.namespace == "aten":
+                return str(function)
+            return f"torch.ops.{function}"
+        return self.source.refer(
+            f"local_{_short(op)}" if function is not op.target else _short(op), function
+        )
+
+    def _local(self, op: Op, found: ShardingRule) -> Local:
+        cuts = self.cuts.get(op.name, {})
+        functions = tuple(
+            reduction(self.devices.group(inner.axes), inner.reduction.kind, inner.reduction.varying)
+            for inner in self.flow.reductions.get(op.name, ())
+        )
+        return Local(
+            parts=found.parts(self.devices.layout, cuts),
+            index=lambda factor: self.devices.index(tuple(cuts.get(factor, ()))),
+            output_shapes=tuple(self._local_shape(value) for value in op.outputs),
+            reduce=functions,
+        )
+
+    def _local_shape(self, value: Value) -> tuple[int, ...]:
+        return self.flow.made[value].shard_shape(value.shape)
+
+    def _comment(self, op: Op, found: ShardingRule | None) -> str:
+        if found is None:
+            return f"{op.name}: no sharding rule, computed whole on every device"
+        names = self.devices.layout.alias_names
+        cuts = [
+            f"{factor} over {''.join(names[a] for a in axes)}"
+            for factor, axes in self.cuts.get(op.name, {}).items()
+            if axes
+        ]
+        return f"{op.name}: {', '.join(cuts)}" if cuts else op.name
+
+    # A bias that was split from its operator is given back to it where nothing lies between.
+
+    def _waits_for_bias(self, op: Op) -> bool:
+        if op.target is not aten.linear.default or len(op.inputs) != 2:
+            return False
+        uses = self.graph.consumers[op.output]
+        if len(uses) != 1 or op.output in self.graph.output_values:
+            return False
+        add, index = uses[0]
+        return (
+            add.target is aten.add.Tensor
+            and index == 0
+            and not add.kwargs
+            and len(add.inputs) == 2
+            and add.inputs[1].shape == op.output.shape[-1:]
+            and add.inputs[1].dtype == op.output.dtype
+            and not self.flow.made[op.output].partial
+            and not self.flow.routes[add.name, 0]
+        )
+
+    def _with_bias(self, linear: Op, add: Op, bias: str) -> None:
+        reads = [
+            self._converted(value, self.flow.routes[linear.name, index])
+            for index, value in enumerate(linear.inputs)
+        ]
+        name = self.variables[add.output] = self.source.name(linear.output.name)
+        comment = f"{self._comment(linear, rule(linear))}; with {add.name}"
+        reads.append(bias)
+        self.source.add([name], f"aten.linear.default({', '.join(reads)})", reads, comment)
+
+
+def _short(op: Op) -> str:
+    """`aten.mean.dim` → `mean`."""
+    if isinstance(op.target, torch._ops.OpOverload):
+        return op.target._overloadpacket.__name__
+    return op.target.__name__
+
+
+def _returns_many(op: Op) -> bool:
+    """Whether the target returns a sequence of tensors, be it of one."""
+    if isinstance(op.target, torch._ops.OpOverload):
+        returns = op.target._schema.returns
+        return len(returns) > 1 or str(returns[0].type) == "List[Tensor]"
+    return len(op.outputs) > 1

@@ -1,0 +1,96 @@
+"""Parameters as DTensors: each rank keeps its shard in the layout that the plan stores it in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.communication import Storage
+from shardwright.errors import PlanError
+from shardwright.layout import Layout, TensorLayout
+from shardwright.lower.devices import Devices
+from shardwright.lower.placements import placements
+
+
+def shard(tensor: Tensor, where: TensorLayout, devices: Devices) -> DTensor:
+    """This rank's block of a whole `tensor`, as a DTensor of the whole tensor's shape."""
+    assert devices.mesh is not None
+    rank = dist.get_rank()
+    block = tensor.detach()[where.slices(rank, tuple(tensor.shape))]
+    return as_dtensor(block.to(devices.device, copy=True).contiguous(), tensor, where, devices)
+
+
+def as_dtensor(local: Tensor, like: Tensor, where: TensorLayout, devices: Devices) -> DTensor:
+    """A DTensor of the shape of `like` whose part on this rank is `local`; communicates nothing."""
+    assert devices.mesh is not None
+    return DTensor.from_local(
+        local,
+        devices.mesh,
+        placements(where),
+        run_check=False,
+        shape=like.shape,
+        stride=torch.empty(like.shape, device="meta").stride(),
+    )
+
+
+def with_stored_parameters(module: nn.Module, storage: Storage, devices: Devices) -> nn.Module:
+    """A copy of `module` whose parameters are DTensors stored as planned, and whose buffers lie on
+    the device; tied parameters stay tied. The given module is left as it is.
+
+    Raises:
+        PlanError: if the parameters are on the meta device and so have no values.
+    """
+    memo: dict[int, Any] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise PlanError(
+                f"parameter {name!r} is on the meta device: it can be planned, but has no values "
+                "to train; build the model on a real device before `parallelize`"
+            )
+        value: Tensor
+        if devices.mesh is None:
+            value = parameter.detach().to(devices.device, copy=True)
+        else:
+            whole = ((),) * parameter.ndim
+            where = TensorLayout(devices.layout, tuple(storage.get(name, whole)))
+            value = shard(parameter, where, devices)
+        memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().to(devices.device, copy=True)
+    return copy.deepcopy(module, memo)
+
+
+class _Enter(torch.autograd.Function):
+    """Hands out the local shards of DTensors, and takes their gradients back as DTensors, once for
+    all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.specs = [(p.device_mesh, p.placements, p.shape, p.stride()) for p in parameters]
+        return tuple(p._local_tensor.view_as(p._local_tensor) for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
+        return tuple(
+            None
+            if gradient is None
+            else DTensor.from_local(
+                gradient, mesh, placed, run_check=False, shape=shape, stride=stride
+            )
+            for gradient, (mesh, placed, shape, stride) in zip(gradients, ctx.specs, strict=True)
+        )
+
+
+def local_shards(parameters: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """The local tensors that the program reads; gradients flow back into `parameters`."""
+    if layout.num_devices == 1:
+        return dict(parameters)
+    shards = _Enter.apply(*parameters.values())  # type: ignore[no-untyped-call]
+    return dict(zip(parameters, shards, strict=True))

@@ -1,0 +1,192 @@
+"""A plan as text for people: the table that `print(plan)` shows, and the story of one operator."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwright.plan import ConversionRow, OperatorRow, Plan, Shape, Strategy
+
+WIDTH = 140
+"""Columns that `print(plan)` takes when it does not go to a terminal."""
+
+
+def text(plan: Plan, width: int = WIDTH) -> str:
+    """The whole table as plain text."""
+    console = Console(file=StringIO(), width=width, color_system=None)
+    console.print(table(plan))
+    console.print("\n".join(summary(plan)), highlight=False, markup=False)
+    written: StringIO = console.file  # type: ignore[assignment]
+    return written.getvalue().rstrip()
+
+
+def table(plan: Plan) -> Table:
+    """Operator, shapes, cuts, strategy, conversions and bytes; equal blocks as one."""
+    sizes = "·".join(str(size) for size in plan.mesh.device_matrix) or "1"
+    names = "".join(plan.mesh.alias_names)
+    title = f"Plan for {plan.devices} devices = {sizes}" + (f", axes {names}" if names else "")
+    shown = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for column in ("operator", "shapes", "cuts", "strategy", "conversions (forward / backward)"):
+        shown.add_column(column, overflow="fold")
+    shown.add_column("bytes", justify="right", no_wrap=True)
+    for row in folded(plan.operators):
+        shown.add_row(
+            row.name,
+            _shapes(row),
+            _cuts(row) if row.rule is not None else "no rule: whole",
+            strategy(row.strategy) if row.cuts else "",
+            "\n".join(_conversions(row)),
+            size(row.bytes) if row.bytes else "",
+            style="bold" if row.main else None,
+        )
+    return shown
+
+
+def summary(plan: Plan) -> list[str]:
+    """The lines below the table."""
+    options = ", ".join(f"{key}={value}" for key, value in plan.options.items())
+    lines = [
+        f"{plan.mode}({options}); captured in {plan.capture_seconds:.2f} s, "
+        f"searched in {plan.search_seconds * 1e3:.1f} ms",
+        f"each device sends {size(plan.forward_bytes)} forward and {size(plan.backward_bytes)} "
+        f"backward a step, and keeps {size(plan.parameter_bytes)} of parameters",
+    ]
+    if plan.without_rule:
+        lines.append(
+            "without a sharding rule, computed whole on every device: "
+            + ", ".join(plan.without_rule)
+        )
+    return lines
+
+
+def explanation(plan: Plan, row: OperatorRow) -> str:
+    """Where one operator's inputs come from, how it is cut, and what that costs."""
+    lines = [f"{row.name}: {row.operator}" + (f"  ({row.source})" if row.source else "")]
+    lines.append(f"  rule: {row.rule or 'none, computed whole on every device'}")
+    lines.append(f"  cuts: {_cuts(row) or 'nothing'}")
+    kind = "a main operator, decided by its cost" if row.main else "decided by its neighbours"
+    lines.append(f"  {kind}")
+    by_value = {c.value: c for c in row.conversions}
+    for (name, shape, origin), parts in zip(row.inputs, row.strategy, strict=True):
+        cut = f"read in {'·'.join(map(str, parts))} parts" if max(parts, default=1) > 1 else "whole"
+        lines.append(f"  input {name} {_shape(shape)} ({origin}): {cut}")
+        if origin == "parameter" and name in plan.storage:
+            kept = tuple(plan.mesh.size(axes) for axes in plan.storage[name])
+            lines.append(f"    stored in {'·'.join(map(str, kept)) or '1'} parts")
+        if name in by_value:
+            lines += [f"    {line}" for line in _conversion_lines(by_value.pop(name))]
+    for conversion in by_value.values():
+        lines += [f"  {line}" for line in _conversion_lines(conversion)]
+    lines.append(f"  output {', '.join(_shape(shape) for shape in row.outputs)}")
+    return "\n".join(lines)
+
+
+def _conversion_lines(conversion: ConversionRow) -> Iterable[str]:
+    yield from conversion.steps
+    shared = ", the rest shared with an operator before" if conversion.shared else ""
+    yield (
+        f"sends {size(conversion.forward_bytes)} forward, "
+        f"{size(conversion.backward_bytes)} backward{shared}"
+    )
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A row with the numbers in its names taken out."""
+
+    key: tuple[object, ...]
+    numbers: tuple[int, ...]
+
+
+def folded(rows: Sequence[OperatorRow]) -> list[OperatorRow]:
+    """Rows that differ only in one number of their names become one: `layers.{0..79}.mlp.up`."""
+    groups: dict[tuple[object, ...], list[tuple[OperatorRow, tuple[int, ...]]]] = {}
+    for row in rows:
+        pattern = _pattern(row)
+        groups.setdefault(pattern.key, []).append((row, pattern.numbers))
+    result = []
+    for members in groups.values():
+        numbers = [number for _, number in members]
+        varying = [i for i in range(len(numbers[0])) if len({n[i] for n in numbers}) > 1]
+        if len(members) == 1 or len(varying) != 1:
+            result += [row for row, _ in members]
+        else:
+            result.append(_fold(members, varying[0]))
+    return result
+
+
+def _pattern(row: OperatorRow) -> _Pattern:
+    parts = row.name.split(".")
+    numbers = tuple(int(part) for part in parts if part.isdigit())
+    name = ".".join("*" if part.isdigit() else part for part in parts)
+    conversions = tuple(
+        (re.sub(r"\d+", "*", c.value), c.steps, c.forward_bytes, c.backward_bytes)
+        for c in row.conversions
+    )
+    shapes = tuple(shape for _, shape, _ in row.inputs)
+    cuts = tuple(row.cuts.items())
+    return _Pattern((name, row.operator, shapes, row.outputs, cuts, conversions), numbers)
+
+
+def _fold(members: Sequence[tuple[OperatorRow, tuple[int, ...]]], place: int) -> OperatorRow:
+    row, _ = members[0]
+    numbers = [number[place] for _, number in members]
+    parts, digit = row.name.split("."), -1
+    for index, part in enumerate(parts):
+        digit += part.isdigit()
+        if part.isdigit() and digit == place:
+            parts[index] = f"{{{_ranges(numbers)}}}"
+    return replace(row, name=".".join(parts))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0..3,5` for 0 1 2 3 5."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}..{b}" for a, b in found)
+
+
+def _shapes(row: OperatorRow) -> str:
+    inputs = " ".join(_shape(shape) for _, shape, _ in row.inputs)
+    return f"{inputs} → {' '.join(_shape(shape) for shape in row.outputs)}"
+
+
+def _shape(shape: Shape) -> str:
+    return "×".join(map(str, shape)) or "1"
+
+
+def _cuts(row: OperatorRow) -> str:
+    return ", ".join(f"{factor}/{''.join(axes)}" for factor, axes in row.cuts.items())
+
+
+def strategy(parts: Strategy) -> str:
+    """`((2,4),(4,1))`"""
+    inner = ",".join(f"({','.join(map(str, p))}{',' if len(p) == 1 else ''})" for p in parts)
+    return f"({inner}{',' if len(parts) == 1 else ''})"
+
+
+def _conversions(row: OperatorRow) -> Iterable[str]:
+    for conversion in row.conversions:
+        name = conversion.value.rsplit(".", 2)
+        short = ".".join(name[-2:]) if conversion.value != row.name else "inside"
+        mark = " (shared)" if conversion.shared else ""
+        yield f"{short}: {', then '.join(conversion.steps)}{mark}"
+
+
+def size(number: int) -> str:
+    """Bytes in binary units: 1536 → `1.5 KiB`."""
+    value = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
