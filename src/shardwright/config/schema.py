@@ -72,7 +72,7 @@ class Optimizer(Section):
 class Parallel(Section):
     """How the plan is searched; the arguments of `shardwright.plan`."""
 
-    mode: Literal["recursive_programming"] = "recursive_programming"
+    mode: Literal["recursive_programming", "data_parallel", "stand_alone"] = "recursive_programming"
     mem_coeff: Positive = 0.1
     cost_model: Literal["symbolic"] = "symbolic"
     order: Literal["weight", "topology"] = "weight"

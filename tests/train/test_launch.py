@@ -1,0 +1,128 @@
+"""The launcher, on ranks that are small programs without torch: a launch takes a second."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwright.train.launch import LogFolder, RankFailedError, launch
+
+pytestmark = pytest.mark.distributed
+
+RANK = "import os, sys, time, signal; rank = int(os.environ['RANK'])\n"
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> LogFolder:
+    folder = LogFolder(tmp_path / "log_output")
+    folder.clear(2)
+    return folder
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def pids(logs: LogFolder) -> list[int]:
+    return [int(logs.stdout(rank).read_text()) for rank in range(2)]
+
+
+def test_every_rank_has_its_place_and_its_own_log_files(
+    logs: LogFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    program = (
+        "print(rank, os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'], sys.argv[1:])\n"
+        "print(os.environ['OMP_NUM_THREADS'], file=sys.stderr)"
+    )
+    handler = signal.getsignal(signal.SIGINT)
+    launch(["-c", RANK + program, "an argument"], 2, logs)
+    assert logs.stdout(0) == logs.root / "1" / "rank.0" / "stdout"
+    threads = max(1, (os.cpu_count() or 1) // 2)
+    for rank in range(2):
+        assert logs.stdout(rank).read_text() == f"{rank} 2 {rank} ['an argument']\n"
+        assert logs.stderr(rank).read_text() == f"{threads}\n"
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_a_killed_rank_is_named_and_ends_the_others_within_seconds(
+    logs: LogFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = (
+        "print(os.getpid(), flush=True); time.sleep(1)\n"
+        "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(100)"
+    )
+    started = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"^rank 1 \(process \d+\) was ended by SIGKILL; its"):
+        launch(["-c", RANK + program], 2, logs)
+    assert time.monotonic() - started < 10
+    assert not any(alive(pid) for pid in pids(logs))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_exits_with_a_status_is_named_and_the_others_are_ended(logs: LogFolder) -> None:
+    program = (
+        "print(os.getpid(), flush=True)\nif rank == 1: time.sleep(1); sys.exit(7)\ntime.sleep(100)"
+    )
+    with pytest.raises(RankFailedError, match=r"^rank 1 ended with exit status 7; its log: .*err"):
+        launch(["-c", RANK + program], 2, logs)
+    assert not any(alive(pid) for pid in pids(logs))
+
+
+def test_the_first_ranks_traceback_is_told_not_its_consequences(logs: LogFolder) -> None:
+    program = (
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"
+        "def main():\n"
+        "    if rank == 1: raise ValueError('the cause: this')\n"
+        "    time.sleep(100)\n"
+        "main()"
+    )
+    with pytest.raises(RankFailedError) as caught:
+        launch(["-c", RANK + program], 2, logs)
+    message = str(caught.value)
+    assert message.startswith("rank 1 failed; its log: ")
+    assert message.endswith("ValueError: the cause: this")
+    assert message.count("Traceback") == 1
+    assert (caught.value.kind, caught.value.text) == ("ValueError", "the cause: this")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launching_process_ends_all_ranks(
+    logs: LogFolder, number: signal.Signals
+) -> None:
+    program = RANK + "print(os.getpid(), flush=True); time.sleep(100)"
+    launcher = (
+        "from pathlib import Path\n"
+        "from shardwright.train.launch import LogFolder, StoppedError, launch\n"
+        "try:\n"
+        f"    launch(['-c', {program!r}], 2, LogFolder(Path({str(logs.root)!r})))\n"
+        "except StoppedError as error:\n"
+        "    print(error)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not all(
+        logs.stdout(rank).exists() and logs.stdout(rank).read_text() for rank in range(2)
+    ):
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=20)
+    assert output == f"stopped by {number.name}: all ranks are ended\n"
+    assert not any(alive(pid) for pid in pids(logs))
+
+
+def test_an_earlier_runs_logs_are_removed(logs: LogFolder) -> None:
+    logs.stdout(1).write_text("old")
+    logs.clear(1)
+    assert [path.name for path in logs.run.iterdir()] == ["rank.0"]
