@@ -37,7 +37,7 @@ def main() -> None:
     net = sw.WithLoss(Network(), MeanAbsoluteError())
     plan = sw.plan(net, next(batches.epoch(0)), {}, devices=world.size)
     with process_group(world) as device:
-        net = sw.parallelize(net.to(device), plan)
+        net = sw.parallelize(net.to(device), plan, device)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.1)
         for epoch in range(10):
             for step, (images, labels) in enumerate(batches.epoch(epoch)):

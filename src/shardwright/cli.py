@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+from dataclasses import asdict
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +15,7 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwright import errors
+from shardwright.api import Check, check
 from shardwright.config import Run
 from shardwright.errors import PlanError, ShardwrightError
 from shardwright.plan import Plan
@@ -50,6 +53,7 @@ def plan_command(
     """Search a plan and print it. Needs no devices and starts no processes."""
     plan = _run(config, mem_coeff, log_costs).plan(devices)
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         plan.save(out)
     typer.echo(plan.to_json() if json else str(plan))
 
@@ -63,6 +67,22 @@ def explain(
 ) -> None:
     """Say how one operator is cut, and why."""
     typer.echo(_run(config, mem_coeff).plan(devices).explain(name))
+
+
+@app.command("check")
+def check_command(
+    config: Config,
+    devices: Devices,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    mem_coeff: MemCoeff = None,
+) -> None:
+    """Run the planned program on simulated ranks in this process, and compare it with one device:
+    loss, every gradient, and the bytes sent. Exit status 1 where they differ."""
+    run = _run(config, mem_coeff)
+    result = check(run.model(), run.example_batch(), {}, run.plan(devices))
+    typer.echo(dumps(asdict(result), indent=1) if json else _check_text(result, devices))
+    if not result.passes():
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -114,6 +134,22 @@ def _run(config: Path, mem_coeff: float | None = None, log_costs: bool = False) 
     if parallel.log_costs:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     return Run(run.config.model_copy(update={"parallel": parallel}), run.folder)
+
+
+def _check_text(result: Check, devices: int) -> str:
+    loss = "none" if result.loss is None else f"{result.loss:.9g}"
+    counted, planned = result.counted_bytes, result.planned_bytes
+    return "\n".join(
+        [
+            f"{devices} simulated ranks against one device, in double precision",
+            f"loss on one device       {loss}",
+            f"difference of the loss   {result.loss_difference:.1e}",
+            f"of the gradients         {result.gradient_difference:.1e} ({result.worst_parameter})",
+            f"between the ranks        {result.replica_difference:.1e}",
+            f"bytes a device sends     {sum(counted):,} counted, {sum(planned):,} planned",
+            "equal" if result.passes() else "NOT equal",
+        ]
+    )
 
 
 def _train_one_rank(run: Run, plan: Plan, world: World, logs: LogFolder) -> None:

@@ -90,7 +90,7 @@ class Run:
             )
         settings = self.config.train
         with process_group(world) as device:
-            net = parallelize(self.model().to(device), plan)
+            net = parallelize(self.model().to(device), plan, device)
             train(
                 net,
                 self.optimizer(net.parameters()),

@@ -1,0 +1,249 @@
+"""The command line, on small models that the tests write; real runs start two processes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwright import cli
+
+MODEL = """
+import torch
+from torch import nn
+
+def data(samples=64):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 16, generator=generator)
+    return x, torch.randint(4, (samples,), generator=generator)
+
+class Perceptron(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.second = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+class Branching(Perceptron):
+    def forward(self, x):
+        if x.sum() > 0:
+            x = -x
+        return super().forward(x)
+"""
+CONFIG = """
+model: {target: "small_models_of_the_cli:Perceptron"}
+data: {target: "small_models_of_the_cli:data", batch_size: 8}
+optimizer: {name: momentum, learning_rate: 0.1, momentum: 0.9}
+train: {epochs: 2, log_every: 4, dtype: float64}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small_models_of_the_cli.py").write_text(MODEL)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.fixture
+def command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> "Command":
+    return Command(monkeypatch, capfd)
+
+
+class Command:
+    """Runs `shardwright` in this process: its exit status, stdout and stderr."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capfd = monkeypatch, capfd
+        # Modules of an earlier test's folder must not answer for this one's.
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.delitem(sys.modules, "small_models_of_the_cli", raising=False)
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        self._monkeypatch.setattr(sys, "argv", ["shardwright", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        output = self._capfd.readouterr()
+        return int(caught.value.code or 0), output.out, output.err
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (folder / "1" / "rank.0" / "steps.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_plan_prints_a_table_or_json_and_saves(command: Command, folder: Path) -> None:
+    status, out, err = command("plan", "config.yaml", "--devices", "4", "--out", "plan.json")
+    assert (status, err) == (0, "")
+    assert "net.first" in out and "net.second" in out
+    status, out, _ = command("plan", "config.yaml", "--devices", "4", "--json")
+    assert status == 0
+    saved = json.loads((folder / "plan.json").read_text())
+    assert json.loads(out)["cuts"] == saved["cuts"] != {}
+
+
+def test_mem_coeff_overrides_the_configuration(command: Command) -> None:
+    def cuts(*options: str) -> object:
+        return json.loads(command("plan", "config.yaml", "--devices", "4", "--json", *options)[1])
+
+    assert cuts("--mem-coeff", "1000") != cuts("--mem-coeff", "0.0001")
+
+
+def test_log_costs_tells_each_decision_on_stderr(command: Command) -> None:
+    _, out, err = command("plan", "config.yaml", "--devices", "2", "--log-costs", "--json")
+    assert "If the I-axis is cut, the op-cost is" in err
+    json.loads(out)
+
+
+def test_explain_says_how_an_operator_is_cut(command: Command) -> None:
+    status, out, _ = command("explain", "config.yaml", "net.first", "--devices", "4")
+    assert status == 0
+    assert "net.first" in out
+
+
+def test_check_compares_with_one_device(command: Command) -> None:
+    status, out, _ = command("check", "config.yaml", "--devices", "4")
+    assert status == 0
+    assert "loss" in out and "gradient" in out
+
+
+def edit(folder: Path, old: str, new: str) -> None:
+    path = folder / "config.yaml"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("epochs", "epoch", r"config\.yaml: train\.epoch: unknown key; did you mean epochs\?"),
+        (":Perceptron", ":Perceptrn", r"model\.target: .*did you mean Perceptron\?"),
+        (":Perceptron", ":data", r"model\.target: .* not an nn\.Module"),
+        (":data", ":Perceptron", r"data\.target: .* did not return a tuple of tensors"),
+        ("batch_size: 8", "batch_size: 65", "the data holds 64 samples, which do not fill"),
+        ('{target: "small_models_of_the_cli:data"', "{name: mnist, path: absent", "no such folder"),
+        (":Perceptron", ":Branching", r"small_models_of_the_cli\.py"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["plan", "train"])
+def test_a_mistake_in_the_input_is_one_line_and_status_2(
+    command: Command, folder: Path, verb: str, old: str, new: str, message: str
+) -> None:
+    edit(folder, old, new)
+    status, out, err = command(verb, "config.yaml", "--devices", "2")
+    assert (status, out) == (2, "")
+    assert re.match(f"error: .*{message}", err), err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("devices", ["0", "-3"])
+def test_a_number_of_devices_that_cannot_be_is_an_error(command: Command, devices: str) -> None:
+    status, _, err = command("plan", "config.yaml", "--devices", devices)
+    assert status == 2
+    assert err.startswith("error: ") and devices in err
+
+
+def test_a_plan_for_another_number_of_devices_is_refused_before_the_start(
+    command: Command, folder: Path
+) -> None:
+    command("plan", "config.yaml", "--devices", "2", "--out", "plan.json")
+    status, _, err = command("train", "config.yaml", "--devices", "4", "--plan", "plan.json")
+    assert (status, err) == (2, "error: plan.json is for 2 devices, not for 4\n")
+    assert not (folder / "log_output").exists()
+
+
+def test_a_plan_for_another_model_is_refused(command: Command, folder: Path) -> None:
+    command("plan", "config.yaml", "--devices", "1", "--out", "plan.json")
+    edit(folder, "batch_size: 8", "batch_size: 16")
+    status, _, err = command("train", "config.yaml", "--plan", "plan.json")
+    assert status == 2
+    assert err.startswith("error: ")
+
+
+def test_a_world_size_other_than_the_plans_is_refused_without_a_process_group(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command("plan", "config.yaml", "--devices", "2", "--out", "plan.json")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    status, _, err = command("train", "config.yaml", "--plan", "plan.json")
+    assert status == 2
+    assert re.match("error: the plan is for 2 devices, but there are 4 processes", err)
+
+
+def test_one_device_trains_in_this_process(command: Command, folder: Path) -> None:
+    status, out, err = command("train", "config.yaml")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    places = [re.match(r"epoch: (\d), step: (\d), loss is (\d\.\d+)$", line) for line in lines]
+    assert [place and place.groups()[:2] for place in places] == [
+        ("0", "0"), ("0", "4"), ("1", "0"), ("1", "4"),
+    ]  # fmt: skip
+    steps = losses(folder / "log_output")
+    assert len(steps) == 16
+    assert [place and float(place[3]) for place in places] == pytest.approx(steps[::4], rel=1e-6)
+    assert steps[-1] < steps[0]
+
+
+@pytest.mark.distributed
+def test_two_processes_train_as_one_device_does(command: Command, folder: Path) -> None:
+    command("train", "config.yaml", "--log-dir", "one")
+    status, out, err = command("train", "config.yaml", "--devices", "2", "--log-dir", "two")
+    assert (status, err) == (0, "")
+    assert losses(folder / "two") == pytest.approx(losses(folder / "one"), abs=1e-12)
+    assert len(out.splitlines()) == 4
+    assert (folder / "two" / "1" / "rank.0" / "stdout").read_text() == out
+    assert (folder / "two" / "1" / "rank.1" / "stdout").read_text() == ""
+    assert json.loads((folder / "two" / "1" / "plan.json").read_text())["cuts"]
+
+
+@pytest.mark.distributed
+def test_under_torchrun_it_joins_the_processes_that_are_there(
+    command: Command, folder: Path
+) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    started = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", "-m", "shardwright", "train", "config.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert started.returncode == 0, started.stderr
+    assert len(started.stdout.splitlines()) == 4
+    command("train", "config.yaml", "--log-dir", "one")
+    assert losses(folder / "log_output") == pytest.approx(losses(folder / "one"), abs=1e-12)
+
+
+@pytest.mark.distributed
+def test_a_rank_killed_in_mid_step_ends_the_run(folder: Path) -> None:
+    edit(folder, "epochs: 2", "epochs: 1000000")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwright", "train", "config.yaml", "--devices", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("epoch: 0, step: 0, loss is ")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 2
+    os.kill(int(children[1]), signal.SIGKILL)
+    started = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - started < 10
+    assert process.returncode == 1
+    assert re.fullmatch(r"error: rank 1 \(process \d+\) was ended by SIGKILL; its log: .*\n", err)
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
