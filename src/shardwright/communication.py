@@ -220,7 +220,7 @@ def _buckets(transfers: list[Transfer]) -> tuple[Bucket, ...]:
         first = transfer.before is None and transfer.step.kind == "vary"
         if not (first and transfer.value.kind is Kind.PARAMETER):
             continue
-        key = (transfer.step.axes, transfer.value.dtype)
+        key: tuple[object, ...] = (transfer.step.axes, transfer.value.dtype)
         size = _local_bytes(transfer.value, transfer.step.target)
         if key in open_buckets and filled[key] + size > BUCKET_BYTES:
             close(key)

@@ -64,7 +64,7 @@ def all_to_all(x: Tensor, dim: int, to_dim: int, group: Group) -> Tensor:
 def slice_block(x: Tensor, dim: int, index: Index, parts: int) -> Tensor:
     """Block number `index` of `parts` along `dim`."""
     size = x.shape[dim] // parts
-    return torch.narrow(x, dim, index * size, size)  # type: ignore[arg-type]
+    return torch.narrow(x, dim, index * size, size)
 
 
 def exchange(x: Tensor, send: list[Index], receive: list[Index], name: str) -> Tensor:
@@ -189,7 +189,7 @@ class _VaryTogether(torch.autograd.Function):
         if len(gradients) == 1:
             return None, all_reduce(gradients[0], ctx.group)
         flat = torch.cat([g.reshape(-1) for g in gradients])
-        summed = all_reduce(flat, ctx.group).split([g.numel() for g in gradients])
+        summed = torch.split(all_reduce(flat, ctx.group), [g.numel() for g in gradients])
         return None, *(s.view(g.shape) for s, g in zip(summed, gradients, strict=True))
 
 

@@ -5,7 +5,7 @@ Nothing here depends on the kind of device: the process group brings its own bac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -85,7 +85,7 @@ class Devices:
         if key not in self._names:
             self._names[key] = self._create(key)
         order = [0] * self.layout.size(axes)
-        for place in product(*(range(size) for size in self.layout.device_matrix)):
+        for place in places(self.layout):
             order[block(self.layout, place, axes)] = block(self.layout, place, key)
         return Group(axes, self._names[key], len(order), tuple(order))
 
@@ -95,11 +95,24 @@ class Devices:
 
     def _create(self, axes: tuple[int, ...]) -> str:
         assert self.mesh is not None
-        names = tuple(self.layout.alias_names[a] for a in axes)
-        joined = self.mesh[names] if len(names) > 1 else self.mesh[names[0]]
-        if len(names) > 1:
-            joined = joined._flatten("_".join(names))
-        return str(joined.get_group().group_name)
+        layout = self.layout
+        if len(axes) == 1:
+            return str(self.mesh.get_group(layout.alias_names[axes[0]]).group_name)
+        if len(axes) == len(layout.device_matrix) and layout.rank_list is None:
+            world = dist.group.WORLD
+            assert world is not None
+            return str(world.group_name)
+        joined: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in zip(layout.ranks, places(layout), strict=True):
+            others = tuple(c for axis, c in enumerate(place) if axis not in axes)
+            joined.setdefault(others, []).append(rank)
+        mine, _ = dist.new_subgroups_by_enumeration(list(joined.values()))  # type: ignore[no-untyped-call]
+        return str(mine.group_name)
+
+
+def places(layout: Layout) -> Iterator[tuple[int, ...]]:
+    """The coordinates of every device, in the order of `layout.ranks`."""
+    return product(*(range(size) for size in layout.device_matrix))
 
 
 def device_mesh(layout: Layout, device_type: str) -> DeviceMesh:

@@ -35,5 +35,5 @@ class Seeded:
     def __call__(self, seed: int, *args: Any, **kwargs: Any) -> Any:
         stream = (seed * _STRIDE + self.ordinal) * _STRIDE % 2**62
         with torch.random.fork_rng():
-            torch.manual_seed(self.shard + stream)  # type: ignore[arg-type]
+            torch.manual_seed(self.shard + stream)
             return self.function(*args, **kwargs)

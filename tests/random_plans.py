@@ -1,0 +1,79 @@
+"""Random plans: any cut of any operator that its rule allows, and any storage of any parameter."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+import shardwright as sw
+from shardwright.graph.graph import Graph
+from shardwright.layout import Layout, prime_mesh
+from shardwright.plan import Plan, make_plan
+from shardwright.rules import rule
+
+Cuts = dict[str, dict[str, tuple[int, ...]]]
+
+
+def random_cuts(graph: Graph, mesh: Layout, seed: int, cut: float = 0.7) -> Cuts:
+    """For every operator and every axis, with probability `cut`, any factor that still divides."""
+    draw = random.Random(seed)
+    cuts: Cuts = {}
+    for op in graph.ops:
+        found = rule(op)
+        if found is None:
+            continue
+        mine: dict[str, tuple[int, ...]] = {}
+        axes = list(range(len(mesh.device_matrix)))
+        draw.shuffle(axes)
+        for axis in axes:
+            size = mesh.device_matrix[axis]
+            possible = [
+                f
+                for f in found.factors
+                if found.capacity[f] % (mesh.size(mine.get(f, ())) * size) == 0
+            ]
+            if possible and draw.random() < cut:
+                factor = draw.choice(possible)
+                mine[factor] = (*mine.get(factor, ()), axis)
+        cuts[op.name] = mine
+    return cuts
+
+
+def random_storage(graph: Graph, mesh: Layout, seed: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Every parameter on any dimensions that divide: also sharded where it is used whole."""
+    draw = random.Random(seed)
+    storage = {}
+    for value in graph.parameters:
+        dims: list[tuple[int, ...]] = [()] * len(value.shape)
+        for axis, size in enumerate(mesh.device_matrix):
+            fits = [d for d, n in enumerate(value.shape) if n % (mesh.size(dims[d]) * size) == 0]
+            if fits and draw.random() < 0.5:
+                dim = draw.choice(fits)
+                dims[dim] = (*dims[dim], axis)
+        storage[value.name] = tuple(dims)
+    return storage
+
+
+def random_plan(graph: Graph, devices: int, seed: int) -> Plan:
+    mesh = prime_mesh(devices)
+    return make_plan(
+        graph,
+        mesh,
+        random_cuts(graph, mesh, seed),
+        random_storage(graph, mesh, seed),
+        mode="random",
+        options={"seed": seed},
+        search_seconds=0.0,
+        training=True,
+    )
+
+
+def check_random_plan(
+    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph, plan: Plan
+) -> None:
+    """The planned program gives the loss and gradients of one device, and sends what it says."""
+    result = sw.check(net, args, kwargs, replace(plan, graph=graph))
+    assert result.passes(1e-9), f"{result}\n{plan}"
