@@ -11,12 +11,31 @@ import torch
 from shardwright.graph.graph import Op, Value
 
 # These modules are imported for the rules that they register.
-from shardwright.rules import contraction, pointwise, views
+from shardwright.rules import (
+    attention,
+    contraction,
+    convolution,
+    creation,
+    cross_entropy,
+    dropout,
+    embedding,
+    indexing,
+    loss,
+    normalisation,
+    pointwise,
+    pooling,
+    reduction,
+    softmax,
+    views,
+)
 from shardwright.rules.rule import RuleMaker, ShardingRule, registered
 
 __all__ = ["ShardingRule", "rule"]
 
-_REGISTERING = (contraction, pointwise, views)
+_REGISTERING = (
+    *(attention, contraction, convolution, creation, cross_entropy, dropout, embedding, indexing),
+    *(loss, normalisation, pointwise, pooling, reduction, softmax, views),
+)
 
 
 def rule(op: Op) -> ShardingRule | None:

@@ -58,6 +58,29 @@ def outer(op: Op) -> ShardingRule:
     return from_notation("i, j -> i j", op)
 
 
+@rule_for(aten.inner.default)
+def inner(op: Op) -> ShardingRule:
+    """Sums over the last dimensions; the others stand side by side."""
+    last = tuple(len(value.shape) - 1 for value in op.inputs)
+    return _side_by_side(op, last[:1], last[1:])
+
+
+@rule_for(aten.tensordot.default)
+def tensordot(op: Op) -> ShardingRule:
+    return _side_by_side(op, tuple(argument(op, "dims_self")), tuple(argument(op, "dims_other")))
+
+
+def _side_by_side(op: Op, first: tuple[int, ...], second: tuple[int, ...]) -> ShardingRule:
+    """A product that sums over the paired dimensions and keeps the others, in order."""
+    spare = iter(NAMES)
+    left, right = ([next(spare) for _ in value.shape] for value in op.inputs)
+    for i, j in zip(first, second, strict=True):
+        right[j] = left[i]
+    summed = set(left) & set(right)
+    out = tuple(name for name in (*left, *right) if name not in summed)
+    return _main(sharding_rule(op, (tuple(left), tuple(right)), (out,), reduced=summed), weight=1)
+
+
 @rule_for(aten.einsum.default)
 def einsum(op: Op) -> ShardingRule | None:
     """The equation says it all; None for one that takes a diagonal (`ii`)."""

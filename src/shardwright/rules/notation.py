@@ -148,14 +148,21 @@ def argument(op: Op, name: str, default: Any = None) -> Any:
     return default
 
 
+def draws_random(op: Op) -> bool:
+    """Whether ATen says of the operator that it draws from the generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
+
+
 def overloads(*operators: str) -> tuple[Any, ...]:
-    """All functional overloads of these ATen operators that take dimensions by number."""
+    """All overloads of these ATen operators that make tensors and take dimensions by number."""
     found = []
     for operator in operators:
         packet = getattr(torch.ops.aten, operator)
         for name in packet.overloads():
             overload = getattr(packet, name)
-            if not overload._schema.is_mutable and "Dimname" not in str(overload._schema):
+            schema = overload._schema
+            makes_tensors = any("Tensor" in str(returned.type) for returned in schema.returns)
+            if makes_tensors and not schema.is_mutable and "Dimname" not in str(schema):
                 found.append(overload)
     return tuple(found)
 

@@ -6,7 +6,15 @@ Most are found by ATen's own tag `pointwise`; those that lack it are registered 
 from __future__ import annotations
 
 from shardwright.graph.graph import Op
-from shardwright.rules.notation import aligned, argument, names, overloads, sharding_rule, without
+from shardwright.rules.notation import (
+    aligned,
+    argument,
+    draws_random,
+    names,
+    overloads,
+    sharding_rule,
+    without,
+)
 from shardwright.rules.rule import ShardingRule, rule_for
 
 
@@ -17,6 +25,7 @@ from shardwright.rules.rule import ShardingRule, rule_for
     *overloads("absolute", "multiply", "divide", "subtract", "negative", "rsub", "not_equal"),
     *overloads("greater", "greater_equal", "less", "less_equal", "special_expit", "fix"),
     *overloads("arccos", "arcsin", "arctan", "arctan2", "complex", "polar", "conj", "real", "imag"),
+    *overloads("bernoulli"),
 )
 def pointwise(op: Op) -> ShardingRule | None:
     """Every dimension of the output is a factor; an input lacks those along which it is broadcast.
@@ -32,7 +41,8 @@ def pointwise(op: Op) -> ShardingRule | None:
     if any(len(value.shape) > len(shape) for value in op.inputs):
         return None
     dims = names(op.output)
-    return sharding_rule(op, aligned(op, dims), (dims,) * len(op.outputs))
+    outputs = (dims,) * len(op.outputs)
+    return sharding_rule(op, aligned(op, dims), outputs, random=draws_random(op))
 
 
 @rule_for(*overloads("to", "type_as"))

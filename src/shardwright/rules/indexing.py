@@ -1,0 +1,215 @@
+"""Operators that join, split or pick: along the dimension where they do it, tensors stay whole."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright.graph.graph import Op, Value
+from shardwright.rules.notation import NAMES, argument, names, overloads, sharding_rule, without
+from shardwright.rules.rule import Dims, ShardingRule, rule_for
+
+aten = torch.ops.aten
+
+
+@rule_for(*overloads("cat", "concat", "concatenate"))
+def cat(op: Op) -> ShardingRule:
+    """Tensors without elements and with one dimension are allowed and add nothing."""
+    return _joined(op, argument(op, "dim"))
+
+
+@rule_for(*overloads("hstack", "vstack"))
+def stack_of_matrices(op: Op) -> ShardingRule | None:
+    """`cat` of tensors of two dimensions and more; None for vectors and numbers."""
+    if any(len(value.shape) < 2 for value in op.inputs):
+        return None
+    return _joined(op, 1 if op.target is aten.hstack.default else 0)
+
+
+def _joined(op: Op, dim: int) -> ShardingRule:
+    dims = without(names(op.output), dim)
+    inputs = [dims if len(v.shape) == len(dims) else (None,) for v in op.inputs]
+    return sharding_rule(op, inputs, (dims,))
+
+
+@rule_for(*overloads("stack"))
+def stack(op: Op) -> ShardingRule:
+    place = argument(op, "dim") % len(op.output.shape)
+    dims = without(names(op.output), place)
+    return sharding_rule(op, [_drop(dims, place)] * len(op.inputs), (dims,))
+
+
+@rule_for(*overloads("split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split"))
+@rule_for(*overloads("unsafe_split_with_sizes", "narrow"))
+@rule_for(aten.split.Tensor, aten.split.sizes, aten.split.default)
+@rule_for(aten.tensor_split.sections, aten.tensor_split.indices)
+def split(op: Op) -> ShardingRule:
+    dims = without(names(op.inputs[0]), argument(op, "dim"))
+    others = [(None,) * len(value.shape) for value in op.inputs[1:]]
+    return sharding_rule(op, (dims, *others), (dims,) * len(op.outputs))
+
+
+@rule_for(aten.unbind.int, aten.select.int)
+def unbind(op: Op) -> ShardingRule:
+    x = op.inputs[0]
+    place = argument(op, "dim") % len(x.shape)
+    dims = without(names(x), place)
+    return sharding_rule(op, (dims,), (_drop(dims, place),) * len(op.outputs))
+
+
+@rule_for(aten.slice.Tensor)
+def slice_of_dimension(op: Op) -> ShardingRule:
+    """A slice that takes all of a dimension takes all of each part too."""
+    x, dim = op.inputs[0], argument(op, "dim")
+    everything = op.output.shape == x.shape and argument(op, "step") == 1
+    dims = names(x) if everything else without(names(x), dim)
+    return sharding_rule(op, (dims,), (dims,))
+
+
+@rule_for(*overloads("select_scatter", "slice_scatter"))
+def scatter_into_slice(op: Op) -> ShardingRule:
+    x, source = op.inputs
+    place = argument(op, "dim") % len(x.shape)
+    dims = without(names(x), place)
+    written = dims if len(source.shape) == len(x.shape) else _drop(dims, place)
+    return sharding_rule(op, (dims, written), (dims,))
+
+
+@rule_for(*overloads("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d"))
+@rule_for(*overloads("reflection_pad3d", "replication_pad1d", "replication_pad2d"))
+@rule_for(*overloads("replication_pad3d"))
+def pad(op: Op) -> ShardingRule:
+    """Dimensions that are padded (or cropped) stay whole."""
+    amounts = argument(op, "pad", argument(op, "padding"))
+    padded = [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0]
+    dims = without(names(op.output), *padded)
+    return sharding_rule(op, (dims,), (dims,))
+
+
+@rule_for(*overloads("one_hot"))
+def one_hot(op: Op) -> ShardingRule | None:
+    """None where the number of classes is found in the data: parts would find different ones."""
+    if argument(op, "num_classes") < 0:
+        return None
+    dims = names(op.inputs[0])
+    return sharding_rule(op, (dims,), ((*dims, None),))
+
+
+@rule_for(*overloads("meshgrid"))
+def meshgrid(op: Op) -> ShardingRule:
+    """Each input is one dimension of all outputs; with `xy` the first two change places."""
+    dims = names(op.output)
+    axes = list(range(len(dims)))
+    if argument(op, "indexing", "ij") == "xy" and len(axes) > 1:
+        axes[:2] = 1, 0
+    inputs = [(dims[axis],)[: len(v.shape)] for axis, v in zip(axes, op.inputs, strict=True)]
+    return sharding_rule(op, inputs, (dims,) * len(op.outputs))
+
+
+@rule_for(*overloads("gather", "take_along_dim"))
+def gather(op: Op) -> ShardingRule | None:
+    """Each index may be looked up elsewhere, as long as the dimension it picks from is whole.
+
+    None without a dimension, as the tensors are flattened then.
+    """
+    x, indices = op.inputs
+    dim = argument(op, "dim")
+    if dim is None or len(x.shape) != len(indices.shape) or not x.shape:
+        return None
+    place = dim % len(x.shape)
+    whole = [
+        i for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True)) if _differ(sizes)
+    ]
+    looked_up = without(names(x), *(i for i in whole if i != place))
+    return sharding_rule(op, (without(looked_up, place), looked_up), (looked_up,))
+
+
+@rule_for(*overloads("scatter", "scatter_add", "scatter_reduce"))
+def scatter(op: Op) -> ShardingRule:
+    """Dimensions along which all tensors have the same size may be cut, but for the one written."""
+    x, *others = op.inputs
+    shapes = [x.shape, *(value.shape for value in others if value.shape)]
+    whole = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _differ(sizes)]
+    dims = without(names(x), argument(op, "dim"), *whole)
+    inputs = [dims if len(value.shape) == len(dims) else () for value in op.inputs]
+    return sharding_rule(op, inputs, (dims,))
+
+
+@rule_for(*overloads("index_select"))
+def index_select(op: Op) -> ShardingRule:
+    x, indices = op.inputs
+    dims = names(x)
+    if not dims:
+        return sharding_rule(op, ((), (None,) * len(indices.shape)), ((),))
+    place = argument(op, "dim") % len(dims)
+    picked = (dims[place],)[: len(indices.shape)]
+    out = dims if picked else without(dims, place)
+    return sharding_rule(op, (without(dims, place), picked), (out,))
+
+
+@rule_for(*overloads("index_add", "index_copy", "index_reduce", "index_fill"))
+def index_written(op: Op) -> ShardingRule | None:
+    """Rows that an index names are written: the dimension of the rows stays whole."""
+    x, indices, *source = op.inputs
+    if not x.shape:
+        return None
+    dims = without(names(x), argument(op, "dim"))
+    written = [dims if len(value.shape) == len(dims) else () for value in source]
+    return sharding_rule(op, (dims, (None,) * len(indices.shape), *written), (dims,))
+
+
+@rule_for(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(op: Op) -> ShardingRule | None:
+    """Indexed dimensions stay whole; dimensions of the index tensors become those of the result.
+
+    None for masks, as the shape of the result depends on the data then.
+    """
+    found = _indexed(op)
+    if found is None:
+        return None
+    source, at, result = found
+    indices = [at[len(at) - len(value.shape) :] for value in op.inputs[1:]]
+    return sharding_rule(op, (source, *indices), (result,))
+
+
+@rule_for(aten.index_put.default)
+def index_put(op: Op) -> ShardingRule | None:
+    """What is written may be cut along the dimensions that are not indexed; None for masks."""
+    found = _indexed(op)
+    if found is None:
+        return None
+    source, at, result = found
+    *indices, values = op.inputs[1:]
+    written = tuple(None if name in at else name for name in result)
+    whole = [(None,) * len(value.shape) for value in indices]
+    return sharding_rule(
+        op, (source, *whole, written[len(written) - len(values.shape) :]), (source,)
+    )
+
+
+def _indexed(op: Op) -> tuple[Dims, Dims, Dims] | None:
+    """Dimensions of `x[indices]`: those of `x`, of the broadcast indices and of the result.
+
+    The dimensions of the indices stand where the indexed ones stood, or in front if those were
+    not next to each other.
+    """
+    x, indices = op.args[0], list(op.args[1])
+    places = [i for i, given in enumerate(indices) if given is not None]
+    given = [value for value in indices if isinstance(value, Value)]
+    if not places or any(value.dtype in (torch.bool, torch.uint8) for value in given):
+        return None
+    source = without(names(x), *places)
+    spare = [name for name in NAMES if name not in names(x)]
+    at: Dims = tuple(spare[: max(len(value.shape) for value in given)])
+    first, last = places[0], places[-1]
+    if places == list(range(first, last + 1)):
+        return source, at, (*source[:first], *at, *source[last + 1 :])
+    kept = tuple(name for i, name in enumerate(source) if i not in places)
+    return source, at, (*at, *kept)
+
+
+def _differ(sizes: tuple[int, ...]) -> bool:
+    return len(set(sizes)) > 1
+
+
+def _drop(dims: Dims, place: int) -> Dims:
+    return (*dims[:place], *dims[place + 1 :])
