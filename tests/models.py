@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,9 +15,7 @@ Model = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 class MLP(nn.Module):
     def __init__(self, sizes: tuple[int, ...] = (16, 32, 32, 8)) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True)
-        )
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         for layer in self.layers[:-1]:

@@ -1,11 +1,10 @@
 """Operators of our own in captured graphs, where ATen's form stands in the way of sharding.
 
-Both are pure functions of tensors, so they run as they are, in eager mode and under `torch.compile`.
+All are pure functions of tensors: they run as they are, in eager mode and under `torch.compile`.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -67,4 +66,23 @@ def batch_norm_train(
         return F.batch_norm(x, None, None, weight, bias, True, momentum, eps)
     mean, variance = running_mean.detach().clone(), running_var.detach().clone()
     y = F.batch_norm(x, mean, variance, weight, bias, True, momentum, eps)
+    return y, mean, variance
+
+
+def instance_norm_train(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Instance normalisation of `x` `[n, c, ...]` without touching the running statistics.
+
+    Returns:
+        The normalised `x` and what the running statistics `[c]` become (without gradient).
+    """
+    mean, variance = running_mean.detach().clone(), running_var.detach().clone()
+    y = F.instance_norm(x, mean, variance, weight, bias, True, momentum, eps)
     return y, mean, variance

@@ -61,6 +61,13 @@ class Value:
 Target = Callable[..., Any]
 
 
+def target_name(target: Target) -> str:
+    """`aten.linear.default`, or the qualified name of a Python function."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{target.__module__}.{target.__qualname__}"
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """One operator: `target(*args, **kwargs)`, with a `Value` wherever a tensor goes in.
@@ -96,7 +103,7 @@ class Op:
         return pytree.tree_map_only(Value, tensors, (self.args, self.kwargs))  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
-        return f"{self.name}: {self.target}"
+        return f"{self.name}: {target_name(self.target)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,5 +177,8 @@ class Graph:
         for value in (*self.input_values, *self.parameters, *self.buffers):
             digest.update(f"{value.name}{value.shape}{value.dtype}\n".encode())
         for op in self.ops:
-            digest.update(f"{op.name} {op.target} {op.args} {op.kwargs} {op.outputs}\n".encode())
+            described = f"{op.name} {target_name(op.target)} {op.args} {op.kwargs}"
+            outputs = [(value, value.dtype) for value in op.outputs]
+            digest.update(f"{described} {outputs}\n".encode())
+        digest.update(f"{self.inputs} {self.outputs} {self.updates}".encode())
         return digest.hexdigest()[:16]

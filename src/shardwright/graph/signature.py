@@ -1,0 +1,115 @@
+"""What the placeholders and the results of the traced graph stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from shardwright.errors import CaptureError
+
+
+@dataclass
+class Signature:
+    """Names of placeholders, sorted by what they stand for, and the structure of the result.
+
+    Args:
+        parameters, buffers: name in the module → placeholder; tied names share one.
+        inputs: a placeholder for each leaf of the call.
+        constants: placeholder → tensor that the model's code made.
+    """
+
+    out_spec: pytree.TreeSpec
+    parameters: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+    inputs: list[str] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, exported: ExportedProgram) -> Signature:
+        """Reads the signature that `torch.export` gives."""
+        signature = cls(exported.call_spec.out_spec)  # type: ignore[arg-type]
+        for spec in exported.graph_signature.input_specs:
+            name, target = spec.arg.name, str(spec.target)
+            if spec.kind is InputKind.PARAMETER:
+                signature.parameters[target] = name
+            elif spec.kind is InputKind.BUFFER:
+                signature.buffers[target] = name
+            elif spec.kind is InputKind.USER_INPUT:
+                signature.inputs.append(name)
+            elif spec.kind is InputKind.CONSTANT_TENSOR:
+                signature.constants[name] = _real(target, exported.constants[target])
+            else:
+                raise CaptureError(
+                    f"{target}: objects of this kind ({spec.kind.name}) in a model cannot be captured."
+                )
+        return signature
+
+
+def _real(name: str, constant: Any) -> torch.Tensor:
+    if constant.is_meta or isinstance(constant, torch._subclasses.FakeTensor):
+        raise CaptureError(
+            f"{name}: this tensor is neither a parameter nor a buffer and has no values (it is on the "
+            f"meta device). Register it with `register_buffer`, or make it inside `forward`."
+        )
+    return torch.Tensor.detach(constant)
+
+
+def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
+    return {node.name: node for node in graph.nodes if node.op == "placeholder"}
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def join_tied(module: nn.Module, graph: fx.Graph, signature: Signature) -> dict[str, str]:
+    """Lets all names of one parameter or buffer mean one placeholder.
+
+    Returns:
+        The other names of tied tensors, each with the first name.
+    """
+    tied: dict[str, str] = {}
+    nodes = placeholders(graph)
+    for known, named in (
+        (signature.parameters, module.named_parameters(remove_duplicate=False)),
+        (signature.buffers, module.named_buffers(remove_duplicate=False)),
+    ):
+        first: dict[int, str] = {}
+        for name, found in named:
+            original = first.setdefault(id(found), name)
+            if original == name:
+                continue
+            tied[name] = original
+            if name in known:
+                other = known.pop(name)
+                if original in known:
+                    nodes[other].replace_all_uses_with(nodes[known[original]])
+                else:
+                    known[original] = other
+    return tied
+
+
+def add_updates(graph: fx.Graph, changed: Mapping[fx.Node, fx.Node]) -> None:
+    """Makes the new values of changed placeholders results of the graph, after what it returns."""
+    output = output_node(graph)
+    output.args = (output.args[0], {node.name: new for node, new in changed.items()})
+
+
+def gradient_sources(
+    module: nn.Module, leaves: list[Any], signature: Signature, graph: fx.Graph
+) -> list[fx.Node]:
+    """The placeholders of trained parameters, and of inputs that require a gradient."""
+    nodes = placeholders(graph)
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    names = [node for name, node in signature.parameters.items() if name in trained]
+    for node, leaf in zip(signature.inputs, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            names.append(node)
+    return [nodes[name] for name in names]
