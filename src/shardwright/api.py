@@ -284,7 +284,7 @@ def _output_gradients(graph: Graph, leaves: list[Any]) -> list[tuple[Tensor, Ten
 def _loss(graph: Graph, leaves: list[Any]) -> float | None:
     for value, tensor in zip(graph.outputs, leaves, strict=True):
         if value is graph.loss and graph.loss is not None:
-            return float(tensor)
+            return float(tensor.detach())
     return None
 
 

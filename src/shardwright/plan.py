@@ -172,6 +172,12 @@ class Plan:
 
         return text(self)
 
+    def text(self, every: bool = False) -> str:
+        """The table; with `every` also operators that only follow their neighbours."""
+        from shardwright.plan_table import text
+
+        return text(self, every)
+
     def to_json(self) -> str:
         """The plan as JSON text; it holds everything but the captured graph."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "graph"}
@@ -291,7 +297,7 @@ def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) 
     for inner in flow.reductions.get(op.name, ()):
         over = "".join(mesh.alias_names[a] for a in inner.axes)
         forward, backward = inner.bytes(mesh, op.output.requires_grad)
-        step = f"all_reduce {inner.reduction.kind} over {over} inside"
+        step = f"all_reduce {inner.reduction.kind} over {over}"
         conversions.append(ConversionRow(op.name, (step,), forward, backward, False))
     return OperatorRow(
         name=op.name,

@@ -16,25 +16,31 @@ WIDTH = 140
 """Columns that `print(plan)` takes when it does not go to a terminal."""
 
 
-def text(plan: Plan, width: int = WIDTH) -> str:
-    """The whole table as plain text."""
+def text(plan: Plan, every: bool = False, width: int = WIDTH) -> str:
+    """Table and summary as plain text."""
     console = Console(file=StringIO(), width=width, color_system=None)
-    console.print(table(plan))
-    console.print("\n".join(summary(plan)), highlight=False, markup=False)
+    console.print(table(plan, every))
+    console.print("\n".join(summary(plan, every)), highlight=False, markup=False, soft_wrap=True)
     written: StringIO = console.file  # type: ignore[assignment]
-    return written.getvalue().rstrip()
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
-def table(plan: Plan) -> Table:
-    """Operator, shapes, cuts, strategy, conversions and bytes; equal blocks as one."""
+def table(plan: Plan, every: bool = False) -> Table:
+    """Operator, shapes, cuts, strategy, conversions and bytes; equal blocks as one row.
+
+    Args:
+        every: show also the operators that follow their neighbours without talking.
+    """
     sizes = "·".join(str(size) for size in plan.mesh.device_matrix) or "1"
     names = "".join(plan.mesh.alias_names)
     title = f"Plan for {plan.devices} devices = {sizes}" + (f", axes {names}" if names else "")
     shown = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-    for column in ("operator", "shapes", "cuts", "strategy", "conversions (forward / backward)"):
+    for column in ("operator", "shapes", "cuts", "strategy", "conversions: forward / backward"):
         shown.add_column(column, overflow="fold")
     shown.add_column("bytes", justify="right", no_wrap=True)
     for row in folded(plan.operators):
+        if not (every or _tells(row)):
+            continue
         shown.add_row(
             row.name,
             _shapes(row),
@@ -47,7 +53,12 @@ def table(plan: Plan) -> Table:
     return shown
 
 
-def summary(plan: Plan) -> list[str]:
+def _tells(row: OperatorRow) -> bool:
+    """Whether there is more to say of an operator than that it follows its neighbours."""
+    return row.main or row.rule is None or row.bytes > 0
+
+
+def summary(plan: Plan, every: bool = False) -> list[str]:
     """The lines below the table."""
     options = ", ".join(f"{key}={value}" for key, value in plan.options.items())
     lines = [
@@ -56,6 +67,12 @@ def summary(plan: Plan) -> list[str]:
         f"each device sends {size(plan.forward_bytes)} forward and {size(plan.backward_bytes)} "
         f"backward a step, and keeps {size(plan.parameter_bytes)} of parameters",
     ]
+    silent = sum(not _tells(row) for row in plan.operators)
+    if silent and not every:
+        lines.append(
+            f"{silent} more operators follow their neighbours and send nothing: "
+            "plan.text(every=True)"
+        )
     if plan.without_rule:
         lines.append(
             "without a sharding rule, computed whole on every device: "
@@ -176,8 +193,8 @@ def strategy(parts: Strategy) -> str:
 
 def _conversions(row: OperatorRow) -> Iterable[str]:
     for conversion in row.conversions:
-        name = conversion.value.rsplit(".", 2)
-        short = ".".join(name[-2:]) if conversion.value != row.name else "inside"
+        words = [part for part in conversion.value.split(".") if not part.isdigit()]
+        short = ".".join(words[-2:]) if conversion.value != row.name else "inside"
         mark = " (shared)" if conversion.shared else ""
         yield f"{short}: {', then '.join(conversion.steps)}{mark}"
 
