@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.rules import rule as rule_of
@@ -16,6 +16,18 @@ from shardwright.rules.rule import Dims, ShardingRule
 
 NO_CUT = -1
 """The choice of an operator that is not cut on an axis, and the dim of a tensor that is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class PricedTensor:
+    """A tensor as the cost of its operator counts it: its elements and the factors it carries."""
+
+    size: int
+    factors: frozenset[int]
+
+    def elements(self, parts: Sequence[int]) -> int:
+        """Elements of the current shard."""
+        return self.size // prod(parts[factor] for factor in self.factors)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -29,11 +41,15 @@ class OpKind:
         inputs, outputs: for each tensor the factor of each dim, `NO_CUT` where it stays whole.
         read, left: `read[factor][i]` is the dim of input i that cutting `factor` cuts, `NO_CUT` if
             none; the last row is that of no cut, which `read[NO_CUT]` therefore finds.
-        sizes: elements of the whole tensors, inputs, then outputs.
         choices: factors that a main operator chooses among, in the order that breaks ties.
         labels: for each choice its name in the log.
         weight: index of the input that `mem_coeff` weighs.
         exclusive: for each factor the factors that must be whole for it to be cut.
+        is_main: whether it is decided by cost.
+        tensors: elements and factors of each tensor, inputs, then outputs.
+        priced: the same as the cost of the operator counts them. Indices that look up rows count
+            as the one-hot rows that they stand for: an embedding costs what the product
+            `one_hot(ids) @ table` costs.
     """
 
     factors: tuple[str, ...]
@@ -42,45 +58,34 @@ class OpKind:
     outputs: tuple[tuple[int, ...], ...]
     read: tuple[tuple[int, ...], ...]
     left: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
+    tensors: tuple[PricedTensor, ...]
     choices: tuple[int, ...] = ()
     labels: tuple[str, ...] = ()
     weight: int | None = None
     exclusive: tuple[tuple[int, ...], ...] = ()
     is_main: bool = False
+    priced: tuple[PricedTensor, ...] = ()
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether it looks up rows, as an embedding, rather than computing with all."""
+        return self.priced != self.tensors and self.is_main
 
     def divides(self, factor: int, parts: Sequence[int], axis_size: int) -> bool:
         """Whether `factor`, in `parts` already, can be cut once more by `axis_size`."""
         return self.limits[factor] % (parts[factor] * axis_size) == 0
 
-    def elements(self, parts: Sequence[int]) -> tuple[int, ...]:
-        """Elements of the current shard of each tensor, inputs, then outputs."""
-        found = []
-        for size, dims in zip(self.sizes, (*self.inputs, *self.outputs), strict=True):
-            for factor in dims:
-                if factor != NO_CUT:
-                    size //= parts[factor]
-            found.append(size)
-        return tuple(found)
-
-    def carries(self, factor: int) -> tuple[bool, ...]:
-        """For each tensor, inputs, then outputs, whether cutting `factor` cuts it."""
-        return tuple(dim != NO_CUT for dim in (*self.read[factor], *self.left[factor]))
-
 
 def op_kind(rule: ShardingRule | None, op: Op) -> OpKind:
     """The numbers of `rule`; without a rule those of an operator that cannot be cut."""
-    tensors = (*op.inputs, *op.outputs)
-    sizes = tuple(value.numel for value in tensors)
     if rule is None:
-        whole = tuple((NO_CUT,) * len(value.shape) for value in tensors)
-        num_inputs = len(op.inputs)
-        no_input, no_output = (NO_CUT,) * num_inputs, (NO_CUT,) * len(op.outputs)
-        return OpKind(
-            (), (), whole[:num_inputs], whole[num_inputs:], (no_input,), (no_output,), sizes
+        rule = ShardingRule(
+            tuple((None,) * len(value.shape) for value in op.inputs),
+            tuple((None,) * len(value.shape) for value in op.outputs),
+            capacity={},
         )
-    main = rule.main
-    labels = tuple(main.labels) if main is not None else ()
+    values, main = (*op.inputs, *op.outputs), rule.main
+    labels = main.labels if main is not None else {}
     factors = tuple(dict.fromkeys((*rule.factors, *labels)))
     index = {factor: i for i, factor in enumerate(factors)}
 
@@ -89,6 +94,10 @@ def op_kind(rule: ShardingRule | None, op: Op) -> OpKind:
 
     inputs = tuple(numbered(dims) for dims in rule.inputs)
     outputs = tuple(numbered(dims) for dims in rule.outputs)
+    tensors = tuple(
+        PricedTensor(value.numel, frozenset(dims) - {NO_CUT})
+        for value, dims in zip(values, (*inputs, *outputs), strict=True)
+    )
     rows = (*range(len(index)), None)
     barred: list[list[int]] = [[] for _ in index]
     for one, other in main.exclusive if main is not None else ():
@@ -96,17 +105,18 @@ def op_kind(rule: ShardingRule | None, op: Op) -> OpKind:
         barred[index[other]].append(index[one])
     return OpKind(
         factors=factors,
-        limits=_limits(rule, factors, tensors),
+        limits=_limits(rule, factors, values),
         inputs=inputs,
         outputs=outputs,
         read=tuple(tuple(_dim_of(row, dims) for dims in inputs) for row in rows),
         left=tuple(tuple(_dim_of(row, dims) for dims in outputs) for row in rows),
-        sizes=sizes,
+        tensors=tensors,
         choices=tuple(index[f] for f in labels),
-        labels=_axis_names(main.labels) if main is not None else (),
+        labels=_axis_names(labels),
         weight=main.weight if main is not None else None,
         exclusive=tuple(tuple(others) for others in barred),
         is_main=main is not None,
+        priced=_priced(rule, tensors, index),
     )
 
 
@@ -114,12 +124,29 @@ def _dim_of(factor: int | None, dims: tuple[int, ...]) -> int:
     return dims.index(factor) if factor is not None and factor in dims else NO_CUT
 
 
-def _limits(
-    rule: ShardingRule, factors: Sequence[str], tensors: Sequence[Value]
-) -> tuple[int, ...]:
+def _priced(
+    rule: ShardingRule, tensors: tuple[PricedTensor, ...], index: Mapping[str, int]
+) -> tuple[PricedTensor, ...]:
+    if rule.main is None:
+        return ()
+    priced = list(tensors)
+    for factor in (f for f, letter in rule.main.labels.items() if letter == "K"):
+        summed, others = (
+            index[factor],
+            [i for i in range(len(rule.inputs)) if i != rule.main.weight],
+        )
+        if not any(summed in priced[i].factors for i in others):
+            for i in others:
+                one = priced[i]
+                size = one.size * rule.capacity[factor]
+                priced[i] = PricedTensor(size, one.factors | {summed})
+    return tuple(priced)
+
+
+def _limits(rule: ShardingRule, factors: Sequence[str], values: Sequence[Value]) -> tuple[int, ...]:
     """For each factor the greatest number that divides its capacity and every dim that has it."""
     limits = {f: rule.capacity[f] if rule.may_cut(f) else 1 for f in factors}
-    for value, dims in zip(tensors, (*rule.inputs, *rule.outputs), strict=True):
+    for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True):
         for size, factor in zip(value.shape, dims, strict=True):
             if factor in limits:
                 limits[factor] = gcd(limits[factor], size)

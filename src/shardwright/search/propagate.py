@@ -36,6 +36,9 @@ class Level:
     def spread(self, decided: Iterable[int]) -> None:
         """Lets neighbours without a cost follow, forward and backward, up to what is decided.
 
+        Where the maker of a tensor is still to be decided by cost, other readers of it follow the
+        one that is decided, so that a residual stream is read in one way from its start.
+
         Args:
             decided: operators whose choice has just been made.
         """
@@ -45,15 +48,21 @@ class Level:
             op = queue.popleft()
             kind = graph.kinds[op]
             for value, dim in zip(graph.outputs[op], kind.left[choice[op]], strict=True):
-                for consumer, place in graph.consumers[value]:
-                    if self._follows(consumer):
-                        choice[consumer] = self.following_input(consumer, place, dim)
-                        self._continue(consumer, dim, queue)
+                self._offer(value, dim, queue)
             for value, dim in zip(graph.inputs[op], kind.read[choice[op]], strict=True):
                 made = graph.producer[value]
                 if made is not None and self._follows(made[0]):
                     choice[made[0]] = self.following_output(*made, dim)
                     self._continue(made[0], dim, queue)
+                elif graph.data[value] and (made is None or choice[made[0]] == UNDECIDED):
+                    self._offer(value, dim, queue)
+
+    def _offer(self, value: int, dim: int, queue: deque[int]) -> None:
+        """Lets the readers of a value follow the way in which it is made or read elsewhere."""
+        for consumer, place in self.graph.consumers[value]:
+            if self._follows(consumer):
+                self.choice[consumer] = self.following_input(consumer, place, dim)
+                self._continue(consumer, dim, queue)
 
     def _follows(self, op: int) -> bool:
         return self.choice[op] == UNDECIDED and not self.graph.kinds[op].is_main

@@ -73,7 +73,7 @@ def search(
         mem_coeff: weighs the weights that a cut leaves whole. Small values favour data
             parallelism, large ones model parallelism, tiny ones no cut at all.
         order: in which operators with a cost are decided on an axis: the heaviest first, or as they
-            stand in the graph.
+            stand in the graph; in both, embeddings come after the contractions.
         log_costs: writes the cost of every choice to the logger `shardwright.search`.
         pinned: cuts of operators that are kept as they are; the others are decided around them.
 
@@ -130,11 +130,13 @@ class _Recursion:
         return level.choice
 
     def _in_order(self, level: Level) -> list[int]:
+        """Contractions first, then what looks up rows: it weighs its cut, not those that follow."""
+        kinds = self.graph.kinds
         undecided = [op for op in self.graph.main if level.choice[op] == UNDECIDED]
         if self.order == "weight":
             weights = {op: self._operator_costs(level, op).weight for op in undecided}
             undecided.sort(key=lambda op: -weights[op])
-        return undecided
+        return sorted(undecided, key=lambda op: kinds[op].looks_up)
 
     def _operator_costs(self, level: Level, op: int) -> OperatorCosts:
         kind, parts = self.graph.kinds[op], self.parts[op]
@@ -168,14 +170,17 @@ def operator_costs(
     kind: OpKind, parts: tuple[int, ...], axis_size: int, mem_coeff: float
 ) -> OperatorCosts:
     """The costs of an operator whose factors are cut in `parts` already."""
-    elements = kind.elements(parts)
+    priced = [tensor.elements(parts) for tensor in kind.priced]
+    costs = [
+        cut_cost(priced, [f in tensor.factors for tensor in kind.priced], kind.weight, mem_coeff)
+        for f in kind.choices
+    ]
     divides = [kind.divides(factor, parts, axis_size) for factor in kind.choices]
-    costs = [cut_cost(elements, kind.carries(f), kind.weight, mem_coeff) for f in kind.choices]
     excluded = [any(parts[other] > 1 for other in kind.exclusive[f]) for f in kind.choices]
     # What exclusion rules out counts here all the same: so do the published figures.
     divisible = [cost for cost, ok in zip(costs, divides, strict=True) if ok]
     return OperatorCosts(
-        elements=elements,
+        elements=tuple(tensor.elements(parts) for tensor in kind.tensors),
         cuts=tuple(
             cost if ok and not ruled_out else IMPOSSIBLE
             for cost, ok, ruled_out in zip(costs, divides, excluded, strict=True)
