@@ -233,7 +233,7 @@ class _Table:
     @classmethod
     def of(cls, source: TensorLayout, target: TensorLayout) -> _Table:
         pairs = list(zip(source.axes, target.axes, strict=True))
-        kept = tuple(_common_prefix(mine, theirs) for mine, theirs in pairs)
+        kept = tuple(mine[: route.common_length(mine, theirs)] for mine, theirs in pairs)
         dims = tuple(dim for dim, (mine, theirs) in enumerate(pairs) if mine != theirs)
         return cls(source.layout, tuple(_join(source, target, kept)), kept, dims)
 
@@ -288,18 +288,11 @@ def _step(move: route.Move, table: _Table, source: TensorLayout, target: TensorL
     return Step(route.KINDS[move.kind], axes, dim, to_dim, source, target)
 
 
-def _common_prefix(mine: Axes, theirs: Axes) -> Axes:
-    length = 0
-    while length < min(len(mine), len(theirs)) and mine[length] == theirs[length]:
-        length += 1
-    return mine[:length]
-
-
 def _apart(mine: Axes, theirs: Axes) -> tuple[Axes, Axes]:
     """Two lists without the axes with which both begin and both end."""
-    front = len(_common_prefix(mine, theirs))
+    front = route.common_length(mine, theirs)
     mine, theirs = mine[front:], theirs[front:]
-    back = len(_common_prefix(mine[::-1], theirs[::-1]))
+    back = route.common_length(mine[::-1], theirs[::-1])
     return mine[: len(mine) - back], theirs[: len(theirs) - back]
 
 

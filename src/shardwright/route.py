@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from itertools import combinations
 from math import prod
+from operator import add, gt
 from typing import NamedTuple
 
 Axes = tuple[int, ...]
@@ -31,10 +32,10 @@ KINDS = (
 )
 SLICE, REDUCE_SCATTER, PERMUTE, ALL_TO_ALL, ALL_REDUCE, VARY, ALL_GATHER = range(len(KINDS))
 
-# Above this number of axes that move apart, permutes lead to the target's order only.
-FULL_RELABELLING = 5
-# States whose moves are tried before the search is content with the best way known.
-MAX_EXPANSIONS = 1500
+# Up to this number of axes that move apart the way found is the cheapest there is.
+EXACT_AXES = 4
+# States whose moves are tried in the search for a good way, and in that for the cheapest.
+GUIDED_STATES, EXACT_STATES = 24, 4000
 
 
 class State(NamedTuple):
@@ -65,6 +66,9 @@ class Move(NamedTuple):
         return State(self.lists, partial, varying)
 
 
+Path = tuple[Move, ...]
+
+
 @dataclass(frozen=True)
 class Problem:
     """Where each axis stands and shall stand.
@@ -91,6 +95,11 @@ class Problem:
         """The size of the tensor in units of cost: any local size divides by any group size."""
         return prod(self.sizes) ** 2
 
+    @cached_property
+    def homes(self) -> tuple[frozenset[int], ...]:
+        """The axes that the target has in each dimension, in any order."""
+        return tuple(map(frozenset, self.target))
+
     def parts(self, axes: Axes) -> int:
         return prod([self.sizes[axis] for axis in axes])
 
@@ -107,19 +116,50 @@ class Problem:
 
 
 @lru_cache(maxsize=1 << 16)
-def route(problem: Problem) -> tuple[Move, ...]:
+def route(problem: Problem) -> Path:
     """The cheapest moves from `problem`'s source to its target: fewest bytes, then fewest moves.
 
-    A best-first search. What it can find is bounded by a plain way (reduce, gather, slice), which
-    it returns where nothing better was found within `MAX_EXPANSIONS` states.
+    Two best-first searches. The first takes the states from which the plain way (reduce, gather,
+    slice) ends cheapest; so it is never dearer than that. The second bounds what is left from
+    below and is therefore exact; it is made where at most `EXACT_AXES` axes move apart.
     """
-    plain = _plain_route(problem)
-    limit = _total(problem, plain)
+    path = _plain_route(problem, problem.start)
+    spent = _total(problem, problem.source, path)
+    if len(problem.sizes) > 2:
+        spent, path = _guided(problem, spent, path)
+    if len(problem.sizes) <= EXACT_AXES:
+        path = _cheapest(problem, spent) or path
+    return path
+
+
+def _guided(problem: Problem, best: int, found: Path) -> tuple[int, Path]:
+    """The best way seen on trying `GUIDED_STATES` promising states, and its cost."""
+    done: set[State] = set()
+    queue: list[tuple[int, int, Path, int, State]] = [(best, 0, (), 0, problem.start)]
+    while queue and len(done) < GUIDED_STATES:
+        _, _, path, spent, state = heappop(queue)
+        if state in done:
+            continue
+        done.add(state)
+        for cost, move in _moves(problem, state):
+            after = move.apply(state)
+            if after in done or spent + cost >= best:
+                continue
+            way, reached = (*path, move), spent + cost
+            rest = _plain_route(problem, after)
+            total = reached + _total(problem, after.lists, rest)
+            if total < best:
+                best, found = total, way + rest
+            heappush(queue, (total, len(way), way, reached, after))
+    return best, found
+
+
+def _cheapest(problem: Problem, limit: int) -> Path | None:
+    """The cheapest way; None if none costs `limit` or less, or too many states would be tried."""
     goal, wanted = problem.goal, problem.local(problem.target)
     done: set[State] = set()
-    queue: list[tuple[int, int, tuple[Move, ...], int, State]] = []
-    heappush(queue, (0, 0, (), 0, problem.start))
-    while queue and len(done) < MAX_EXPANSIONS:
+    queue: list[tuple[int, int, Path, int, State]] = [(0, 0, (), 0, problem.start)]
+    while queue and len(done) < EXACT_STATES:
         _, _, path, spent, state = heappop(queue)
         if state == goal:
             return path
@@ -128,13 +168,10 @@ def route(problem: Problem) -> tuple[Move, ...]:
         done.add(state)
         for cost, move in _moves(problem, state):
             after = move.apply(state)
-            if after in done:
-                continue
             bound = spent + cost + _least(problem, problem.local(after.lists), wanted)
-            if bound <= limit:
-                entry = (bound, len(path) + 1, (*path, move), spent + cost, after)
-                heappush(queue, entry)
-    return plain
+            if bound <= limit and after not in done:
+                heappush(queue, (bound, len(path) + 1, (*path, move), spent + cost, after))
+    return None
 
 
 def _least(problem: Problem, local: int, wanted: int) -> int:
@@ -159,27 +196,52 @@ def _cost(problem: Problem, move: Move, local: int) -> int:
     return forward + backward if problem.differentiable else forward
 
 
-def _moves(problem: Problem, state: State) -> Iterator[tuple[int, Move]]:
-    """Every move from `state` with its cost."""
+def _moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
+    """The moves from `state` that may lie on a cheapest way, with their costs.
+
+    Axes that stand where the target has them stay there. To put one there by a slice is right
+    before anything else, since it makes everything else cheaper; so is a reduce-scatter, but for
+    the slices that it may delay where those are free.
+    """
     local = problem.local(state.lists)
+    settled = _settled(state.lists, problem.target)
     placed = frozenset(axis for axes in state.lists for axis in axes)
     free = frozenset(range(len(problem.sizes))) - placed - state.partial - state.varying
-
-    def priced(move: Move) -> tuple[int, Move]:
-        return _cost(problem, move, local), move
-
-    for move in _cutting_moves(problem, state, free):
-        yield priced(move)
-    for move in _moves_of_suffixes(problem, state):
-        yield priced(move)
+    cuts = list(_cutting_moves(problem, state, free))
+    for kind in (SLICE, REDUCE_SCATTER) if problem.differentiable else (SLICE,):
+        for move in cuts:
+            if move.kind == kind and _settles(problem, move):
+                return [(_cost(problem, move, local), move)]
+    moves = cuts
+    moves += _moves_of_suffixes(problem, state, settled)
     partial = sorted(state.partial)
     for length in range(1, len(partial) + 1):
         for axes in combinations(partial, length):
-            yield priced(Move(ALL_REDUCE, -1, -1, axes, state.lists))
+            moves.append(Move(ALL_REDUCE, -1, -1, axes, state.lists))
     if varying := tuple(sorted(free & problem.varying)):
-        yield priced(Move(VARY, -1, -1, varying, state.lists, varying=True))
-    for lists in _relabelled(problem, state.lists, placed | free):
-        yield priced(Move(PERMUTE, -1, -1, (), lists))
+        moves.append(Move(VARY, -1, -1, varying, state.lists, varying=True))
+    for lists in _relabelled(problem, state.lists, settled, placed | free):
+        moves.append(Move(PERMUTE, -1, -1, (), lists))
+    return [(_cost(problem, move, local), move) for move in moves]
+
+
+def _settles(problem: Problem, move: Move) -> bool:
+    """Whether all that cuts the dimension after a slice or reduce-scatter is settled."""
+    axes = move.lists[move.dim]
+    return axes == problem.target[move.dim][: len(axes)]
+
+
+def _settled(lists: Lists, target: Lists) -> tuple[int, ...]:
+    """For each dimension how many of its first axes stand where the target has them."""
+    return tuple(map(common_length, lists, target))
+
+
+def common_length(mine: Axes, theirs: Axes) -> int:
+    """How many axes two lists have in common at their beginning."""
+    length = 0
+    while length < len(mine) and length < len(theirs) and mine[length] == theirs[length]:
+        length += 1
+    return length
 
 
 def _fits(problem: Problem, dim: int, axes: Axes) -> bool:
@@ -191,43 +253,54 @@ def _with(lists: Lists, dim: int, axes: Axes) -> Lists:
 
 
 def _cutting_moves(problem: Problem, state: State, free: frozenset[int]) -> Iterator[Move]:
-    """Slices and reduce-scatters of axes that the target has in that dimension."""
+    """Slices and reduce-scatters of axes that the target has in that dimension, longest first."""
     for dim, wanted in enumerate(problem.target):
+        here = state.lists[dim]
         for begin in range(len(wanted)):
-            for end in range(begin + 1, len(wanted) + 1):
+            for end in range(len(wanted), begin, -1):
                 run = wanted[begin:end]
-                lists = _with(state.lists, dim, state.lists[dim] + run)
-                if not _fits(problem, dim, lists[dim]):
-                    break
-                if free.issuperset(run):
-                    yield Move(SLICE, dim, -1, run, lists)
-                elif state.partial.issuperset(run):
-                    yield Move(REDUCE_SCATTER, dim, -1, run, lists)
+                sliced = free.issuperset(run)
+                if not sliced and not state.partial.issuperset(run):
+                    continue
+                if _fits(problem, dim, here + run):
+                    lists = _with(state.lists, dim, here + run)
+                    yield Move(SLICE if sliced else REDUCE_SCATTER, dim, -1, run, lists)
 
 
-def _moves_of_suffixes(problem: Problem, state: State) -> Iterator[Move]:
-    """Gathers and all-to-alls of what cuts a dimension most finely."""
+def _moves_of_suffixes(problem: Problem, state: State, settled: Axes) -> Iterator[Move]:
+    """Gathers, and all-to-alls that bring some axis to its dimension."""
     for dim, axes in enumerate(state.lists):
-        for begin in range(len(axes)):
+        for begin in range(settled[dim], len(axes)):
             suffix = axes[begin:]
             rest = _with(state.lists, dim, axes[:begin])
             varying = problem.varying.intersection(suffix)
             if not varying or len(varying) == len(suffix):
                 yield Move(ALL_GATHER, dim, -1, suffix, rest, bool(varying))
             for to_dim, entered in enumerate(state.lists):
-                if to_dim != dim and _fits(problem, to_dim, entered + suffix):
+                if to_dim == dim or problem.homes[to_dim].isdisjoint(suffix):
+                    continue
+                if _fits(problem, to_dim, entered + suffix):
                     lists = _with(rest, to_dim, entered + suffix)
                     yield Move(ALL_TO_ALL, dim, to_dim, suffix, lists)
 
 
-def _relabelled(problem: Problem, lists: Lists, axes: frozenset[int]) -> tuple[Lists, ...]:
-    """The other ways to cut each dimension in as many parts, by any of these axes."""
-    if len(problem.sizes) <= FULL_RELABELLING:
-        return _relabellings(problem.sizes, lists, axes)
-    counts = [problem.parts(axes) for axes in lists]
-    wanted = [problem.parts(axes) for axes in problem.target]
-    reached = axes.issuperset(axis for dim in problem.target for axis in dim)
-    return (problem.target,) if reached and counts == wanted and lists != problem.target else ()
+def _relabelled(
+    problem: Problem, lists: Lists, settled: Axes, axes: frozenset[int]
+) -> Iterator[Lists]:
+    """Other ways to cut each dimension in as many parts, that settle more axes."""
+    if len(problem.sizes) > EXACT_AXES:
+        counts = [problem.parts(dim) for dim in lists]
+        reached = axes.issuperset(axis for dim in problem.target for axis in dim)
+        if reached and counts == [problem.parts(dim) for dim in problem.target]:
+            yield problem.target
+        return
+    fixed = tuple(dim[:length] for dim, length in zip(lists, settled, strict=True))
+    loose = tuple(dim[length:] for dim, length in zip(lists, settled, strict=True))
+    movable = axes.difference(*fixed)
+    for found in _relabellings(problem.sizes, loose, movable):
+        made = tuple(map(add, fixed, found))
+        if any(map(gt, _settled(made, problem.target), settled)):
+            yield made
 
 
 @lru_cache(maxsize=1 << 14)
@@ -253,30 +326,32 @@ def _relabellings(sizes: Axes, lists: Lists, axes: frozenset[int]) -> tuple[List
     return tuple(found for found in assignments(counts, axes) if found != lists)
 
 
-def _plain_route(problem: Problem) -> tuple[Move, ...]:
-    """Reduce, gather everything, slice: always possible, seldom cheap."""
-    moves, lists = [], problem.source
-    if problem.partial:
-        moves.append(Move(ALL_REDUCE, -1, -1, tuple(sorted(problem.partial)), lists))
-    for dim in range(len(lists)):
-        while axes := lists[dim]:
+def _plain_route(problem: Problem, state: State) -> Path:
+    """Reduce, gather what is not settled, slice: always possible, seldom cheap."""
+    moves, lists = [], state.lists
+    settled = _settled(lists, problem.target)
+    if state.partial:
+        moves.append(Move(ALL_REDUCE, -1, -1, tuple(sorted(state.partial)), lists))
+    for dim, keep in enumerate(settled):
+        while len(axes := lists[dim]) > keep:
             begin, varying = len(axes) - 1, axes[-1] in problem.varying
-            while begin and (axes[begin - 1] in problem.varying) == varying:
+            while begin > keep and (axes[begin - 1] in problem.varying) == varying:
                 begin -= 1
             lists = _with(lists, dim, axes[:begin])
             moves.append(Move(ALL_GATHER, dim, -1, axes[begin:], lists, varying))
     for dim, axes in enumerate(problem.target):
-        if axes:
+        if len(axes) > settled[dim]:
             lists = _with(lists, dim, axes)
-            moves.append(Move(SLICE, dim, -1, axes, lists))
-    gathered = {axis for axes in problem.source for axis in axes}
-    if left := tuple(sorted(problem.varying - gathered)):
+            moves.append(Move(SLICE, dim, -1, axes[settled[dim] :], lists))
+    gathered = {axis for axes in state.lists for axis in axes}
+    if left := tuple(sorted(problem.varying - gathered - state.varying)):
         moves.append(Move(VARY, -1, -1, left, lists, varying=True))
     return tuple(moves)
 
 
-def _total(problem: Problem, moves: tuple[Move, ...]) -> int:
-    total, lists = 0, problem.source
+def _total(problem: Problem, lists: Lists, moves: Path) -> int:
+    """What `moves` cost together from a state with these `lists`."""
+    total = 0
     for move in moves:
         total += _cost(problem, move, problem.local(lists))
         lists = move.lists
