@@ -69,7 +69,8 @@ def test_a_tensor_is_read_in_one_way_while_its_maker_is_undecided() -> None:
     net = GraphBuilder()
     stem = net.linear("stem", net.input("x", 8, 8), 8)
     y = net.linear("dense", net.op("first", aten.relu.default, stem), 8)
-    net.op("add", aten.add.Tensor, net.op("second", aten.gelu.default, stem), y)
+    z = net.linear("other", net.op("second", aten.gelu.default, stem), 8)
+    net.op("add", aten.add.Tensor, y, z)
     level = first_level(index_graph(net.build()))
     decide(level, "dense", "k")
     assert [chosen(level, n) for n in ("first", "second")] == ["s", "s"]
