@@ -40,8 +40,8 @@ def op_of(target: Any, *args: Any, **kwargs: Any) -> Op:
 def check(target: Any, *args: Any, **kwargs: Any) -> ShardingRule:
     """Compares all cuts of `target(*args, **kwargs)` with the whole; returns the rule.
 
-    Floating tensors should be float64. Of operators that draw random numbers only shapes are
-    compared.
+    Floating tensors should be float64; those given as `torch.nn.Buffer` get no gradient. Of
+    operators that draw random numbers only shapes are compared.
     """
     op = op_of(target, *args, **kwargs)
     found = rule(op)
@@ -71,14 +71,15 @@ def cuts_of(found: ShardingRule) -> Iterator[tuple[Layout, Cuts]]:
 
 @dataclass
 class Case:
-    """An operator with the tensors that it reads and a rule for it."""
+    """An operator with the tensors that it reads, a rule for it, and how far results may differ."""
 
     op: Op
     tensors: list[Tensor]
     rule: ShardingRule
+    tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        whole = [_leaf(tensor) for tensor in self.tensors]
+        whole = [_leaf(tensor, tensor) for tensor in self.tensors]
         outputs = _run(self.op.target, self.op, whole)
         torch.manual_seed(1)
         self.output_gradients = [
@@ -104,12 +105,16 @@ class Case:
             for part in parts:
                 assert tuple(part.shape) == layout.shard_shape(tuple(whole.shape))
             if not self.rule.random:
-                assert_close(_together(parts, layout, whole), whole, equal_nan=True)
+                self._assert_close(_together(parts, layout, whole), whole)
         for i, (gradient, layout) in enumerate(zip(self.gradients, inputs, strict=True)):
             parts = [result[1][i] for result in results]
             assert {part is None for part in parts} == {gradient is None}
             if gradient is not None and not self.rule.random:
-                assert_close(_together(parts, layout, gradient), gradient)
+                self._assert_close(_together(parts, layout, gradient), gradient)
+
+    def _assert_close(self, found: Tensor, whole: Tensor) -> None:
+        at_most = self.tolerance
+        assert_close(found, whole, rtol=at_most, atol=at_most, equal_nan=True)
 
     def _on_rank(
         self, mesh: Layout, cuts: Cuts, rank: int
@@ -169,7 +174,7 @@ class Case:
             local = Local(self.rule.parts(mesh, cuts), index, shapes, reduce)
             kernel = self.rule.kernel(self.op, local)
         sizes = None if self.rule.sizes is None else (self.rule.sizes, list(shapes[0]))
-        leaves = [_leaf(tensor) for tensor in tensors]
+        leaves = [_leaf(*pair) for pair in zip(tensors, self.tensors, strict=True)]
         outputs = _run(kernel, self.op, leaves, sizes)
         gradients = _gradients(outputs, leaves, output_gradients)
         return [output.detach() for output in outputs], gradients
@@ -183,8 +188,9 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+def _leaf(tensor: Tensor, given: Tensor) -> Tensor:
+    differentiable = tensor.is_floating_point() and not isinstance(given, torch.nn.Buffer)
+    return tensor.detach().clone().requires_grad_(differentiable)
 
 
 def _shard(tensor: Tensor, layout: TensorLayout, rank: int) -> Tensor:
