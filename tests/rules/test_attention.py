@@ -1,0 +1,77 @@
+import pytest
+import torch
+from oracle import check
+from torch import Tensor, randn
+
+attend = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def heads(b: int, h: int, s: int, d: int) -> Tensor:
+    return randn(b, h, s, d, dtype=torch.float64)
+
+
+def test_batch_heads_queries_and_features_of_values_may_be_cut() -> None:
+    found = check(attend, heads(2, 6, 4, 3), heads(2, 6, 5, 3), heads(2, 6, 5, 4))
+    assert found.factors == ("b", "h", "s", "e")
+    assert found.main is not None
+    assert list(found.main.labels) == ["b", "h", "s", "e"]
+
+
+def test_a_causal_mask_keeps_queries_whole() -> None:
+    found = check(attend, heads(2, 6, 4, 4), heads(2, 6, 4, 4), heads(2, 6, 4, 4), is_causal=True)
+    assert found.factors == ("b", "h", "e")
+    assert found.main is not None
+    assert "s" not in found.main.labels
+
+
+@pytest.mark.parametrize(
+    "mask", [(4, 5), (1, 1, 4, 5), (2, 1, 1, 5), (1, 6, 4, 5), (2, 6, 4, 5), (6, 1, 5)]
+)
+def test_a_mask_is_cut_where_it_is_not_broadcast(mask) -> None:
+    bias = randn(*mask, dtype=torch.float64)
+    check(attend, heads(2, 6, 4, 3), heads(2, 6, 5, 3), heads(2, 6, 5, 3), bias)
+
+
+def test_a_boolean_mask_is_cut_with_batch_and_queries() -> None:
+    allowed = randn(2, 1, 4, 5) > 0
+    allowed[..., 0] = True
+    found = check(
+        attend, heads(2, 6, 4, 3), heads(2, 6, 5, 3), heads(2, 6, 5, 3), attn_mask=allowed
+    )
+    assert found.inputs[3] == ("b", None, "s", None)
+
+
+@pytest.mark.parametrize("kv_heads, most", [(2, 2), (4, 4), (1, 4)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_grouped_queries_stay_with_their_keys(kv_heads, most, causal) -> None:
+    found = check(
+        attend,
+        heads(2, 4, 4, 3),
+        heads(2, kv_heads, 4, 3),
+        heads(2, kv_heads, 4, 3),
+        is_causal=causal,
+        enable_gqa=True,
+    )
+    assert found.capacity["h"] == most
+
+
+def test_a_mask_for_each_query_head_is_cut_in_groups() -> None:
+    mask = randn(2, 4, 4, 5, dtype=torch.float64)
+    k, v = heads(2, 2, 5, 3), heads(2, 2, 5, 3)
+    found = check(attend, heads(2, 4, 4, 3), k, v, mask, enable_gqa=True)
+    assert found.inputs[3] == ("b", "h", "s", None)
+
+
+def test_keys_and_values_that_all_batches_share_stay_whole() -> None:
+    found = check(attend, heads(4, 2, 4, 3), heads(1, 2, 5, 3), heads(1, 2, 5, 3))
+    assert found.inputs[1] == (None, "h", None, None)
+
+
+def test_attention_of_three_dimensions() -> None:
+    q, k, v = (randn(6, s, 4, dtype=torch.float64) for s in (4, 5, 5))
+    assert check(attend, q, k, v, scale=0.3).factors == ("b", "s", "e")
+
+
+def test_dropout_draws() -> None:
+    q = heads(2, 2, 4, 4)
+    assert check(attend, q, q.clone(), q.clone(), None, 0.1).random
