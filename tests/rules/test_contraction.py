@@ -109,3 +109,12 @@ def test_paired_dimensions_are_summed() -> None:
     assert inner.main is not None and inner.main.labels == {"b": "I", "t": "J", "s": "K"}
     dot = check(aten.tensordot.default, randn(2, 4, 6), randn(6, 2, 4), [2, 1], [0, 2])
     assert str(dot) == "b s t, t v s -> b v"
+
+
+def test_rows_of_groups_may_be_cut_within_a_group() -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    ends = torch.tensor([3, 3, 7, 12])
+    target = torch.ops.transformers.grouped_mm_fallback.default
+    found = check(target, randn(12, 4), randn(4, 4, 6), ends)
+    assert str(found) == "b k, _ k j, _ -> b j"
+    assert found.main is not None and found.main.labels == {"b": "I", "j": "J", "k": "K"}

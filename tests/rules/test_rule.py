@@ -12,6 +12,7 @@ from shardwright.graph.graph import Op, Value
 from shardwright.layout import Layout
 from shardwright.rules import rule
 from shardwright.rules.notation import from_notation
+from shardwright.rules.rule import rule_for
 
 aten = torch.ops.aten
 
@@ -76,3 +77,8 @@ def test_notation_names_leading_dimensions_from_the_right() -> None:
 def test_notation_that_does_not_fit_is_refused(notation, complaint) -> None:
     with pytest.raises(ValueError, match=complaint):
         from_notation(notation, linear())
+
+
+def test_an_operator_has_one_rule() -> None:
+    with pytest.raises(ValueError, match=r"aten\.linear\.default has a rule already: linear"):
+        rule_for(aten.linear.default)(lambda op: None)

@@ -6,14 +6,17 @@ the second (the weight), K for what is summed over, and B for what both inputs a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright.graph.graph import Op
 from shardwright.rules.notation import NAMES, aligned, argument, from_notation, sharding_rule
-from shardwright.rules.rule import Dims, Main, ShardingRule, rule_for
+from shardwright.rules.rule import Dims, Local, Main, ShardingRule, rule_for
 
 aten = torch.ops.aten
 
@@ -93,6 +96,31 @@ def einsum(op: Op) -> ShardingRule | None:
         return rule
     batched = any(label in terms[1] and label in out for label in terms[0])
     return _main(rule, weight=None if batched else 1)
+
+
+@rule_for(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
+def grouped_product(op: Op) -> ShardingRule | None:
+    """Rows sorted by group, each multiplied by the matrix of its group: `b k, _ k j, _ -> b j`.
+
+    None for the other forms, where not the rows are grouped.
+    """
+    ranks = [len(value.shape) for value in op.inputs]
+    if ranks != [2, 3, 1] or argument(op, "bias") is not None:
+        return None
+    notation = "b k, _ k j, _ -> b j"
+    return _main(from_notation(notation, op, reduced="k", kernel=_rows_of_groups), weight=1)
+
+
+def _rows_of_groups(op: Op, local: Local) -> Callable[..., Any]:
+    """Where the groups end, counted in the rows that this device has."""
+    rows = local.output_shapes[0][0]
+
+    def multiply(x: Tensor, weight: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -> Any:
+        first: Any = local.index("b") * rows
+        ends = (offs - first).clamp(0, rows).to(offs.dtype)
+        return op.target(x, weight, ends, *args, **kwargs)
+
+    return multiply if local.parts.get("b", 1) > 1 else op.target
 
 
 def _terms(op: Op) -> tuple[list[Dims], Dims]:

@@ -25,11 +25,9 @@ def filled(op: Op) -> ShardingRule:
 
 
 @rule_for(*overloads("zeros_like", "ones_like", "full_like", "empty_like"))
-@rule_for(*overloads("rand_like", "randn_like", "randint_like"))
 def filled_like(op: Op) -> ShardingRule:
     dims = names(op.output)
-    others = [(None,) * len(value.shape) for value in op.inputs[1:]]
-    return sharding_rule(op, (dims, *others), (dims,), random=draws_random(op))
+    return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("arange", "linspace", "logspace", "eye", "randperm", "scalar_tensor"))

@@ -25,7 +25,6 @@ from shardwright.rules.rule import ShardingRule, rule_for
     *overloads("absolute", "multiply", "divide", "subtract", "negative", "rsub", "not_equal"),
     *overloads("greater", "greater_equal", "less", "less_equal", "special_expit", "fix"),
     *overloads("arccos", "arcsin", "arctan", "arctan2", "complex", "polar", "conj", "real", "imag"),
-    *overloads("bernoulli"),
 )
 def pointwise(op: Op) -> ShardingRule | None:
     """Every dimension of the output is a factor; an input lacks those along which it is broadcast.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -173,10 +174,20 @@ _RULES: dict[Any, RuleMaker] = {}
 
 
 def rule_for(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
-    """Registers the function that makes the rule of these ATen operators."""
+    """Registers the function that makes the rule of these operators.
+
+    Args:
+        targets: ATen operators, other functions, or, for operators of a library that need not be
+            imported, their names: `"library.operator.default"`.
+
+    Raises:
+        ValueError: an operator has a rule already.
+    """
 
     def register(maker: RuleMaker) -> RuleMaker:
         for target in targets:
+            if target in _RULES:
+                raise ValueError(f"{target} has a rule already: {_RULES[target].__qualname__}")
             _RULES[target] = maker
         return maker
 
@@ -185,4 +196,9 @@ def rule_for(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
 
 def registered(target: Any) -> RuleMaker | None:
     """The function that makes the rule of `target`, or None."""
-    return _RULES.get(target)
+    return _RULES.get(target) or _RULES.get(str(target))
+
+
+def registry() -> Mapping[Any, RuleMaker]:
+    """All operators (or their names) that have a rule."""
+    return MappingProxyType(_RULES)
