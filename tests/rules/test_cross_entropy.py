@@ -8,6 +8,7 @@ from torch.nn import Buffer
 
 from shardwright.graph.functional import cross_entropy
 from shardwright.rules import rule
+from shardwright.rules.rule import Local
 
 F64 = torch.float64
 
@@ -114,6 +115,19 @@ def test_probabilities_are_not_counted() -> None:
     found = rule(op)
     assert found is not None
     assert found.reductions(op, {"b": 2}) == ()
+
+
+def test_a_mean_of_half_precision_does_not_overflow_as_its_sum_would() -> None:
+    logits = torch.full((6, 6), 2.0e4, dtype=torch.float16)
+    logits[:, 0] = -2.0e4
+    op = op_of(cross_entropy, logits, torch.zeros(6, dtype=torch.int64))
+    found = rule(op)
+    assert found is not None
+    assert found.kernel is not None
+    local = Local({"b": 2, "v": 1}, lambda factor: 0, ((),), (lambda count: count * 2,))
+    term = found.kernel(op, local)(logits[:3], torch.zeros(3, dtype=torch.int64))
+    assert term.dtype == torch.float16
+    assert term.item() == 2.0e4
 
 
 def test_half_precision_is_summed_in_single_precision() -> None:

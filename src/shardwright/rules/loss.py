@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwright.graph.functional import MEAN
 from shardwright.graph.graph import Op
-from shardwright.rules.arguments import arguments, bound, input_dims, with_arguments
+from shardwright.rules.arguments import arguments, bound, input_dims, parameters
 from shardwright.rules.notation import NAMES, aligned, overloads, sharding_rule
 from shardwright.rules.rule import (
     Dims,
@@ -88,17 +88,23 @@ def _kernel_of_nll(op: Op, local: Local) -> Callable[..., Any]:
 
 
 def divided_by_targets(op: Op, reduce_count: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """The local sum over rows / the weight of the valid targets of all devices."""
-    summed = with_arguments(op, reduction=SUM)
+    """The local sum over rows / the weight of the valid targets of all devices.
+
+    The sum may be too large for the half precision that the mean has.
+    """
+    scores, dtype = next(iter(parameters(op.target))), accumulated(op.output.dtype)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given, total = bound(op, args, kwargs), summed(*args, **kwargs)
+        given = {**bound(op, args, kwargs), "reduction": SUM}
+        given[scores] = given[scores].to(dtype)
+        if given["weight"] is not None:
+            given["weight"] = given["weight"].to(dtype)
         target, weight = given["target"], given["weight"]
         valid = target != given["ignore_index"]
         if weight is not None:
             valid = weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0)
-        count = valid.sum(dtype=accumulated(total.dtype))
-        return (total / reduce_count(count)).to(total.dtype)
+        count = reduce_count(valid.sum(dtype=dtype))
+        return (op.target(**given) / count).to(op.output.dtype)
 
     return run
 
