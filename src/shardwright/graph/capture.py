@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -61,7 +63,9 @@ def _export(
 ) -> torch.export.ExportedProgram:
     twin, fake_args, fake_kwargs = shadow(module, args, kwargs)
     try:
-        return torch.export.export(twin, fake_args, fake_kwargs, strict=False)
+        # On an error it prints the graph so far: pages on which the one line is lost.
+        with contextlib.redirect_stderr(io.StringIO()):
+            return torch.export.export(twin, fake_args, fake_kwargs, strict=False)
     except CaptureError:
         raise
     except Exception as error:
@@ -90,8 +94,8 @@ def check_static(graph: fx.Graph) -> None:
             if isinstance(value, symbols):
                 raise CaptureError(
                     f"{line_of(node)}: this makes a Python number of a tensor's value, which is "
-                    f"not known while a model is captured. Keep it a tensor (leave out `.item()`), or "
-                    f"make it a Python constant."
+                    f"not known while a model is captured. Keep it a tensor (leave out "
+                    f"`.item()`), or make it a Python constant."
                 )
             if isinstance(value, torch.Tensor) and any(
                 isinstance(size, torch.SymInt) for size in value.shape
