@@ -101,10 +101,13 @@ def test_mem_coeff_overrides_the_configuration(command: Command) -> None:
     assert cuts("--mem-coeff", "1000") != cuts("--mem-coeff", "0.0001")
 
 
-def test_log_costs_tells_each_decision_on_stderr(command: Command) -> None:
-    _, out, err = command("plan", "config.yaml", "--devices", "2", "--log-costs", "--json")
-    assert "If the I-axis is cut, the op-cost is" in err
-    json.loads(out)
+def test_log_costs_tells_each_decision_on_stderr(folder: Path) -> None:
+    arguments = ["plan", "config.yaml", "--devices", "2", "--log-costs", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwright", *arguments], capture_output=True, text=True
+    )
+    assert "If the I-axis is cut, the op-cost is" in done.stderr
+    assert json.loads(done.stdout)["devices"] == 2
 
 
 def test_explain_says_how_an_operator_is_cut(command: Command) -> None:

@@ -10,6 +10,7 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -100,7 +101,7 @@ def train(
     run, logs, world = _run(config, mem_coeff), LogFolder(log_dir), World.from_environment()
     given = Plan.load(plan) if plan is not None else None
     if devices is None:
-        devices = given.devices if given and not launched() else world.size
+        devices = given.devices if given else world.size
     if given is not None and given.devices != devices:
         raise PlanError(f"{plan} is for {given.devices} devices, not for {devices}")
     decided = given or run.plan(devices)
@@ -180,6 +181,8 @@ def _train_one_rank(run: Run, plan: Plan, world: World, logs: LogFolder) -> None
 def main() -> None:
     """The entry point: one line for an error in the input (exit status 2), the failed rank's
     traceback for an error in the model (1), 128 + the signal's number when stopped."""
+    # What torch warns of while it captures a model is in the error, if there is one.
+    torch._logging.set_logs(all=logging.ERROR)  # type: ignore[attr-defined]
     try:
         app()
     except ShardwrightError as error:

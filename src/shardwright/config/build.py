@@ -54,7 +54,9 @@ class Run:
         model = self.config.model
         net = call_target("model.target", model.target, model.arguments, self.folder)
         if not isinstance(net, nn.Module):
-            raise ConfigError(f"model.target: {model.target} returned {net!r}, not an nn.Module")
+            raise ConfigError(
+                f"model.target: {model.target} returned a {type(net).__name__}, not an nn.Module"
+            )
         net = net.to(self._dtype)
         loss = self.config.loss
         return net if loss == "none" else WithLoss(net, LOSSES[loss]())
