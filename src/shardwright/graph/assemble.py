@@ -16,7 +16,7 @@ from shardwright.graph.gradients import depending_on, reached_by_gradients
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.graph.names import call_path, name_operators, plain_path
 from shardwright.graph.nodes import is_tensor, shape, tensor
-from shardwright.graph.signature import Signature, output_node, placeholders
+from shardwright.graph.signature import Signature, placeholders, results
 from shardwright.graph.source import source_of
 
 
@@ -39,15 +39,15 @@ def assemble(
     """
     leaves, in_spec = pytree.tree_flatten((call.args, call.kwargs))
     nodes = placeholders(graph)
-    outputs, updates = output_node(graph).args
-    loss = _loss(outputs, depending_on(graph, sources))  # type: ignore[arg-type]
-    ends = [loss] if loss is not None else [n for n in outputs if is_tensor(n)]  # type: ignore[union-attr]
+    outputs, updates = results(graph)
+    loss = _loss(outputs, depending_on(graph, sources))
+    ends = [loss] if loss is not None else [n for n in outputs if is_tensor(n)]
     values = _Values(signature, reached_by_gradients(graph, sources, ends))
 
     def used(named: dict[str, str], kind: Kind) -> tuple[Value, ...]:
         kept = [
             (name, node) for name, node in named.items() if nodes[node].users or node in updates
-        ]  # type: ignore[operator]
+        ]
         return tuple(values.add(nodes[node], name, kind) for name, node in kept)
 
     parameters = used(signature.parameters, Kind.PARAMETER)
@@ -69,14 +69,14 @@ def assemble(
         ops=ops,
         inputs=inputs,
         in_spec=in_spec,
-        outputs=tuple(values.of(leaf) for leaf in outputs),  # type: ignore[union-attr]
+        outputs=tuple(values.of(leaf) for leaf in outputs),
         out_spec=signature.out_spec,
         parameters=parameters,
         buffers=buffers,
         constants=constants,
         updates=tuple(
             (values.of(nodes[name]), values.of(new))
-            for name, new in updates.items()  # type: ignore[union-attr]
+            for name, new in updates.items()
             if name in signature.buffers.values()
         ),
         loss=values.of(loss),
@@ -122,7 +122,8 @@ class _Values:
         args, kwargs = _plain(args), _plain(kwargs)
         path = plain_path(call_path(node))
         results = self._results(node, name)
-        return Op(name, node.target, args, kwargs, results, path, source_of(node))  # type: ignore[arg-type]
+        target: Any = node.target
+        return Op(name, target, args, kwargs, results, path, source_of(node))
 
     def _results(self, node: fx.Node, name: str) -> tuple[Value, ...]:
         if is_tensor(node):

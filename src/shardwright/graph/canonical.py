@@ -192,6 +192,42 @@ def _dropout(node: fx.Node) -> fx.Node | None:
     return source if p == 0 or not train else None  # type: ignore[return-value]
 
 
+_OPERATORS_OF_PYTHON = {
+    aten.__and__.Tensor: aten.bitwise_and.Tensor,
+    aten.__and__.Scalar: aten.bitwise_and.Scalar,
+    aten.__or__.Tensor: aten.bitwise_or.Tensor,
+    aten.__or__.Scalar: aten.bitwise_or.Scalar,
+    aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
+    aten.__xor__.Scalar: aten.bitwise_xor.Scalar,
+}
+
+
+@rewrites(*_OPERATORS_OF_PYTHON)
+def _bitwise(node: fx.Node) -> fx.Node:
+    return insert(node, _OPERATORS_OF_PYTHON[node.target], node.args)  # type: ignore[index]
+
+
+_NEUTRAL = {
+    aten.add.Tensor: 0,
+    aten.sub.Tensor: 0,
+    aten.mul.Tensor: 1,
+    aten.div.Tensor: 1,
+}
+
+
+@rewrites(*_NEUTRAL)
+def _neutral(node: fx.Node) -> fx.Node | None:
+    """Adding 0 or multiplying by 1 does nothing unless it changes the dtype."""
+    source, number = node.args[:2]
+    does_nothing = (
+        is_tensor(source)
+        and isinstance(number, (int, float))
+        and number == _NEUTRAL[node.target]  # type: ignore[index]
+        and tensor(source).dtype == tensor(node).dtype
+    )
+    return source if does_nothing else None  # type: ignore[return-value]
+
+
 @rewrites(aten.mm.default, aten.bmm.default)
 def _matmul(node: fx.Node) -> fx.Node:
     return insert(node, aten.matmul.default, node.args)
@@ -270,9 +306,9 @@ def _batch_norm(node: fx.Node) -> fx.Node | None:
 @rewrites(aten.broadcast_tensors.default)
 def _broadcast(node: fx.Node) -> None:
     """Each tensor of the list is expanded on its own."""
-    sources = node.args[0]
+    sources: Any = node.args[0]
     for getitem in list(node.users):
-        source = sources[getitem.args[1]]  # type: ignore[index]
+        source = sources[getitem.args[1]]
         if shape(source) != shape(getitem):
             source = insert(getitem, aten.expand.default, (source, list(shape(getitem))))
         replace(getitem, source)

@@ -1,8 +1,8 @@
 """Replaces operators that change a tensor in place by ones that return the new tensor.
 
-A tensor that is changed is a *base* or a view of one. Writing to a view computes the new base (with
-`slice_scatter`, `select_scatter`, the inverse permutation, …); a later read of any view of that base
-repeats the view on the new base.
+A tensor that is changed is a *base* or a view of one. Writing to a view computes the new base
+(with `slice_scatter`, `select_scatter`, the inverse permutation, …); a later read of any view of
+that base repeats the view on the new base.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Program:
             return new
         if not self._is_leaf(base):
             raise CaptureError(
-                f"{line_of(by)}: a tensor is changed in place without the knowledge of autograd, so "
+                f"{line_of(by)}: a tensor is changed in place where autograd does not see it, so "
                 f"that its gradient is not that of its value. Compute a new tensor instead."
             )
         return call(self.graph, aten.detach.default, (new,), like=by)
@@ -157,7 +157,7 @@ class _Program:
     def _functional(self, node: fx.Node, old: fx.Node) -> fx.Node:
         """The new value of what an in-place operator changes."""
         assert isinstance(node.target, torch._ops.OpOverload)
-        rest = fx.map_arg(node.args[1:], self.read)
+        rest: Any = fx.map_arg(node.args[1:], self.read)
         kwargs = fx.map_arg(node.kwargs, self.read)
         name, overload = node.target._schema.name, node.target._overloadname
         if name == "aten::copy_":
@@ -181,9 +181,8 @@ class _Program:
         """Casts and broadcasts to what the changed tensor is."""
         if tensor(new).dtype != tensor(old).dtype:
             new = call(self.graph, aten.to.dtype, (new, tensor(old).dtype), like=node)
-        if node.target is aten.copy_.default or node.target is aten.fill_.Tensor:
-            if shape(new) != shape(old):
-                new = call(self.graph, aten.expand.default, (new, list(shape(old))), like=node)
+        if shape(new) != shape(old):
+            new = call(self.graph, aten.expand.default, (new, list(shape(old))), like=node)
         return new
 
     def _norm(self, node: fx.Node) -> None:

@@ -38,7 +38,7 @@ def _inline(graph: fx.Graph, owner: fx.GraphModule) -> None:
             node.target, torch._ops.HigherOrderOperator
         ):
             continue
-        name = node.target.name()
+        name = str(node.target)
         if name == _SET_GRAD:
             enabled, region, *args = node.args
             _splice(node, _subgraph(owner, region), args, not enabled, None)

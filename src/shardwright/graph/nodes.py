@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -19,7 +19,7 @@ def tensor(node: fx.Node) -> torch.Tensor:
     return value
 
 
-def is_tensor(node: Any) -> bool:
+def is_tensor(node: Any) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 

@@ -1,4 +1,4 @@
-"""A copy of a module that needs no memory: its tensors are fake, the module itself stays untouched."""
+"""A copy of a module that needs no memory: its tensors are fake, the module stays as it is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shadow(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, A
     mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if isinstance(parameter, nn.UninitializedParameter):
             raise CaptureError(
                 f"{name}: this parameter has no shape yet. Run the module once before capturing it."
             )

@@ -34,7 +34,7 @@ class Signature:
     @classmethod
     def of(cls, exported: ExportedProgram) -> Signature:
         """Reads the signature that `torch.export` gives."""
-        signature = cls(exported.call_spec.out_spec)  # type: ignore[arg-type]
+        signature = cls(exported.call_spec.out_spec)
         for spec in exported.graph_signature.input_specs:
             name, target = spec.arg.name, str(spec.target)
             if spec.kind is InputKind.PARAMETER:
@@ -47,7 +47,7 @@ class Signature:
                 signature.constants[name] = _real(target, exported.constants[target])
             else:
                 raise CaptureError(
-                    f"{target}: objects of this kind ({spec.kind.name}) in a model cannot be captured."
+                    f"{target}: a model that holds a {spec.kind.name} cannot be captured."
                 )
         return signature
 
@@ -55,8 +55,8 @@ class Signature:
 def _real(name: str, constant: Any) -> torch.Tensor:
     if constant.is_meta or isinstance(constant, torch._subclasses.FakeTensor):
         raise CaptureError(
-            f"{name}: this tensor is neither a parameter nor a buffer and has no values (it is on the "
-            f"meta device). Register it with `register_buffer`, or make it inside `forward`."
+            f"{name}: this tensor is neither a parameter nor a buffer and has no values (it is on "
+            f"the meta device). Register it with `register_buffer`, or make it inside `forward`."
         )
     return torch.Tensor.detach(constant)
 
@@ -66,7 +66,14 @@ def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
+    node: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return node
+
+
+def results(graph: fx.Graph) -> tuple[list[Any], dict[str, fx.Node]]:
+    """The leaves that the model returns, and for each changed placeholder its new value."""
+    returned, updates = output_node(graph).args
+    return list(returned), dict(updates)  # type: ignore[arg-type]
 
 
 def join_tied(module: nn.Module, graph: fx.Graph, signature: Signature) -> dict[str, str]:

@@ -14,7 +14,7 @@ from shardwright.graph.source import line_of
 
 aten = torch.ops.aten
 
-IN_PLACE = {
+IN_PLACE: dict[Any, Any] = {
     aten.unsqueeze_.default: aten.unsqueeze.default,
     aten.squeeze_.default: aten.squeeze.default,
     aten.squeeze_.dim: aten.squeeze.dim,
@@ -132,8 +132,8 @@ def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node)
     if _is_identity(view):
         return new
     raise CaptureError(
-        f"{line_of(view)}: the result of `{target}` is changed in place, which would change several "
-        f"elements at once. Use an operator that returns a new tensor."
+        f"{line_of(view)}: the result of `{target}` is changed in place, which cannot be "
+        f"captured: it may change several elements at once. Use an operator that returns a new tensor."
     )
 
 
