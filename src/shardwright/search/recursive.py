@@ -267,12 +267,13 @@ def _nothing_divides(indexed: IndexedGraph, mesh: Layout) -> str:
             " none has a sharding rule with a dimension greater than 1"
         )
     sizes = " · ".join(map(str, mesh.device_matrix))
-    where = f"{devices} devices ({sizes}): no dimension that an operator may cut is divisible"
+    where = f"nothing can be cut over {devices} devices ({sizes})"
+    others = "no matrix product or other operator with a cost has a dimension that they divide"
     if indexed.batch_size is None:
-        return f"nothing can be cut over {where}; the model has no tensor input that has a batch"
+        return f"{where}: {others}, and the model has no tensor input that has a batch"
     valid = " or ".join(map(str, nearest_multiples(indexed.batch_size, devices)))
     return (
-        f"nothing can be cut over {where}, nor is the batch size {indexed.batch_size};"
+        f"{where}: the batch size {indexed.batch_size} is not divisible, and {others};"
         f" valid is for example a batch size of {valid}"
     )
 
