@@ -98,3 +98,14 @@ def test_vectors_that_are_compared_stay_whole() -> None:
 def test_numbers_are_reduced_to_themselves() -> None:
     assert str(check(aten.sum.default, rand(()))) == "() -> ()"
     assert str(check(aten.amax.default, rand(()))) == "() -> ()"
+
+
+def test_elements_of_several_tensors_meet_in_a_whole_dimension() -> None:
+    assert str(check(aten.diff.default, randn(4, 6), 1, -1, randn(4, 1))) == "b _, b _ -> b _"
+    assert str(check(aten.linalg_cross.default, randn(4, 3), randn(1, 3))) == "b _, _ _ -> b _"
+
+
+def test_a_histogram_of_parts_needs_bounds() -> None:
+    bounded = check(aten.histc.default, rand(12) * 4, 4, 0, 4)
+    assert bounded.reduced == {"b"} and bounded.factors == ("b",)
+    assert not check(aten.histc.default, rand(12), 4).factors

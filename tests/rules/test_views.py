@@ -129,3 +129,17 @@ def test_views_along_one_or_two_dimensions() -> None:
 def test_complex_numbers_are_whole_pairs() -> None:
     assert str(check(aten.view_as_complex.default, randn(4, 2))) == "b _ -> b"
     assert str(check(aten.view_as_real.default, torch.view_as_complex(randn(4, 2)))) == "b -> b _"
+
+
+def test_broadcast_tensors_are_expanded_in_parts() -> None:
+    found = check(aten.broadcast_tensors.default, [randn(4, 1), randn(6)])
+    assert str(found) == "b _, s -> b s, b s"
+
+
+def test_windows_of_images_are_cut_by_channel() -> None:
+    windows = check(aten.im2col.default, randn(2, 4, 6, 6), [3, 3], [1, 1], [0, 0], [3, 3])
+    assert str(windows) == "b c _ _ -> b c _"
+    assert windows.capacity["c"] == 4
+    images = randn(2, 36, 4)
+    back = check(aten.col2im.default, images, [6, 6], [3, 3], [1, 1], [0, 0], [3, 3])
+    assert str(back) == "b c _ -> b c _ _"

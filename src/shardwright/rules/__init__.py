@@ -24,6 +24,7 @@ from shardwright.rules import (
     normalisation,
     pointwise,
     pooling,
+    recurrent,
     reduction,
     softmax,
     views,
@@ -34,7 +35,7 @@ __all__ = ["ShardingRule", "rule"]
 
 _REGISTERING = (
     *(attention, contraction, convolution, creation, cross_entropy, dropout, embedding, indexing),
-    *(loss, normalisation, pointwise, pooling, reduction, softmax, views),
+    *(loss, normalisation, pointwise, pooling, recurrent, reduction, softmax, views),
 )
 
 

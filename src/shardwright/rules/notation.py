@@ -16,6 +16,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from shardwright.graph.graph import Op, Value
+from shardwright.rules.arguments import arguments
 from shardwright.rules.rule import Dims, Kernel, Main, Reduction, ShardingRule
 
 _LEADING = "bstuvwxyz"
@@ -134,18 +135,8 @@ def aligned(op: Op, dims: Dims) -> tuple[Dims, ...]:
 
 
 def argument(op: Op, name: str, default: Any = None) -> Any:
-    """The argument that the schema of `op.target` calls `name`; `default` if it has none.
-
-    The default of the schema is used for an argument that is not given.
-    """
-    if name in op.kwargs:
-        return op.kwargs[name]
-    for position, parameter in enumerate(op.target._schema.arguments):  # type: ignore[attr-defined]
-        if parameter.name == name:
-            if position < len(op.args):
-                return op.args[position]
-            return parameter.default_value if parameter.has_default_value() else default
-    return default
+    """The argument `name` of `op`, or its default; `default` if `op.target` takes none such."""
+    return arguments(op).get(name, default)
 
 
 def draws_random(op: Op) -> bool:

@@ -23,7 +23,9 @@ from shardwright.rules.rule import ShardingRule, rule_for
     *overloads("fill", "zero", "masked_fill", "where", "isclose", "log_sigmoid", "hardswish"),
     *overloads("__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or", "bitwise_xor"),
     *overloads("absolute", "multiply", "divide", "subtract", "negative", "rsub", "not_equal"),
-    *overloads("greater", "greater_equal", "less", "less_equal", "special_expit", "fix"),
+    *overloads(
+        "greater", "greater_equal", "less", "less_equal", "special_expit", "fix", "floor_divide"
+    ),
     *overloads("arccos", "arcsin", "arctan", "arctan2", "complex", "polar", "conj", "real", "imag"),
 )
 def pointwise(op: Op) -> ShardingRule | None:

@@ -73,6 +73,22 @@ def sort_rows(op: Op) -> ShardingRule:
     return sharding_rule(op, (dims,), (dims,))
 
 
+@rule_for(*overloads("diff", "linalg_cross"))
+def along_of_several(op: Op) -> ShardingRule:
+    """Elements of several tensors meet along one dimension, which stays whole."""
+    dims = without(names(op.output), argument(op, "dim"))
+    return sharding_rule(op, aligned(op, dims), (dims,))
+
+
+@rule_for(aten.histc.default)
+def histogram(op: Op) -> ShardingRule:
+    """Counts of parts add up; without given bounds they depend on all elements."""
+    dims = names(op.inputs[0])
+    bounded = argument(op, "min") < argument(op, "max")
+    reduced = [name for name in dims if name is not None] if bounded else []
+    return sharding_rule(op, (dims,), ((None,),), reduced=reduced)
+
+
 @rule_for(*overloads("cosine_similarity"))
 def cosine_similarity(op: Op) -> ShardingRule:
     """Vectors along one dimension of two tensors that are broadcast stay whole."""
@@ -86,9 +102,9 @@ def _reduced(op: Op) -> tuple[int, ...]:
     """The dimensions that `dim` or `dims` names, as numbers from 0; all if it names none."""
     ndim = len(op.inputs[0].shape)
     given = argument(op, "dim", argument(op, "dims"))
-    if given is None or given == []:
-        return tuple(range(ndim))
     listed = [given] if isinstance(given, int) else given
+    if not listed:
+        return tuple(range(ndim))
     return tuple(sorted({dim % max(ndim, 1) for dim in listed})) if ndim else ()
 
 

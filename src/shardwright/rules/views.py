@@ -101,6 +101,19 @@ def expand_as(op: Op) -> ShardingRule:
     return sharding_rule(op, aligned(op, dims), (dims,))
 
 
+@rule_for(*overloads("broadcast_tensors"))
+def broadcast_tensors(op: Op) -> ShardingRule:
+    """Tensors that no longer meet on a device are expanded to its part each."""
+    dims = names(op.output)
+    outputs = (dims,) * len(op.outputs)
+    return sharding_rule(op, aligned(op, dims), outputs, kernel=_expand_all)
+
+
+def _expand_all(op: Op, local: Local) -> Callable[..., Any]:
+    shape = local.output_shapes[0]
+    return lambda tensors: [tensor.expand(shape) for tensor in tensors]
+
+
 @rule_for(*overloads("repeat", "tile"))
 def repeat(op: Op) -> ShardingRule:
     """Dimensions that are repeated stay whole."""
@@ -143,6 +156,18 @@ def unfold(op: Op) -> ShardingRule:
     """Windows overlap: the dimension stays whole."""
     dims = without(names(op.inputs[0]), argument(op, "dimension"))
     return sharding_rule(op, (dims,), ((*dims, None),))
+
+
+@rule_for(*overloads("im2col", "col2im"))
+def windows_of_images(op: Op) -> ShardingRule:
+    """`b c _ _ -> b c _` and back: the windows of a channel stand together in `c`."""
+    images, windows = op.inputs[0].shape, op.output.shape
+    batch: Dims = ("b",) if max(len(images), len(windows)) == 4 else ()
+    inputs, output = (
+        (*batch, "c", *(None,) * (len(s) - len(batch) - 1)) for s in (images, windows)
+    )
+    channels = min(images[len(batch)], windows[len(batch)])
+    return sharding_rule(op, (inputs,), (output,), capacity={"c": channels})
 
 
 @rule_for(*overloads("diagonal"))
