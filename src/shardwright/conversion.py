@@ -182,7 +182,9 @@ def steps(
     """The cheapest steps that bring a tensor of `shape` from `source` to `target`.
 
     Fewest bytes (forward and backward; forward only if not `differentiable`), then fewest steps,
-    then slices first and gathers last. Where nothing differentiable flows, varying axes of the
+    then slices first and gathers last: the cheapest of all ways that change only the dimensions
+    and axes in which the layouts differ where these are three axes at most; else a good one, and
+    never dearer than to reduce, gather and slice. Where nothing differentiable flows, varying axes of the
     target are taken as replicated.
 
     Raises:
@@ -297,10 +299,13 @@ def _apart(mine: Axes, theirs: Axes) -> tuple[Axes, Axes]:
 
 
 def _join(source: TensorLayout, target: TensorLayout, kept: tuple[Axes, ...]) -> list[Axes]:
-    """The axes that do not stay as they are, those that go together joined."""
+    """The axes that do not stay as they are; where they are many, those that go together joined."""
     standing = {axis for axes in kept for axis in axes}
     before, after = _places(source, standing), _places(target, standing)
     moving = [a for a in before if before[a] != after[a] or before[a][1] is not None]
+
+    if len(moving) <= route.ALL_MOVES_AXES:
+        return [(axis,) for axis in moving]
 
     def follows(axis: int, other: int) -> bool:
         """Whether in both layouts `other` comes right after `axis`, or in any order."""

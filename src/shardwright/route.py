@@ -32,8 +32,9 @@ KINDS = (
 )
 SLICE, REDUCE_SCATTER, PERMUTE, ALL_TO_ALL, ALL_REDUCE, VARY, ALL_GATHER = range(len(KINDS))
 
-# Up to this number of axes that move apart the way found is the cheapest there is.
-EXACT_AXES = 4
+# Up to this number of axes that move apart the cheapest way is searched for: among all moves up to
+# the first number, among those that bring an axis to its dimension up to the second.
+ALL_MOVES_AXES, EXACT_AXES = 3, 4
 # States whose moves are tried in the search for a good way, and in that for the cheapest.
 GUIDED_STATES, EXACT_STATES = 24, 4000
 
@@ -99,6 +100,21 @@ class Problem:
     def homes(self) -> tuple[frozenset[int], ...]:
         """The axes that the target has in each dimension, in any order."""
         return tuple(map(frozenset, self.target))
+
+    @cached_property
+    def runs(self) -> tuple[Lists, ...]:
+        """What may come to cut each dimension: runs of the target's axes, the longest first.
+
+        Other axes too where all moves are tried: a permute may put them right.
+        """
+        found = []
+        for wanted in self.target:
+            ends = range(len(wanted), 0, -1)
+            runs = [wanted[begin:end] for end in ends for begin in range(end)]
+            if len(self.sizes) <= ALL_MOVES_AXES:
+                runs += [(axis,) for axis in range(len(self.sizes)) if axis not in wanted]
+            found.append(tuple(sorted(runs, key=len, reverse=True)))
+        return tuple(found)
 
     def parts(self, axes: Axes) -> int:
         return prod([self.sizes[axis] for axis in axes])
@@ -200,15 +216,16 @@ def _moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
     """The moves from `state` that may lie on a cheapest way, with their costs.
 
     Axes that stand where the target has them stay there. To put one there by a slice is right
-    before anything else, since it makes everything else cheaper; so is a reduce-scatter, but for
-    the slices that it may delay where those are free.
+    before anything else, since it makes everything else cheaper; so is, nearly always, a
+    reduce-scatter.
     """
     local = problem.local(state.lists)
     settled = _settled(state.lists, problem.target)
     placed = frozenset(axis for axes in state.lists for axis in axes)
     free = frozenset(range(len(problem.sizes))) - placed - state.partial - state.varying
     cuts = list(_cutting_moves(problem, state, free))
-    for kind in (SLICE, REDUCE_SCATTER) if problem.differentiable else (SLICE,):
+    eager = problem.differentiable and len(problem.sizes) > ALL_MOVES_AXES
+    for kind in (SLICE, REDUCE_SCATTER) if eager else (SLICE,):
         for move in cuts:
             if move.kind == kind and _settles(problem, move):
                 return [(_cost(problem, move, local), move)]
@@ -253,22 +270,18 @@ def _with(lists: Lists, dim: int, axes: Axes) -> Lists:
 
 
 def _cutting_moves(problem: Problem, state: State, free: frozenset[int]) -> Iterator[Move]:
-    """Slices and reduce-scatters of axes that the target has in that dimension, longest first."""
-    for dim, wanted in enumerate(problem.target):
-        here = state.lists[dim]
-        for begin in range(len(wanted)):
-            for end in range(len(wanted), begin, -1):
-                run = wanted[begin:end]
-                sliced = free.issuperset(run)
-                if not sliced and not state.partial.issuperset(run):
-                    continue
-                if _fits(problem, dim, here + run):
-                    lists = _with(state.lists, dim, here + run)
-                    yield Move(SLICE if sliced else REDUCE_SCATTER, dim, -1, run, lists)
+    """Slices and reduce-scatters: of what the target has in that dimension, longest first."""
+    for dim, here in enumerate(state.lists):
+        for run in problem.runs[dim]:
+            sliced = free.issuperset(run)
+            if (sliced or state.partial.issuperset(run)) and _fits(problem, dim, here + run):
+                lists = _with(state.lists, dim, here + run)
+                yield Move(SLICE if sliced else REDUCE_SCATTER, dim, -1, run, lists)
 
 
 def _moves_of_suffixes(problem: Problem, state: State, settled: Axes) -> Iterator[Move]:
-    """Gathers, and all-to-alls that bring some axis to its dimension."""
+    """Gathers and all-to-alls of what is not settled."""
+    anywhere = len(problem.sizes) <= ALL_MOVES_AXES
     for dim, axes in enumerate(state.lists):
         for begin in range(settled[dim], len(axes)):
             suffix = axes[begin:]
@@ -277,9 +290,8 @@ def _moves_of_suffixes(problem: Problem, state: State, settled: Axes) -> Iterato
             if not varying or len(varying) == len(suffix):
                 yield Move(ALL_GATHER, dim, -1, suffix, rest, bool(varying))
             for to_dim, entered in enumerate(state.lists):
-                if to_dim == dim or problem.homes[to_dim].isdisjoint(suffix):
-                    continue
-                if _fits(problem, to_dim, entered + suffix):
+                home = anywhere or not problem.homes[to_dim].isdisjoint(suffix)
+                if to_dim != dim and home and _fits(problem, to_dim, entered + suffix):
                     lists = _with(rest, to_dim, entered + suffix)
                     yield Move(ALL_TO_ALL, dim, to_dim, suffix, lists)
 
@@ -287,7 +299,7 @@ def _moves_of_suffixes(problem: Problem, state: State, settled: Axes) -> Iterato
 def _relabelled(
     problem: Problem, lists: Lists, settled: Axes, axes: frozenset[int]
 ) -> Iterator[Lists]:
-    """Other ways to cut each dimension in as many parts, that settle more axes."""
+    """Other ways to cut each dimension in as many parts; that settle more, where axes are many."""
     if len(problem.sizes) > EXACT_AXES:
         counts = [problem.parts(dim) for dim in lists]
         reached = axes.issuperset(axis for dim in problem.target for axis in dim)
@@ -299,7 +311,8 @@ def _relabelled(
     movable = axes.difference(*fixed)
     for found in _relabellings(problem.sizes, loose, movable):
         made = tuple(map(add, fixed, found))
-        if any(map(gt, _settled(made, problem.target), settled)):
+        better = any(map(gt, _settled(made, problem.target), settled))
+        if better or len(problem.sizes) <= ALL_MOVES_AXES:
             yield made
 
 
