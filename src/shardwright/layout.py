@@ -13,14 +13,16 @@ rank order) first. Called with one entry per tensor dimension it makes a `Tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, islice, product
+from itertools import islice, product
 from math import prod
 from typing import Any
 
+from shardwright.axes import axis_names, check_names, check_ranks, check_sizes, prime_factors
 from shardwright.errors import LayoutError
+from shardwright.picture import picture
 
 Axes = tuple[int, ...]
 """Axes of a device matrix, counted from the left, the most significant first."""
@@ -44,8 +46,8 @@ class Layout:
     rank_list: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_matrix(self.device_matrix)
-        _check_names(self.alias_names)
+        check_sizes(self.device_matrix)
+        check_names(self.alias_names)
         if len(self.device_matrix) != len(self.alias_names):
             raise LayoutError(
                 f"device_matrix {self.device_matrix} has {len(self.device_matrix)} axes but"
@@ -53,7 +55,7 @@ class Layout:
                 " give one name for each axis"
             )
         if self.rank_list is not None:
-            _check_ranks(self.rank_list, self.num_devices)
+            check_ranks(self.rank_list, self.num_devices)
 
     def __hash__(self) -> int:
         return self._hash
@@ -315,25 +317,12 @@ class TensorLayout:
         Rows are the last dimension but one, columns the last; of more dimensions there is one grid
         for each index of the leading blocks. With `shape` the edges show the elements, else the
         index of the block.
+
+        Raises:
+            LayoutError: as `shard_shape`.
         """
-        local = self.shard_shape(shape) if shape is not None else None
-
-        def edge(dim: int, index: int) -> str:
-            return f"{index * local[dim]}:{(index + 1) * local[dim]}" if local else f"{index}"
-
-        ndim, counts = len(self.axes), self.shard_counts
-        columns = [(index,) for index in range(counts[-1])] if ndim else [()]
-        rows = [(index,) for index in range(counts[-2])] if ndim > 1 else [()]
-        pictures = []
-        for leading in product(*(range(parts) for parts in counts[:-2])):
-            table = [["", *(edge(ndim - 1, column[0]) if ndim else "" for column in columns)]]
-            for row in rows:
-                cells = (self.ranks_of((*leading, *row, *column)) for column in columns)
-                label = edge(ndim - 2, row[0]) if row else ""
-                table.append([label, *(" ".join(map(str, ranks)) for ranks in cells)])
-            title = ", ".join([*(edge(dim, index) for dim, index in enumerate(leading)), ":, :"])
-            pictures.append((f"[{title}]\n" if leading else "") + _grid(table))
-        return "\n\n".join(pictures)
+        sizes = self.shard_shape(shape) if shape is not None else None
+        return picture(self.shard_counts, sizes, self.ranks_of)
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold; `partial` and `varying` as names, only where there are any."""
@@ -357,45 +346,6 @@ class TensorLayout:
             tuple(axes_of(entry) for entry in data["tensor_map"]),
             frozenset(layout.axis(name) for name in data.get("partial", ())),
             frozenset(layout.axis(name) for name in data.get("varying", ())),
-        )
-
-
-def _grid(table: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append(f"{cells[0]} | {' | '.join(cells[1:])} |".replace("  |", "  |"))
-    rule = "-" * (widths[0] + 1) + "+" + "+".join("-" * (width + 2) for width in widths[1:]) + "+"
-    return "\n".join([lines[0], rule, *lines[1:]])
-
-
-def _check_matrix(sizes: object) -> None:
-    if not isinstance(sizes, tuple):
-        raise LayoutError(f"device_matrix must be a tuple of positive ints, not {sizes!r}")
-    for size in sizes:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise LayoutError(f"device_matrix {sizes} holds {size!r}; every size is an int >= 1")
-
-
-def _check_names(names: object) -> None:
-    if not isinstance(names, tuple):
-        raise LayoutError(f"alias_names must be a tuple of names, not {names!r}")
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise LayoutError(f"alias_names {names} holds {name!r}; every name is a non-empty str")
-        if name == "None":
-            raise LayoutError("no axis may be called 'None': that says that a dimension is whole")
-        if names.count(name) > 1:
-            raise LayoutError(f"alias_names {names} holds {name!r} twice; names must differ")
-
-
-def _check_ranks(ranks: object, devices: int) -> None:
-    if not isinstance(ranks, tuple) or not all(isinstance(rank, int) for rank in ranks):
-        raise LayoutError(f"rank_list must be a tuple of ints, not {ranks!r}")
-    if len(ranks) != devices or len(set(ranks)) != devices or min(ranks) < 0:
-        raise LayoutError(
-            f"rank_list {ranks} must hold {devices} different ranks, one for each device"
         )
 
 
@@ -425,27 +375,13 @@ def _refinement(coarse: Layout, fine: Layout) -> tuple[Axes, ...]:
 
 
 def _agrees(coarse: Layout, fine: Layout, pieces: tuple[Axes, ...]) -> bool:
-    if any(
-        fine.size(made) != size for made, size in zip(pieces, coarse.device_matrix, strict=True)
-    ):
+    if tuple(map(fine.size, pieces)) != coarse.device_matrix:
         return False
-    joined = (
-        TensorLayout(fine, pieces)
-        if len({a for p in pieces for a in p}) == sum(map(len, pieces))
-        else None
-    )
-    return joined is not None and all(joined.block(r) == coarse.coordinates(r) for r in fine.ranks)
-
-
-def prime_factors(number: int) -> tuple[int, ...]:
-    """The prime factors of `number`, ascending: 12 → (2, 2, 3), 1 → ()."""
-    found, factor = [], 2
-    while factor * factor <= number:
-        while number % factor == 0:
-            found.append(factor)
-            number //= factor
-        factor += 1
-    return (*found, number) if number > 1 else tuple(found)
+    used = [axis for made in pieces for axis in made]
+    if len(set(used)) != len(used):
+        return False
+    joined = TensorLayout(fine, pieces)
+    return all(joined.block(rank) == coarse.coordinates(rank) for rank in fine.ranks)
 
 
 def prime_mesh(devices: int) -> Layout:
@@ -454,38 +390,4 @@ def prime_mesh(devices: int) -> Layout:
     Axes are called a, b, …, z, aa, ab, …
     """
     sizes = prime_factors(devices)
-    return Layout(sizes, tuple(islice(_names(), len(sizes))))
-
-
-def _names() -> Iterator[str]:
-    for length in count(1):
-        yield from map("".join, product("abcdefghijklmnopqrstuvwxyz", repeat=length))
-
-
-def common_axes(*device_matrices: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes in which all these device matrices can be expressed, each a prime factor.
-
-    >>> common_axes((8,), (2, 4))
-    (2, 2, 2)
-
-    Raises:
-        LayoutError: if they are not of equally many devices, or groups of them do not nest.
-    """
-    totals = sorted({prod(matrix) for matrix in device_matrices})
-    if len(totals) > 1:
-        raise LayoutError(
-            f"device matrices {', '.join(map(str, device_matrices))} are of different numbers of"
-            f" devices: {', '.join(map(str, totals))}"
-        )
-    edges = {prod(m[i:]) for m in device_matrices for i in range(len(m) + 1)}
-    inner, *outer = sorted(edges | {1})
-    sizes: tuple[int, ...] = ()
-    for edge in outer:
-        if edge % inner:
-            raise LayoutError(
-                f"device matrices {', '.join(map(str, device_matrices))} have no common axes:"
-                f" groups of {inner} and groups of {edge} neighbouring devices do not nest"
-            )
-        sizes = prime_factors(edge // inner) + sizes
-        inner = edge
-    return sizes
+    return Layout(sizes, tuple(islice(axis_names(), len(sizes))))
