@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,6 +19,7 @@ from shardwright.graph.functionalise import functionalise
 from shardwright.graph.gradients import drop_needless_detach
 from shardwright.graph.graph import Graph
 from shardwright.graph.inline import inline
+from shardwright.graph.isolation import isolated
 from shardwright.graph.shadow import shadow
 from shardwright.graph.signature import Signature, add_updates, gradient_sources, join_tied
 from shardwright.graph.source import line_of, line_of_error
@@ -55,6 +54,8 @@ def capture(
     remove_dead(graph)
     call = Call(module, args, kwargs)
     made = assemble(call, graph, signature, sources)
+    read = {value.name for value in (*made.parameters, *made.buffers)}
+    tied = {name: first for name, first in tied.items() if first in read}
     return replace(made, tied=tied, capture_seconds=time.perf_counter() - started)
 
 
@@ -63,11 +64,10 @@ def _export(
 ) -> torch.export.ExportedProgram:
     twin, fake_args, fake_kwargs = shadow(module, args, kwargs)
     try:
-        # On an error it prints the graph so far: pages on which the one line is lost.
-        with contextlib.redirect_stderr(io.StringIO()):
+        with isolated():
             return torch.export.export(twin, fake_args, fake_kwargs, strict=False)
-    except CaptureError:
-        raise
+    except CaptureError as error:
+        raise CaptureError(f"{line_of_error(error)}: {error}") from error
     except Exception as error:
         raise CaptureError(_explain(error)) from error
 

@@ -1,7 +1,8 @@
 """Moves the flattening of leading dimensions down, past operators that treat rows alike.
 
 `linear(x.reshape(b * s, k))` becomes `linear(x).reshape(b * s, j)`, and so on until the reshape
-meets its inverse or a loss, which absorbs it. Then each of the leading dimensions can be cut by itself.
+meets its inverse or a loss, which absorbs it. Then each of the leading dimensions can be cut by
+itself.
 """
 
 from __future__ import annotations

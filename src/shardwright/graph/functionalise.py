@@ -22,7 +22,7 @@ from shardwright.graph.views import IN_PLACE, repeat, viewed, write_through
 
 aten = torch.ops.aten
 
-_NAMED_DIFFERENTLY = {
+_RANDOM = {
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.normal_.default: aten.normal_functional.default,
     aten.uniform_.default: aten.uniform.default,
@@ -168,7 +168,9 @@ class _Program:
             return call(self.graph, aten.full_like.default, (old, rest[0]), like=node)
         if name == "aten::fill_":
             return self._fit(rest[0], old, node)
-        target = _NAMED_DIFFERENTLY.get(node.target) or _out_of_place(node.target)
+        if node.target in _RANDOM:
+            old = call(self.graph, aten.detach.default, (old,), like=node)
+        target = _RANDOM.get(node.target) or _out_of_place(node.target)
         if target is None:
             raise CaptureError(
                 f"{line_of(node)}: `{node.target}` changes its argument in place and has no form "

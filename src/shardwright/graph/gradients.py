@@ -46,18 +46,25 @@ def reached_by_gradients(
 
 def drop_needless_detach(graph: fx.Graph, sources: Iterable[fx.Node]) -> None:
     """Removes every `aten.detach` that no gradient would pass anyway."""
-    differentiable = depending_on(graph, sources)
+    differentiable = depending_on(graph, sources, no_grad=True)
     for node in list(graph.nodes):
         if node.target is aten.detach.default and node.args[0] not in differentiable:
             replace(node, node.args[0])
 
 
-def depending_on(graph: fx.Graph, sources: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """The floating nodes that depend differentiably on one of the `sources`."""
+def depending_on(
+    graph: fx.Graph, sources: Iterable[fx.Node], no_grad: bool = False
+) -> frozenset[fx.Node]:
+    """The floating nodes that depend differentiably on one of the `sources`.
+
+    Args:
+        no_grad: whether to count dependencies through no-grad regions, which autograd would see in
+            the inlined graph.
+    """
     found = set(sources)
     for node in graph.nodes:
         inputs = (n for n in node.all_input_nodes if n in found)
-        if node.op == "call_function" and any(_passes(node, n) for n in inputs):
+        if node.op == "call_function" and any(_passes(node, n, no_grad) for n in inputs):
             found.add(node)
     return frozenset(found)
 
@@ -70,11 +77,11 @@ def _leading_to(graph: fx.Graph, outputs: Iterable[fx.Node]) -> frozenset[fx.Nod
     return frozenset(found)
 
 
-def _passes(node: fx.Node, source: fx.Node) -> bool:
+def _passes(node: fx.Node, source: fx.Node, no_grad: bool = False) -> bool:
     """Whether a gradient passes from a node to one of its inputs."""
     return (
         _name(node) not in _CONSTANT
-        and not node.meta.get("no_grad")
+        and (no_grad or not node.meta.get("no_grad"))
         and _is_floating(node)
         and _is_floating(source)
         and not _is_statistic(node)

@@ -56,7 +56,7 @@ def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str
     names: dict[fx.Node, str] = {}
     seen: Counter[str] = Counter()
     for path, nodes in calls.items():
-        main = _main(nodes) if plain_path(path) in leaves else None
+        main = _main(nodes) if path and plain_path(path) in leaves else None
         for node in nodes:
             product = node.meta.get("bias_of")
             if node is main:

@@ -13,6 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from shardwright.errors import CaptureError
+from shardwright.graph.source import line_of
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Signature:
     def of(cls, exported: ExportedProgram) -> Signature:
         """Reads the signature that `torch.export` gives."""
         signature = cls(exported.call_spec.out_spec)
+        nodes = placeholders(exported.graph)
         for spec in exported.graph_signature.input_specs:
             name, target = spec.arg.name, str(spec.target)
             if spec.kind is InputKind.PARAMETER:
@@ -44,7 +46,7 @@ class Signature:
             elif spec.kind is InputKind.USER_INPUT:
                 signature.inputs.append(name)
             elif spec.kind is InputKind.CONSTANT_TENSOR:
-                signature.constants[name] = _real(target, exported.constants[target])
+                signature.constants[name] = _real(nodes[name], exported.constants[target])
             else:
                 raise CaptureError(
                     f"{target}: a model that holds a {spec.kind.name} cannot be captured."
@@ -52,11 +54,13 @@ class Signature:
         return signature
 
 
-def _real(name: str, constant: Any) -> torch.Tensor:
+def _real(node: fx.Node, constant: Any) -> torch.Tensor:
     if constant.is_meta or isinstance(constant, torch._subclasses.FakeTensor):
+        reader = next(iter(node.users), node)
         raise CaptureError(
-            f"{name}: this tensor is neither a parameter nor a buffer and has no values (it is on "
-            f"the meta device). Register it with `register_buffer`, or make it inside `forward`."
+            f"{line_of(reader)}: this reads a tensor without values that is neither a parameter "
+            f"nor a buffer nor an input (`.data` of a parameter, or an attribute on the meta "
+            f"device). Use the parameter itself, or `register_buffer`."
         )
     return torch.Tensor.detach(constant)
 

@@ -113,7 +113,7 @@ def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node)
         dims = [int(d) % len(shape(new)) for d in view.args[1]]  # type: ignore[union-attr, arg-type]
         inverse = [dims.index(d) for d in range(len(dims))]
         return call(graph, target, (new, inverse), like=view)
-    if target is aten.movedim.intlist:
+    if target in (aten.movedim.int, aten.movedim.intlist):
         return call(graph, target, (new, view.args[2], view.args[1]), like=view)
     if target is aten.slice.Tensor:
         if not args:
@@ -133,7 +133,8 @@ def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node)
         return new
     raise CaptureError(
         f"{line_of(view)}: the result of `{target}` is changed in place, which cannot be "
-        f"captured: it may change several elements at once. Use an operator that returns a new tensor."
+        f"captured: it may change several elements at once. Use an operator that returns a new "
+        f"tensor."
     )
 
 
