@@ -49,6 +49,10 @@ class ParallelModule(nn.Module):
         self.devices = devices
         self.captured_in_training = training
         self.program: Program = lower(graph, devices, cuts, storage)
+        self._places = {
+            "parameters": [self._place(value) for value in graph.parameters],
+            "buffers": [self._place(value) for value in graph.buffers],
+        }
         self._steps = 0
         self.seed = torch.initial_seed() % 2**31
         self.train(training)
@@ -57,12 +61,9 @@ class ParallelModule(nn.Module):
         if self.training != self.captured_in_training:
             raise PlanError(_mode_error(self.captured_in_training))
         inputs = _checked_inputs(self.graph, args, kwargs, self.devices.device)
-        named = dict(self.named_parameters(remove_duplicate=False))
-        state = dict(self.named_buffers(remove_duplicate=False))
-        shards = local_shards(
-            {value.name: named[value.name] for value in self.graph.parameters},
-            self.devices.layout,
-        )
+        parameters = {n: getattr(owner, leaf) for n, owner, leaf in self._places["parameters"]}
+        state = {n: getattr(owner, leaf) for n, owner, leaf in self._places["buffers"]}
+        shards = local_shards(parameters, self.devices.layout)
         if self.training:
             self._steps += 1
         outputs, updates = self.program(shards, state, inputs, self.seed + self._steps)
@@ -70,6 +71,11 @@ class ParallelModule(nn.Module):
             for (buffer, _), value in zip(self.graph.updates, updates, strict=True):
                 state[buffer.name].copy_(value)
         return pytree.tree_unflatten(self._returned(outputs), self.graph.out_spec)
+
+    def _place(self, value: Value) -> tuple[str, nn.Module, str]:
+        """Name of a parameter or buffer, the module that owns it, and its name there."""
+        path, _, leaf = value.name.rpartition(".")
+        return value.name, self.get_submodule(path), leaf
 
     def _returned(self, outputs: list[Any]) -> list[Any]:
         """Outputs that were left in pieces become DTensors."""
