@@ -1,0 +1,51 @@
+"""Shardwright takes an ordinary PyTorch model, decides how every operator is split over N devices,
+and trains it there.
+
+>>> import shardwright as sw
+>>> layout = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
+"""
+
+from shardwright.api import (
+    Check,
+    Examination,
+    WithLoss,
+    check,
+    examine,
+    parallelize,
+    plan,
+)
+from shardwright.errors import (
+    CaptureError,
+    ConfigError,
+    DataError,
+    LayoutError,
+    PlanError,
+    ShardwrightError,
+    StrategyError,
+)
+from shardwright.graph.capture import capture
+from shardwright.layout import Layout, TensorLayout
+from shardwright.plan import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureError",
+    "Check",
+    "ConfigError",
+    "DataError",
+    "Examination",
+    "Layout",
+    "LayoutError",
+    "Plan",
+    "PlanError",
+    "ShardwrightError",
+    "StrategyError",
+    "TensorLayout",
+    "WithLoss",
+    "capture",
+    "check",
+    "examine",
+    "parallelize",
+    "plan",
+]

@@ -99,7 +99,7 @@ def simulate(
             graph's loss.
     """
     outcome = Outcome()
-    with simulated_devices(layout) as (devices, mode):
+    with torch.random.fork_rng(), simulated_devices(layout) as (devices, mode):
         program = lower(graph, devices, cuts, storage)
         flow = program.communication
         ranks = range(layout.num_devices)
