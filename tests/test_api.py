@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import bert, encoder, gpt2, llama, mlp, network, resnet
 from torch import Tensor, nn
 
 import shardwright as sw
+from models import bert, encoder, gpt2, llama, mlp, network, resnet
 
 MODELS = {
     "mlp": mlp,

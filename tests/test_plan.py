@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import llama, mlp, network
 from torch import nn
 
 import shardwright as sw
+from models import llama, mlp, network
 
 
 def plan_of_network(devices: int = 8) -> sw.Plan:
@@ -102,7 +102,9 @@ def test_a_plan_of_another_version_or_none_at_all_is_refused(tmp_path: Path) -> 
         sw.Plan.load(path)
     data = json.loads(plan_of_network().to_json())
     path.write_text(json.dumps({**data, "version": 99}))
-    with pytest.raises(sw.PlanError, match="a plan of version 99; this Shardwright reads version 1"):
+    with pytest.raises(
+        sw.PlanError, match="a plan of version 99; this Shardwright reads version 1"
+    ):
         sw.Plan.load(path)
     del data["cuts"]
     path.write_text(json.dumps(data))

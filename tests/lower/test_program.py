@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Model, bert, encoder, gpt2, llama, mlp, resnet
-from random_plans import check_random_plan, random_plan
 
 import shardwright as sw
+from models import Model, bert, encoder, gpt2, llama, mlp, resnet
+from random_plans import check_random_plan, random_plan
 from shardwright.graph.graph import Graph
 
 MODELS: dict[str, Any] = {

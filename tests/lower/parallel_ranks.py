@@ -1,0 +1,136 @@
+"""What `test_parallel.py` runs on every rank: real processes, gloo, real optimizers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import shardwright as sw
+from models import Model, gpt2, llama, mlp, resnet
+from random_plans import random_plan
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2)
+
+
+def loss_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.loss
+
+
+def train(net: nn.Module, model: Model, make: Optimizer, clip: float) -> list[list[float]]:
+    """Loss and gradient norm of three steps."""
+    _, args, kwargs = model
+    optimizer = make(net.parameters())
+    history = []
+    for _ in range(3):
+        loss = loss_of(net(*args, **kwargs))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), clip)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append([loss.item(), norm.item()])
+    return history
+
+
+def check_training(model: Model, plan: sw.Plan, make: Optimizer) -> None:
+    net, _args, _kwargs = model
+    parallel = sw.parallelize(net, plan)
+    wanted = train(net, model, make, clip=0.5)
+    got = train(parallel, model, make, clip=0.5)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-4, atol=1e-5)
+    whole = get_model_state_dict(parallel, options=StateDictOptions(full_state_dict=True))
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(whole[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def check_searched_plans() -> None:
+    for build in (mlp, lambda: resnet(blocks=(1,)), llama):
+        for mem_coeff, make in ((0.01, sgd), (10.0, adamw)):
+            net, args, kwargs = build()
+            plan = sw.plan(net, args, kwargs, devices=4, mem_coeff=mem_coeff)
+            assert plan.cuts
+            check_training((net, args, kwargs), plan, make)
+
+
+def check_random_plans() -> None:
+    """Random storage too: parameters sharded where they are used whole, axes in any order."""
+    for seed in range(3):
+        net, args, kwargs = gpt2(layers=1)
+        plan = random_plan(sw.capture(net, args, kwargs), 4, seed)
+        check_training((net, args, kwargs), plan, sgd)
+
+
+def check_parameters_are_shards() -> None:
+    net, args, kwargs = llama()
+    plan = sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0)
+    parallel = sw.parallelize(net, plan)
+    assert parallel.state_dict().keys() == net.state_dict().keys()
+    kept = 0
+    for name, parameter in parallel.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        kept += parameter.to_local().numel() * parameter.element_size()
+        assert torch.equal(parameter.full_tensor(), net.get_parameter(name)), name
+    assert kept == plan.parameter_bytes
+    logits = parallel(*args, **kwargs).logits
+    wanted = net(*args, **kwargs).logits
+    assert isinstance(logits, DTensor)
+    torch.testing.assert_close(logits.full_tensor(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def check_gradients_accumulate() -> None:
+    net, args, kwargs = mlp()
+    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4))
+    for _ in range(2):
+        parallel(*args).backward()
+        net(*args).backward()
+    for name, parameter in parallel.named_parameters():
+        got = parameter.grad.full_tensor()
+        torch.testing.assert_close(got, net.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
+
+
+def check_world_size() -> None:
+    net, args, kwargs = mlp()
+    try:
+        sw.parallelize(net, sw.plan(net, args, kwargs, devices=8))
+    except sw.PlanError as error:
+        assert "for 8 devices, but 4 processes are running" in str(error)
+    else:
+        raise AssertionError("a plan for 8 devices ran on 4")
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    for check in (
+        check_world_size,
+        check_parameters_are_shards,
+        check_gradients_accumulate,
+        check_searched_plans,
+        check_random_plans,
+    ):
+        check()
+        if dist.get_rank() == 0:
+            print(f"passed {check.__name__}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
