@@ -184,8 +184,8 @@ def steps(
     Fewest bytes (forward and backward; forward only if not `differentiable`), then fewest steps,
     then slices first and gathers last: the cheapest of all ways that change only the dimensions
     and axes in which the layouts differ where these are three axes at most; else a good one, and
-    never dearer than to reduce, gather and slice. Where nothing differentiable flows, varying axes of the
-    target are taken as replicated.
+    never dearer than to reduce, gather and slice. Where nothing differentiable flows, varying
+    axes of the target are taken as replicated.
 
     Raises:
         LayoutError: if the layouts are of different device matrices or numbers of dimensions, do
