@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from shardwright.graph.gradients import depending_on, reached_by_gradients
 from shardwright.graph.graph import Graph, Kind, Op, Value
-from shardwright.graph.names import call_path, name_operators, plain_path
-from shardwright.graph.nodes import is_tensor, shape, tensor
+from shardwright.graph.names import name_operators
+from shardwright.graph.nodes import is_tensor, module_path, shape, tensor
 from shardwright.graph.signature import Signature, placeholders, results
 from shardwright.graph.source import source_of
 
@@ -120,7 +120,7 @@ class _Values:
     def operator(self, node: fx.Node, name: str) -> Op:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.of)
         args, kwargs = _plain(args), _plain(kwargs)
-        path = plain_path(call_path(node))
+        path, _ = module_path(node)
         results = self._results(node, name)
         target: Any = node.target
         return Op(name, target, args, kwargs, results, path, source_of(node))

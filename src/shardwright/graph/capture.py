@@ -38,7 +38,12 @@ def capture(
             `torch.export` cannot capture; it names the user's line.
     """
     started = time.perf_counter()
-    kwargs = dict(kwargs or {})
+    with isolated():
+        graph = _capture(module, args, dict(kwargs or {}))
+    return replace(graph, capture_seconds=time.perf_counter() - started)
+
+
+def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     exported = _export(module, args, kwargs)
     signature = Signature.of(exported)
     inline(exported.graph_module)
@@ -56,7 +61,7 @@ def capture(
     made = assemble(call, graph, signature, sources)
     read = {value.name for value in (*made.parameters, *made.buffers)}
     tied = {name: first for name, first in tied.items() if first in read}
-    return replace(made, tied=tied, capture_seconds=time.perf_counter() - started)
+    return replace(made, tied=tied)
 
 
 def _export(
@@ -64,8 +69,7 @@ def _export(
 ) -> torch.export.ExportedProgram:
     twin, fake_args, fake_kwargs = shadow(module, args, kwargs)
     try:
-        with isolated():
-            return torch.export.export(twin, fake_args, fake_kwargs, strict=False)
+        return torch.export.export(twin, fake_args, fake_kwargs, strict=False)
     except CaptureError as error:
         raise CaptureError(f"{line_of_error(error)}: {error}") from error
     except Exception as error:

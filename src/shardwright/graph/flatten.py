@@ -216,7 +216,10 @@ def _with(node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
 
 
 def _permute(node: fx.Node) -> fx.Node | None:
-    """A permutation between two reshapes, of what the first joins and the second parts again.
+    """A permutation of joined dimensions, of their parts instead.
+
+    It is done where the next reshape keeps the parts whole, or where the joined dimension comes to
+    lead:
 
     `[s, (b h), d] → [(b h), s, d] → [b, h, s, d]` is one permutation of `[s, b, h, d]`.
     """
@@ -224,26 +227,30 @@ def _permute(node: fx.Node) -> fx.Node | None:
     assert isinstance(joined, fx.Node) and dims is not None
     if joined.target is not aten.reshape.default or 0 in shape(joined):
         return None
-    if not node.users or any(user.target is not aten.reshape.default for user in node.users):
-        return None
     source = joined.args[0]
     assert isinstance(source, fx.Node)
     parts = pieces(shape(source), shape(joined))
-    if parts is None or all(len(p) == 1 for p in parts):
+    if parts is None or all(len(p) < 2 for p in parts):
         return None
+    if not all(_reads_parts(user, parts, dims) for user in node.users):
+        if len(parts[dims[0]]) < 2:
+            return None
+        parts = [parts[d] if d == dims[0] else [n] for d, n in enumerate(shape(joined))]
     apart = [size for part in parts for size in part]
     starts = [sum(len(p) for p in parts[:dim]) for dim in range(len(parts))]
     order = [starts[dim] + i for dim in dims for i in range(len(parts[dim]))]
-    after = [apart[i] for i in order]
-    if any(_without_ones(shape(user)) != after for user in node.users):
-        return None
     if order == list(range(len(order))):
         return reshape(source, tuple(apart), node)
     return insert(node, aten.permute.default, (reshape(source, tuple(apart), node), order))
 
 
-def _without_ones(sizes: Sequence[int]) -> list[int]:
-    return [size for size in sizes if size != 1]
+def _reads_parts(user: fx.Node, parts: list[list[int]], dims: Sequence[int]) -> bool:
+    """Whether a node reshapes what is permuted in a way that keeps the parts whole."""
+    if user.target is not aten.reshape.default:
+        return False
+    apart = [size for dim in dims for size in parts[dim]]
+    found = pieces(apart, shape(user))
+    return found is not None and [size for part in found for size in part] == apart
 
 
 _HANDLERS: dict[Any, Handler] = {

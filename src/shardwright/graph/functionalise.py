@@ -169,8 +169,10 @@ class _Program:
         if name == "aten::fill_":
             return self._fit(rest[0], old, node)
         if node.target in _RANDOM:
+            parameters = [v for k, v in arguments(node).items() if k not in ("self", "generator")]
             old = call(self.graph, aten.detach.default, (old,), like=node)
-        target = _RANDOM.get(node.target) or _out_of_place(node.target)
+            return call(self.graph, _RANDOM[node.target], (old, *parameters), like=node)
+        target = _out_of_place(node.target)
         if target is None:
             raise CaptureError(
                 f"{line_of(node)}: `{node.target}` changes its argument in place and has no form "

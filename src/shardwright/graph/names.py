@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -49,14 +48,15 @@ def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str
     `path.operator`, `path.operator_1`, …; the second call of a module is `path@2`; an added bias is
     `<name of the operator>.bias`.
     """
-    calls: dict[str, list[fx.Node]] = defaultdict(list)
+    calls: dict[tuple[str, int], list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
-            calls[call_path(node)].append(node)
+            calls[module_path(node)].append(node)
     names: dict[fx.Node, str] = {}
-    seen: Counter[str] = Counter()
-    for path, nodes in calls.items():
-        main = _main(nodes) if path and plain_path(path) in leaves else None
+    taken: Counter[str] = Counter()
+    for (module, number), nodes in calls.items():
+        path = module if number == 1 else f"{module}@{number}"
+        main = _main(nodes) if module and module in leaves else None
         for node in nodes:
             product = node.meta.get("bias_of")
             if node is main:
@@ -65,24 +65,18 @@ def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str
                 wanted = f"{names[product]}.bias"
             else:
                 wanted = ".".join(filter(None, (path, operator_name(node.target))))
-            names[node] = wanted if not seen[wanted] else f"{wanted}_{seen[wanted]}"
-            while seen[names[node]] and names[node] != wanted:
-                seen[wanted] += 1
-                names[node] = f"{wanted}_{seen[wanted]}"
-            seen[wanted] += 1
-            if names[node] != wanted:
-                seen[names[node]] += 1
+            names[node] = _unique(wanted, taken)
     return names
 
 
-def call_path(node: fx.Node) -> str:
-    """`layers.0@2.act` for an operator in the second call of `layers.0`."""
-    return re.sub(r"@(\d+)", lambda m: f"@{int(m[1]) + 1}", module_path(node))
-
-
-def plain_path(path: str) -> str:
-    """The path without the numbers of the calls."""
-    return re.sub(r"@\d+", "", path)
+def _unique(wanted: str, taken: Counter[str]) -> str:
+    """`wanted`, or with the next number that is free: `path.add_1`."""
+    name = wanted
+    while name in taken:
+        name = f"{wanted}_{taken[wanted]}"
+        taken[wanted] += 1
+    taken[name] += 1
+    return name
 
 
 def _main(nodes: list[fx.Node]) -> fx.Node | None:

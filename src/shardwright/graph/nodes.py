@@ -69,11 +69,12 @@ def replace(node: fx.Node, new: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def module_path(node: fx.Node) -> str:
-    """Path of the module the operator was called in, with `@1` and so on for repeated calls."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()]
-    return str(paths[-1]) if paths else ""
+def module_path(node: fx.Node) -> tuple[str, int]:
+    """Path of the module the operator was called in, and the number of that call, from 1."""
+    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
+    key, (path, _) = list(stack.items())[-1]
+    _, _, repeated = key.partition("@")
+    return str(path).partition("@")[0], int(repeated or 0) + 1
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
