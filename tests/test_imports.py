@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "shardwright"
 # From the bottom to the top: a room may import those of its own line and of the lines above it.
 ORDER = [
     ["errors"],
-    ["layout", "route"],
+    ["axes", "picture", "route"],
+    ["layout"],
     ["conversion"],
     ["graph"],
     ["rules"],
@@ -30,7 +31,7 @@ ORDER = [
     ["__main__"],
 ]
 HEIGHT = {room: height for height, line in enumerate(ORDER) for room in line}
-WITHOUT_TORCH = ["errors", "layout", "route", "conversion"]
+WITHOUT_TORCH = ["errors", "axes", "picture", "route", "layout", "conversion"]
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
