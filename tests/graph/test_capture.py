@@ -81,6 +81,101 @@ def test_a_model_on_meta_needs_no_memory_and_gives_the_same_graph() -> None:
     assert capture(net.to("meta"), args, on_meta).fingerprint == real.fingerprint
 
 
+def test_a_graph_runs_on_the_device_of_its_inputs() -> None:
+    net, args, kwargs = models.llama()
+    graph = capture(net, args, kwargs)
+    net.to("meta")
+    kwargs = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    outputs, _ = interpret(
+        graph, dict(net.named_parameters()), dict(net.named_buffers()), args, kwargs
+    )
+    assert outputs.loss.is_meta
+
+
+@pytest.mark.slow
+def test_a_70b_llama_is_captured_without_memory_in_seconds() -> None:
+    with torch.device("meta"):
+        net, args, kwargs = models.llama(
+            1, 4096, layers=80, heads=64, kv_heads=8, width=8192, vocabulary=32000
+        )
+    graph = capture(net, args, kwargs)
+    assert sum(value.numel for value in graph.parameters) > 4e10
+    assert graph.capture_seconds < 60
+
+
+def _language_model(config: Any, model: Any) -> models.Model:
+    torch.manual_seed(0)
+    ids = torch.randint(3, 60, (2, 8))
+    return model(config), (), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def qwen2() -> models.Model:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return _language_model(config, Qwen2ForCausalLM)
+
+
+def t5() -> models.Model:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=1,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return _language_model(config, T5ForConditionalGeneration)
+
+
+def vit() -> models.Model:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    images = torch.randn(2, 3, 16, 16)
+    return (
+        ViTForImageClassification(config),
+        (),
+        {"pixel_values": images, "labels": torch.tensor([0, 1])},
+    )
+
+
+def attention_weights() -> models.Model:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y, weights = net.attention(x, x, x)
+        return y.sum() + weights.square().sum()
+
+    net = Function(forward)
+    net.attention = nn.MultiheadAttention(16, 4)
+    return net, (torch.randn(5, 2, 16),), {}
+
+
+@pytest.mark.parametrize("model", [qwen2, t5, vit, attention_weights])
+def test_further_models_give_their_own_loss_and_gradients(model: Any) -> None:
+    assert_equal(*in_float64(model()))
+
+
 def test_capturing_leaves_the_module_as_it_was() -> None:
     net, args, kwargs = models.resnet()
     before = {name: (id(t), t.clone()) for name, t in net.state_dict(keep_vars=True).items()}

@@ -95,6 +95,13 @@ class Op:
         return tuple(leaf for leaf in flat if isinstance(leaf, Value))
 
     @property
+    def takes_device(self) -> bool:
+        """Whether it makes a tensor of numbers alone, so that it must be told on which device."""
+        if self.inputs or not isinstance(self.target, torch._ops.OpOverload):
+            return False
+        return any(argument.name == "device" for argument in self.target._schema.arguments)
+
+    @property
     def output(self) -> Value:
         return self.outputs[0]
 

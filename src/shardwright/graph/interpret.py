@@ -36,18 +36,19 @@ def interpret(
     tensors |= {v: t for v, t in zip(graph.inputs, leaves, strict=True) if isinstance(v, Value)}
     device = next((t.device for t in tensors.values()), torch.device("cpu"))
     tensors |= {v: t.to(device) for v, t in graph.constants.items()}
-    with device:
-        for op in graph.ops:
-            for value, result in zip(op.outputs, run(op, tensors), strict=True):
-                tensors[value] = result
+    for op in graph.ops:
+        for value, result in zip(op.outputs, run(op, tensors, device), strict=True):
+            tensors[value] = result
     outputs = [tensors[v] if isinstance(v, Value) else v for v in graph.outputs]
     updates = {buffer.name: tensors[new].detach() for buffer, new in graph.updates}
     return pytree.tree_unflatten(outputs, graph.out_spec), updates
 
 
-def run(op: Op, tensors: Mapping[Value, Tensor]) -> tuple[Tensor, ...]:
-    """The output tensors of one operator."""
+def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """The output tensors of one operator; what it creates is created on `device`."""
     args, kwargs = op.arguments(tensors.__getitem__)
+    if op.takes_device:
+        kwargs["device"] = device
     result = op.target(*args, **kwargs)
     return tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
 
