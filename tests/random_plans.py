@@ -42,19 +42,37 @@ def random_cuts(graph: Graph, mesh: Layout, seed: int, cut: float = 0.7) -> Cuts
     return cuts
 
 
-def random_storage(graph: Graph, mesh: Layout, seed: int) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Every parameter on any dimensions that divide: also sharded where it is used whole."""
+Axes = tuple[tuple[int, ...], ...]
+
+
+def random_layout(shape: tuple[int, ...], mesh: Layout, draw: random.Random) -> Axes:
+    """Any axes on any dimensions that divide."""
+    dims: list[tuple[int, ...]] = [()] * len(shape)
+    axes = list(range(len(mesh.device_matrix)))
+    draw.shuffle(axes)
+    for axis in axes:
+        size = mesh.device_matrix[axis]
+        fits = [d for d, n in enumerate(shape) if n % (mesh.size(dims[d]) * size) == 0]
+        if fits and draw.random() < 0.5:
+            dim = draw.choice(fits)
+            dims[dim] = (*dims[dim], axis)
+    return tuple(dims)
+
+
+def random_storage(graph: Graph, mesh: Layout, seed: int) -> dict[str, Axes]:
+    """Every parameter in any layout: also sharded where it is used whole."""
     draw = random.Random(seed)
-    storage = {}
-    for value in graph.parameters:
-        dims: list[tuple[int, ...]] = [()] * len(value.shape)
-        for axis, size in enumerate(mesh.device_matrix):
-            fits = [d for d, n in enumerate(value.shape) if n % (mesh.size(dims[d]) * size) == 0]
-            if fits and draw.random() < 0.5:
-                dim = draw.choice(fits)
-                dims[dim] = (*dims[dim], axis)
-        storage[value.name] = tuple(dims)
-    return storage
+    return {value.name: random_layout(value.shape, mesh, draw) for value in graph.parameters}
+
+
+def random_outputs(graph: Graph, mesh: Layout, seed: int) -> dict[str, tuple[Axes | None, ...]]:
+    """One operator in ten is told to leave its outputs in any layout."""
+    draw = random.Random(seed)
+    return {
+        op.name: tuple(random_layout(value.shape, mesh, draw) for value in op.outputs)
+        for op in graph.ops
+        if draw.random() < 0.1
+    }
 
 
 def random_plan(graph: Graph, devices: int, seed: int) -> Plan:
@@ -68,6 +86,7 @@ def random_plan(graph: Graph, devices: int, seed: int) -> Plan:
         options={"seed": seed},
         search_seconds=0.0,
         training=True,
+        outputs=random_outputs(graph, mesh, seed),
     )
 
 

@@ -129,7 +129,9 @@ def parallelize(net: nn.Module, plan: Plan, device: str | torch.device | None = 
             net.train(was_training)
     plan.check_fits(graph)
     _check_parameters(net, plan)
-    return parallel_module(net, graph, devices, plan.cuts, plan.storage, plan.training)
+    return parallel_module(
+        net, graph, devices, plan.cuts, plan.storage, plan.training, plan.outputs
+    )
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ def check(
     ends = _output_gradients(graph, leaves)
     for tensor, gradient in ends:
         if gradient is not None:
-            tensor.backward(gradient, retain_graph=True)
+            torch.autograd.backward(tensor, gradient, retain_graph=True)
     outcome = simulate(
         graph,
         plan.mesh,
@@ -242,6 +244,7 @@ def check(
         parameters,
         buffers,
         pytree.tree_leaves((args, kwargs)),
+        outputs=plan.outputs,
         output_gradients=[gradient for _, gradient in ends],
     )
     outputs = [t for t in outcome.outputs if isinstance(t, Tensor)]
@@ -251,7 +254,7 @@ def check(
         if parameter.grad is not None
     }
     worst = max(differences, key=lambda name: differences[name], default="")
-    flow = communication(graph, plan.mesh, plan.cuts, plan.storage)
+    flow = communication(graph, plan.mesh, plan.cuts, plan.storage, plan.outputs)
     return Check(
         loss=_loss(graph, leaves),
         loss_difference=max(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from shardwright.conversion import Step, steps
 from shardwright.graph.graph import Graph, Kind, Op, Value
@@ -25,6 +26,13 @@ DistributedDataParallel uses)."""
 
 Storage = Mapping[str, tuple[tuple[int, ...], ...]]
 """For each parameter the axes that cut each of its dimensions as it is stored."""
+
+Outputs = Mapping[str, tuple[tuple[tuple[int, ...], ...] | None, ...]]
+"""For operators that are told how to leave their outputs: the axes that cut each dimension of each
+output, or None where the operator is free."""
+
+
+NO_OUTPUTS: Outputs = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +98,8 @@ class Communication:
 
     Args:
         made: the layout in which each value is made, stored (parameters) or arrives (inputs).
+        left: the transfers of a value whose operator is told how to leave it; all its routes begin
+            with them.
         read: for each operator the layouts in which it reads its inputs.
         routes: for each input of an operator, `(operator name, index)`, the transfers on the way.
         output_routes: for each of the graph's output values the transfers to what is returned.
@@ -100,6 +110,7 @@ class Communication:
 
     mesh: Layout
     made: dict[Value, TensorLayout] = field(default_factory=dict)
+    left: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
     read: dict[str, tuple[TensorLayout, ...]] = field(default_factory=dict)
     routes: dict[tuple[str, int], tuple[Transfer, ...]] = field(default_factory=dict)
     output_routes: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
@@ -115,11 +126,20 @@ class Communication:
         """Bytes that one device sends in one training step."""
         return self.forward_bytes + self.backward_bytes
 
+    def layout(self, value: Value) -> TensorLayout:
+        """The layout in which consumers find `value`: as made, or as its operator leaves it."""
+        route = self.left.get(value)
+        return route[-1].step.target if route else self.made[value]
+
 
 def communication(
-    graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts], storage: Storage
+    graph: Graph,
+    mesh: Layout,
+    cuts: Mapping[str, Cuts],
+    storage: Storage,
+    outputs: Outputs = NO_OUTPUTS,
 ) -> Communication:
-    """Every conversion between the layouts that `cuts` and `storage` ask for.
+    """Every conversion between the layouts that `cuts`, `storage` and `outputs` ask for.
 
     The model's inputs arrive whole on every device; its loss is left replicated, and other outputs
     too if there is no loss, else they stay in the layout in which they are made.
@@ -133,8 +153,11 @@ def communication(
     shared: dict[tuple[Value, tuple[Step, ...]], Transfer] = {}
     for op in graph.ops:
         _operator(result, op, cuts.get(op.name, {}), shared)
+        for value, axes in zip(op.outputs, outputs.get(op.name, ()), strict=False):
+            if axes is not None:
+                result.left[value] = _route(result, value, TensorLayout(mesh, axes), shared)
     for value in graph.output_values:
-        made = result.made[value]
+        made = result.layout(value)
         returned = graph.loss is None or value is graph.loss or not value.shape
         target = mesh.replicated(len(value.shape)) if returned else made
         result.output_routes[value] = _route(result, value, target, shared)
@@ -194,8 +217,8 @@ def _route(
     shared: dict[tuple[Value, tuple[Step, ...]], Transfer],
 ) -> tuple[Transfer, ...]:
     """The transfers of `value` to `target`; those that exist already are taken over."""
-    path = steps(result.made[value], target, value.shape, value.requires_grad)
-    route: list[Transfer] = []
+    path = steps(result.layout(value), target, value.shape, value.requires_grad)
+    route = list(result.left.get(value, ()))
     for length, step in enumerate(path, start=1):
         key = (value, path[:length])
         if key not in shared:

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwright.communication import Communication, Storage, Transfer, communication
+from shardwright.communication import (
+    NO_OUTPUTS,
+    Communication,
+    Outputs,
+    Storage,
+    Transfer,
+    communication,
+)
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout import Layout, TensorLayout
@@ -91,6 +98,7 @@ class Plan:
         mode, options: how it was found.
         cuts: for each cut operator its factors with the axes that cut them.
         storage: for each parameter the axes that cut each dimension of what a device keeps.
+        outputs: for operators that are told how to leave their outputs, the axes of each dimension.
         parameters: shape and dtype of each, by name.
         inputs: name, shape and dtype of each input tensor; other leaves as they are.
         structure: how the inputs nest, as PyTorch's pytrees write it.
@@ -106,6 +114,7 @@ class Plan:
     options: dict[str, Any]
     cuts: dict[str, dict[str, tuple[int, ...]]]
     storage: dict[str, tuple[tuple[int, ...], ...]]
+    outputs: dict[str, tuple[tuple[tuple[int, ...], ...] | None, ...]]
     parameters: dict[str, tuple[Shape, str]]
     inputs: tuple[Any, ...]
     structure: str
@@ -247,9 +256,10 @@ def make_plan(
     options: dict[str, Any],
     search_seconds: float,
     training: bool,
+    outputs: Outputs = NO_OUTPUTS,
 ) -> Plan:
     """Joins what a search decided with what follows from it: conversions and their bytes."""
-    flow = communication(graph, mesh, cuts, storage)
+    flow = communication(graph, mesh, cuts, storage, outputs)
     leaves = tuple(
         {"name": leaf.name, "shape": leaf.shape, "dtype": _dtype(leaf)}
         if isinstance(leaf, Value)
@@ -266,6 +276,7 @@ def make_plan(
             if any(factors.values())
         },
         storage={name: tuple(axes) for name, axes in storage.items()},
+        outputs=dict(outputs),
         parameters={v.name: (v.shape, _dtype(v)) for v in graph.parameters},
         inputs=leaves,
         structure=pytree.treespec_dumps(graph.in_spec),
@@ -294,6 +305,9 @@ def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) 
         route = flow.routes[op.name, index]
         if route:
             conversions.append(_conversion(value, route, seen))
+    for value in op.outputs:
+        if value in flow.left:
+            conversions.append(_conversion(value, flow.left[value], seen))
     for inner in flow.reductions.get(op.name, ()):
         over = "".join(mesh.alias_names[a] for a in inner.axes)
         forward, backward = inner.bytes(mesh, op.output.requires_grad)
@@ -350,6 +364,7 @@ def _from_data(cls: type[Plan], data: dict[str, Any]) -> Plan:
         for name, factors in data["cuts"].items()
     }
     values["storage"] = {name: _tuples(axes) for name, axes in data["storage"].items()}
+    values["outputs"] = {name: _tuples(left) for name, left in data["outputs"].items()}
     values["parameters"] = {name: _tuples(entry) for name, entry in data["parameters"].items()}
     values["inputs"] = tuple(
         {**leaf, "shape": tuple(leaf["shape"])} if isinstance(leaf, dict) else leaf

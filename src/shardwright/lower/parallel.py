@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwright.communication import Storage
+from shardwright.communication import NO_OUTPUTS, Outputs, Storage
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
 from shardwright.lower.devices import Devices
@@ -38,6 +38,7 @@ class ParallelModule(nn.Module):
         devices: Devices,
         cuts: Mapping[str, Cuts],
         storage: Storage,
+        outputs: Outputs,
         training: bool,
     ) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class ParallelModule(nn.Module):
         self.graph = graph
         self.devices = devices
         self.captured_in_training = training
-        self.program: Program = lower(graph, devices, cuts, storage)
+        self.program: Program = lower(graph, devices, cuts, storage, outputs)
         self._places = {
             "parameters": [self._place(value) for value in graph.parameters],
             "buffers": [self._place(value) for value in graph.buffers],
@@ -82,8 +83,9 @@ class ParallelModule(nn.Module):
         flow = self.program.communication
         result = []
         for value, tensor in zip(self.graph.outputs, outputs, strict=True):
-            if isinstance(value, Value) and not flow.output_routes[value]:
-                where = flow.made[value]
+            if isinstance(value, Value):
+                route = flow.output_routes[value]
+                where = route[-1].step.target if route else flow.layout(value)
                 if where.sharded or where.partial:
                     like = torch.empty(value.shape, device="meta")
                     tensor = as_dtensor(tensor, like, where, self.devices)
@@ -98,10 +100,11 @@ def parallel_module(
     cuts: Mapping[str, Cuts],
     storage: Storage,
     training: bool,
+    outputs: Outputs = NO_OUTPUTS,
 ) -> ParallelModule:
     """`module`, split as planned over `devices`."""
     stored = with_stored_parameters(module, storage, devices)
-    return ParallelModule(stored, graph, devices, cuts, storage, training)
+    return ParallelModule(stored, graph, devices, cuts, storage, outputs, training)
 
 
 def _checked_inputs(

@@ -20,7 +20,7 @@ from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTens
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.communication import Storage
+from shardwright.communication import NO_OUTPUTS, Outputs, Storage
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
 from shardwright.layout import Layout, TensorLayout
@@ -87,6 +87,7 @@ def simulate(
     buffers: Mapping[str, Tensor],
     inputs: Sequence[Any],
     *,
+    outputs: Outputs = NO_OUTPUTS,
     seed: int = 0,
     output_gradients: Sequence[Tensor | None] | None = None,
 ) -> Outcome:
@@ -100,7 +101,7 @@ def simulate(
     """
     outcome = Outcome()
     with torch.random.fork_rng(), simulated_devices(layout) as (devices, mode):
-        program = lower(graph, devices, cuts, storage)
+        program = lower(graph, devices, cuts, storage, outputs)
         flow = program.communication
         ranks = range(layout.num_devices)
 
@@ -122,10 +123,10 @@ def simulate(
             for value, leaf in zip(graph.inputs, inputs, strict=True)
         ]
         with ByteCounter() as forward:  # type: ignore[no-untyped-call]
-            outputs, updates = program(local, state, leaves, seed)
+            results, updates = program(local, state, leaves, seed)
         outcome.forward_bytes = forward.sent
         with ByteCounter() as backward:  # type: ignore[no-untyped-call]
-            _backward(graph, outputs, output_gradients, place, flow.made)
+            _backward(graph, results, output_gradients, place, flow.made)
         outcome.backward_bytes = backward.sent
 
         def whole(tensor: Tensor, where: TensorLayout, shape: tuple[int, ...]) -> Tensor:
@@ -139,12 +140,12 @@ def simulate(
             return full
 
         with _disabled(mode):
-            for value, tensor in zip(graph.outputs, outputs, strict=True):
+            for value, tensor in zip(graph.outputs, results, strict=True):
                 if not isinstance(value, Value):
                     outcome.outputs.append(tensor)
                     continue
                 route = flow.output_routes[value]
-                where = route[-1].step.target if route else flow.made[value]
+                where = route[-1].step.target if route else flow.layout(value)
                 outcome.outputs.append(whole(tensor.detach(), where, value.shape))
             for value in graph.parameters:
                 gradient = local[value.name].grad
