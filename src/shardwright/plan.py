@@ -41,7 +41,7 @@ class ConversionRow:
     """A value's way from the layout in which it is made to the one in which it is read.
 
     Args:
-        value: its name.
+        value: its name; empty for the all-reduces inside an operator.
         steps: the collectives, in words.
         forward_bytes, backward_bytes: what one device sends for the steps that no other consumer
             of the value has asked for before.
@@ -308,11 +308,8 @@ def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) 
     for value in op.outputs:
         if value in flow.left:
             conversions.append(_conversion(value, flow.left[value], seen))
-    for inner in flow.reductions.get(op.name, ()):
-        over = "".join(mesh.alias_names[a] for a in inner.axes)
-        forward, backward = inner.bytes(mesh, op.output.requires_grad)
-        step = f"all_reduce {inner.reduction.kind} over {over}"
-        conversions.append(ConversionRow(op.name, (step,), forward, backward, False))
+    if op.name in flow.reductions:
+        conversions.append(_inside(op, flow))
     return OperatorRow(
         name=op.name,
         operator=_operator_name(op),
@@ -325,6 +322,17 @@ def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) 
         source=op.source,
         main=found is not None and found.main is not None,
     )
+
+
+def _inside(op: Op, flow: Communication) -> ConversionRow:
+    """The all-reduces that the operator makes itself."""
+    steps, forward, backward = [], 0, 0
+    for inner in flow.reductions[op.name]:
+        over = "".join(flow.mesh.alias_names[a] for a in inner.axes)
+        steps.append(f"all_reduce {inner.reduction.kind} over {over}")
+        there, back = inner.bytes(flow.mesh, op.output.requires_grad)
+        forward, backward = forward + there, backward + back
+    return ConversionRow("", tuple(steps), forward, backward, False)
 
 
 def _conversion(value: Value, route: tuple[Transfer, ...], seen: set[int]) -> ConversionRow:

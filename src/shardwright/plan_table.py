@@ -194,7 +194,7 @@ def strategy(parts: Strategy) -> str:
 def _conversions(row: OperatorRow) -> Iterable[str]:
     for conversion in row.conversions:
         words = [part for part in conversion.value.split(".") if not part.isdigit()]
-        short = ".".join(words[-2:]) if conversion.value != row.name else "inside"
+        short = ".".join(words[-2:]) or "inside"
         mark = " (shared)" if conversion.shared else ""
         yield f"{short}: {', then '.join(conversion.steps)}{mark}"
 
