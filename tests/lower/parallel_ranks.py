@@ -106,6 +106,22 @@ def check_gradients_accumulate() -> None:
         torch.testing.assert_close(got, net.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
 
 
+def check_compiled() -> None:
+    """Forward and backward, collectives included, in one graph without breaks."""
+    for build in (mlp, llama):
+        net, args, kwargs = build()
+        parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0))
+        wanted = loss_of(parallel(*args, **kwargs))
+        parallel.compile(fullgraph=True, backend="aot_eager")
+        loss = loss_of(parallel(*args, **kwargs))
+        loss.backward()
+        torch.testing.assert_close(loss, wanted)
+        loss_of(net(*args, **kwargs)).backward()
+        for name, parameter in parallel.named_parameters():
+            gradient = net.get_parameter(name).grad
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=1e-4, atol=1e-5)
+
+
 def check_world_size() -> None:
     net, args, kwargs = mlp()
     try:
@@ -125,6 +141,7 @@ def main() -> None:
         check_gradients_accumulate,
         check_searched_plans,
         check_random_plans,
+        check_compiled,
     ):
         check()
         if dist.get_rank() == 0:

@@ -32,6 +32,7 @@ def output() -> str:
         "check_gradients_accumulate",
         "check_searched_plans",
         "check_random_plans",
+        "check_compiled",
     ],
 )
 def test_real_processes_train_as_one_device_does(check: str, output: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,6 +73,12 @@ class ParallelModule(nn.Module):
             for (buffer, _), value in zip(self.graph.updates, updates, strict=True):
                 state[buffer.name].copy_(value)
         return pytree.tree_unflatten(self._returned(outputs), self.graph.out_spec)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the program with `torch.compile`, in place; takes its arguments. The conversions
+        are part of the compiled graph."""
+        compiled = torch.compile(self.program.function, *args, **kwargs)
+        self.program = replace(self.program, function=compiled)
 
     def _place(self, value: Value) -> tuple[str, nn.Module, str]:
         """Name of a parameter or buffer, the module that owns it, and its name there."""

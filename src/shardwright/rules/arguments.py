@@ -38,13 +38,16 @@ def input_dims(op: Op, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
     return tuple(dims[name] for name, given in named(op).items() if isinstance(given, Value))
 
 
-def bound(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a kernel of `op` was called with, by name, with the defaults where none was given."""
-    return {
-        **parameters(op.target),
-        **dict(zip(parameters(op.target), args, strict=False)),
-        **kwargs,
-    }
+def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
+    """Gives for a call of a kernel of `op` the arguments by name, with the defaults where none was
+    given. What does not depend on the call is worked out here, once."""
+    defaults = parameters(op.target)
+    names = tuple(defaults)
+
+    def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+    return bind
 
 
 def with_arguments(op: Op, **changed: Any) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwright.graph.functional import cross_entropy
 from shardwright.graph.graph import Op
-from shardwright.rules.arguments import arguments, bound, input_dims
+from shardwright.rules.arguments import arguments, binder, input_dims
 from shardwright.rules.loss import (
     SUM,
     accumulated,
@@ -89,10 +89,11 @@ def _over_cut_classes(op: Op, local: Local) -> Callable[..., Any]:
     logits = arguments(op)["logits"]
     first = local.index("v") * (logits.shape[-1] // local.parts["v"])
     reduce_max, reduce_sum, *reduce_count = local.reduce
-    terms = _terms_of_probabilities if _by_probabilities(op) else _terms_of_classes
+    probabilities, bind = _by_probabilities(op), binder(op)
+    terms = _terms_of_probabilities if probabilities else _terms_of_classes
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = bound(op, args, kwargs)
+        given = bind(args, kwargs)
         scores = given["logits"].to(accumulated(logits.dtype))
         if given["weight"] is not None:
             given["weight"] = given["weight"].to(scores.dtype)
@@ -100,14 +101,14 @@ def _over_cut_classes(op: Op, local: Local) -> Callable[..., Any]:
         local_sums = (scores.exp().sum(-1), *terms(scores, given, first, logits.shape[-1]))
         exponentials, products, *weights = reduce_sum(torch.stack(local_sums)).unbind()
         losses = exponentials.log() * (weights[0] if weights else 1) - products
-        if not _by_probabilities(op):
+        if not probabilities:
             ignored = given["target"] == given["ignore_index"]
             losses = losses.masked_fill(ignored, 0)
         if given["reduction"] == NONE:
             return losses.to(logits.dtype)
         if given["reduction"] == SUM:
             return losses.sum().to(logits.dtype)
-        if _by_probabilities(op):
+        if probabilities:
             return (losses.sum() / prod(logits.shape[:-1])).to(logits.dtype)
         counted = weights[1].detach() if weights else torch.ones_like(losses)
         count = counted.masked_fill(ignored, 0).sum()

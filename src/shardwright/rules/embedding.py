@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwright.graph.graph import Op
-from shardwright.rules.arguments import arguments, bound
+from shardwright.rules.arguments import arguments, binder
 from shardwright.rules.notation import names, sharding_rule
 from shardwright.rules.rule import Dims, Local, Main, ShardingRule, rule_for
 
@@ -47,8 +47,10 @@ def _look_up(op: Op, local: Local) -> Callable[..., Any]:
     size = op.inputs[0].shape[0] // local.parts["v"]
     first = local.index("v") * size
 
+    bind = binder(op)
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = bound(op, args, kwargs)
+        given = bind(args, kwargs)
         indices, padding = given["indices"], given["padding_idx"]
         row = indices - first
         elsewhere = (row < 0) | (row >= size)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwright.graph.functional import MEAN
 from shardwright.graph.graph import Op
-from shardwright.rules.arguments import arguments, bound, input_dims, parameters
+from shardwright.rules.arguments import arguments, binder, input_dims, parameters
 from shardwright.rules.notation import NAMES, aligned, overloads, sharding_rule
 from shardwright.rules.rule import (
     Dims,
@@ -94,8 +94,10 @@ def divided_by_targets(op: Op, reduce_count: Callable[[Tensor], Tensor]) -> Call
     """
     scores, dtype = next(iter(parameters(op.target))), accumulated(op.output.dtype)
 
+    bind = binder(op)
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = {**bound(op, args, kwargs), "reduction": SUM}
+        given = {**bind(args, kwargs), "reduction": SUM}
         given[scores] = given[scores].to(dtype)
         if given["weight"] is not None:
             given["weight"] = given["weight"].to(dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwright.graph.functional import batch_norm_train
 from shardwright.graph.graph import Op
-from shardwright.rules.arguments import arguments, bound, input_dims, with_arguments
+from shardwright.rules.arguments import arguments, binder, input_dims, with_arguments
 from shardwright.rules.loss import accumulated
 from shardwright.rules.notation import names, overloads, sharding_rule, without
 from shardwright.rules.rule import Dims, Local, Reduction, ShardingRule, rule_for
@@ -125,8 +125,10 @@ def _pooled_kernel(op: Op, local: Local) -> Callable[..., Any]:
     over = (0, *range(2, len(shape)))
     channel = (1, -1, *(1,) * (len(shape) - 2))
 
+    bind = binder(op)
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = bound(op, args, kwargs)
+        given = bind(args, kwargs)
         whole = given["x"].to(accumulated(given["x"].dtype))
         mean = reduce_sum(whole.sum(over)) / count
         centred = whole - mean.view(channel)
