@@ -1,0 +1,45 @@
+"""Runs the benchmarks, prints them, and writes docs/benchmarks.md if all were run.
+
+Exits with status 1 if a number misses its goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from benchmarks.collect import measure, names
+from benchmarks.page import PAGE, ROOT, facts, page, title_and_text
+from benchmarks.table import Table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", choices=names(), help="run this one and write no page")
+    only = parser.parse_args(arguments).only
+    console = Console()
+    sections: dict[str, list[Table]] = {}
+    for name in [only] if only else names():
+        started = time.perf_counter()
+        with console.status(f"measuring: {name}"):
+            docstring, tables = measure(name)
+        title, text = title_and_text(docstring)
+        console.rule(f"[bold]{title}")
+        console.print(text, "", *(table.rich() for table in tables), sep="\n", highlight=False)
+        console.print(f"[dim]{time.perf_counter() - started:.0f} s", highlight=False)
+        sections[docstring] = tables
+    if not only:
+        PAGE.write_text(page(sections, facts()), encoding="utf-8")
+        console.print(f"written to {PAGE.relative_to(ROOT)}", highlight=False)
+    missed = [goal for tables in sections.values() for table in tables for goal in table.missed]
+    for goal in missed:
+        console.print(f"[bold red]missed:[/] {goal}", highlight=False)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""The page docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.table import Table
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+COMMAND = "make bench"
+
+
+def facts() -> dict[str, str]:
+    """When, of what and on what is measured."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": _commit(),
+        "command": f"`{COMMAND}`",
+        "Python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers")},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores; one thread is used",
+    }
+
+
+def page(sections: Mapping[str, Sequence[Table]], about: Mapping[str, str]) -> str:
+    """The text.
+
+    Args:
+        sections: for the docstring of each benchmark what it measured.
+        about: facts, as `facts` gives them.
+    """
+    head = Table("How this page was made", ("", ""))
+    for item in about.items():
+        head.add(*item)
+    parts = [
+        "# Benchmarks",
+        f"Made by `{COMMAND}`, which replaces it. Times depend on the machine; ratios, growth and"
+        " bytes should come out alike everywhere. `python -m benchmarks --only NAME` prints one"
+        " section.",
+        head.markdown(),
+    ]
+    for docstring, tables in sections.items():
+        title, text = title_and_text(docstring)
+        parts += [f"## {title}", text, *(table.markdown() for table in tables)]
+    return "\n\n".join(parts) + "\n"
+
+
+def title_and_text(docstring: str) -> tuple[str, str]:
+    """The first line, and the other paragraphs, a line each."""
+    title, _, text = docstring.strip().partition("\n")
+    paragraphs = text.strip().split("\n\n")
+    return title, "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+def _commit() -> str:
+    """The commit that is checked out, `-dirty` where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "not under version control"
+    return found.stdout.strip()

@@ -1,0 +1,150 @@
+"""The benchmarks count and compare rightly, and every number finds its way into the page."""
+
+import os
+import threading
+from itertools import count
+
+import pytest
+import torch
+from benchmarks import bench_bytes, bench_one_device, bench_search
+from benchmarks.__main__ import main
+from benchmarks.collect import measure, names
+from benchmarks.models import LLAMA_2, example, examples, llama_2, small
+from benchmarks.page import facts, page
+from benchmarks.table import Table
+from benchmarks.timing import Sample, cpu_seconds, in_fork, paired
+from torch import nn
+
+from shardwright import Check, capture
+
+
+def test_every_benchmark_is_found_by_its_file_name():
+    assert {"bytes", "one_device", "search"} <= set(names())
+
+
+def test_an_unknown_benchmark_is_refused_with_the_valid_names(capsys):
+    with pytest.raises(SystemExit):
+        main(["--only", "speed"])
+    message = capsys.readouterr().err
+    assert "speed" in message
+    assert all(name in message for name in names())
+
+
+def test_a_row_must_have_a_cell_for_every_column():
+    table = Table("t", ("a", "b"))
+    table.add(1, 2)
+    with pytest.raises(ValueError, match="3 cells for the 2 columns"):
+        table.add(1, 2, 3)
+
+
+def test_a_page_holds_every_row_every_missed_goal_and_how_it_was_made():
+    table = Table("Sizes", ("name", "size"), missed=["x is too big"])
+    table.add("x", 12)
+    text = page({"Title\n\nHow it\nis measured.\n": [table]}, facts())
+    for line in (
+        "## Title",
+        "How it is measured.",
+        "| name | size |",
+        "| :-- | --: |",
+        "| x | 12 |",
+    ):
+        assert f"\n{line}\n" in text
+    assert "**Missed:** x is too big" in text
+    assert f"| torch | {torch.__version__.split('+')[0]}" in text
+
+
+def test_a_sample_shows_its_median_and_its_spread():
+    sample = Sample((0.4, 0.1, 0.2))
+    assert sample.milliseconds() == "200 (100–400)"
+    assert Sample((1.0, 2.0, 3.0)).ratio() == "2.000 (1.000–3.000)"
+
+
+def test_steps_are_compared_within_a_round_and_each_begins_a_round_in_turn():
+    calls = []
+
+    def step(name, factor):
+        def seconds():
+            calls.append(name)
+            return factor * (1 + len(calls) // 3)
+
+        return seconds
+
+    seconds, ratios = paired({"a": step("a", 1.0), "b": step("b", 2.0)}, "a", rounds=3)
+    assert "".join(calls) == "abbaab"
+    assert seconds["a"].values == (1.0, 2.0, 2.0)
+    assert list(ratios) == ["b"]
+    assert ratios["b"].values == (2.0, 2.0, 3.0)
+
+
+def test_cpu_time_does_not_count_waiting():
+    assert cpu_seconds(lambda: torch.randn(300, 300) @ torch.randn(300, 300)) > 0
+    event = threading.Event()
+    assert cpu_seconds(lambda: event.wait(0.3)) < 0.2
+
+
+def test_a_fork_is_another_process_and_leaves_this_one_as_it_is():
+    numbers = count()
+    assert in_fork(lambda: (os.getpid(), next(numbers)))[0] != os.getpid()
+    assert next(numbers) == 0
+
+
+def test_what_fails_in_a_fork_is_an_error_here(capfd):
+    with pytest.raises(RuntimeError, match="a measurement failed"):
+        in_fork(lambda: 1 / 0)
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_llama_2_has_its_published_number_of_parameters():
+    for name, billions in (("7B", 6.738), ("70B", 68.977)):
+        net, _, _ = llama_2(name, batch=8, sequence=16)
+        assert round(sum(p.numel() for p in net.parameters()) / 1e9, 3) == billions
+        assert len(net.model.layers) == LLAMA_2[name]["num_hidden_layers"]
+
+
+def test_a_search_is_timed_in_every_state_of_its_caches():
+    graph = capture(*llama_2("7B", batch=8, sequence=16, layers=1))
+    found = bench_search.searched(graph, 8)
+    assert len(found.first.values) == len(found.whole_plan.values) == bench_search.PROCESSES
+    assert 0 < found.again.median <= found.first.median < found.whole_plan.median
+
+
+def test_a_program_that_computes_twice_is_seen(monkeypatch):
+    class Twice(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, *args):
+            return self.net(*args) + self.net(*args)
+
+    monkeypatch.setattr(bench_one_device.sw, "parallelize", lambda net, plan, device: Twice(net))
+    model = small("mlp", batch=64, sizes=(64, 256, 8))
+    _, ratio, noise = bench_one_device.compared(model, rounds=40)
+    assert noise.median < 1.3 < ratio.median
+
+
+def test_bytes_that_differ_miss_the_goal():
+    table = Table("t", ("model", "plan", "planned", "counted", "equal"))
+    check = dict.fromkeys(
+        ("loss", "loss_difference", "gradient_difference", "replica_difference"), 0.0
+    )
+    check["worst_parameter"] = ""
+    bench_bytes.add(table, "m", "p", Check(**check, planned_bytes=(7, 9), counted_bytes=(7, 9)))
+    assert table.missed == []
+    bench_bytes.add(table, "m", "p", Check(**check, planned_bytes=(7, 9), counted_bytes=(7, 8)))
+    assert table.missed == ["m, p: planned 7 + 9 bytes, counted 7 + 8"]
+    assert [row[-1] for row in table.rows] == ["yes", "NO"]
+
+
+def test_every_example_can_be_built():
+    assert {"digits.yaml", "network.yaml"} <= set(examples())
+    for name in examples():
+        net, args, kwargs = example(name)
+        assert torch.isfinite(net(*args, **kwargs))
+
+
+@pytest.mark.slow
+def test_bytes_are_measured_and_equal():
+    _, tables = measure("bytes")
+    assert tables[0].rows
+    assert tables[0].missed == []
