@@ -449,3 +449,24 @@ def test_a_conversion_holds_its_question():
     found = conversion(state((1,), ()), state((), ()), (8, 8), itemsize=2)
     assert isinstance(found, Conversion) and found.itemsize == 2 and found.shape == (8, 8)
     assert found.forward_bytes == 96
+
+
+def test_layouts_convert_over_different_device_matrices() -> None:
+    """(2,2,2) → (8,): the document's layout becomes eight rows."""
+    a = Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp"))
+    b = Layout((8,), ("tp",))("tp", "None")
+    found = a.conversion_to(b, (8, 8), "float64")
+    assert found.itemsize == 8
+    assert found.source.shard_counts == (2, 4)
+    assert found.target.shard_counts == (8, 1)
+    whole = 8 * 8 * 8
+    assert 0 < found.forward_bytes < whole * 7 // 8
+    assert "all_to_all" in str(found) or "permute" in str(found)
+
+
+def test_layouts_without_common_axes_do_not_convert() -> None:
+    a, b = Layout((2, 3), ("a", "b"))("a"), Layout((3, 2), ("a", "b"))("a")
+    with pytest.raises(LayoutError, match="no common axes"):
+        a.conversion_to(b, (6,))
+    with pytest.raises(LayoutError, match="'half' is no dtype"):
+        a.conversion_to(a, (6,), "half")

@@ -12,8 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "shardwright"
 ORDER = [
     ["errors"],
     ["axes", "picture", "route"],
-    ["layout"],
-    ["conversion"],
+    ["layout", "conversion"],
     ["graph"],
     ["rules"],
     ["communication"],

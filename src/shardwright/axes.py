@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import count, product
 from math import prod
@@ -82,3 +83,22 @@ def check_ranks(ranks: object, devices: int) -> None:
         raise LayoutError(
             f"rank_list {ranks} must hold {devices} different ranks, one for each device"
         )
+
+
+def element_bytes(dtype: object) -> int:
+    """Bytes per element of a torch dtype, or of one given by name.
+
+    >>> element_bytes("bfloat16")
+    2
+
+    Raises:
+        LayoutError: if it is neither.
+    """
+    size = getattr(dtype, "itemsize", None)
+    if isinstance(size, int):
+        return size
+    name = str(dtype)
+    bits = re.fullmatch(r"(?:float|bfloat|int|uint|complex)(8|16|32|64|128)", name)
+    if name == "bool" or bits:
+        return int(bits[1]) // 8 if bits else 1
+    raise LayoutError(f"{dtype!r} is no dtype; valid are torch dtypes and names such as 'float32'")

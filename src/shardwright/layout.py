@@ -18,11 +18,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardwright.axes import axis_names, check_names, check_ranks, check_sizes, prime_factors
+from shardwright.axes import (
+    axis_names,
+    check_names,
+    check_ranks,
+    check_sizes,
+    common_axes,
+    element_bytes,
+    prime_factors,
+)
 from shardwright.errors import LayoutError
 from shardwright.picture import picture
+
+if TYPE_CHECKING:
+    from shardwright.conversion import Conversion
 
 Axes = tuple[int, ...]
 """Axes of a device matrix, counted from the left, the most significant first."""
@@ -300,6 +311,27 @@ class TensorLayout:
             frozenset(refined(self.partial)),
             frozenset(refined(self.varying)),
         )
+
+    def conversion_to(
+        self, target: TensorLayout, shape: tuple[int, ...], dtype: Any = "float32"
+    ) -> Conversion:
+        """The cheapest way from this layout to `target`, also over another device matrix.
+
+        Args:
+            shape: of the whole tensor.
+            dtype: its elements: a torch dtype or its name.
+
+        Raises:
+            LayoutError: if the device matrices have no common axes, or `shape` does not divide.
+        """
+        from shardwright.conversion import conversion
+
+        mesh = self.layout
+        if target.layout != mesh:
+            sizes = common_axes(mesh.device_matrix, target.device_matrix)
+            names = tuple(islice(axis_names(), len(sizes)))
+            mesh = Layout(sizes, names, mesh.rank_list)
+        return conversion(self.on(mesh), target.on(mesh), shape, element_bytes(dtype))
 
     def __repr__(self) -> str:
         def named(axes: Iterable[int], between: str) -> str:
