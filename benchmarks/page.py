@@ -14,7 +14,7 @@ from benchmarks.table import Table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
-COMMAND = "make bench"
+COMMAND = "python -m benchmarks"
 
 
 def facts() -> dict[str, str]:
@@ -22,7 +22,7 @@ def facts() -> dict[str, str]:
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": _commit(),
-        "command": f"`{COMMAND}`",
+        "command": f"`{COMMAND}`, which `make bench` runs",
         "Python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers")},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores; one thread is used",
@@ -41,9 +41,8 @@ def page(sections: Mapping[str, Sequence[Table]], about: Mapping[str, str]) -> s
         head.add(*item)
     parts = [
         "# Benchmarks",
-        f"Made by `{COMMAND}`, which replaces it. Times depend on the machine; ratios, growth and"
-        " bytes should come out alike everywhere. `python -m benchmarks --only NAME` prints one"
-        " section.",
+        "`make bench` makes this page anew. Times depend on the machine; ratios, growth and bytes"
+        f" should come out alike everywhere. `{COMMAND} --only NAME` prints one section.",
         head.markdown(),
     ]
     for docstring, tables in sections.items():
