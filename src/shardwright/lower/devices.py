@@ -5,8 +5,11 @@ Nothing here depends on the kind of device: the process group brings its own bac
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 
 import torch
@@ -75,6 +78,7 @@ class Devices:
                 "as the plan has devices"
             )
         mesh = device_mesh(layout, device.type)
+        _let_threads_finish_at_exit()
         place = layout.coordinates(dist.get_rank())
         return cls(layout, device, mesh, lambda function: function(place))
 
@@ -126,3 +130,11 @@ def block(layout: Layout, place: tuple[int, ...], axes: tuple[int, ...]) -> int:
     for axis in axes:
         index = index * layout.device_matrix[axis] + place[axis]
     return index
+
+
+@cache
+def _let_threads_finish_at_exit() -> None:
+    """A worker thread of gloo drops the tensors of its last collective some time after that has
+    ended, and needs the interpreter's lock for it; one that still waits for the lock when the
+    interpreter ends aborts the process. So the end of the program leaves them a moment."""
+    atexit.register(time.sleep, 0.2)

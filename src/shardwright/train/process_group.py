@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from time import sleep
 
 import torch
 import torch.distributed as dist
 
 # A collective that waits longer than this fails: the others are gone or stuck.
 TIMEOUT = timedelta(minutes=10)
-SECONDS_FOR_GLOO = 0.2
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,3 @@ def process_group(world: World) -> Iterator[torch.device]:
     yield device
     # Not after an error: other ranks may wait in a collective, which this would wait for.
     dist.destroy_process_group()
-    # gloo's threads drop the context of the last backward pass, for which they need the
-    # interpreter's lock. One that still waits for it when the interpreter ends aborts the process.
-    sleep(SECONDS_FOR_GLOO)
