@@ -25,6 +25,7 @@ from shardwright.errors import (
 )
 from shardwright.graph.capture import capture
 from shardwright.layout import Layout, TensorLayout
+from shardwright.pins import Op, shard
 from shardwright.plan import Plan
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "Examination",
     "Layout",
     "LayoutError",
+    "Op",
     "Plan",
     "PlanError",
     "ShardwrightError",
@@ -48,4 +50,5 @@ __all__ = [
     "examine",
     "parallelize",
     "plan",
+    "shard",
 ]

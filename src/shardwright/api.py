@@ -18,23 +18,29 @@ from shardwright.graph.capture import capture
 from shardwright.graph.double import double, in_double
 from shardwright.graph.graph import Graph, Value
 from shardwright.graph.interpret import interpret
-from shardwright.layout import Layout, prime_mesh
 from shardwright.lower.devices import Devices
 from shardwright.lower.parallel import parallel_module
 from shardwright.lower.simulation import simulate
+from shardwright.pins import pins_of
 from shardwright.plan import Plan, make_plan
 from shardwright.rules import rule
 from shardwright.rules.rule import Cuts
-from shardwright.search.presets import data_parallel, stand_alone
+from shardwright.search.presets import data_parallel, semi_auto, stand_alone
 from shardwright.search.recursive import search
+from shardwright.strategy import Fixed, OperatorStrategy, fix, storage_as_said
 
-Search = Callable[[Graph, Layout, dict[str, Any]], Mapping[str, Cuts]]
+Search = Callable[[Graph, Fixed, dict[str, Any]], Mapping[str, Cuts]]
 
 MODES: dict[str, Search] = {
-    "recursive_programming": lambda graph, mesh, options: search(graph, mesh, **options),
-    "data_parallel": lambda graph, mesh, options: data_parallel(graph, mesh),
-    "stand_alone": lambda graph, mesh, options: stand_alone(graph, mesh),
+    "recursive_programming": lambda graph, fixed, options: search(
+        graph, fixed.mesh, pinned=fixed.cuts, **options
+    ),
+    "semi_auto": lambda graph, fixed, options: semi_auto(graph, fixed.mesh, fixed.cuts),
+    "data_parallel": lambda graph, fixed, options: data_parallel(graph, fixed.mesh),
+    "stand_alone": lambda graph, fixed, options: stand_alone(graph, fixed.mesh),
 }
+WITHOUT_PINS = ("data_parallel", "stand_alone")
+"""Modes that decide every operator themselves."""
 
 
 class WithLoss(nn.Module):
@@ -68,7 +74,8 @@ def plan(
     Args:
         net: a model, or a graph that was captured before.
         args, kwargs: an example of its call, with the whole batch; only shapes and dtypes matter.
-        mode: `recursive_programming` (the double recursive search), `data_parallel` (everything
+        mode: `recursive_programming` (the double recursive search), `semi_auto` (operators that
+            `shard` has pinned as pinned, all others along the batch), `data_parallel` (everything
             follows the batch) or `stand_alone` (nothing is cut).
         mem_coeff: small values favour data parallel, large ones model parallel.
         cost_model: `symbolic`, the relative costs of the published search.
@@ -76,17 +83,22 @@ def plan(
         log_costs: log every decision at level INFO of the logger `shardwright.search`.
 
     Raises:
-        StrategyError: if an option is not valid, or nothing can be cut.
+        StrategyError: if an option is not valid, nothing can be cut, or an operator cannot be cut
+            as it is pinned.
+        LayoutError: if pinned layouts are not of this number of devices, or do not fit together.
         CaptureError: if the model cannot be captured.
     """
     _check_options(devices, mode, mem_coeff, cost_model, order)
     graph = net if isinstance(net, Graph) else capture(net, args, kwargs)
-    mesh = prime_mesh(devices)
+    pins = pins_of(graph)
+    _check_takes_pins(mode, pins.strategies)
+    fixed = fix(graph, devices, pins.strategies, pins.parameters)
+    mesh = fixed.mesh
     started = time.perf_counter()
     options: dict[str, Any] = {}
     if mode == "recursive_programming":
         options = {"mem_coeff": mem_coeff, "order": order, "log_costs": log_costs}
-    cuts = MODES[mode](graph, mesh, options)
+    cuts = MODES[mode](graph, fixed, options)
     seconds = time.perf_counter() - started
     options.pop("log_costs", None)
     if mode == "recursive_programming":
@@ -95,11 +107,13 @@ def plan(
         graph,
         mesh,
         cuts,
-        as_used(graph, mesh, cuts),
+        storage_as_said(graph, mesh, pins.parameters, as_used(graph, mesh, cuts)),
         mode=mode,
         options=options,
         search_seconds=seconds,
         training=net.training if isinstance(net, nn.Module) else True,
+        outputs=fixed.outputs,
+        pins=pins.strategies,
     )
 
 
@@ -333,6 +347,16 @@ def _check_parameters(net: nn.Module, plan: Plan) -> None:
             raise PlanError(
                 f"parameter {name!r} has shape {tuple(named[name].shape)}, planned as {shape}"
             )
+
+
+def _check_takes_pins(mode: str, pinned: Mapping[str, OperatorStrategy]) -> None:
+    if pinned and mode in WITHOUT_PINS:
+        names = ", ".join(list(pinned)[:5]) + (" …" if len(pinned) > 5 else "")
+        valid = ", ".join(name for name in MODES if name not in WITHOUT_PINS)
+        raise StrategyError(
+            f"mode={mode!r} decides every operator itself, but {names} pinned by shard;"
+            f" modes that take pins are {valid}"
+        )
 
 
 def _check_options(devices: int, mode: str, mem_coeff: float, cost_model: str, order: str) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,11 +30,13 @@ from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout import Layout, TensorLayout
 from shardwright.rules import rule
 from shardwright.rules.rule import Cuts
+from shardwright.strategy import OperatorStrategy
 
 VERSION = 1
 
 Shape = tuple[int, ...]
 Strategy = tuple[tuple[int, ...], ...]
+NO_PINS: Mapping[str, OperatorStrategy] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class OperatorRow:
         conversions: of its inputs, and all-reduces inside it.
         source: the user's line.
         main: whether the search decided it by cost.
+        pinned: whether the user said how it is cut.
     """
 
     name: str
@@ -82,6 +86,7 @@ class OperatorRow:
     conversions: tuple[ConversionRow, ...]
     source: str
     main: bool
+    pinned: bool = False
 
     @property
     def bytes(self) -> int:
@@ -99,6 +104,7 @@ class Plan:
         cuts: for each cut operator its factors with the axes that cut them.
         storage: for each parameter the axes that cut each dimension of what a device keeps.
         outputs: for operators that are told how to leave their outputs, the axes of each dimension.
+        pins: what users said of operators, by name.
         parameters: shape and dtype of each, by name.
         inputs: name, shape and dtype of each input tensor; other leaves as they are.
         structure: how the inputs nest, as PyTorch's pytrees write it.
@@ -123,6 +129,7 @@ class Plan:
     forward_bytes: int
     backward_bytes: int
     training: bool = True
+    pins: dict[str, OperatorStrategy] = field(default_factory=dict)
     search_seconds: float = 0.0
     capture_seconds: float = 0.0
     graph: Graph | None = field(default=None, compare=False, repr=False)
@@ -195,6 +202,7 @@ class Plan:
             "alias_names": self.mesh.alias_names,
         }
         data["operators"] = [asdict(row) for row in self.operators]
+        data["pins"] = {name: strategy.to_dict() for name, strategy in self.pins.items()}
         return json.dumps({"version": VERSION, "devices": self.devices, **data}, indent=1)
 
     @classmethod
@@ -257,6 +265,7 @@ def make_plan(
     search_seconds: float,
     training: bool,
     outputs: Outputs = NO_OUTPUTS,
+    pins: Mapping[str, OperatorStrategy] = NO_PINS,
 ) -> Plan:
     """Joins what a search decided with what follows from it: conversions and their bytes."""
     flow = communication(graph, mesh, cuts, storage, outputs)
@@ -277,11 +286,12 @@ def make_plan(
         },
         storage={name: tuple(axes) for name, axes in storage.items()},
         outputs=dict(outputs),
+        pins=dict(pins),
         parameters={v.name: (v.shape, _dtype(v)) for v in graph.parameters},
         inputs=leaves,
         structure=pytree.treespec_dumps(graph.in_spec),
         fingerprint=graph.fingerprint,
-        operators=_rows(graph, mesh, cuts, flow),
+        operators=_rows(graph, mesh, cuts, flow, pins),
         forward_bytes=flow.forward_bytes,
         backward_bytes=flow.backward_bytes,
         training=training,
@@ -292,10 +302,15 @@ def make_plan(
 
 
 def _rows(
-    graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts], flow: Communication
+    graph: Graph,
+    mesh: Layout,
+    cuts: Mapping[str, Cuts],
+    flow: Communication,
+    pins: Mapping[str, OperatorStrategy],
 ) -> tuple[OperatorRow, ...]:
     seen: set[int] = set()
-    return tuple(_row(op, mesh, cuts.get(op.name, {}), flow, seen) for op in graph.ops)
+    rows = (_row(op, mesh, cuts.get(op.name, {}), flow, seen) for op in graph.ops)
+    return tuple(replace(row, pinned=row.name in pins) for row in rows)
 
 
 def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) -> OperatorRow:
@@ -373,6 +388,7 @@ def _from_data(cls: type[Plan], data: dict[str, Any]) -> Plan:
     }
     values["storage"] = {name: _tuples(axes) for name, axes in data["storage"].items()}
     values["outputs"] = {name: _tuples(left) for name, left in data["outputs"].items()}
+    values["pins"] = {n: OperatorStrategy.from_dict(pin) for n, pin in data["pins"].items()}
     values["parameters"] = {name: _tuples(entry) for name, entry in data["parameters"].items()}
     values["inputs"] = tuple(
         {**leaf, "shape": tuple(leaf["shape"])} if isinstance(leaf, dict) else leaf

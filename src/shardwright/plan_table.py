@@ -45,7 +45,7 @@ def table(plan: Plan, every: bool = False) -> Table:
             row.name,
             _shapes(row),
             _cuts(row) if row.rule is not None else "no rule: whole",
-            strategy(row.strategy) if row.cuts else "",
+            _strategy(row),
             "\n".join(_conversions(row)),
             size(row.bytes) if row.bytes else "",
             style="bold" if row.main else None,
@@ -55,7 +55,7 @@ def table(plan: Plan, every: bool = False) -> Table:
 
 def _tells(row: OperatorRow) -> bool:
     """Whether there is more to say of an operator than that it follows its neighbours."""
-    return row.main or row.rule is None or row.bytes > 0
+    return row.main or row.pinned or row.rule is None or row.bytes > 0
 
 
 def summary(plan: Plan, every: bool = False) -> list[str]:
@@ -87,6 +87,8 @@ def explanation(plan: Plan, row: OperatorRow) -> str:
     lines.append(f"  rule: {row.rule or 'none, computed whole on every device'}")
     lines.append(f"  cuts: {_cuts(row) or 'nothing'}")
     kind = "a main operator, decided by its cost" if row.main else "decided by its neighbours"
+    if row.pinned:
+        kind = f"pinned as {plan.pins[row.name]}"
     lines.append(f"  {kind}")
     by_value = {c.value: c for c in row.conversions}
     for (name, shape, origin), parts in zip(row.inputs, row.strategy, strict=True):
@@ -147,7 +149,8 @@ def _pattern(row: OperatorRow) -> _Pattern:
     )
     shapes = tuple(shape for _, shape, _ in row.inputs)
     cuts = tuple(row.cuts.items())
-    return _Pattern((name, row.operator, shapes, row.outputs, cuts, conversions), numbers)
+    key = (name, row.operator, shapes, row.outputs, cuts, conversions, row.pinned)
+    return _Pattern(key, numbers)
 
 
 def _fold(members: Sequence[tuple[OperatorRow, tuple[int, ...]]], place: int) -> OperatorRow:
@@ -183,6 +186,12 @@ def _shape(shape: Shape) -> str:
 
 def _cuts(row: OperatorRow) -> str:
     return ", ".join(f"{factor}/{''.join(axes)}" for factor, axes in row.cuts.items())
+
+
+def _strategy(row: OperatorRow) -> str:
+    """In how many parts each input is cut, where it is; marked where the user said so."""
+    parts = strategy(row.strategy) if row.cuts or row.pinned else ""
+    return f"{parts} pinned" if row.pinned else parts
 
 
 def strategy(parts: Strategy) -> str:

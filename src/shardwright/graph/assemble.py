@@ -18,6 +18,7 @@ from shardwright.graph.names import name_operators
 from shardwright.graph.nodes import is_tensor, module_path, shape, tensor
 from shardwright.graph.signature import Signature, placeholders, results
 from shardwright.graph.source import source_of
+from shardwright.graph.tags import tag_of
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class _Values:
         path, _ = module_path(node)
         results = self._results(node, name)
         target: Any = node.target
-        return Op(name, target, args, kwargs, results, path, source_of(node))
+        return Op(name, target, args, kwargs, results, path, source_of(node), tag_of(node))
 
     def _results(self, node: fx.Node, name: str) -> tuple[Value, ...]:
         if is_tensor(node):

@@ -23,6 +23,7 @@ from shardwright.graph.isolation import isolated
 from shardwright.graph.shadow import shadow
 from shardwright.graph.signature import Signature, add_updates, gradient_sources, join_tied
 from shardwright.graph.source import line_of, line_of_error
+from shardwright.graph.tags import attached, keeping_tags, tagged_calls
 
 
 def capture(
@@ -47,6 +48,7 @@ def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     exported = _export(module, args, kwargs)
     signature = Signature.of(exported)
     inline(exported.graph_module)
+    calls = tagged_calls(exported.graph)
     check_static(exported.graph)
     tied = join_tied(module, exported.graph, signature)
     graph, changed = functionalise(exported.graph)
@@ -61,7 +63,7 @@ def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     made = assemble(call, graph, signature, sources)
     read = {value.name for value in (*made.parameters, *made.buffers)}
     tied = {name: first for name, first in tied.items() if first in read}
-    return replace(made, tied=tied)
+    return replace(made, tied=tied, module_tags=attached(module), call_tags=calls)
 
 
 def _export(
@@ -69,7 +71,8 @@ def _export(
 ) -> torch.export.ExportedProgram:
     twin, fake_args, fake_kwargs = shadow(module, args, kwargs)
     try:
-        return torch.export.export(twin, fake_args, fake_kwargs, strict=False)
+        with keeping_tags():
+            return torch.export.export(twin, fake_args, fake_kwargs, strict=False)
     except CaptureError as error:
         raise CaptureError(f"{line_of_error(error)}: {error}") from error
     except Exception as error:

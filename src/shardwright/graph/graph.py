@@ -78,6 +78,7 @@ class Op:
         outputs: the tensors it returns; an operator that returns a list has one for each.
         module: path of the module it was called in, `""` for the root.
         source: the user's line, `file.py:12`, or `""`.
+        tag: what the user attached to the call of a function that made the operator.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Op:
     outputs: tuple[Value, ...]
     module: str = ""
     source: str = ""
+    tag: Any = None
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
@@ -127,6 +129,9 @@ class Graph:
         updates: buffers with the value that each holds after the forward pass.
         tied: other names of a parameter or buffer → the name of its value.
         loss: the output from which gradients start; None if it is not one scalar.
+        module_tags: what the user attached to modules, by path.
+        call_tags: what the user attached to calls of functions, each with the user's line; also
+            where no operator of the call is left.
     """
 
     ops: tuple[Op, ...]
@@ -141,6 +146,8 @@ class Graph:
     tied: dict[str, str] = field(default_factory=dict)
     loss: Value | None = None
     capture_seconds: float = 0.0
+    module_tags: dict[str, Any] = field(default_factory=dict)
+    call_tags: tuple[tuple[Any, str], ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Op]:

@@ -14,7 +14,7 @@ from shardwright.graph.nodes import module_path
 
 aten = torch.ops.aten
 
-_MAIN = (
+MAIN = (
     aten.linear.default,
     aten.matmul.default,
     aten.conv1d.default,
@@ -81,7 +81,7 @@ def _unique(wanted: str, taken: Counter[str]) -> str:
 
 def _main(nodes: list[fx.Node]) -> fx.Node | None:
     own = [node for node in nodes if "bias_of" not in node.meta]
-    for target in _MAIN:
+    for target in MAIN:
         for node in own:
             if node.target is target:
                 return node

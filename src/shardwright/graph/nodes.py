@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-_ORIGIN = ("nn_module_stack", "stack_trace", "no_grad")
+_ORIGIN = ("nn_module_stack", "stack_trace", "no_grad", "custom")
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
@@ -44,7 +44,7 @@ def call(
     *,
     like: fx.Node,
 ) -> fx.Node:
-    """Adds a node at the graph's insertion point, with the module and the source line of `like`."""
+    """Adds a node at the graph's insertion point, with module, source line and tag of `like`."""
     node = graph.call_function(target, args, kwargs or {})
     node.meta.update({key: like.meta[key] for key in _ORIGIN if key in like.meta})
     node.meta["val"] = evaluate(target, args, kwargs or {})

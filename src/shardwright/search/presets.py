@@ -1,11 +1,14 @@
-"""Plans that need no search: everything along the batch, or nothing at all."""
+"""Plans that need no search: along the batch, as pinned, or nothing at all."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout
-from shardwright.search.indexed import index_graph
+from shardwright.rules.rule import Cuts
+from shardwright.search.indexed import IndexedGraph, index_graph
 from shardwright.search.propagate import Level
 from shardwright.search.recursive import CutsOfGraph, nearest_multiples, record
 
@@ -27,6 +30,22 @@ def data_parallel(graph: Graph, mesh: Layout) -> CutsOfGraph:
             f"data parallel: the batch size {batch_size} (dim 0 of the inputs) is not divisible by"
             f" {devices} devices; valid are multiples of {devices}, such as {valid}"
         )
+    return _along_batch(indexed, mesh)
+
+
+def semi_auto(graph: Graph, mesh: Layout, pinned: Mapping[str, Cuts]) -> CutsOfGraph:
+    """Pinned operators as they are pinned, all others along the batch.
+
+    Where the batch cannot be divided by all devices it is divided by as many axes as go, the
+    outermost first. What the batch does not reach is whole. Layouts are converted between
+    operators that are cut differently.
+    """
+    cuts = _along_batch(index_graph(graph), mesh)
+    cuts.update({name: dict(factors) for name, factors in pinned.items()})
+    return {name: factors for name, factors in cuts.items() if factors}
+
+
+def _along_batch(indexed: IndexedGraph, mesh: Layout) -> CutsOfGraph:
     parts = [(1,) * len(kind.factors) for kind in indexed.kinds]
     cuts: CutsOfGraph = {}
     for axis, axis_size in enumerate(mesh.device_matrix):

@@ -93,6 +93,8 @@ def search(
         if axis_size > 1:
             choices = recursion.descend(axis, axis_size, _pinned_on(indexed, pins, axis))
             record(indexed, choices, axis, cuts)
+    # Axes of a pinned operator may stand in another order than the one in which they are decided.
+    cuts.update({name: dict(factors) for name, factors in (pinned or {}).items() if factors})
     if not cuts and mesh.num_devices > 1 and not recursion.had_a_choice:
         raise StrategyError(_nothing_divides(indexed, mesh))
     return cuts
