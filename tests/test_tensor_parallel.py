@@ -1,9 +1,9 @@
 """2-D and 3-D tensor parallel are layouts and nothing else: their bytes are those of the formulas.
 
 For a pair of matrix products (bs, h)·(h, e)·(e, h) on an x·y grid every device sends
-2·bs·[e(x−1) + h(y−1)]/(x·y) elements forward. On x·y·z the weights are stored in z parts and gathered
-(Bian et al. 2021, "Maximizing Parallelism in Distributed Training for Huge Neural Networks"):
-2·[bs·e(x−1) + bs·h(y−1) + h·e(z−1)]/(x·y·z).
+2·bs·[e(x−1) + h(y−1)]/(x·y) elements forward. On x·y·z the weights are stored in z parts and
+gathered: 2·[bs·e(x−1) + bs·h(y−1) + h·e(z−1)]/(x·y·z).
+(Bian et al. 2021, "Maximizing Parallelism in Distributed Training for Huge Neural Networks".)
 """
 
 from itertools import accumulate
