@@ -10,9 +10,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# Without an NVIDIA GPU, torch's CPU build: it is a tenth of the download.
-TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
-
 .PHONY: install test test-slow check format bench demo clean
 
 install: $(STAMP)
@@ -23,8 +20,6 @@ $(STAMP): pyproject.toml constraints.txt
 	       "name another: make PYTHON=python3.12" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (once; some minutes) ..."
-	@$(PIP) install --quiet --retries 1 --no-deps -c constraints.txt torch \
-	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@$(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
