@@ -59,6 +59,13 @@ def test_explain_tells_rule_cuts_and_the_way_of_each_input() -> None:
     assert "stored in 4·1 parts" in story
 
 
+def test_the_table_names_axes_that_cut_nothing() -> None:
+    assert "do the same work" not in str(plan_of_network())
+    net, args, kwargs = network(batch=32)
+    text = str(sw.plan(net, args, kwargs, devices=40))
+    assert "nothing is cut over d: groups of 5 devices do the same work" in text
+
+
 def test_explain_of_an_unknown_operator_names_the_nearest() -> None:
     with pytest.raises(sw.PlanError, match="no operator 'layr1'; nearest: layer1"):
         plan_of_network().explain("layr1")

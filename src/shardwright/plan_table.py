@@ -67,6 +67,7 @@ def summary(plan: Plan, every: bool = False) -> list[str]:
         f"each device sends {size(plan.forward_bytes)} forward and {size(plan.backward_bytes)} "
         f"backward a step, and keeps {size(plan.parameter_bytes)} of parameters",
     ]
+    lines += _idle(plan)
     silent = sum(not _tells(row) for row in plan.operators)
     if silent and not every:
         lines.append(
@@ -79,6 +80,18 @@ def summary(plan: Plan, every: bool = False) -> list[str]:
             + ", ".join(plan.without_rule)
         )
     return lines
+
+
+def _idle(plan: Plan) -> list[str]:
+    """Names the axes that cut no operator: the devices along them all do the same work."""
+    used = {axis for factors in plan.cuts.values() for axes in factors.values() for axis in axes}
+    idle = tuple(axis for axis in range(len(plan.mesh.device_matrix)) if axis not in used)
+    if not idle:
+        return []
+    names = "".join(plan.mesh.alias_names[axis] for axis in idle)
+    return [
+        f"nothing is cut over {names}: groups of {plan.mesh.size(idle)} devices do the same work"
+    ]
 
 
 def explanation(plan: Plan, row: OperatorRow) -> str:
