@@ -354,7 +354,7 @@ def _check_takes_pins(mode: str, pinned: Mapping[str, OperatorStrategy]) -> None
         names = ", ".join(list(pinned)[:5]) + (" …" if len(pinned) > 5 else "")
         valid = ", ".join(name for name in MODES if name not in WITHOUT_PINS)
         raise StrategyError(
-            f"mode={mode!r} decides every operator itself, but {names} pinned by shard;"
+            f"mode={mode!r} decides every operator itself, but shard has pinned {names};"
             f" modes that take pins are {valid}"
         )
 
