@@ -1,0 +1,191 @@
+"""Sharding propagation: from pinned operators outwards, each operator as its neighbours ask.
+
+Breadth first from the pinned operators, over the tensors that operators share, in both directions.
+Each next operator takes the cut with the least redistribution to what is decided already: bytes of
+the conversions of the tensors that it shares, forward and backward. Of equal ones it takes the one
+with the least memory (bytes of its tensors on one device), then with the least communication of any
+kind, gradients of parameters included, then the first in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+
+from shardwright.communication import NO_OUTPUTS, Outputs
+from shardwright.errors import StrategyError
+from shardwright.graph.graph import Graph, Kind, Op, Value
+from shardwright.layout import Axes, Layout, TensorLayout
+from shardwright.rules import rule as rule_of
+from shardwright.rules.rule import Cuts, ShardingRule
+from shardwright.search.presets import data_parallel
+from shardwright.search.recursive import CutsOfGraph
+from shardwright.search.situation import Meeting, Situation
+
+
+def propagate(
+    graph: Graph, mesh: Layout, pinned: Mapping[str, Cuts], outputs: Outputs = NO_OUTPUTS
+) -> CutsOfGraph:
+    """Decides every operator of `graph` from those that are pinned.
+
+    Args:
+        pinned: the cuts of operators that are kept as they are.
+        outputs: for operators that are told how to leave their outputs, the axes of each.
+
+    Returns:
+        For each operator that is cut the axes that cut each factor. Operators that no path joins
+        with a pinned one follow the batch, or are whole where it cannot be divided.
+
+    Raises:
+        StrategyError: nothing is pinned, or the model lacks a pinned operator.
+    """
+    _check(graph, pinned)
+    propagation = _Propagation(graph, mesh, outputs)
+    for op in graph.ops:
+        if op.name in pinned:
+            propagation.decide(op, pinned[op.name])
+    propagation.spread()
+    cuts = propagation.cuts
+    apart = [op.name for op in graph.ops if op.name not in cuts]
+    if apart:
+        following = _following_the_batch(graph, mesh)
+        cuts.update({name: following.get(name, {}) for name in apart})
+    return {op.name: cuts[op.name] for op in graph.ops if cuts[op.name]}
+
+
+class _Propagation:
+    """What is decided so far, and in which layouts that leaves and reads the values."""
+
+    def __init__(self, graph: Graph, mesh: Layout, outputs: Outputs) -> None:
+        self.graph = graph
+        self.mesh = mesh
+        self.outputs = outputs
+        self.cuts: CutsOfGraph = {}
+        self.rules = {op.name: rule_of(op) for op in graph.ops}
+        self.data = _of_inputs(graph)
+        arriving = (*graph.input_values, *graph.buffers, *graph.constants)
+        self.made = {value: mesh.replicated(len(value.shape)) for value in arriving}
+        self.read: dict[Value, dict[TensorLayout, None]] = {v: {} for v in graph.values()}
+        self._returned()
+        self._known: dict[tuple[object, ...], dict[str, Axes]] = {}
+
+    def _returned(self) -> None:
+        """What the model returns whole, and its buffers, count as read so."""
+        graph = self.graph
+        for value in graph.output_values:
+            if graph.loss is None or value is graph.loss or not value.shape:
+                self.read[value][self.mesh.replicated(len(value.shape))] = None
+        for _, value in graph.updates:
+            self.read[value][self.mesh.replicated(len(value.shape))] = None
+
+    def decide(self, op: Op, cuts: Cuts) -> None:
+        self.cuts[op.name] = {factor: tuple(axes) for factor, axes in cuts.items() if axes}
+        found = self.rules[op.name]
+        if found is None:
+            read = tuple(self.mesh.replicated(len(v.shape)) for v in op.inputs)
+            left = tuple(self.mesh.replicated(len(v.shape)) for v in op.outputs)
+        else:
+            read, left = found.layouts(self.mesh, self.cuts[op.name])
+        for value, layout in zip(op.inputs, read, strict=True):
+            self.read[value][layout] = None
+        told = self.outputs.get(op.name, (None,) * len(left))
+        for value, layout, axes in zip(op.outputs, left, told, strict=True):
+            self.made[value] = layout if axes is None else TensorLayout(self.mesh, axes)
+
+    def spread(self) -> None:
+        """Decides operator after operator, breadth first.
+
+        Paths of data that carry gradients come before others: a mask or a table of positions that
+        all layers share is no short cut from the first layer to the last.
+        """
+        near: deque[Op] = deque()
+        far: deque[Op] = deque()
+        for op in self.graph.ops:
+            if op.name in self.cuts:
+                self._enqueue(op, near, far)
+        while near or far:
+            op = (near or far).popleft()
+            if op.name not in self.cuts:
+                self.decide(op, self._cheapest(op))
+                self._enqueue(op, near, far)
+
+    def _enqueue(self, op: Op, near: deque[Op], far: deque[Op]) -> None:
+        for value, other in self._neighbours(op):
+            if other.name not in self.cuts:
+                (near if value.requires_grad and value in self.data else far).append(other)
+
+    def _neighbours(self, op: Op) -> Iterator[tuple[Value, Op]]:
+        for value in op.inputs:
+            if value in self.graph.producer:
+                yield value, self.graph.producer[value]
+        for value in op.outputs:
+            for consumer, _ in self.graph.consumers[value]:
+                yield value, consumer
+
+    def _cheapest(self, op: Op) -> dict[str, Axes]:
+        """The cut with the least cost; operators alike among neighbours alike are cut alike."""
+        found = self.rules[op.name]
+        if found is None or not found.factors:
+            return {}
+        inputs, outputs = self._meetings(op, found)
+        key = (id(found), inputs, outputs)
+        if key not in self._known:
+            self._known[key] = Situation(op, found, self.mesh, inputs, outputs).cheapest()
+        return self._known[key]
+
+    def _meetings(
+        self, op: Op, found: ShardingRule
+    ) -> tuple[tuple[Meeting, ...], tuple[Meeting, ...]]:
+        inputs = tuple(
+            Meeting(
+                dims=dims,
+                shape=value.shape,
+                itemsize=value.itemsize,
+                differentiable=value.requires_grad,
+                stored=value.kind is Kind.PARAMETER,
+                made=self.made.get(value),
+                read=() if value.kind is Kind.PARAMETER else tuple(self.read[value]),
+            )
+            for value, dims in zip(op.inputs, found.inputs, strict=True)
+        )
+        outputs = tuple(
+            Meeting(
+                dims=dims,
+                shape=value.shape,
+                itemsize=value.itemsize,
+                differentiable=value.requires_grad,
+                read=tuple(self.read[value]),
+            )
+            for value, dims in zip(op.outputs, found.outputs, strict=True)
+        )
+        return inputs, outputs
+
+
+def _of_inputs(graph: Graph) -> set[Value]:
+    """The values that depend on the model's inputs."""
+    found = set(graph.input_values)
+    for op in graph.ops:
+        if any(value in found for value in op.inputs):
+            found.update(op.outputs)
+    return found
+
+
+def _following_the_batch(graph: Graph, mesh: Layout) -> CutsOfGraph:
+    try:
+        return data_parallel(graph, mesh)
+    except StrategyError:
+        return {}
+
+
+def _check(graph: Graph, pinned: Mapping[str, Cuts]) -> None:
+    if not pinned:
+        raise StrategyError(
+            "sharding propagation starts from pinned operators and there are none: pin some with"
+            ' `sw.shard(module, strategy)`, or use mode="recursive_programming", which needs none'
+        )
+    for name in pinned:
+        if name not in graph.by_name:
+            near = get_close_matches(name, graph.by_name, n=3, cutoff=0.3)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            raise StrategyError(f"the model has no operator {name!r} that is pinned{hint}")
