@@ -10,7 +10,8 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from shardwright.plan import ConversionRow, OperatorRow, Plan, Shape, Strategy
+from shardwright.plan.plan import Plan
+from shardwright.plan.rows import ConversionRow, OperatorRow, Shape, Strategy
 
 WIDTH = 140
 """Columns that `print(plan)` takes when it does not go to a terminal."""

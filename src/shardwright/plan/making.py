@@ -1,0 +1,151 @@
+"""From what a search decided to a plan: conversions, bytes and rows follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from shardwright.communication import (
+    NO_OUTPUTS,
+    Communication,
+    Outputs,
+    Storage,
+    Transfer,
+    communication,
+)
+from shardwright.graph.graph import Graph, Op, Value
+from shardwright.layout import Layout
+from shardwright.plan.plan import Plan, dtype_name, operator_name
+from shardwright.plan.rows import ConversionRow, OperatorRow
+from shardwright.rules import rule
+from shardwright.rules.rule import Cuts
+from shardwright.strategy import OperatorStrategy
+
+NO_PINS: Mapping[str, OperatorStrategy] = MappingProxyType({})
+
+
+def make_plan(
+    graph: Graph,
+    mesh: Layout,
+    cuts: Mapping[str, Cuts],
+    storage: Storage,
+    *,
+    mode: str,
+    options: dict[str, Any],
+    search_seconds: float,
+    training: bool,
+    outputs: Outputs = NO_OUTPUTS,
+    pins: Mapping[str, OperatorStrategy] = NO_PINS,
+) -> Plan:
+    """Joins what a search decided with what follows from it: conversions and their bytes."""
+    flow = communication(graph, mesh, cuts, storage, outputs)
+    leaves = tuple(
+        {"name": leaf.name, "shape": leaf.shape, "dtype": dtype_name(leaf)}
+        if isinstance(leaf, Value)
+        else leaf
+        for leaf in graph.inputs
+    )
+    return Plan(
+        mesh=mesh,
+        mode=mode,
+        options=options,
+        cuts={
+            name: {f: tuple(axes) for f, axes in factors.items() if axes}
+            for name, factors in cuts.items()
+            if any(factors.values())
+        },
+        storage={name: tuple(axes) for name, axes in storage.items()},
+        outputs=dict(outputs),
+        pins=dict(pins),
+        parameters={v.name: (v.shape, dtype_name(v)) for v in graph.parameters},
+        inputs=leaves,
+        structure=pytree.treespec_dumps(graph.in_spec),
+        fingerprint=graph.fingerprint,
+        operators=_rows(graph, mesh, cuts, flow, pins),
+        forward_bytes=flow.forward_bytes,
+        backward_bytes=flow.backward_bytes,
+        training=training,
+        search_seconds=search_seconds,
+        capture_seconds=graph.capture_seconds,
+        graph=graph,
+    )
+
+
+def _rows(
+    graph: Graph,
+    mesh: Layout,
+    cuts: Mapping[str, Cuts],
+    flow: Communication,
+    pins: Mapping[str, OperatorStrategy],
+) -> tuple[OperatorRow, ...]:
+    seen: set[int] = set()
+    rows = (_row(op, mesh, cuts.get(op.name, {}), flow, seen) for op in graph.ops)
+    return tuple(replace(row, pinned=row.name in pins) for row in rows)
+
+
+def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) -> OperatorRow:
+    found = rule(op)
+    conversions = []
+    for index, value in enumerate(op.inputs):
+        route = flow.routes[op.name, index]
+        if route:
+            conversions.append(_conversion(value, route, seen))
+    for value in op.outputs:
+        if value in flow.left:
+            conversions.append(_conversion(value, flow.left[value], seen))
+    if op.name in flow.reductions:
+        conversions.append(_inside(op, flow))
+    return OperatorRow(
+        name=op.name,
+        operator=operator_name(op),
+        rule=str(found) if found is not None else None,
+        inputs=tuple((v.name, v.shape, v.kind.value) for v in op.inputs),
+        outputs=tuple(v.shape for v in op.outputs),
+        cuts={f: tuple(mesh.alias_names[a] for a in axes) for f, axes in cuts.items() if axes},
+        strategy=tuple(layout.shard_counts for layout in flow.read[op.name]),
+        conversions=tuple(conversions),
+        source=op.source,
+        main=found is not None and found.main is not None,
+    )
+
+
+def _inside(op: Op, flow: Communication) -> ConversionRow:
+    """The all-reduces that the operator makes itself."""
+    steps, forward, backward = [], 0, 0
+    for inner in flow.reductions[op.name]:
+        over = "".join(flow.mesh.alias_names[a] for a in inner.axes)
+        steps.append(f"all_reduce {inner.reduction.kind} over {over}")
+        there, back = inner.bytes(flow.mesh, op.output.requires_grad)
+        forward, backward = forward + there, backward + back
+    return ConversionRow("", tuple(steps), forward, backward, False)
+
+
+def _conversion(value: Value, route: tuple[Transfer, ...], seen: set[int]) -> ConversionRow:
+    fresh = [t for t in route if id(t) not in seen]
+    seen.update(id(t) for t in fresh)
+    return ConversionRow(
+        value=value.name,
+        steps=tuple(describe(t) for t in route),
+        forward_bytes=sum(t.forward_bytes for t in fresh),
+        backward_bytes=sum(t.backward_bytes for t in fresh),
+        shared=len(fresh) < len(route),
+    )
+
+
+def describe(transfer: Transfer) -> str:
+    """A step in words: `all_gather dim 1 over bc / reduce_scatter`."""
+    step = transfer.step
+    names = step.source.layout.alias_names
+    words = [step.kind]
+    if step.dim is not None:
+        words.append(f"dim {step.dim}")
+    if step.to_dim is not None:
+        words.append(f"to dim {step.to_dim}")
+    words.append(f"over {''.join(names[a] for a in step.axes)}")
+    if transfer.differentiable and step.backward is not None:
+        words.append(f"/ {step.backward}")
+    return " ".join(words)

@@ -1,0 +1,209 @@
+"""What was decided, as data: one `Plan` holds every cut and every parameter's storage.
+
+Search writes plans, lowering reads them, and neither knows the other. A plan is saved as JSON,
+printed as a table and explained operator by operator, without the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.errors import PlanError
+from shardwright.graph.graph import Graph, Op, Value
+from shardwright.layout import Layout, TensorLayout
+from shardwright.plan.rows import OperatorRow, Shape, Strategy
+from shardwright.strategy import OperatorStrategy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything decided for one model on a number of devices.
+
+    Args:
+        mesh: the device matrix, outermost axis first.
+        mode, options: how it was found.
+        cuts: for each cut operator its factors with the axes that cut them.
+        storage: for each parameter the axes that cut each dimension of what a device keeps.
+        outputs: for operators that are told how to leave their outputs, the axes of each dimension.
+        pins: what users said of operators, by name.
+        parameters: shape and dtype of each, by name.
+        inputs: name, shape and dtype of each input tensor; other leaves as they are.
+        structure: how the inputs nest, as PyTorch's pytrees write it.
+        fingerprint: of the graph that it was made for.
+        operators: one row each, in order.
+        forward_bytes, backward_bytes: that one device sends in one step.
+        search_seconds, capture_seconds: what planning took.
+        graph: the captured model; a plan from a file has none until `parallelize` captures it.
+    """
+
+    mesh: Layout
+    mode: str
+    options: dict[str, Any]
+    cuts: dict[str, dict[str, tuple[int, ...]]]
+    storage: dict[str, tuple[tuple[int, ...], ...]]
+    outputs: dict[str, tuple[tuple[tuple[int, ...], ...] | None, ...]]
+    parameters: dict[str, tuple[Shape, str]]
+    inputs: tuple[Any, ...]
+    structure: str
+    fingerprint: str
+    operators: tuple[OperatorRow, ...]
+    forward_bytes: int
+    backward_bytes: int
+    training: bool = True
+    pins: dict[str, OperatorStrategy] = field(default_factory=dict)
+    search_seconds: float = 0.0
+    capture_seconds: float = 0.0
+    graph: Graph | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def devices(self) -> int:
+        return self.mesh.num_devices
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one device sends in one training step."""
+        return self.forward_bytes + self.backward_bytes
+
+    @property
+    def strategies(self) -> dict[str, Strategy]:
+        """For each operator in how many parts each dimension of each input is cut, as torch stores
+        them: a linear layer's weight is (out_features, in_features)."""
+        return {row.name: row.strategy for row in self.operators}
+
+    @property
+    def without_rule(self) -> tuple[str, ...]:
+        """Operators that have no sharding rule; each device computes them whole."""
+        return tuple(row.name for row in self.operators if row.rule is None)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters that one device keeps."""
+        total = 0
+        for name, (shape, dtype) in self.parameters.items():
+            layout = TensorLayout(self.mesh, self.storage[name])
+            numel = 1
+            for extent in layout.shard_shape(shape):
+                numel *= extent
+            total += numel * _itemsize(dtype)
+        return total
+
+    def row(self, name: str) -> OperatorRow:
+        """What was decided about the operator `name`.
+
+        Raises:
+            PlanError: if there is none of that name; lists the nearest.
+        """
+        for row in self.operators:
+            if row.name == name:
+                return row
+        raise PlanError(_unknown(name, [row.name for row in self.operators]))
+
+    def explain(self, name: str) -> str:
+        """How the operator `name` is cut, where its inputs come from and what they cost."""
+        from shardwright.plan.table import explanation
+
+        return explanation(self, self.row(name))
+
+    def __str__(self) -> str:
+        from shardwright.plan.table import text
+
+        return text(self)
+
+    def text(self, every: bool = False) -> str:
+        """The table; with `every` also operators that only follow their neighbours."""
+        from shardwright.plan.table import text
+
+        return text(self, every)
+
+    def to_json(self) -> str:
+        """The plan as JSON text; it holds everything but the captured graph."""
+        from shardwright.plan.json_text import written
+
+        return written(self)
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "plan") -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanError: if the text is no plan, or one of another version.
+        """
+        from shardwright.plan.json_text import read
+
+        return read(text, where)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads a plan that was saved.
+
+        Raises:
+            PlanError: if the file is missing or holds no plan of this version.
+        """
+        if not Path(path).is_file():
+            raise PlanError(f"{path}: there is no such file")
+        return cls.from_json(Path(path).read_text(), str(path))
+
+    def check_fits(self, graph: Graph) -> None:
+        """Raises:
+        PlanError: if `graph` is not the model that the plan was made for; says what differs.
+        """
+        if graph.fingerprint == self.fingerprint:
+            return
+        raise PlanError(
+            f"the plan was made for another model (fingerprint {self.fingerprint}, "
+            f"this one has {graph.fingerprint}): {_difference(self, graph)}; plan this model"
+        )
+
+
+def _difference(plan: Plan, graph: Graph) -> str:
+    """The first thing in which the plan's model and `graph` differ."""
+    mine = {v.name: (v.shape, dtype_name(v)) for v in graph.parameters}
+    for name, entry in plan.parameters.items():
+        if name not in mine:
+            return f"it has no parameter {name!r}"
+        if mine[name] != entry:
+            return f"parameter {name!r} is {mine[name]}, planned as {entry}"
+    extra = [name for name in mine if name not in plan.parameters]
+    if extra:
+        return f"parameter {extra[0]!r} is not in the plan"
+    for index, (row, op) in enumerate(zip(plan.operators, graph.ops, strict=False)):
+        if row.name != op.name or row.operator != operator_name(op):
+            return (
+                f"operator {index} is {op.name!r} ({operator_name(op)}), "
+                f"planned as {row.name!r} ({row.operator})"
+            )
+        shapes = tuple(v.shape for v in op.outputs)
+        if shapes != row.outputs:
+            return f"operator {op.name!r} gives {shapes}, planned as {row.outputs}"
+    if len(plan.operators) != len(graph.ops):
+        return f"it has {len(graph.ops)} operators, planned {len(plan.operators)}"
+    return "its operators have other arguments"
+
+
+def operator_name(op: Op) -> str:
+    target = str(op.target) if hasattr(op.target, "_schema") else op.target.__name__
+    return target.removesuffix(".default")
+
+
+def dtype_name(value: Value) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _itemsize(dtype: str) -> int:
+    size: int = getattr(torch, dtype).itemsize
+    return size
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=3, cutoff=0.3)
+    hint = f"; nearest: {', '.join(near)}" if near else ""
+    return f"the plan has no operator {name!r}{hint}"

@@ -1,0 +1,63 @@
+"""What a plan tells of each operator, ready to be read: shapes, cuts, conversions and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+Strategy = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class ConversionRow:
+    """A value's way from the layout in which it is made to the one in which it is read.
+
+    Args:
+        value: its name; empty for the all-reduces inside an operator.
+        steps: the collectives, in words.
+        forward_bytes, backward_bytes: what one device sends for the steps that no other consumer
+            of the value has asked for before.
+        shared: whether some step is shared with an operator above.
+    """
+
+    value: str
+    steps: tuple[str, ...]
+    forward_bytes: int
+    backward_bytes: int
+    shared: bool
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """What was decided about one operator.
+
+    Args:
+        name: module path.
+        operator: what it computes, `aten.linear`.
+        rule: its sharding rule in words; None if it has none and is computed whole everywhere.
+        inputs: name, shape and kind of each tensor input.
+        outputs: shapes.
+        cuts: factor → the axes that cut it, by name.
+        strategy: in how many equal parts each dimension of each input is cut.
+        conversions: of its inputs, and all-reduces inside it.
+        source: the user's line.
+        main: whether the search decided it by cost.
+        pinned: whether the user said how it is cut.
+    """
+
+    name: str
+    operator: str
+    rule: str | None
+    inputs: tuple[tuple[str, Shape, str], ...]
+    outputs: tuple[Shape, ...]
+    cuts: dict[str, tuple[str, ...]]
+    strategy: Strategy
+    conversions: tuple[ConversionRow, ...]
+    source: str
+    main: bool
+    pinned: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one device sends for the conversions of its inputs, forward and backward."""
+        return sum(c.forward_bytes + c.backward_bytes for c in self.conversions)
