@@ -26,6 +26,7 @@ from shardwright.plan import Plan, make_plan
 from shardwright.rules import rule
 from shardwright.rules.rule import Cuts
 from shardwright.search.presets import data_parallel, semi_auto, stand_alone
+from shardwright.search.propagation import propagate
 from shardwright.search.recursive import search
 from shardwright.strategy import Fixed, OperatorStrategy, fix, storage_as_said
 
@@ -34,6 +35,9 @@ Search = Callable[[Graph, Fixed, dict[str, Any]], Mapping[str, Cuts]]
 MODES: dict[str, Search] = {
     "recursive_programming": lambda graph, fixed, options: search(
         graph, fixed.mesh, pinned=fixed.cuts, **options
+    ),
+    "sharding_propagation": lambda graph, fixed, options: propagate(
+        graph, fixed.mesh, fixed.cuts, fixed.outputs
     ),
     "semi_auto": lambda graph, fixed, options: semi_auto(graph, fixed.mesh, fixed.cuts),
     "data_parallel": lambda graph, fixed, options: data_parallel(graph, fixed.mesh),
@@ -74,9 +78,10 @@ def plan(
     Args:
         net: a model, or a graph that was captured before.
         args, kwargs: an example of its call, with the whole batch; only shapes and dtypes matter.
-        mode: `recursive_programming` (the double recursive search), `semi_auto` (operators that
-            `shard` has pinned as pinned, all others along the batch), `data_parallel` (everything
-            follows the batch) or `stand_alone` (nothing is cut).
+        mode: `recursive_programming` (the double recursive search), `sharding_propagation` (from
+            the operators that `shard` has pinned outwards, with the least redistribution),
+            `semi_auto` (operators that `shard` has pinned as pinned, all others along the batch),
+            `data_parallel` (everything follows the batch) or `stand_alone` (nothing is cut).
         mem_coeff: small values favour data parallel, large ones model parallel.
         cost_model: `symbolic`, the relative costs of the published search.
         order: in which the search takes operators, by `weight` or `topology`.

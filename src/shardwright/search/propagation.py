@@ -19,7 +19,7 @@ from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.layout import Axes, Layout, TensorLayout
 from shardwright.rules import rule as rule_of
 from shardwright.rules.rule import Cuts, ShardingRule
-from shardwright.search.presets import data_parallel
+from shardwright.search.presets import semi_auto
 from shardwright.search.recursive import CutsOfGraph
 from shardwright.search.situation import Meeting, Situation
 
@@ -35,7 +35,7 @@ def propagate(
 
     Returns:
         For each operator that is cut the axes that cut each factor. Operators that no path joins
-        with a pinned one follow the batch, or are whole where it cannot be divided.
+        with a pinned one follow the batch as far as it divides.
 
     Raises:
         StrategyError: nothing is pinned, or the model lacks a pinned operator.
@@ -49,7 +49,7 @@ def propagate(
     cuts = propagation.cuts
     apart = [op.name for op in graph.ops if op.name not in cuts]
     if apart:
-        following = _following_the_batch(graph, mesh)
+        following = semi_auto(graph, mesh, {})
         cuts.update({name: following.get(name, {}) for name in apart})
     return {op.name: cuts[op.name] for op in graph.ops if cuts[op.name]}
 
@@ -169,13 +169,6 @@ def _of_inputs(graph: Graph) -> set[Value]:
         if any(value in found for value in op.inputs):
             found.update(op.outputs)
     return found
-
-
-def _following_the_batch(graph: Graph, mesh: Layout) -> CutsOfGraph:
-    try:
-        return data_parallel(graph, mesh)
-    except StrategyError:
-        return {}
 
 
 def _check(graph: Graph, pinned: Mapping[str, Cuts]) -> None:

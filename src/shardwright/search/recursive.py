@@ -97,10 +97,6 @@ def search(
     cuts.update({name: dict(factors) for name, factors in (pinned or {}).items() if factors})
     if not cuts and not pins and mesh.num_devices > 1 and not recursion.had_a_choice:
         raise StrategyError(_nothing_divides(indexed, mesh))
-    for op, pin in pins.items():
-        # In the order of its axes, which the walk over the axes does not know.
-        if indexed.names[op] in cuts:
-            cuts[indexed.names[op]] = {factor: axes for factor, axes in pin.items() if axes}
     return cuts
 
 
