@@ -111,7 +111,7 @@ def test_counts_of_a_parameter_keep_the_axes_of_its_use(
     [
         (
             (2,),
-            r"parameter fc.weight \[16, 8\] has 2 dimensions, and \(2,\) in parameter_plan is for 1",
+            r"fc.weight \[16, 8\] has 2 dimensions, and \(2,\) in parameter_plan is for 1",
         ),
         ((3, 1), r"3 equal parts do not divide dimension 0 of size 16, .*; valid are 1, 2, 4, 8"),
         (

@@ -57,8 +57,8 @@ def test_each_output_has_its_own_entry() -> None:
         (
             SUMMED,
             ((1, 1),),
-            r"fc: .* → \(\(1,1\),\) for .*: output 0 \[16, 64\] cannot be left as \(1,1\); it is made"
-            r" as \(2,1\) as a sum of 4 terms over axes bc; valid is \(2,1\) \(all-reduce\),"
+            r"fc: .* → \(\(1,1\),\) for .*: output 0 \[16, 64\] cannot be left as \(1,1\); it is"
+            r" made as \(2,1\) as a sum of 4 terms over axes bc; valid is \(2,1\) \(all-reduce\),"
             r" \(8,1\), \(2,4\) \(reduce-scatter\)$",
         ),
         (SUMMED, ((16, 1),), r"cannot be left as \(16,1\)"),
