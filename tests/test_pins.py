@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import shardwright as sw
 
 LAYOUT = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
-PINNING_MODES = ("semi_auto", "recursive_programming")
+PINNING_MODES = ("semi_auto", "recursive_programming", "sharding_propagation")
 
 
 class Digits(nn.Module):
