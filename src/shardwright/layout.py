@@ -333,15 +333,21 @@ class TensorLayout:
             mesh = Layout(sizes, names, mesh.rank_list)
         return conversion(self.on(mesh), target.on(mesh), shape, element_bytes(dtype))
 
-    def __repr__(self) -> str:
+    @property
+    def placement(self) -> str:
+        """The axes of each dimension by name: `(a, b·c; partial d)`."""
+
         def named(axes: Iterable[int], between: str) -> str:
             return between.join(self.alias_names[axis] for axis in axes)
 
         dims = ", ".join(named(dim, "·") or "None" for dim in self.axes)
         marks = f"; partial {named(sorted(self.partial), ' ')}" if self.partial else ""
         marks += f"; varying {named(sorted(self.varying), ' ')}" if self.varying else ""
+        return f"({dims}{marks})"
+
+    def __repr__(self) -> str:
         sizes = zip(self.alias_names, self.device_matrix, strict=True)
-        return f"({dims}{marks}) on ({', '.join(f'{name} {size}' for name, size in sizes)})"
+        return f"{self.placement} on ({', '.join(f'{name} {size}' for name, size in sizes)})"
 
     def visualize(self, shape: tuple[int, ...] | None = None) -> str:
         """A picture in text: a grid of the blocks, in each cell the ranks that hold it.

@@ -7,12 +7,12 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from shardwright.errors import PlanError
-from shardwright.layout import Layout
+from shardwright.layout import Layout, TensorLayout
 from shardwright.plan.plan import Plan
 from shardwright.plan.rows import ConversionRow, OperatorRow
 from shardwright.strategy import OperatorStrategy
 
-VERSION = 1
+VERSION = 2
 
 
 def written(plan: Plan) -> str:
@@ -22,7 +22,8 @@ def written(plan: Plan) -> str:
         "device_matrix": plan.mesh.device_matrix,
         "alias_names": plan.mesh.alias_names,
     }
-    data["operators"] = [asdict(row) for row in plan.operators]
+    data["operators"] = [_row_data(row) for row in plan.operators]
+    data["returned"] = [asdict(row) for row in plan.returned]
     data["pins"] = {name: strategy.to_dict() for name, strategy in plan.pins.items()}
     return json.dumps({"version": VERSION, "devices": plan.devices, **data}, indent=1)
 
@@ -62,17 +63,47 @@ def _plan(data: dict[str, Any]) -> Plan:
         {**leaf, "shape": tuple(leaf["shape"])} if isinstance(leaf, dict) else leaf
         for leaf in data["inputs"]
     )
-    values["operators"] = tuple(_operator_row(row) for row in data["operators"])
+    rows = data["operators"]
+    values["operators"] = tuple(_operator_row(row, values["mesh"]) for row in rows)
+    values["returned"] = tuple(_conversion_row(row) for row in data["returned"])
     return Plan(**values)
 
 
-def _operator_row(data: dict[str, Any]) -> OperatorRow:
-    tupled = {key: _tuples(data[key]) for key in ("inputs", "outputs", "strategy")}
-    cuts = {factor: tuple(axes) for factor, axes in data["cuts"].items()}
-    conversions = tuple(
-        ConversionRow(**{**row, "steps": tuple(row["steps"])}) for row in data["conversions"]
-    )
-    return OperatorRow(**{**data, **tupled, "cuts": cuts, "conversions": conversions})
+def _row_data(row: OperatorRow) -> dict[str, Any]:
+    data = {f.name: getattr(row, f.name) for f in fields(row)}
+    for key in ("read", "made"):
+        data[key] = [_layout_data(layout) for layout in data[key]]
+    data["conversions"] = [asdict(conversion) for conversion in row.conversions]
+    return data
+
+
+def _operator_row(data: dict[str, Any], mesh: Layout) -> OperatorRow:
+    values = dict(data)
+    for key in ("inputs", "outputs"):
+        values[key] = _tuples(data[key])
+    for key in ("read", "made"):
+        values[key] = tuple(_layout(layout, mesh) for layout in data[key])
+    values["cuts"] = {factor: tuple(axes) for factor, axes in data["cuts"].items()}
+    values["conversions"] = tuple(_conversion_row(row) for row in data["conversions"])
+    return OperatorRow(**values)
+
+
+def _conversion_row(data: dict[str, Any]) -> ConversionRow:
+    return ConversionRow(**{**data, "steps": tuple(data["steps"])})
+
+
+def _layout_data(layout: TensorLayout) -> dict[str, Any]:
+    """Axes as indices; `partial` and `varying` only where there are any."""
+    data: dict[str, Any] = {"axes": layout.axes}
+    for key, axes in (("partial", layout.partial), ("varying", layout.varying)):
+        if axes:
+            data[key] = sorted(axes)
+    return data
+
+
+def _layout(data: dict[str, Any], mesh: Layout) -> TensorLayout:
+    partial, varying = data.get("partial", ()), data.get("varying", ())
+    return TensorLayout(mesh, _tuples(data["axes"]), frozenset(partial), frozenset(varying))
 
 
 def _tuples(data: Any) -> Any:

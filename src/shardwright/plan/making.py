@@ -43,6 +43,7 @@ def make_plan(
 ) -> Plan:
     """Joins what a search decided with what follows from it: conversions and their bytes."""
     flow = communication(graph, mesh, cuts, storage, outputs)
+    seen: set[int] = set()
     leaves = tuple(
         {"name": leaf.name, "shape": leaf.shape, "dtype": dtype_name(leaf)}
         if isinstance(leaf, Value)
@@ -65,7 +66,8 @@ def make_plan(
         inputs=leaves,
         structure=pytree.treespec_dumps(graph.in_spec),
         fingerprint=graph.fingerprint,
-        operators=_rows(graph, mesh, cuts, flow, pins),
+        operators=_rows(graph, mesh, cuts, flow, pins, seen),
+        returned=_returned(graph, flow, seen),
         forward_bytes=flow.forward_bytes,
         backward_bytes=flow.backward_bytes,
         training=training,
@@ -81,8 +83,8 @@ def _rows(
     cuts: Mapping[str, Cuts],
     flow: Communication,
     pins: Mapping[str, OperatorStrategy],
+    seen: set[int],
 ) -> tuple[OperatorRow, ...]:
-    seen: set[int] = set()
     rows = (_row(op, mesh, cuts.get(op.name, {}), flow, seen) for op in graph.ops)
     return tuple(replace(row, pinned=row.name in pins) for row in rows)
 
@@ -106,11 +108,19 @@ def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) 
         inputs=tuple((v.name, v.shape, v.kind.value) for v in op.inputs),
         outputs=tuple(v.shape for v in op.outputs),
         cuts={f: tuple(mesh.alias_names[a] for a in axes) for f, axes in cuts.items() if axes},
-        strategy=tuple(layout.shard_counts for layout in flow.read[op.name]),
+        read=flow.read[op.name],
+        made=tuple(flow.made[value] for value in op.outputs),
         conversions=tuple(conversions),
         source=op.source,
         main=found is not None and found.main is not None,
     )
+
+
+def _returned(graph: Graph, flow: Communication, seen: set[int]) -> tuple[ConversionRow, ...]:
+    """What becomes of the model's outputs, then of the new values of its buffers."""
+    ways = [(value, flow.output_routes[value]) for value in graph.output_values]
+    ways += [(value, flow.update_routes[value]) for _, value in graph.updates]
+    return tuple(_conversion(value, route, seen) for value, route in ways if route)
 
 
 def _inside(op: Op, flow: Communication) -> ConversionRow:

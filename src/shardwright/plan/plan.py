@@ -16,7 +16,7 @@ import torch
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout import Layout, TensorLayout
-from shardwright.plan.rows import OperatorRow, Shape, Strategy
+from shardwright.plan.rows import ConversionRow, OperatorRow, Shape, Strategy
 from shardwright.strategy import OperatorStrategy
 
 
@@ -36,6 +36,7 @@ class Plan:
         structure: how the inputs nest, as PyTorch's pytrees write it.
         fingerprint: of the graph that it was made for.
         operators: one row each, in order.
+        returned: conversions of the model's outputs, and of new values of its buffers.
         forward_bytes, backward_bytes: that one device sends in one step.
         search_seconds, capture_seconds: what planning took.
         graph: the captured model; a plan from a file has none until `parallelize` captures it.
@@ -52,6 +53,7 @@ class Plan:
     structure: str
     fingerprint: str
     operators: tuple[OperatorRow, ...]
+    returned: tuple[ConversionRow, ...]
     forward_bytes: int
     backward_bytes: int
     training: bool = True

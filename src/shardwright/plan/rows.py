@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwright.layout import TensorLayout
+
 Shape = tuple[int, ...]
 Strategy = tuple[tuple[int, ...], ...]
 
@@ -38,7 +40,8 @@ class OperatorRow:
         inputs: name, shape and kind of each tensor input.
         outputs: shapes.
         cuts: factor → the axes that cut it, by name.
-        strategy: in how many equal parts each dimension of each input is cut.
+        read: the layout in which each input is read.
+        made: the layout in which each output is made.
         conversions: of its inputs, and all-reduces inside it.
         source: the user's line.
         main: whether the search decided it by cost.
@@ -51,11 +54,17 @@ class OperatorRow:
     inputs: tuple[tuple[str, Shape, str], ...]
     outputs: tuple[Shape, ...]
     cuts: dict[str, tuple[str, ...]]
-    strategy: Strategy
+    read: tuple[TensorLayout, ...]
+    made: tuple[TensorLayout, ...]
     conversions: tuple[ConversionRow, ...]
     source: str
     main: bool
     pinned: bool = False
+
+    @property
+    def strategy(self) -> Strategy:
+        """In how many equal parts each dimension of each input is cut."""
+        return tuple(layout.shard_counts for layout in self.read)
 
     @property
     def bytes(self) -> int:
