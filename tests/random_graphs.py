@@ -80,7 +80,7 @@ class RandomNet(nn.Module):
         if len(inputs) == 2:
             products: list[Any] = [torch.add, torch.mul, join]
             return sw.Op(draw.choice(products))
-        kind = draw.choice(("linear", "linear", "norm", "softmax", "scale", "unary", "gram"))
+        kind = draw.choice(("linear", "norm", "softmax", "scale", "unary", "unary", "gram"))
         if kind == "linear":
             return nn.Linear(width, draw.choice((4, 8, 12)), bias=draw.random() < 0.5)
         if kind == "norm":
