@@ -150,6 +150,20 @@ def test_pins_that_meet_are_converted_where_least_is_sent() -> None:
     assert not converted & {"wide", "up", "wide2"}
 
 
+def test_a_conversion_far_from_both_pins_finds_the_narrow_place() -> None:
+    """Breadth first, the ways meet in the middle; the narrow tensor is near the second pin."""
+    net = GraphBuilder()
+    x = net.linear("first", net.input("x", 32, 512), 512)
+    for i in range(6):
+        x = net.op(f"wide{i}", aten.relu.default, x)
+    x = net.op("narrow", aten.relu.default, net.linear("down", x, 16))
+    net.linear("last", net.linear("up", x, 512), 512)
+    graph = net.build()
+    cuts = propagate(graph, EIGHT, {"first": {"b": (0, 1, 2)}, "last": {"k": (0, 1, 2)}})
+    assert all(cuts[f"wide{i}"] == {"b": (0, 1, 2)} for i in range(6))
+    assert cuts["up"] == {"j": (0, 1, 2)}
+
+
 def test_a_residual_stream_is_not_converted_around_one_pinned_layer() -> None:
     net = GraphBuilder()
     x = net.linear("stem", net.input("x", 32, 512), 512)
@@ -209,9 +223,9 @@ def test_propagation_gives_the_same_plan_every_time() -> None:
 def test_a_thousand_operators_take_less_than_two_seconds() -> None:
     graph = llama_graph(20)
     assert len(graph.ops) > 1000
-    started = time.perf_counter()
+    started = time.process_time()
     cuts = propagate(graph, EIGHT, {"0.up_proj": {"j": (0, 1, 2)}, "9.attn.q_proj": {"b": (0,)}})
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     assert len(cuts) > 500
 
 
@@ -304,7 +318,7 @@ def test_pins_of_dimension_changing_operators_spread_through_them(pins: Pins) ->
     net = DimensionChanging()
     model = (net, (torch.randn(8, 4, 16), torch.randn(8, 4, 8)), {})
     plan = checked(model, 8, pins)
-    assert set(plan.cuts) >= {"first", "reshape", "transpose", "mean", "last"} - {"last"}
+    assert set(plan.cuts) >= {"first", "reshape", "transpose", "mean"}
 
 
 def test_boundary_pins_split_a_model_in_a_data_and_a_model_parallel_half() -> None:
@@ -358,7 +372,7 @@ def every(examples: int) -> Any:
     return decorate
 
 
-@every(5)
+@every(4)
 def test_random_pins_give_the_values_and_gradients_of_one_device(
     name: str, devices: int, seed: int
 ) -> None:
@@ -395,7 +409,7 @@ def test_the_search_accepts_that_all_that_can_be_cut_is_pinned_whole() -> None:
 
 
 @given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 2**32))
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 def test_neither_propagation_nor_the_search_changes_random_pins(name: str, seed: int) -> None:
     _, graph = captured(name)
     pins = random_pins(graph, EIGHT, seed)

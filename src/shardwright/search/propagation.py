@@ -5,12 +5,15 @@ Each next operator takes the cut with the least redistribution to what is decide
 the conversions of the tensors that it shares, forward and backward. Of equal ones it takes the one
 with the least memory (bytes of its tensors on one device), then with the least communication of any
 kind, gradients of parameters included, then the first in a fixed order.
+
+Then operators are decided again with all their neighbours known, so that where the ways from
+several pins have met the conversion between them comes to lie where it is cheapest.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 
 from shardwright.communication import NO_OUTPUTS, Outputs
@@ -18,7 +21,7 @@ from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.layout import Axes, Layout, TensorLayout
 from shardwright.rules import rule as rule_of
-from shardwright.rules.rule import Cuts, ShardingRule
+from shardwright.rules.rule import Cuts, Dims
 from shardwright.search.presets import semi_auto
 from shardwright.search.recursive import CutsOfGraph
 from shardwright.search.situation import Meeting, Situation
@@ -46,12 +49,17 @@ def propagate(
         if op.name in pinned:
             propagation.decide(op, pinned[op.name])
     propagation.spread()
+    propagation.settle(pinned)
     cuts = propagation.cuts
     apart = [op.name for op in graph.ops if op.name not in cuts]
     if apart:
         following = semi_auto(graph, mesh, {})
         cuts.update({name: following.get(name, {}) for name in apart})
     return {op.name: cuts[op.name] for op in graph.ops if cuts[op.name]}
+
+
+ROUNDS = 4
+"""At most so many times all operators are decided again, forward and backward."""
 
 
 class _Propagation:
@@ -66,7 +74,9 @@ class _Propagation:
         self.data = _of_inputs(graph)
         arriving = (*graph.input_values, *graph.buffers, *graph.constants)
         self.made = {value: mesh.replicated(len(value.shape)) for value in arriving}
-        self.read: dict[Value, dict[TensorLayout, None]] = {v: {} for v in graph.values()}
+        self.read: dict[Value, dict[tuple[str, int], TensorLayout]] = {
+            value: {} for value in graph.values()
+        }
         self._returned()
         self._known: dict[tuple[object, ...], dict[str, Axes]] = {}
 
@@ -75,9 +85,9 @@ class _Propagation:
         graph = self.graph
         for value in graph.output_values:
             if graph.loss is None or value is graph.loss or not value.shape:
-                self.read[value][self.mesh.replicated(len(value.shape))] = None
+                self.read[value]["", 0] = self.mesh.replicated(len(value.shape))
         for _, value in graph.updates:
-            self.read[value][self.mesh.replicated(len(value.shape))] = None
+            self.read[value]["", 0] = self.mesh.replicated(len(value.shape))
 
     def decide(self, op: Op, cuts: Cuts) -> None:
         self.cuts[op.name] = {factor: tuple(axes) for factor, axes in cuts.items() if axes}
@@ -87,8 +97,8 @@ class _Propagation:
             left = tuple(self.mesh.replicated(len(v.shape)) for v in op.outputs)
         else:
             read, left = found.layouts(self.mesh, self.cuts[op.name])
-        for value, layout in zip(op.inputs, read, strict=True):
-            self.read[value][layout] = None
+        for index, (value, layout) in enumerate(zip(op.inputs, read, strict=True)):
+            self.read[value][op.name, index] = layout
         told = self.outputs.get(op.name, (None,) * len(left))
         for value, layout, axes in zip(op.outputs, left, told, strict=True):
             self.made[value] = layout if axes is None else TensorLayout(self.mesh, axes)
@@ -123,43 +133,88 @@ class _Propagation:
             for consumer, _ in self.graph.consumers[value]:
                 yield value, consumer
 
+    def settle(self, pinned: Mapping[str, Cuts]) -> None:
+        """Decides operators again that redistribute, until that no longer makes it less."""
+        free = [op for op in self.graph.ops if op.name in self.cuts and op.name not in pinned]
+        before = self._redistribution()
+        for _ in range(ROUNDS):
+            for ops, forward in ((free, True), (free[::-1], False)):
+                for op in ops:
+                    cuts = self._again(op, forward)
+                    if cuts != self.cuts[op.name]:
+                        self.decide(op, cuts)
+            now = self._redistribution()
+            if now >= before:
+                return
+            before = now
+
+    def _redistribution(self) -> int:
+        total = 0
+        for value, layouts in self.read.items():
+            if value in self.made:
+                meeting = _meeting(value, ())
+                read = tuple(dict.fromkeys(layouts.values()))
+                for place, target in enumerate(read):
+                    total += meeting.redistribution(self.made[value], target, read[:place])
+        return total
+
     def _cheapest(self, op: Op) -> dict[str, Axes]:
-        """The cut with the least cost; operators alike among neighbours alike are cut alike."""
-        found = self.rules[op.name]
-        if found is None or not found.factors:
+        situation = self._situation(op)
+        return {} if situation is None else self._remembered(situation, (), situation.cheapest)
+
+    def _again(self, op: Op, forward: bool) -> dict[str, Axes]:
+        situation, cuts = self._situation(op), self.cuts[op.name]
+        if situation is None:
             return {}
-        inputs, outputs = self._meetings(op, found)
-        key = (id(found), inputs, outputs)
+        return self._remembered(
+            situation,
+            (tuple(cuts.items()), forward),
+            lambda: situation.again(cuts, forward),
+        )
+
+    def _remembered(
+        self,
+        situation: Situation,
+        more: tuple[object, ...],
+        found: Callable[[], dict[str, Axes]],
+    ) -> dict[str, Axes]:
+        """Operators alike among neighbours alike are cut alike."""
+        key = (id(situation.rule), situation.inputs, situation.outputs, *more)
         if key not in self._known:
-            self._known[key] = Situation(op, found, self.mesh, inputs, outputs).cheapest()
+            self._known[key] = found()
         return self._known[key]
 
-    def _meetings(
-        self, op: Op, found: ShardingRule
-    ) -> tuple[tuple[Meeting, ...], tuple[Meeting, ...]]:
+    def _situation(self, op: Op) -> Situation | None:
+        """What is decided around `op`; None if there is nothing to decide about it."""
+        found = self.rules[op.name]
+        if found is None or not found.factors:
+            return None
         inputs = tuple(
-            Meeting(
-                dims=dims,
-                shape=value.shape,
-                itemsize=value.itemsize,
-                differentiable=value.requires_grad,
-                stored=value.kind is Kind.PARAMETER,
-                made=self.made.get(value),
-                read=() if value.kind is Kind.PARAMETER else tuple(self.read[value]),
-            )
+            _meeting(value, dims, self.made.get(value), self._others(op, value))
             for value, dims in zip(op.inputs, found.inputs, strict=True)
         )
         outputs = tuple(
-            Meeting(
-                dims=dims,
-                shape=value.shape,
-                itemsize=value.itemsize,
-                differentiable=value.requires_grad,
-                read=tuple(self.read[value]),
-            )
+            _meeting(value, dims, None, self._others(op, value))
             for value, dims in zip(op.outputs, found.outputs, strict=True)
         )
-        return inputs, outputs
+        return Situation(op, found, self.mesh, inputs, outputs)
+
+    def _others(self, op: Op, value: Value) -> tuple[TensorLayout, ...]:
+        """The layouts in which others than `op` read `value`; a parameter is no tie to them."""
+        if value.kind is Kind.PARAMETER:
+            return ()
+        read = self.read[value].items()
+        return tuple(dict.fromkeys(layout for (name, _), layout in read if name != op.name))
+
+
+def _meeting(
+    value: Value,
+    dims: Dims,
+    made: TensorLayout | None = None,
+    read: tuple[TensorLayout, ...] = (),
+) -> Meeting:
+    stored = value.kind is Kind.PARAMETER
+    return Meeting(dims, value.shape, value.itemsize, value.requires_grad, stored, made, read)
 
 
 def _of_inputs(graph: Graph) -> set[Value]:

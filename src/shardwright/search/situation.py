@@ -26,6 +26,9 @@ CANDIDATES = 512
 Cost = tuple[int, int]
 """Bytes of redistribution, then of memory on one device."""
 
+Between = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
+"""A conversion: from, to, and to where else: ways that share its first steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
@@ -132,6 +135,29 @@ class Situation:
                 return best
             best = better
 
+    def again(self, cuts: dict[str, Axes], forward: bool) -> dict[str, Axes]:
+        """What to cut instead of `cuts`, now that all neighbours are decided.
+
+        Never at more cost. Where nothing redistributes less, but as little, it is what agrees with
+        the inputs (or the outputs, if not `forward`): so conversions move along tensors of equal
+        size, to where they may become cheaper.
+        """
+        bound = self.cost(cuts)
+        if bound is None or not bound[0]:
+            return cuts
+
+        def near(cuts: Cuts) -> int:
+            read, left = self.rule.layouts(self.mesh, cuts)
+            side = self._entering(read) if forward else self._leaving(left)
+            return sum(meeting.redistribution(*between) for meeting, between in side)
+
+        best, least = cuts, (bound[0], near(cuts), bound[1])
+        for other in chain(self.candidates(), self._changes(cuts)):
+            cost = self.cost(other, bound)
+            if cost is not None and (key := (cost[0], near(other), cost[1])) < least:
+                best, least = other, key
+        return best
+
     def _least(self, candidates: Iterable[dict[str, Axes]]) -> dict[str, Axes]:
         """The first of the cheapest.
 
@@ -154,8 +180,8 @@ class Situation:
         tensors = zip((*self.inputs, *self.outputs), (*read, *left), strict=True)
         memory = sum(meeting.local_bytes(layout) for meeting, layout in tensors)
         redistribution = 0
-        for meeting, source, target, others in self._conversions(read, left):
-            redistribution += meeting.redistribution(source, target, others)
+        for meeting, between in chain(self._entering(read), self._leaving(left)):
+            redistribution += meeting.redistribution(*between)
             if bound is not None and (redistribution, memory) > bound:
                 return None
         return redistribution, memory
@@ -164,21 +190,20 @@ class Situation:
         """All bytes that cutting the operator so sends, for gradients of parameters too."""
         read, left = self.rule.layouts(self.mesh, cuts)
         sent = self._inside(cuts)
-        for meeting, source, target, others in self._conversions(read, left):
-            sent += meeting.traffic(source, target, others)
+        for meeting, between in chain(self._entering(read), self._leaving(left)):
+            sent += meeting.traffic(*between)
         return sent
 
-    def _conversions(
-        self, read: tuple[TensorLayout, ...], left: tuple[TensorLayout, ...]
-    ) -> Iterator[tuple[Meeting, TensorLayout, TensorLayout, Sequence[TensorLayout]]]:
-        """What is converted from and to; the last: the layouts of others that share the way."""
+    def _entering(self, read: tuple[TensorLayout, ...]) -> Iterator[tuple[Meeting, Between]]:
         for meeting, layout in zip(self.inputs, read, strict=True):
             source = _bare(layout) if meeting.stored else meeting.made
             if source is not None:
-                yield meeting, source, layout, meeting.read
+                yield meeting, (source, layout, meeting.read)
+
+    def _leaving(self, left: tuple[TensorLayout, ...]) -> Iterator[tuple[Meeting, Between]]:
         for meeting, layout in zip(self.outputs, left, strict=True):
             for place, target in enumerate(meeting.read):
-                yield meeting, layout, target, meeting.read[:place]
+                yield meeting, (layout, target, meeting.read[:place])
 
     def _inside(self, cuts: Cuts) -> int:
         """Bytes of the all-reduces inside the operator."""
