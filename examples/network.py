@@ -1,15 +1,21 @@
-"""The network of the documents: 784-512-512-1, mean absolute error, momentum.
+"""The search: nothing of this network is pinned. 784-512-512-1, mean absolute error, momentum.
 
 torchrun --nproc-per-node 8 examples/network.py     # 8 devices
 python examples/network.py                          # one
-shardwright train examples/network.yaml --devices 8 # the same, from a configuration
+shardwright train examples/network.yaml --devices 8 # this network from a configuration
+
+The data is MNIST where the environment variable DATA_PATH names its folder, else scikit-learn's
+digits, enlarged.
 """
+
+import argparse
+from itertools import islice
 
 import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.train import Batches, MeanAbsoluteError, World, digits, process_group
+from shardwright.train import Batches, MeanAbsoluteError, World, mnist_or_digits, process_group
 
 
 class Network(nn.Module):
@@ -31,22 +37,31 @@ class Network(nn.Module):
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--steps", type=int, help="of each epoch, at most")
+    parser.add_argument("--log-every", type=int, default=10, help="steps from line to line")
+    arguments = parser.parse_args()
+
     world = World.from_environment()
-    batches = Batches(digits(image_size=28), batch_size=32)
+    batches = Batches(mnist_or_digits(), batch_size=32)
     torch.manual_seed(1)
     net = sw.WithLoss(Network(), MeanAbsoluteError())
-    plan = sw.plan(net, next(batches.epoch(0)), {}, devices=world.size)
+    plan = sw.plan(net, next(batches.epoch(0)), devices=world.size)
+    if world.rank == 0:
+        print(plan)
+
     with process_group(world) as device:
         net = sw.parallelize(net.to(device), plan, device)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.1)
-        for epoch in range(10):
-            for step, (images, labels) in enumerate(batches.epoch(epoch)):
+        for epoch in range(arguments.epochs):
+            for step, (images, labels) in enumerate(islice(batches.epoch(epoch), arguments.steps)):
                 loss = net(images.to(device), labels.to(device))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if world.rank == 0 and step % 100 == 0:
-                    print(f"epoch: {epoch}, step: {step}, loss is {loss.item()}", flush=True)
+                if world.rank == 0 and step % arguments.log_every == 0:
+                    print(f"epoch: {epoch}, step: {step}, loss is {loss:.7f}", flush=True)
 
 
 if __name__ == "__main__":

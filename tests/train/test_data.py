@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwright.errors import DataError
-from shardwright.train.data import Batches, digits, mnist
+from shardwright.train.data import Batches, digits, mnist, mnist_or_digits
 
 IMAGES = np.arange(5 * 3 * 2, dtype=np.uint8).reshape(5, 3, 2)
 LABELS = np.array([3, 1, 4, 1, 5], dtype=np.uint8)
@@ -98,6 +98,21 @@ def test_the_digits_are_scaled_and_may_be_enlarged_with_a_border() -> None:
     torch.testing.assert_close(large.sum(), 9 * small.sum(), rtol=1e-5, atol=0)
     with pytest.raises(DataError, match="8 x 8 pixels, not 7"):
         digits(7)
+
+
+def test_mnist_is_taken_where_data_path_is_set_else_digits_alike(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATA_PATH", str(folder))
+    torch.testing.assert_close(mnist_or_digits(), mnist())
+    monkeypatch.delenv("DATA_PATH")
+    images, labels = mnist_or_digits()
+    assert images.shape == (1797, 1, 28, 28)
+    torch.testing.assert_close(
+        (images.mean(), images.std()), (torch.tensor(0.0), torch.tensor(1.0))
+    )
+    assert torch.corrcoef(torch.stack([images.flatten(), digits(28)[0].flatten()]))[0, 1] > 0.999
+    assert torch.equal(labels, digits()[1])
 
 
 def test_an_epoch_draws_each_sample_at_most_once_in_full_batches() -> None:

@@ -1,6 +1,6 @@
 """Training: data, the loop, processes and what is seen of them."""
 
-from shardwright.train.data import Batches, digits, mnist
+from shardwright.train.data import Batches, digits, mnist, mnist_or_digits
 from shardwright.train.loss import MeanAbsoluteError, MeanSquaredError
 from shardwright.train.process_group import World, process_group
 from shardwright.train.steps import Step
@@ -14,6 +14,7 @@ __all__ = [
     "World",
     "digits",
     "mnist",
+    "mnist_or_digits",
     "process_group",
     "train",
 ]

@@ -20,7 +20,7 @@ from shardwright.errors import DataError
 # Mean and standard deviation of the pixels of MNIST's training images, scaled to 0…1.
 MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
 IMAGES_FILE, LABELS_FILE = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
-DIGITS_SIZE = 8
+DIGITS_SIZE, MNIST_SIZE = 8, 28
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,19 @@ def mnist(folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
         )
     images = torch.from_numpy(pixels).unsqueeze(1).to(torch.float32) / 255.0
     return (images - MNIST_MEAN) / MNIST_STD, torch.from_numpy(labels).to(torch.int64)
+
+
+def mnist_or_digits() -> tuple[Tensor, Tensor]:
+    """MNIST if the environment variable DATA_PATH is set, else the digits in the same form: images
+    [n, 1, 28, 28], normalised to mean 0 and standard deviation 1, labels [n].
+
+    Raises:
+        DataError: as `mnist` and `digits` do.
+    """
+    if os.environ.get("DATA_PATH"):
+        return mnist()
+    images, labels = digits(MNIST_SIZE)
+    return (images - images.mean()) / images.std(), labels
 
 
 def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
