@@ -16,7 +16,7 @@ ORDER = [
     ["graph"],
     ["rules"],
     ["strategy"],
-    ["pins", "communication"],
+    ["pins", "strategy_files", "communication"],
     ["plan"],
     ["cost"],
     ["search"],

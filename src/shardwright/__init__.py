@@ -27,6 +27,7 @@ from shardwright.graph.capture import capture
 from shardwright.layout import Layout, TensorLayout
 from shardwright.pins import Op, shard
 from shardwright.plan import Plan
+from shardwright.strategy_files import load_strategies
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "capture",
     "check",
     "examine",
+    "load_strategies",
     "parallelize",
     "plan",
     "shard",

@@ -43,10 +43,13 @@ class Pin:
     Args:
         strategy: of its operator.
         parameters: how parameters are stored, by name in the module.
+        operators: strategies of operators by what follows the module's path in their names: `""`
+            for its main operator, in every call that is not named itself, `"@2"`, `".add_1"`.
     """
 
     strategy: OperatorStrategy | None
     parameters: Mapping[str, Entry] = field(default_factory=dict)
+    operators: Mapping[str, OperatorStrategy] = field(default_factory=dict)
 
 
 class Op(nn.Module):
@@ -85,7 +88,8 @@ def shard(
             others. A weight is as torch stores it: that of `nn.Linear` is (out_features,
             in_features). What no entry names stays whole; devices that are left repeat.
         out_strategy: for each output likewise; a partial sum is all-reduced or reduce-scattered
-            accordingly. None leaves it to the operators that read it.
+            accordingly. None leaves it to the operators that read it. What only an output has, the
+            copies that `expand` makes, is cut by it.
         parameter_plan: how parameters of the module are stored, by name.
 
     Returns:
@@ -106,7 +110,7 @@ def shard(
         check_entries("in_strategy", in_strategy)
         strategy = OperatorStrategy(in_strategy, out_strategy)
     if isinstance(target, nn.Module):
-        pin = Pin(strategy, _parameter_plan(target, parameter_plan or {}))
+        pin = Pin(strategy, checked_parameter_plan(target, parameter_plan or {}))
         attach(target, pin)
         return target
     if parameter_plan is not None:
@@ -117,7 +121,10 @@ def shard(
     return function
 
 
-def _parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, Entry]:
+def checked_parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Raises:
+    StrategyError: if the module has no such parameter, or an entry is none.
+    """
     known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for name, entry in plan.items():
         if name not in known:
@@ -163,27 +170,53 @@ def pins_of(graph: Graph) -> Pins:
         StrategyError: if a pin is about no operator, or about several, or two about one.
     """
     strategies: dict[str, OperatorStrategy] = {}
-    for op, pin in (*_of_modules(graph), *_of_calls(graph)):
-        assert pin.strategy is not None
-        if strategies.setdefault(op.name, pin.strategy) is not pin.strategy:
+    for op, strategy in (*_of_modules(graph), *_of_names(graph), *_of_calls(graph)):
+        if strategies.setdefault(op.name, strategy) != strategy:
             raise StrategyError(
-                f"{op.name} is pinned twice, as {strategies[op.name]} and as {pin.strategy};"
-                " keep one"
+                f"{op.name} is pinned twice, as {strategies[op.name]} and as {strategy}; keep one"
             )
     return Pins(strategies, _stored(graph))
 
 
-def _of_modules(graph: Graph) -> Iterator[tuple[Operator, Pin]]:
+def _of_modules(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+    for pin, paths in _by_pin(graph):
+        if pin.strategy is None:
+            continue
+        found = [op for path in paths for op in _operators_of_module(graph, path)]
+        if not found:
+            raise StrategyError(_no_operator(graph, paths[0], pin))
+        for op in found:
+            yield op, pin.strategy
+
+
+def _by_pin(graph: Graph) -> Iterator[tuple[Pin, list[str]]]:
+    """Every module's pin with the paths of the module."""
     paths: dict[int, list[str]] = {}
     for path, pin in graph.module_tags.items():
-        if pin.strategy is not None:
-            paths.setdefault(id(pin), []).append(path)
+        paths.setdefault(id(pin), []).append(path)
     for shared in paths.values():
-        pin = graph.module_tags[shared[0]]
-        found = [op for path in shared for op in _operators_of_module(graph, path)]
-        if not found:
-            raise StrategyError(_no_operator(graph, shared[0], pin))
-        yield from ((op, pin) for op in found)
+        yield graph.module_tags[shared[0]], shared
+
+
+def _of_names(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+    calls: dict[str, list[Operator]] = {}
+    for op in graph.ops:
+        first, _, number = op.name.rpartition("@")
+        calls.setdefault(first if number.isdigit() else op.name, []).append(op)
+    for pin, paths in _by_pin(graph):
+        own = {path + rest for path in paths for rest in pin.operators}
+        for rest, strategy in pin.operators.items():
+            names = [path + rest for path in paths]
+            found = [graph.by_name[name] for name in names if name in graph.by_name]
+            found += [op for name in names for op in calls.get(name, ()) if op.name not in own]
+            if not found:
+                near = get_close_matches(names[0], list(graph.by_name), n=3, cutoff=0.0)
+                raise StrategyError(
+                    f"{names[0]!r} is pinned as {strategy}, but no operator is called so; nearest"
+                    f" operators: {', '.join(near)}"
+                )
+            for op in found:
+                yield op, strategy
 
 
 def _operators_of_module(graph: Graph, path: str) -> list[Operator]:
@@ -205,7 +238,7 @@ def _call(name: str, path: str) -> str:
     return rest.partition(".")[0] if path and rest.startswith("@") else ""
 
 
-def _of_calls(graph: Graph) -> Iterator[tuple[Operator, Pin]]:
+def _of_calls(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
     for pin, source in graph.call_tags:
         ops = [op for op in graph.ops if op.tag is pin]
         where = f"the pinned function called at {source or 'an unknown line'}"
@@ -214,7 +247,7 @@ def _of_calls(graph: Graph) -> Iterator[tuple[Operator, Pin]]:
                 f"{where}, {pin.strategy}: no operator of it is in the graph; what it computes is"
                 " not used, or changes nothing"
             )
-        yield _main_operator(where, ops), pin
+        yield _main_operator(where, ops), pin.strategy
 
 
 def _main_operator(where: str, ops: Sequence[Operator]) -> Operator:

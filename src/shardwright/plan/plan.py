@@ -154,6 +154,17 @@ class Plan:
             raise PlanError(f"{path}: there is no such file")
         return cls.from_json(Path(path).read_text(), str(path))
 
+    def save_strategies(self, path: str | Path) -> None:
+        """Writes how every operator is cut as a file that people can edit.
+
+        `load_strategies` pins a model accordingly. What was pinned is written as it was said; else
+        counts where they say it all (if the plan has its graph), layouts where they do not.
+        """
+        from shardwright.plan.strategies import strategies
+        from shardwright.strategy.file import written
+
+        Path(path).write_text(written(strategies(self)), encoding="utf-8")
+
     def check_fits(self, graph: Graph) -> None:
         """Raises:
         PlanError: if `graph` is not the model that the plan was made for; says what differs.

@@ -32,7 +32,8 @@ class OperatorStrategy:
         check_entries("in_strategy", self.inputs)
         if self.outputs is not None:
             check_entries("out_strategy", self.outputs)
-        if all(entry is None for entry in self.inputs) and self.inputs:
+        said = (*self.inputs, *(self.outputs or ()))
+        if all(entry is None for entry in said) and self.inputs:
             raise StrategyError(
                 f"in_strategy {entries_text(self.inputs)} says nothing; give an entry other than"
                 " None for one input at least"

@@ -25,12 +25,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Said:
-    """What one dimension of one input says of its factor."""
+    """What one dimension of one input says of its factor; of an output where `input` is None."""
 
-    input: int
+    input: int | None
     dim: int
     parts: int
     axes: Axes | None
+
+    @property
+    def where(self) -> str:
+        tensor = "the output" if self.input is None else f"input {self.input}"
+        return f"dimension {self.dim} of {tensor}"
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,22 @@ class Reading:
                 self._check_dimension(said, factor)
                 if factor is not None and factor in self.rule.factors:
                     yield said, factor
+        yield from self._said_of_outputs()
+
+    def _said_of_outputs(self) -> Iterator[tuple[_Said, str]]:
+        """What outputs say of factors that no input carries: those of `expand`."""
+        carried = {factor for dims in self.rule.inputs for factor in dims}
+        entries, values = self.strategy.outputs or (), self.op.outputs
+        for index, (entry, value) in enumerate(zip(entries, values, strict=False)):
+            dims = self.rule.outputs[index]
+            if entry is None or carried.issuperset(dims):
+                continue
+            parts, axes = self._parts(f"output {index}", entry, value.shape)
+            for dim, factor in enumerate(dims):
+                if factor is not None and factor in self.rule.factors and factor not in carried:
+                    said = _Said(None, dim, parts[dim], None if axes is None else axes[dim])
+                    self._check_dimension(said, factor)
+                    yield said, factor
 
     def _parts(
         self, which: str, entry: tuple[int, ...] | TensorLayout, shape: tuple[int, ...]
@@ -113,7 +134,7 @@ class Reading:
     def _check_dimension(self, said: _Said, factor: str | None) -> None:
         if said.parts == 1:
             return
-        which = f"dimension {said.dim} of input {said.input}"
+        which = said.where
         if factor is None or factor not in self.rule.factors:
             raise self.error(f"{which} must stay whole; rule: {self.rule}; valid is 1")
         capacity = self.rule.capacity[factor]
@@ -128,7 +149,7 @@ class Reading:
             over = ""
             if said.axes and first.parts == second.parts:
                 over = f" over axes {''.join(self.mesh.alias_names[a] for a in said.axes)}"
-            return f"dimension {said.dim} of input {said.input} in {said.parts}{over}"
+            return f"{said.where} in {said.parts}{over}"
 
         hint = ""
         if self.op.target is aten.linear.default:
@@ -147,8 +168,8 @@ class Reading:
         if self.op.target is aten.linear.default and isinstance(weight, tuple):
             candidates.append((len(inputs) - 1, weight[::-1]))
         for said, parts in ((second, first.parts), (first, second.parts)):
-            entry = inputs[said.input]
-            if isinstance(entry, tuple):
+            entry = None if said.input is None else inputs[said.input]
+            if isinstance(entry, tuple) and said.input is not None:
                 changed = (*entry[: said.dim], parts, *entry[said.dim + 1 :])
                 candidates.append((said.input, changed))
         for index, entry in candidates:

@@ -1,0 +1,79 @@
+"""A plan as strategies of its operators, in the words in which users say them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardwright.errors import StrategyError
+from shardwright.graph.graph import Graph
+from shardwright.layout import Axes, TensorLayout, prime_mesh
+from shardwright.plan.plan import Plan
+from shardwright.plan.rows import OperatorRow
+from shardwright.strategy import Entry, OperatorStrategy
+from shardwright.strategy.file import Said
+from shardwright.strategy.reading import Reading
+
+
+def strategies(plan: Plan) -> dict[str, Said]:
+    """What is to be said of each operator and each module to get the cuts of `plan` again.
+
+    Operators without a sharding rule are left out, nothing can be said of them.
+    """
+    found = {
+        row.name: Said(plan.pins.get(row.name) or _strategy(plan, row))
+        for row in plan.operators
+        if row.rule is not None
+    }
+    for name, entry in _stored(plan):
+        module, _, parameter = name.rpartition(".")
+        said = found.get(module, Said(None))
+        found[module] = replace(said, parameters={**said.parameters, parameter: entry})
+    return found
+
+
+def _strategy(plan: Plan, row: OperatorRow) -> OperatorStrategy:
+    outputs = _outputs(plan, row)
+    counts = OperatorStrategy(tuple(layout.shard_counts for layout in row.read), outputs)
+    exact = OperatorStrategy(tuple(_placed(layout) for layout in row.read), outputs)
+    if not row.cuts:
+        return counts
+    return counts if plan.graph is not None and _suffice(plan, plan.graph, counts, row) else exact
+
+
+def _outputs(plan: Plan, row: OperatorRow) -> tuple[Entry, ...] | None:
+    """Layouts of the outputs where they are told, or alone say how a factor is cut."""
+    told = plan.outputs.get(row.name)
+    if told is not None:
+        return tuple(None if axes is None else TensorLayout(plan.mesh, axes) for axes in told)
+    read = {axis for layout in row.read for axis in layout.sharded}
+    cut = {plan.mesh.axis(axis) for axes in row.cuts.values() for axis in axes}
+    return tuple(_placed(layout) for layout in row.made) if cut - read else None
+
+
+def _placed(layout: TensorLayout) -> TensorLayout:
+    """Only what is cut: users do not say that a value is a partial sum."""
+    return replace(layout, partial=frozenset(), varying=frozenset())
+
+
+def _suffice(plan: Plan, graph: Graph, counts: OperatorStrategy, row: OperatorRow) -> bool:
+    """Whether counts are read as the same cuts."""
+    if plan.mesh.device_matrix != prime_mesh(plan.devices).device_matrix:
+        return False
+    try:
+        cuts = Reading(graph.by_name[row.name], counts, plan.mesh).cuts()
+    except StrategyError:
+        return False
+    return cuts == plan.cuts.get(row.name, {})
+
+
+def _stored(plan: Plan) -> Iterator[tuple[str, Entry]]:
+    """The parameters that are stored otherwise than as they are used, and how."""
+    used: dict[str, tuple[Axes, ...]] = {}
+    for row in plan.operators:
+        for (name, _, kind), layout in zip(row.inputs, row.read, strict=True):
+            if kind == "parameter" and layout.sharded:
+                used.setdefault(name, layout.axes)
+    for name, axes in plan.storage.items():
+        if axes != used.get(name, ((),) * len(axes)):
+            yield name, TensorLayout(plan.mesh, axes)
