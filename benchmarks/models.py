@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import shardwright as sw
 from shardwright.config.build import Run
 
 Model = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -53,6 +54,15 @@ def example(name: str) -> Model:
     """The model of a configuration in `examples/` and its first batch."""
     run = Run.from_file(EXAMPLES / name)
     return run.model(), run.example_batch(), {}
+
+
+def feed_forward(batch: int = 32) -> Model:
+    """The network of `examples/ffn.py` with its loss, not pinned."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
+    net = importlib.import_module("ffn").FFN()
+    images, labels = torch.zeros(batch, 1, 28, 28), torch.zeros(batch, dtype=torch.long)
+    return sw.WithLoss(net, nn.CrossEntropyLoss()), (images, labels), {}
 
 
 def llama_2(name: str, batch: int, sequence: int, layers: int | None = None) -> Model:

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 import torch
-from benchmarks import bench_bytes, bench_one_device, bench_search
+from benchmarks import bench_bytes, bench_one_device, bench_pins, bench_search
 from benchmarks.__main__ import main
 from benchmarks.collect import measure, names
 from benchmarks.models import LLAMA_2, example, examples, llama_2, small
@@ -15,11 +15,11 @@ from benchmarks.table import Table
 from benchmarks.timing import Sample, cpu_seconds, in_fork, paired
 from torch import nn
 
-from shardwright import Check, capture
+from shardwright import Check, capture, plan
 
 
 def test_every_benchmark_is_found_by_its_file_name():
-    assert {"bytes", "one_device", "search"} <= set(names())
+    assert {"bytes", "one_device", "pins", "search"} <= set(names())
 
 
 def test_an_unknown_benchmark_is_refused_with_the_valid_names(capsys):
@@ -134,6 +134,42 @@ def test_bytes_that_differ_miss_the_goal():
     bench_bytes.add(table, "m", "p", Check(**check, planned_bytes=(7, 9), counted_bytes=(7, 8)))
     assert table.missed == ["m, p: planned 7 + 9 bytes, counted 7 + 8"]
     assert [row[-1] for row in table.rows] == ["yes", "NO"]
+
+
+def test_pins_are_spread_evenly_over_the_layers_and_cut_as_an_expert_would():
+    case = bench_pins.CASES["FFN"]
+    net, _, _ = case.build()
+    assert bench_pins.pins(case, net, 2) == {
+        "net.dense2": ((2, 4), (1, 4)),
+        "net.dense4": ((2, 4), (1, 4)),
+    }
+    assert list(bench_pins.pins(case, net, 4)) == [f"net.dense{i}" for i in (1, 2, 4, 5)]
+    every = bench_pins.pins(case, net, 8)
+    assert every["net.dense1"] == ((2, 1), (4, 1))
+    assert every["net.dense5"] == ((8, 1), (1, 1))
+    assert every["loss_fn"] == ((2, 1), (2,))
+    with pytest.raises(ValueError, match="9 pins for 5 layers and 3 others"):
+        bench_pins.pins(case, net, 9)
+
+
+def test_the_half_of_a_resnet_that_is_model_parallel_is_the_second():
+    case = bench_pins.CASES["ResNet-18"]
+    net, _, _ = case.build()
+    whole, cut = bench_pins.pins(case, net, 2).items()
+    assert whole == ("stages.1.0.conv1", ((8, 1, 1, 1), (1, 1, 1, 1)))
+    assert cut == ("stages.3.0.conv1", ((2, 1, 1, 1), (4, 1, 1, 1)))
+
+
+@pytest.mark.parametrize("mode", bench_pins.MODES)
+def test_what_is_counted_of_a_pinned_plan_is_what_it_sends(mode):
+    graph = bench_pins.pinned_graph(bench_pins.CASES["FFN"], 2)
+    wanted = plan(graph, devices=bench_pins.DEVICES, mode=mode)
+    assert sum(row.pinned for row in wanted.operators) == 2
+    found = bench_pins.planned(graph, mode)
+    assert found.bytes == wanted.bytes
+    assert found.conversions > found.of_parameters == len(wanted.parameters)
+    assert 0 < found.bytes_of_parameters < found.bytes
+    assert found.seconds > 0
 
 
 def test_every_example_can_be_built():

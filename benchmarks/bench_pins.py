@@ -1,0 +1,196 @@
+"""Pinned operators
+
+What 2, 4 and 8 pins do to the plans of three models on 8 devices: conversions, bytes and planning
+time of `semi_auto` (the others along the batch), `sharding_propagation` (the others as the pinned
+ones ask, with the least redistribution between operators) and `recursive_programming` (the search,
+which keeps the pins: propagation and search). Without pins, for comparison, all along the batch,
+and the search alone.
+
+*Which are pinned*: of the n linear layers and convolutions, in order, those in the middle of 2, 4
+or 8 equal parts of the list. The feed-forward network of `examples/ffn.py` has five; its other
+three pins are of flatten, ReLU and loss. *How*: as an expert does it by hand. Feed-forward network
+and LLaMA (4 layers, width 1024, batch 16, sequence 512): the batch in 2, and each pair of layers
+in 4, the first by columns (output features), the second by rows (input features: q, k, v, gate, up
+and the output layer by columns, o and down by rows); the last layer of the feed-forward network
+along the batch in 8. ResNet-18 (width 64, batch 32, images of 64 x 64): the first half along the
+batch in 8, the second half the batch in 2, and the channels in 4 by columns and rows in turn.
+
+*Conversions*: those that send anything, forward or backward, and how many of these are of
+parameters: all-reduces of gradients where a batch is cut. *Bytes*: that one device sends in a step,
+forward and backward, and how many of these are for parameters. *Planning*: CPU time of `sw.plan`
+of the captured graph, each time in a fork that planned nothing before; median of 3, with the
+smallest and the largest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+import shardwright as sw
+from benchmarks.models import Model, feed_forward, small
+from benchmarks.table import Table
+from benchmarks.timing import Sample, cpu_seconds, in_fork
+from shardwright.graph.graph import Graph
+
+DEVICES, BATCH_PARTS, MODEL_PARTS = 8, 2, 4
+COUNTS = (2, 4, 8)
+PROCESSES = 3
+MODES = ("semi_auto", "sharding_propagation", "recursive_programming")
+NOT_PINNED = ("semi_auto", "recursive_programming")
+
+Strategy = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what an expert says of its layers.
+
+    Args:
+        build: makes it.
+        dims: of what its linear layers read.
+        ways: for layers whose path matches the pattern, the first that does: `batch`, `columns` or
+            `rows`.
+        others: strategies of modules that are no layers, pinned after all of these.
+    """
+
+    build: Callable[[], Model]
+    dims: int
+    ways: Mapping[str, str]
+    others: Mapping[str, Strategy]
+
+
+CASES = {
+    "FFN": Case(
+        feed_forward,
+        dims=2,
+        ways={r"dense[13]": "columns", r"dense[24]": "rows", "": "batch"},
+        others={
+            "net.flatten": ((2, 1, 1, 1),),
+            "net.relu": ((2, 4),),
+            "loss_fn": ((2, 1), (2,)),
+        },
+    ),
+    "ResNet-18": Case(
+        partial(small, "resnet", batch=32, width=64),
+        dims=2,
+        ways={
+            r"^conv1|stages\.[01]": "batch",
+            r"conv1|downsample": "columns",
+            r"conv2|fc": "rows",
+        },
+        others={},
+    ),
+    "LLaMA": Case(
+        partial(
+            small,
+            "llama",
+            batch=16,
+            sequence=512,
+            layers=4,
+            heads=16,
+            kv_heads=4,
+            width=1024,
+            vocabulary=8192,
+        ),
+        dims=3,
+        ways={r"o_proj|down_proj": "rows", "": "columns"},
+        others={},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a plan sends, in all and for parameters, and the CPU seconds that planning took."""
+
+    conversions: int
+    of_parameters: int
+    bytes: int
+    bytes_of_parameters: int
+    seconds: float
+
+
+def run() -> list[Table]:
+    table = Table(
+        f"Plans for {DEVICES} devices",
+        (
+            *("model", "pins", "mode", "conversions", "of parameters"),
+            *("bytes a step", "for parameters", "planning, ms"),
+        ),
+    )
+    for name, case in CASES.items():
+        for count in (0, *COUNTS):
+            graph = pinned_graph(case, count)
+            for mode in MODES if count else NOT_PINNED:
+                found = [in_fork(partial(planned, graph, mode)) for _ in range(PROCESSES)]
+                one = found[0]
+                table.add(
+                    *(name, count, mode, one.conversions, one.of_parameters),
+                    *(f"{one.bytes:,}", f"{one.bytes_of_parameters:,}"),
+                    Sample(tuple(each.seconds for each in found)).milliseconds(),
+                )
+    return [table]
+
+
+def pinned_graph(case: Case, count: int) -> Graph:
+    """The model, captured with `count` pins."""
+    net, args, kwargs = case.build()
+    for path, strategy in pins(case, net, count).items():
+        sw.shard(net.get_submodule(path), strategy)
+    return sw.capture(net, args, kwargs)
+
+
+def pins(case: Case, net: nn.Module, count: int) -> dict[str, Strategy]:
+    """The strategies of the modules that are pinned.
+
+    Raises:
+        ValueError: if there are not so many to choose from.
+    """
+    layers = [
+        path for path, module in net.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)
+    ]
+    if count > len(layers) + len(case.others):
+        raise ValueError(f"{count} pins for {len(layers)} layers and {len(case.others)} others")
+    chosen = evenly_spread(layers, min(count, len(layers)))
+    strategies = {path: _strategy(case, path, net.get_submodule(path)) for path in chosen}
+    others = list(case.others)[: count - len(chosen)]
+    return strategies | {path: case.others[path] for path in others}
+
+
+def evenly_spread(items: list[str], count: int) -> list[str]:
+    """Those in the middle of `count` equal parts of `items`."""
+    return [items[(2 * part + 1) * len(items) // (2 * count)] for part in range(count)]
+
+
+def _strategy(case: Case, path: str, layer: nn.Module) -> Strategy:
+    """Parts of what the layer reads and of its weight (out, in, ...)."""
+    way = next(way for pattern, way in case.ways.items() if re.search(pattern, path))
+    convolution = isinstance(layer, nn.Conv2d)
+    read, weight = [1] * (4 if convolution else case.dims), [1] * (4 if convolution else 2)
+    read[0] = DEVICES if way == "batch" else BATCH_PARTS
+    if way == "columns":
+        weight[0] = MODEL_PARTS
+    elif way == "rows":
+        read[1 if convolution else -1] = weight[1] = MODEL_PARTS
+    return tuple(read), tuple(weight)
+
+
+def planned(graph: Graph, mode: str) -> Planned:
+    """Plans `graph` and counts."""
+    plans: list[sw.Plan] = []
+    seconds = cpu_seconds(lambda: plans.append(sw.plan(graph, devices=DEVICES, mode=mode)))
+    (plan,) = plans
+    parts = [row.conversions for row in plan.operators] + [plan.returned]
+    sending = [
+        (conversion.value in plan.parameters, conversion.forward_bytes + conversion.backward_bytes)
+        for conversions in parts
+        for conversion in conversions
+        if conversion.forward_bytes or conversion.backward_bytes
+    ]
+    of_parameters = [size for parameter, size in sending if parameter]
+    return Planned(len(sending), len(of_parameters), plan.bytes, sum(of_parameters), seconds)
