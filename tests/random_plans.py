@@ -12,7 +12,7 @@ import shardwright as sw
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout, prime_mesh
 from shardwright.plan import Plan, make_plan
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 
 Cuts = dict[str, dict[str, tuple[int, ...]]]
 
@@ -22,7 +22,7 @@ def random_cuts(graph: Graph, mesh: Layout, seed: int, cut: float = 0.7) -> Cuts
     draw = random.Random(seed)
     cuts: Cuts = {}
     for op in graph.ops:
-        found = rule(op)
+        found = rule_of(op)
         if found is None:
             continue
         mine: dict[str, tuple[int, ...]] = {}

@@ -12,7 +12,7 @@ import shardwright as sw
 from random_graphs import random_net
 from random_plans import random_cuts
 from shardwright.layout import TensorLayout, prime_mesh
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 
 MODES = ("semi_auto", "sharding_propagation", "recursive_programming")
 
@@ -25,8 +25,10 @@ def check_random_pins(seed: int, devices: int, mode: str) -> None:
     pinned: dict[str, tuple[tuple[int, ...], ...]] = {}
     for name, module in net.layers.named_children():
         op = graph.by_name.get(f"layers.{name}")
-        found = rule(op) if op is not None else None
-        if op is None or found is None or draw.random() < 0.5:
+        found = rule_of(op) if op is not None else None
+        others = {o.name for o in graph.ops if o.module == f"layers.{name}"}
+        alone = others <= {f"layers.{name}", f"layers.{name}.bias"}
+        if op is None or found is None or not alone or draw.random() < 0.4:
             continue
         layouts, _ = found.layouts(mesh, cuts[op.name])
         counts = tuple(layout.shard_counts for layout in layouts)

@@ -23,7 +23,7 @@ from shardwright.lower.parallel import parallel_module
 from shardwright.lower.simulation import simulate
 from shardwright.pins import pins_of
 from shardwright.plan import Plan, make_plan
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts
 from shardwright.search.presets import data_parallel, semi_auto, stand_alone
 from shardwright.search.propagation import propagate
@@ -191,7 +191,7 @@ def examine(
         CaptureError: if the model cannot be captured.
     """
     graph = net if isinstance(net, Graph) else capture(net, args, kwargs)
-    found = [(op, rule(op)) for op in graph.ops]
+    found = [(op, rule_of(op)) for op in graph.ops]
     return Examination(
         operators=len(graph.ops),
         main=tuple(op.name for op, r in found if r is not None and r.main is not None),

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from shardwright.conversion import Step, steps
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.layout import Layout, TensorLayout
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts, Reduction
 
 BUCKET_BYTES = 25 * 2**20
@@ -35,13 +35,13 @@ output, or None where the operator is free."""
 NO_OUTPUTS: Outputs = MappingProxyType({})
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Transfer:
     """One conversion step of a value, made once for all its consumers.
 
     Args:
         before: the transfer whose result this one converts; None if it starts at the value itself.
-        differentiable: whether a gradient comes back through it.
+        differentiable: whether a gradient comes back through it from any consumer.
     """
 
     value: Value
@@ -155,15 +155,16 @@ def communication(
         _operator(result, op, cuts.get(op.name, {}), shared)
         for value, axes in zip(op.outputs, outputs.get(op.name, ()), strict=False):
             if axes is not None:
-                result.left[value] = _route(result, value, TensorLayout(mesh, axes), shared)
+                way = TensorLayout(mesh, axes)
+                result.left[value] = _route(result, value, way, shared, True)
     for value in graph.output_values:
         made = result.layout(value)
-        returned = graph.loss is None or value is graph.loss or not value.shape
-        target = mesh.replicated(len(value.shape)) if returned else made
-        result.output_routes[value] = _route(result, value, target, shared)
+        ends = graph.loss is None or value is graph.loss
+        target = mesh.replicated(len(value.shape)) if ends or not value.shape else made
+        result.output_routes[value] = _route(result, value, target, shared, ends)
     for _, value in graph.updates:
         target = mesh.replicated(len(value.shape))
-        result.update_routes[value] = _route(result, value, target, shared)
+        result.update_routes[value] = _route(result, value, target, shared, False)
     result.buckets = _buckets(result.transfers)
     _count(result, graph)
     return result
@@ -173,7 +174,7 @@ def as_used(graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts]) -> Storage:
     """Stores each parameter sharded as its first sharding use reads it, else replicated."""
     storage: dict[str, tuple[tuple[int, ...], ...]] = {}
     for op in graph.ops:
-        found = rule(op)
+        found = rule_of(op)
         if found is None:
             continue
         inputs, _ = found.layouts(mesh, cuts.get(op.name, {}))
@@ -191,7 +192,7 @@ def _operator(
     cuts: Cuts,
     shared: dict[tuple[Value, tuple[Step, ...]], Transfer],
 ) -> None:
-    mesh, found = result.mesh, rule(op)
+    mesh, found = result.mesh, rule_of(op)
     if found is None:
         inputs = tuple(mesh.replicated(len(value.shape)) for value in op.inputs)
         outputs = tuple(mesh.replicated(len(value.shape)) for value in op.outputs)
@@ -206,8 +207,9 @@ def _operator(
     result.read[op.name] = inputs
     for value, layout in zip(op.outputs, outputs, strict=True):
         result.made[value] = layout
+    differentiable = any(value.requires_grad for value in op.outputs)
     for index, (value, layout) in enumerate(zip(op.inputs, inputs, strict=True)):
-        result.routes[op.name, index] = _route(result, value, layout, shared)
+        result.routes[op.name, index] = _route(result, value, layout, shared, differentiable)
 
 
 def _route(
@@ -215,16 +217,22 @@ def _route(
     value: Value,
     target: TensorLayout,
     shared: dict[tuple[Value, tuple[Step, ...]], Transfer],
+    differentiable: bool,
 ) -> tuple[Transfer, ...]:
-    """The transfers of `value` to `target`; those that exist already are taken over."""
-    path = steps(result.layout(value), target, value.shape, value.requires_grad)
+    """The transfers of `value` to `target`; those that exist already are taken over.
+
+    `differentiable` says of this consumer whether it sends a gradient back.
+    """
+    differentiable = differentiable and value.requires_grad
+    path = steps(result.layout(value), target, value.shape, differentiable)
     route = list(result.left.get(value, ()))
     for length, step in enumerate(path, start=1):
         key = (value, path[:length])
         if key not in shared:
             before = route[-1] if route else None
-            shared[key] = Transfer(value, step, before, value.requires_grad)
+            shared[key] = Transfer(value, step, before, differentiable)
             result.transfers.append(shared[key])
+        shared[key].differentiable |= differentiable
         route.append(shared[key])
     return tuple(route)
 

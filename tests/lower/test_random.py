@@ -26,9 +26,9 @@ def mask(outcome: Outcome) -> Tensor:
 
 
 def factors() -> tuple[str, ...]:
-    from shardwright.rules import rule
+    from shardwright.rules import rule_of
 
-    found = rule(sw.capture(Dropped(), (torch.ones(64, 32),)).ops[0])
+    found = rule_of(sw.capture(Dropped(), (torch.ones(64, 32),)).ops[0])
     assert found is not None
     return found.factors
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from shardwright.graph.graph import Op, Value
 from shardwright.layout import Layout, TensorLayout
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts, Local, Reduction, ShardingRule
 
 Index = Callable[[str], int | torch.SymInt]
@@ -44,7 +44,7 @@ def check(target: Any, *args: Any, **kwargs: Any) -> ShardingRule:
     operators that draw random numbers only shapes are compared.
     """
     op = op_of(target, *args, **kwargs)
-    found = rule(op)
+    found = rule_of(op)
     assert found is not None, f"{target} has no rule"
     case = Case(op, _tensors((args, kwargs)), found)
     for mesh, cuts in cuts_of(case.rule):

@@ -7,7 +7,7 @@ import torch
 from oracle import check, op_of
 from torch import randn
 
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 from shardwright.rules.rule import Main
 
 aten = torch.ops.aten
@@ -57,8 +57,8 @@ def test_matmul_for_every_rank(left, right, text) -> None:
 
 
 def test_only_a_matrix_or_vector_is_a_weight() -> None:
-    weight = rule(op_of(aten.matmul.default, randn(2, 4, 6), randn(6, 2)))
-    batched = rule(op_of(aten.matmul.default, randn(2, 4, 6), randn(2, 6, 2)))
+    weight = rule_of(op_of(aten.matmul.default, randn(2, 4, 6), randn(6, 2)))
+    batched = rule_of(op_of(aten.matmul.default, randn(2, 4, 6), randn(2, 6, 2)))
     assert weight is not None and weight.main is not None and weight.main.weight == 1
     assert batched is not None and batched.main is not None and batched.main.weight is None
     assert list(batched.main.labels.items()) == [("b", "B"), ("i", "I"), ("j", "J"), ("k", "K")]
@@ -101,7 +101,7 @@ def test_einsum_is_read_off_its_equation(equation, shapes, text) -> None:
 
 
 def test_einsum_of_a_diagonal_has_no_rule() -> None:
-    assert rule(op_of(aten.einsum.default, "ii->i", [randn(4, 4)])) is None
+    assert rule_of(op_of(aten.einsum.default, "ii->i", [randn(4, 4)])) is None
 
 
 def test_paired_dimensions_are_summed() -> None:

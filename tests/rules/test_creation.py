@@ -6,7 +6,7 @@ import torch
 from oracle import check, op_of
 from torch import randn
 
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 
 aten = torch.ops.aten
 DOUBLE = {"dtype": torch.float64}
@@ -35,7 +35,7 @@ def test_counting_is_done_whole_on_every_device() -> None:
         op_of(aten.eye.default, 4),
         op_of(aten.scalar_tensor.default, 1.0),
     ):
-        found = rule(op)
+        found = rule_of(op)
         assert found is not None and found.factors == ()
 
 
@@ -43,6 +43,6 @@ def test_random_tensors_are_seeded_by_the_plan() -> None:
     assert check(aten.rand.default, [4, 6]).random
     assert check(aten.randint.low, 2, 5, [4, 6]).sizes == 2
     assert check(aten.randn_like.default, randn(4, **DOUBLE)).random
-    permutation = rule(op_of(aten.randperm.default, 4))
+    permutation = rule_of(op_of(aten.randperm.default, 4))
     assert permutation is not None and permutation.random and not permutation.factors
     assert not check(aten.ones.default, [4, 6]).random

@@ -7,7 +7,7 @@ from torch import Tensor, randint, randn
 from torch.nn import Buffer
 
 from shardwright.graph.functional import cross_entropy
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 from shardwright.rules.rule import Local
 
 F64 = torch.float64
@@ -93,14 +93,14 @@ def test_a_masked_class_costs_nothing() -> None:
 
 
 def test_a_batch_without_a_valid_target_has_no_mean() -> None:
-    found = rule(op_of(cross_entropy, r(4, 6), torch.full((4,), -100)))
+    found = rule_of(op_of(cross_entropy, r(4, 6), torch.full((4,), -100)))
     assert found is not None
     assert "b" in found.factors
 
 
 def test_classes_pay_two_all_reduces_and_a_mean_over_rows_one_more() -> None:
     op = op_of(cross_entropy, r(4, 6, 6), uneven())
-    found = rule(op)
+    found = rule_of(op)
     assert found is not None
     assert found.reductions(op, {"b": 1, "s": 1, "v": 1}) == ()
     largest, sums, count = found.reductions(op, {"b": 2, "s": 3, "v": 2})
@@ -112,7 +112,7 @@ def test_classes_pay_two_all_reduces_and_a_mean_over_rows_one_more() -> None:
 
 def test_probabilities_are_not_counted() -> None:
     op = op_of(cross_entropy, r(4, 6), r(4, 6).softmax(-1))
-    found = rule(op)
+    found = rule_of(op)
     assert found is not None
     assert found.reductions(op, {"b": 2}) == ()
 
@@ -121,7 +121,7 @@ def test_a_mean_of_half_precision_does_not_overflow_as_its_sum_would() -> None:
     logits = torch.full((6, 6), 2.0e4, dtype=torch.float16)
     logits[:, 0] = -2.0e4
     op = op_of(cross_entropy, logits, torch.zeros(6, dtype=torch.int64))
-    found = rule(op)
+    found = rule_of(op)
     assert found is not None
     assert found.kernel is not None
     local = Local({"b": 2, "v": 1}, lambda factor: 0, ((),), (lambda count: count * 2,))
@@ -132,6 +132,6 @@ def test_a_mean_of_half_precision_does_not_overflow_as_its_sum_would() -> None:
 
 def test_half_precision_is_summed_in_single_precision() -> None:
     op = op_of(cross_entropy, r(4, 6).to(torch.bfloat16), randint(6, (4,)))
-    found = rule(op)
+    found = rule_of(op)
     assert found is not None
     assert {r.dtype for r in found.reductions(op, {"b": 2, "v": 2})} == {torch.float32}

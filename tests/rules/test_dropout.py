@@ -3,7 +3,7 @@ import torch
 from oracle import check, op_of
 from torch import ones, rand, randn
 
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def test_bernoulli_draws() -> None:
 
 def test_a_tensor_of_probabilities_is_cut_alike() -> None:
     x = rand(6, 4, dtype=torch.float64)
-    found = rule(op_of(aten.bernoulli.Tensor, x, x.clone()))
+    found = rule_of(op_of(aten.bernoulli.Tensor, x, x.clone()))
     assert found is not None
     assert found.random
     assert found.inputs[0] == found.inputs[1] == found.outputs[0]

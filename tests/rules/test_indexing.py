@@ -7,7 +7,7 @@ import torch
 from oracle import check, op_of
 from torch import randint, randn, tensor
 
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ def test_joined_dimensions_stay_whole() -> None:
     assert str(check(aten.stack.default, [randn(4), randn(4)], -1)) == "b, b -> b _"
     assert str(check(aten.hstack.default, [randn(4, 6), randn(4, 2)])) == "b _, b _ -> b _"
     assert str(check(aten.vstack.default, [randn(4, 6), randn(2, 6)])) == "_ s, _ s -> _ s"
-    assert rule(op_of(aten.hstack.default, [randn(4), randn(4)])) is None
+    assert rule_of(op_of(aten.hstack.default, [randn(4), randn(4)])) is None
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_padded_dimensions_stay_whole() -> None:
 
 def test_classes_of_one_hot_stay_whole() -> None:
     assert str(check(aten.one_hot.default, randint(0, 5, (4, 6)), 5)) == "b s -> b s _"
-    assert rule(op_of(aten.one_hot.default, randint(0, 5, (4,)))) is None
+    assert rule_of(op_of(aten.one_hot.default, randint(0, 5, (4,)))) is None
 
 
 def test_each_input_of_a_grid_is_a_dimension_of_all_outputs() -> None:
@@ -89,8 +89,8 @@ def test_dimensions_of_index_tensors_become_those_of_the_result(indices, text) -
 
 def test_masks_have_no_rule() -> None:
     mask = tensor([True, False, True, False])
-    assert rule(op_of(aten.index.Tensor, randn(4, 6), [mask])) is None
-    assert rule(op_of(aten.masked_select.default, randn(4), mask)) is None
+    assert rule_of(op_of(aten.index.Tensor, randn(4, 6), [mask])) is None
+    assert rule_of(op_of(aten.masked_select.default, randn(4), mask)) is None
 
 
 def test_values_are_written_where_nothing_is_indexed() -> None:
@@ -105,7 +105,7 @@ def test_gathered_indices_are_cut_with_the_result() -> None:
     assert str(found) == "b _, b s -> b s"
     smaller = check(aten.gather.default, randn(4, 6), 1, randint(0, 6, (2, 6)))
     assert str(smaller) == "_ _, _ s -> _ s"
-    assert rule(op_of(aten.take_along_dim.default, randn(4), tensor([0]))) is None
+    assert rule_of(op_of(aten.take_along_dim.default, randn(4), tensor([0]))) is None
 
 
 def test_scattered_dimensions_stay_whole() -> None:

@@ -4,7 +4,7 @@ from oracle import check, op_of
 from torch import Tensor, rand, randint, randn
 from torch.nn import Buffer
 
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 
 aten = torch.ops.aten
 F64 = torch.float64
@@ -88,7 +88,7 @@ def test_a_class_to_ignore_may_be_a_valid_one() -> None:
 def test_valid_targets_are_counted_only_for_a_mean() -> None:
     for reduction, expected in ((0, 0), (1, 1), (2, 0)):
         op = op_of(aten.nll_loss_nd.default, r(6, 4), UNEVEN[:, 0], None, reduction)
-        found = rule(op)
+        found = rule_of(op)
         assert found is not None
         assert len(found.reductions(op, {"b": 2})) == expected
         assert found.reductions(op, {"b": 1}) == ()

@@ -5,7 +5,7 @@ from torch import Tensor, rand, randn
 from torch.nn import Buffer
 
 from shardwright.graph.functional import batch_norm_train
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 
 aten = torch.ops.aten
 F64 = torch.float64
@@ -64,7 +64,7 @@ def test_batch_norm_of_evaluation_is_cut_everywhere() -> None:
 def test_batch_norm_that_would_write_its_statistics_has_no_rule() -> None:
     x, stats = randn(6, 4, dtype=F64), vectors(4, 2)
     op = op_of(aten.batch_norm.default, x, None, None, *stats, True, 0.1, 1e-5, False)
-    assert rule(op) is None
+    assert rule_of(op) is None
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 6), (4, 2, 4, 2), (2, 2, 2, 2, 2)])
@@ -80,7 +80,7 @@ def test_running_statistics_agree_to_rounding() -> None:
     w, b, mean, var = vectors(4, 4)
     args = (randn(6, 4, 4, dtype=F64) + 100, w, b, mean, var, 0.1, 1e-5)
     op = op_of(batch_norm_train, *args)
-    found = rule(op)
+    found = rule_of(op)
     assert found is not None
     case = Case(op, list(args[:5]), found, tolerance=1e-12)
     for mesh, cuts in cuts_of(found):
@@ -99,7 +99,7 @@ def test_running_statistics_may_be_missing() -> None:
 def test_channels_are_normalised_without_talking() -> None:
     w, b, mean, var = vectors(4, 4)
     op = op_of(batch_norm_train, randn(6, 4, dtype=F64), w, b, mean, var, 0.1, 1e-5)
-    found = rule(op)
+    found = rule_of(op)
     assert found is not None
     assert found.reductions(op, {"b": 1, "c": 4}) == ()
     pooled = found.reductions(op, {"b": 2, "c": 4})
@@ -109,7 +109,7 @@ def test_channels_are_normalised_without_talking() -> None:
 def test_half_precision_is_summed_in_single_precision() -> None:
     x = randn(6, 4, dtype=torch.bfloat16)
     op = op_of(batch_norm_train, x, None, None, None, None, 0.1, 1e-5)
-    found = rule(op)
+    found = rule_of(op)
     assert found is not None
     assert {r.dtype for r in found.reductions(op, {"b": 2})} == {torch.float32}
 
@@ -124,4 +124,4 @@ def test_instance_norm() -> None:
     running = check(aten.instance_norm.default, x, w, b, mean, var, False, *rest)
     assert running.factors == ("b", "c", "s", "t")
     op = op_of(aten.instance_norm.default, x, w, b, mean, var, True, *rest)
-    assert rule(op) is None
+    assert rule_of(op) is None

@@ -7,7 +7,7 @@ import torch
 from oracle import check, op_of
 from torch import Tensor, rand, randn, tensor
 
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 
 aten = torch.ops.aten
 
@@ -83,10 +83,10 @@ def test_boundaries_stay_whole() -> None:
 
 
 def test_what_draws_random_numbers_says_so() -> None:
-    drawn = rule(op_of(aten.bernoulli.p, rand(4, 6), 0.5))
+    drawn = rule_of(op_of(aten.bernoulli.p, rand(4, 6), 0.5))
     assert drawn is not None and drawn.random and drawn.factors == ("b", "s")
     assert not check(aten.sin.default, rand(4)).random
 
 
 def test_operators_that_write_into_an_input_have_no_rule() -> None:
-    assert rule(op_of(aten.add_.Tensor, randn(4), randn(4))) is None
+    assert rule_of(op_of(aten.add_.Tensor, randn(4), randn(4))) is None

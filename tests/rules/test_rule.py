@@ -10,7 +10,7 @@ from oracle import op_of
 
 from shardwright.graph.graph import Op, Value
 from shardwright.layout import Layout
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 from shardwright.rules.notation import from_notation
 from shardwright.rules.rule import rule_for
 
@@ -27,29 +27,29 @@ def linear(rows: int = 4, columns: int = 8) -> Op:
 
 
 def test_an_operator_without_a_rule_has_none() -> None:
-    assert rule(op_of(aten.nonzero.default, torch.ones(3))) is None
-    assert rule(Op("op", torch.sort, (value(3),), {}, (value(3), value(3)))) is None
+    assert rule_of(op_of(aten.nonzero.default, torch.ones(3))) is None
+    assert rule_of(Op("op", torch.sort, (value(3),), {}, (value(3), value(3)))) is None
 
 
 def test_equal_operators_share_one_rule() -> None:
-    assert rule(linear()) is rule(linear())
-    assert rule(linear()) is not rule(linear(rows=2))
+    assert rule_of(linear()) is rule_of(linear())
+    assert rule_of(linear()) is not rule_of(linear(rows=2))
     clamp = [Op("c", aten.clamp.default, (value(2), n), {}, (value(2),)) for n in (0.0, 0.0, 1.0)]
-    assert rule(clamp[0]) is rule(clamp[1])
-    assert rule(clamp[0]) is not rule(clamp[2])
+    assert rule_of(clamp[0]) is rule_of(clamp[1])
+    assert rule_of(clamp[0]) is not rule_of(clamp[2])
 
 
 def test_many_equal_operators_cost_little() -> None:
     ops = [linear(columns=8 * (1 + i % 20)) for i in range(4000)]
-    rule(linear())
+    rule_of(linear())
     started = time.perf_counter()
     for op in ops:
-        rule(op)
+        rule_of(op)
     assert time.perf_counter() - started < 0.15
 
 
 def test_cut_factors_shard_what_carries_them_and_leave_sums_elsewhere() -> None:
-    found = rule(linear())
+    found = rule_of(linear())
     assert found is not None
     mesh = Layout((2, 2), ("a", "b"))
     (x, weight), (y,) = found.layouts(mesh, {"b": (0,), "k": (1,)})

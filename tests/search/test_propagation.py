@@ -24,7 +24,7 @@ from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph, Kind
 from shardwright.layout import Layout, prime_mesh
 from shardwright.plan import Plan, make_plan
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts
 from shardwright.search.propagation import propagate
 from shardwright.search.recursive import search
@@ -71,7 +71,7 @@ def activation_bytes(found: Communication) -> int:
 
 def product_strategy(graph: Graph, cuts: Pins, name: str) -> tuple[tuple[int, ...], ...]:
     """Parts of the inputs as published: the weight as (k, j)."""
-    found = rule(graph.by_name[name])
+    found = rule_of(graph.by_name[name])
     assert found is not None
     layouts, _ = found.layouts(EIGHT, cuts.get(name, {}))
     first, *weight = (layout.shard_counts for layout in layouts)

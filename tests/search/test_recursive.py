@@ -13,7 +13,7 @@ from shardwright.cost.symbolic import break_even
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout, prime_mesh
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 from shardwright.search.recursive import CutsOfGraph, search
 
 Figures = dict[str, tuple[float, float]]
@@ -25,7 +25,7 @@ def strategy(
 ) -> tuple[tuple[int, ...], ...]:
     """In how many parts each dimension of the inputs of an operator is cut."""
     op = graph.by_name[name]
-    found = rule(op)
+    found = rule_of(op)
     assert found is not None
     layouts, _ = found.layouts(mesh, cuts.get(name, {}))
     return tuple(layout.shard_counts for layout in layouts)
@@ -201,7 +201,7 @@ def assert_valid(graph: Graph, mesh: Layout, cuts: CutsOfGraph) -> None:
     assert set(cuts) <= set(graph.by_name)
     for name, cut in cuts.items():
         op = graph.by_name[name]
-        found = rule(op)
+        found = rule_of(op)
         assert found is not None
         axes = [axis for used in cut.values() for axis in used]
         assert len(axes) == len(set(axes))
@@ -257,7 +257,7 @@ def main_cuts(graph: Graph, cuts: CutsOfGraph) -> dict[str, set[str]]:
     """The letters that each operator with a cost cuts."""
     found = {}
     for op in graph.ops:
-        of_op = rule(op)
+        of_op = rule_of(op)
         if of_op is not None and of_op.main is not None:
             found[op.name] = {of_op.main.labels[f] for f in cuts.get(op.name, {})}
     return found

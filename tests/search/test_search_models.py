@@ -12,7 +12,7 @@ import models
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
 from shardwright.layout import prime_mesh
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 from shardwright.search import data_parallel, search
 from shardwright.search.recursive import CutsOfGraph
 
@@ -27,7 +27,7 @@ def letters(graph: Graph, cuts: CutsOfGraph) -> dict[str, set[str]]:
     """What each operator that is decided by cost cuts, in the letters of the literature."""
     found = {}
     for op in graph.ops:
-        of_op = rule(op)
+        of_op = rule_of(op)
         if of_op is not None and of_op.main is not None:
             found[op.name] = {of_op.main.labels[f] for f in cuts.get(op.name, {})}
     return found

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from shardwright.layout import TensorLayout
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 
 
 class Applied(nn.Module):
@@ -84,7 +84,7 @@ def pinned(name: str, strategy: tuple[Any, ...] | None) -> nn.Module:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_takes_tuples_and_layouts_and_equals_one_device(name: str) -> None:
     (op,) = (op for op in sw.capture(pinned(name, None)).ops if op.name == "op")
-    found = rule(op)
+    found = rule_of(op)
     assert found is not None
     factors = [f for dims in found.inputs for f in dims if f in found.factors]
     one, *other = [f for f in dict.fromkeys(factors) if found.capacity[f] % 2 == 0]

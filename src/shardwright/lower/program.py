@@ -28,7 +28,7 @@ from shardwright.lower.collectives import bind, reduction, vary_together
 from shardwright.lower.devices import Devices
 from shardwright.lower.random import Seeded
 from shardwright.lower.source import Source, expression
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts, Local, ShardingRule
 
 aten = torch.ops.aten
@@ -196,7 +196,7 @@ class _Lowering:
         if op.inputs and op.inputs[0] in self.fused:
             self._with_bias(self.fused.pop(op.inputs[0]), op, mine[1])
             return
-        found = rule(op)
+        found = rule_of(op)
         args, kwargs = self._arguments(op, found)
         counter = iter(range(len(op.inputs)))
 
@@ -296,7 +296,7 @@ class _Lowering:
             for index, value in enumerate(linear.inputs)
         ]
         name = self.variables[add.output] = self.source.name(linear.output.name)
-        comment = f"{self._comment(linear, rule(linear))}; with {add.name}"
+        comment = f"{self._comment(linear, rule_of(linear))}; with {add.name}"
         reads.append(bias)
         self.source.add([name], f"aten.linear.default({', '.join(reads)})", reads, comment)
 

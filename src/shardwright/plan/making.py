@@ -21,7 +21,7 @@ from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout import Layout
 from shardwright.plan.plan import Plan, dtype_name, operator_name
 from shardwright.plan.rows import ConversionRow, OperatorRow
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts
 from shardwright.strategy import OperatorStrategy
 
@@ -90,7 +90,7 @@ def _rows(
 
 
 def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) -> OperatorRow:
-    found = rule(op)
+    found = rule_of(op)
     conversions = []
     for index, value in enumerate(op.inputs):
         route = flow.routes[op.name, index]

@@ -31,7 +31,7 @@ from shardwright.rules import (
 )
 from shardwright.rules.rule import RuleMaker, ShardingRule, registered
 
-__all__ = ["ShardingRule", "rule"]
+__all__ = ["ShardingRule", "rule_of"]
 
 _REGISTERING = (
     *(attention, contraction, convolution, creation, cross_entropy, dropout, embedding, indexing),
@@ -39,7 +39,7 @@ _REGISTERING = (
 )
 
 
-def rule(op: Op) -> ShardingRule | None:
+def rule_of(op: Op) -> ShardingRule | None:
     """The sharding rule of `op`; None if there is none, and then it is computed whole everywhere.
 
     Operators with the same target, shapes, dtypes and arguments share one rule.

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 from shardwright.graph import functional
 from shardwright.graph.graph import Op, Target, Value
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 from shardwright.rules.pointwise import pointwise
 from shardwright.rules.rule import RuleMaker, ShardingRule, registered, registry
 
@@ -86,7 +86,7 @@ def example(target: Target, args: tuple[object, ...]) -> ShardingRule | None:
 
     outputs = pytree.tree_leaves(target(*args))
     values = pytree.tree_map_only(Tensor, value, args)
-    return rule(Op("example", target, values, {}, tuple(value(output) for output in outputs)))
+    return rule_of(Op("example", target, values, {}, tuple(value(output) for output in outputs)))
 
 
 def table() -> str:

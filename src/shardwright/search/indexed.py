@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from shardwright.graph.graph import Graph, Op, Value
-from shardwright.rules import rule as rule_of
+from shardwright.rules import rule_of as rule_of
 from shardwright.rules.rule import Dims, ShardingRule
 
 NO_CUT = -1

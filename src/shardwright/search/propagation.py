@@ -20,7 +20,7 @@ from shardwright.communication import NO_OUTPUTS, Outputs
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.layout import Axes, Layout, TensorLayout
-from shardwright.rules import rule as rule_of
+from shardwright.rules import rule_of as rule_of
 from shardwright.rules.rule import Cuts, Dims
 from shardwright.search.presets import semi_auto
 from shardwright.search.recursive import CutsOfGraph

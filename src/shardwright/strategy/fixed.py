@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardwright.graph.graph import Graph, Op
 from shardwright.layout import Axes, Layout, TensorLayout
-from shardwright.rules import rule
+from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts
 from shardwright.strategy.entry import Entry, OperatorStrategy
 from shardwright.strategy.mesh import mesh_of
@@ -72,14 +72,14 @@ def fix(
 
 def _made(op: Op, mesh: Layout, cuts: Cuts) -> tuple[Axes, ...]:
     """The axes that cut the output of a pinned operator; axes of a sum count as all-reduced."""
-    found = rule(op)
+    found = rule_of(op)
     assert found is not None
     return found.layouts(mesh, cuts)[1][0].axes
 
 
 def _reading_first(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axes]:
     """The cuts with which an operator reads its first input cut by `axes`."""
-    found = rule(op)
+    found = rule_of(op)
     assert found is not None
     factors = zip(found.inputs[0], axes, strict=True)
     return {f: cut for f, cut in factors if f is not None and f in found.factors and cut}

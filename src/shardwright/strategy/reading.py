@@ -16,7 +16,7 @@ import torch
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Op, target_name
 from shardwright.layout import Axes, Layout, TensorLayout
-from shardwright.rules import ShardingRule, rule
+from shardwright.rules import ShardingRule, rule_of
 from shardwright.strategy.entry import Entry, OperatorStrategy, entry_text
 from shardwright.strategy.mesh import first_axes, placed
 
@@ -54,7 +54,7 @@ class Reading:
 
     @property
     def rule(self) -> ShardingRule:
-        found = rule(self.op)
+        found = rule_of(self.op)
         if found is None:
             raise self.error("the operator has no sharding rule, every device computes it whole")
         return found
