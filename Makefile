@@ -1,6 +1,7 @@
 # Everything happens in .venv, which the first target that needs it makes.
 #   make demo       plan a model for 8 devices, train it in 8 local processes, compare with one
 #   make test       the default test suite        make test-slow   the long property tests
+#   make golden     write the texts of tests/golden anew, to be read as a diff
 #   make check      lint, format, types, import order
 #   make bench      the numbers of docs/benchmarks.md
 
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install test test-slow check format bench demo clean
+.PHONY: install test test-slow golden check format bench demo clean
 
 install: $(STAMP)
 
@@ -28,6 +29,10 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
+
+golden: install
+	SHARDWRIGHT_GOLDEN=write $(BIN)/python -m pytest -q tests/test_golden.py
+	-git --no-pager diff --stat -- tests/golden
 
 check: install
 	$(BIN)/ruff check .

@@ -94,6 +94,38 @@ def test_plan_prints_a_table_or_json_and_saves(command: Command, folder: Path) -
     assert json.loads(out)["cuts"] == saved["cuts"] != {}
 
 
+def test_graphs_are_saved_before_and_after_planning(command: Command, folder: Path) -> None:
+    arguments = ("plan", "config.yaml", "--devices", "4", "--save-graphs", "graphs")
+    assert command(*arguments)[0] == 0
+    files = sorted((folder / "graphs").iterdir())
+    assert [f.name for f in files] == ["1_graph.txt", "2_plan.txt", "3_program_rank0.txt"]
+    graph, plan, program = (f.read_text() for f in files)
+    assert "net.first: aten.linear(x, net.first.weight) -> float64 [8, 32]" in graph
+    assert "cuts" not in graph
+    assert plan.startswith("plan for 4 devices = 2·2, axes a b")
+    assert program.startswith("def program(")
+    assert command(*arguments)[0] == 0
+    assert [f.read_text() for f in files] == [graph, plan, program]
+
+
+def test_of_a_model_that_cannot_be_planned_the_graph_and_the_error_are_saved(
+    command: Command, folder: Path
+) -> None:
+    arguments = ("--devices", "3", "--save-graphs", "graphs")
+    assert command("plan", "config.yaml", "--devices", "4", "--save-graphs", "graphs")[0] == 0
+    text = CONFIG + "parallel: {mode: data_parallel}"
+    (folder / "config.yaml").write_text(text)
+    status, _, err = command("plan", "config.yaml", *arguments)
+    assert status == 2
+    files = sorted((folder / "graphs").iterdir())
+    assert [f.name for f in files] == ["1_graph.txt", "2_error.txt"]
+    assert files[1].read_text() == err.replace("error", "StrategyError", 1)
+    (folder / "config.yaml").write_text(text.replace("Perceptron", "Branching"))
+    assert command("plan", "config.yaml", *arguments)[0] == 2
+    (file,) = (folder / "graphs").iterdir()
+    assert file.read_text().startswith("CaptureError: ")
+
+
 def test_mem_coeff_overrides_the_configuration(command: Command) -> None:
     def cuts(*options: str) -> object:
         return json.loads(command("plan", "config.yaml", "--devices", "4", "--json", *options)[1])

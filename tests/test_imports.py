@@ -22,7 +22,7 @@ ORDER = [
     ["search"],
     ["lower"],
     ["api"],
-    ["report"],
+    ["report", "saved_graphs"],
     ["train"],
     ["models"],
     ["config"],
@@ -78,7 +78,7 @@ def test_a_module_imports_only_rooms_below_its_own(module: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("graph/graph.py", "from shardwright.rules import rule"),
+        ("graph/graph.py", "from shardwright.rules import rule_of"),
         ("graph/graph.py", "import shardwright.plan"),
         ("graph/graph.py", "from shardwright import api"),
         ("graph/graph.py", "from ..lower.program import lower"),

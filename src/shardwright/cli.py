@@ -20,6 +20,7 @@ from shardwright.api import Check, check
 from shardwright.config import Run
 from shardwright.errors import PlanError, ShardwrightError
 from shardwright.plan import Plan
+from shardwright.saved_graphs import SavedGraphs
 from shardwright.train.follow import Follower
 from shardwright.train.launch import LogFolder, RankFailedError, StoppedError, launch
 from shardwright.train.process_group import World, launched
@@ -48,11 +49,16 @@ def plan_command(
     devices: Devices,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Save the plan to this file.")] = None,
+    save_graphs: Annotated[
+        Path | None,
+        typer.Option(help="Save the graph before and after planning, and rank 0's program, here."),
+    ] = None,
     mem_coeff: MemCoeff = None,
     log_costs: LogCosts = False,
 ) -> None:
     """Search a plan and print it. Needs no devices and starts no processes."""
-    plan = _run(config, mem_coeff, log_costs).plan(devices)
+    run = _run(config, mem_coeff, log_costs)
+    plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         plan.save(out)

@@ -14,8 +14,11 @@ from shardwright.api import WithLoss, parallelize, plan
 from shardwright.config.load import load
 from shardwright.config.schema import Config
 from shardwright.config.target import call_target
-from shardwright.errors import ConfigError, PlanError
+from shardwright.errors import ConfigError, PlanError, ShardwrightError
+from shardwright.graph.capture import capture
+from shardwright.graph.graph import Graph
 from shardwright.plan import Plan
+from shardwright.saved_graphs import SavedGraphs
 from shardwright.train.data import DIGITS_SIZE, Batches, digits, mnist
 from shardwright.train.loss import LOSSES
 from shardwright.train.process_group import World, process_group
@@ -61,13 +64,30 @@ class Run:
         loss = self.config.loss
         return net if loss == "none" else WithLoss(net, LOSSES[loss]())
 
-    def plan(self, devices: int) -> Plan:
-        """The plan for `devices` devices, made for the first batch. Needs no process group."""
+    def plan(self, devices: int, files: SavedGraphs | None = None) -> Plan:
+        """The plan for `devices` devices, made for the first batch. Needs no process group.
+
+        Args:
+            files: where the graph is saved, and then the plan, or the error that there was.
+        """
+        model, batch = self.model(), self.example_batch()
+        try:
+            graph = capture(model, batch)
+            if files is not None:
+                files.graph(graph)
+            found = self._plan(graph, devices)
+        except ShardwrightError as error:
+            if files is not None:
+                files.error(error)
+            raise
+        if files is not None:
+            files.plan(found)
+        return found
+
+    def _plan(self, graph: Graph, devices: int) -> Plan:
         parallel = self.config.parallel
         return plan(
-            self.model(),
-            self.example_batch(),
-            {},
+            graph,
             devices=devices,
             mode=parallel.mode,
             mem_coeff=parallel.mem_coeff,

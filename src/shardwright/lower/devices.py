@@ -47,7 +47,7 @@ class Devices:
 
     Args:
         layout: the device matrix of the plan.
-        mesh: the same as a `DeviceMesh`; None for a single device.
+        mesh: the same as a `DeviceMesh`; None for a single device, or without a process group.
         per_rank: the value, on this rank, of a function of the coordinates on the device matrix.
     """
 
@@ -82,6 +82,12 @@ class Devices:
         place = layout.coordinates(dist.get_rank())
         return cls(layout, device, mesh, lambda function: function(place))
 
+    @classmethod
+    def of_rank(cls, layout: Layout, rank: int) -> Devices:
+        """The devices as `rank` sees them, without a process group: to read its program only."""
+        place = layout.coordinates(rank)
+        return cls(layout, torch.device("cpu"), None, lambda function: function(place))
+
     def group(self, axes: tuple[int, ...]) -> Group:
         """The group over the joined `axes`; made at the first request, so every rank must ask for
         its groups in the same order."""
@@ -98,8 +104,9 @@ class Devices:
         return self.per_rank(lambda place: block(self.layout, place, axes))
 
     def _create(self, axes: tuple[int, ...]) -> str:
-        assert self.mesh is not None
         layout = self.layout
+        if self.mesh is None:
+            return f"over {''.join(layout.alias_names[axis] for axis in axes)}"
         if len(axes) == 1:
             return str(self.mesh.get_group(layout.alias_names[axes[0]]).group_name)
         if len(axes) == len(layout.device_matrix) and layout.rank_list is None:

@@ -95,7 +95,7 @@ def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) 
     for index, value in enumerate(op.inputs):
         route = flow.routes[op.name, index]
         if route:
-            conversions.append(_conversion(value, route, seen))
+            conversions.append(replace(_conversion(value, route, seen), input=index))
     for value in op.outputs:
         if value in flow.left:
             conversions.append(_conversion(value, flow.left[value], seen))

@@ -122,6 +122,14 @@ class Plan:
 
         return text(self, every)
 
+    def dump(self) -> str:
+        """Everything that was decided, and what follows from it, as text: each operator with its
+        strategy, the layouts of its inputs and outputs, the conversions and their bytes, and how
+        parameters are stored. Equal plans have equal dumps."""
+        from shardwright.plan.dump import dump
+
+        return dump(self)
+
     def to_json(self) -> str:
         """The plan as JSON text; it holds everything but the captured graph."""
         from shardwright.plan.json_text import written

@@ -20,6 +20,7 @@ class ConversionRow:
         forward_bytes, backward_bytes: what one device sends for the steps that no other consumer
             of the value has asked for before.
         shared: whether some step is shared with an operator above.
+        input: index of the input that is read so; None for what is no input.
     """
 
     value: str
@@ -27,6 +28,7 @@ class ConversionRow:
     forward_bytes: int
     backward_bytes: int
     shared: bool
+    input: int | None = None
 
 
 @dataclass(frozen=True)

@@ -104,17 +104,20 @@ def explanation(plan: Plan, row: OperatorRow) -> str:
     if row.pinned:
         kind = f"pinned as {plan.pins[row.name]}"
     lines.append(f"  {kind}")
-    by_value = {c.value: c for c in row.conversions}
-    for (name, shape, origin), parts in zip(row.inputs, row.strategy, strict=True):
+    ways = {c.input: c for c in row.conversions if c.input is not None}
+    for index, ((name, shape, origin), parts) in enumerate(
+        zip(row.inputs, row.strategy, strict=True)
+    ):
         cut = f"read in {'·'.join(map(str, parts))} parts" if max(parts, default=1) > 1 else "whole"
         lines.append(f"  input {name} {_shape(shape)} ({origin}): {cut}")
         if origin == "parameter" and name in plan.storage:
             kept = tuple(plan.mesh.size(axes) for axes in plan.storage[name])
             lines.append(f"    stored in {'·'.join(map(str, kept)) or '1'} parts")
-        if name in by_value:
-            lines += [f"    {line}" for line in _conversion_lines(by_value.pop(name))]
-    for conversion in by_value.values():
-        lines += [f"  {line}" for line in _conversion_lines(conversion)]
+        if index in ways:
+            lines += [f"    {line}" for line in _conversion_lines(ways[index])]
+    for conversion in row.conversions:
+        if conversion.input is None:
+            lines += [f"  {line}" for line in _conversion_lines(conversion)]
     lines.append(f"  output {', '.join(_shape(shape) for shape in row.outputs)}")
     return "\n".join(lines)
 
