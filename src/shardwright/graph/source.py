@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
 
