@@ -91,23 +91,49 @@ def test_a_loaded_plan_runs_like_the_one_that_was_saved() -> None:
     assert sw.parallelize(net, loaded)(*args) == sw.parallelize(net, plan)(*args)
 
 
-def test_a_call_that_differs_from_the_plan_is_refused() -> None:
+def test_a_call_with_other_arguments_than_planned_is_refused() -> None:
     net, args, kwargs = mlp()
     parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=1))
     x, y = args
-    with pytest.raises(sw.PlanError, match=r"is \(4, 16\), planned for shape \(8, 16\)"):
-        parallel(x[:4], y)
     with pytest.raises(sw.PlanError, match=r"has dtype torch.float64, planned for torch.float32"):
         parallel(x.double(), y)
     with pytest.raises(sw.PlanError, match="called with 1 positional argument"):
         parallel(x)
+    with pytest.raises(sw.PlanError, match=r"is \(16,\), planned for \(8, 16\)"):
+        parallel(x[0], y)
+    with pytest.raises(sw.PlanError, match="is None, planned for a tensor"):
+        parallel(x, None)
 
 
-def test_eval_mode_is_refused_by_a_program_for_training() -> None:
-    net, args, kwargs = mlp()
-    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=1)).eval()
-    with pytest.raises(sw.PlanError, match="in eval mode, but was captured in training mode"):
-        parallel(*args)
+def test_another_batch_and_eval_mode_are_captured_once_more() -> None:
+    net, (images, labels), _ = resnet(batch=4, blocks=(1,))
+    parallel = sw.parallelize(net, sw.plan(net, (images, labels), devices=1))
+    for training in (True, False, True):
+        for size in (4, 3):
+            got = parallel.train(training)(images[:size], labels[:size])
+            wanted = net.train(training)(images[:size], labels[:size])
+            torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(parallel.state_dict(), net.state_dict())
+
+
+def test_a_module_with_a_mode_of_its_own_keeps_it() -> None:
+    """Frozen batch norm: one submodule in eval mode while the model trains."""
+    net, args, _ = resnet(batch=4, blocks=(1,))
+    parallel = sw.parallelize(net, sw.plan(net, args, devices=1))
+    before = parallel.bn1.running_mean.clone()
+    parallel.bn1.eval()
+    net.bn1.eval()
+    torch.testing.assert_close(parallel(*args), net(*args))
+    assert torch.equal(parallel.bn1.running_mean, before)
+
+
+def test_a_model_parallelized_in_eval_mode_starts_there() -> None:
+    net, args, _ = resnet(batch=4, blocks=(1,))
+    plan = sw.plan(net, args, devices=1)
+    parallel = sw.parallelize(net.eval(), plan)
+    assert not parallel.training
+    assert not net.training
+    torch.testing.assert_close(parallel(*args), net(*args))
 
 
 def test_a_model_on_the_meta_device_can_be_planned_but_not_run() -> None:

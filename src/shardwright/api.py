@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardwright.graph.double import double, in_double
 from shardwright.graph.graph import Graph, Value
 from shardwright.graph.interpret import interpret
 from shardwright.lower.devices import Devices
-from shardwright.lower.parallel import parallel_module
+from shardwright.lower.parallel import Decided, parallel_module
 from shardwright.lower.simulation import simulate
 from shardwright.pins import pins_of
 from shardwright.plan import Plan, make_plan
@@ -127,7 +128,8 @@ def parallelize(net: nn.Module, plan: Plan, device: str | torch.device | None = 
 
     Every rank must hold the same parameters when it calls this (build the model from one seed, or
     load it), and give the module the whole batch. On one device no process group is needed and the
-    parameters stay plain.
+    parameters stay plain. In eval mode, or for a batch of another size, the module captures the
+    model once more and keeps the plan's cuts as far as they divide.
 
     Args:
         device: where this rank computes; by default the current accelerator if its process group
@@ -138,19 +140,25 @@ def parallelize(net: nn.Module, plan: Plan, device: str | torch.device | None = 
     """
     where = torch.device(device) if device is not None else _own_device()
     devices = Devices.of_process(plan.mesh, where)
-    graph = plan.graph
-    if graph is None:
-        args, kwargs = _example(plan)
-        was_training = net.training
-        try:
-            graph = capture(net.train(plan.training), args, kwargs)
-        finally:
-            net.train(was_training)
-    plan.check_fits(graph)
-    _check_parameters(net, plan)
-    return parallel_module(
-        net, graph, devices, plan.cuts, plan.storage, plan.training, plan.outputs
-    )
+    decided = Decided(plan.cuts, plan.storage, plan.outputs)
+    with _in_mode(net, plan.training):
+        graph = plan.graph if plan.graph is not None else capture(net, *_example(plan))
+        plan.check_fits(graph)
+        _check_parameters(net, plan)
+        parallel = parallel_module(net, graph, devices, decided)
+    return parallel if parallel.training == net.training else parallel.train(net.training)
+
+
+@contextmanager
+def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
+    """`net` in training or eval mode for a while; modules that differ from it keep their own mode
+    if the whole is in the mode already."""
+    modes = [module.training for module in net.modules()]
+    if net.training != training:
+        net.train(training)
+    yield
+    for module, mode in zip(net.modules(), modes, strict=True):
+        module.training = mode
 
 
 @dataclass(frozen=True)

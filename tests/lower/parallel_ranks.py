@@ -122,6 +122,25 @@ def check_compiled() -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=1e-4, atol=1e-5)
 
 
+def check_other_modes_and_batches() -> None:
+    """After a step in training: eval, and a last batch that nothing divides."""
+    net, (images, labels), _ = resnet(batch=8, blocks=(1,))
+    for mem_coeff in (0.01, 10.0):
+        plan = sw.plan(net, (images, labels), devices=4, mem_coeff=mem_coeff)
+        parallel = sw.parallelize(net, plan)
+        for training in (True, False):
+            for size in (8, 3):
+                got = parallel.train(training)(images[:size], labels[:size])
+                wanted = net.train(training)(images[:size], labels[:size])
+                torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+        parallel.train()(images[:3], labels[:3]).backward()
+        net.train()(images[:3], labels[:3]).backward()
+        for name, parameter in parallel.named_parameters():
+            gradient = net.get_parameter(name).grad
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=1e-3, atol=1e-4)
+        net.zero_grad()
+
+
 def check_world_size() -> None:
     net, args, kwargs = mlp()
     try:
@@ -142,6 +161,7 @@ def main() -> None:
         check_searched_plans,
         check_random_plans,
         check_compiled,
+        check_other_modes_and_batches,
     ):
         check()
         if dist.get_rank() == 0:

@@ -33,6 +33,7 @@ def output() -> str:
         "check_searched_plans",
         "check_random_plans",
         "check_compiled",
+        "check_other_modes_and_batches",
     ],
 )
 def test_real_processes_train_as_one_device_does(check: str, output: str) -> None:

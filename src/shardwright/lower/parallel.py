@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwright.communication import NO_OUTPUTS, Outputs, Storage
+from shardwright.communication import Outputs, Storage
 from shardwright.errors import PlanError
+from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph, Value
+from shardwright.lower.adapt import adapted_cuts, adapted_outputs
 from shardwright.lower.devices import Devices
 from shardwright.lower.program import Program, lower
 from shardwright.lower.storage import as_dtensor, local_shards, with_stored_parameters
 from shardwright.rules.rule import Cuts
+
+log = logging.getLogger(__name__)
+
+Place = tuple[str, nn.Module, str]
+"""Name of a parameter or buffer, the module that owns it, and its name there."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the plan says of how to run, for every program of the model."""
+
+    cuts: Mapping[str, Cuts]
+    storage: Storage
+    outputs: Outputs
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A program with the places in the module that it reads and updates."""
+
+    graph: Graph
+    program: Program
+    parameters: tuple[Place, ...]
+    buffers: tuple[Place, ...]
 
 
 class ParallelModule(nn.Module):
@@ -27,69 +55,117 @@ class ParallelModule(nn.Module):
     the model returns: its loss replicated; other tensors replicated if there is no loss, else as
     DTensors, which talk only when they are asked for (`full_tensor()`).
 
+    Called in another mode (`eval()`) or with inputs of other shapes than the plan was made for, it
+    captures the model once more and runs it with the plan's cuts as far as they divide.
+
     Args:
         module: a copy of the model, its parameters stored as planned.
-        training: the mode in which the model was captured.
+        template: a copy on the meta device, to capture from.
+        graph: the model in the mode and for the shapes of the plan.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        template: nn.Module,
         graph: Graph,
         devices: Devices,
-        cuts: Mapping[str, Cuts],
-        storage: Storage,
-        outputs: Outputs,
-        training: bool,
+        decided: Decided,
     ) -> None:
         super().__init__()
         self._modules = module._modules
         self._parameters = module._parameters
         self._buffers = module._buffers
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
-        self.graph = graph
+        self.training = module.training
         self.devices = devices
-        self.captured_in_training = training
-        self.program: Program = lower(graph, devices, cuts, storage, outputs)
-        self._places = {
-            "parameters": [self._place(value) for value in graph.parameters],
-            "buffers": [self._place(value) for value in graph.buffers],
-        }
-        self._steps = 0
+        self.decided = decided
         self.seed = torch.initial_seed() % 2**31
-        self.train(training)
+        self._steps = 0
+        # In a tuple, so that it is no submodule.
+        self._template = (template,)
+        self._compiler: Callable[..., Any] | None = None
+        program = lower(graph, devices, decided.cuts, decided.storage, decided.outputs)
+        self._planned = self._bind(graph, program)
+        leaves = [_key(leaf) for leaf in graph.inputs]
+        self._bound = {self._situation(graph.in_spec, leaves): self._planned}
+
+    @property
+    def program(self) -> Program:
+        """The program for the mode and the shapes of the plan; `print` shows it."""
+        return self._planned.program
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training != self.captured_in_training:
-            raise PlanError(_mode_error(self.captured_in_training))
-        inputs = _checked_inputs(self.graph, args, kwargs, self.devices.device)
-        parameters = {n: getattr(owner, leaf) for n, owner, leaf in self._places["parameters"]}
-        state = {n: getattr(owner, leaf) for n, owner, leaf in self._places["buffers"]}
+        inputs, spec = pytree.tree_flatten((args, kwargs))
+        situation = self._situation(spec, [_key(leaf) for leaf in inputs])
+        if situation not in self._bound:
+            self._bound[situation] = self._capture(args, kwargs)
+        bound = self._bound[situation]
+        parameters = {n: getattr(owner, leaf) for n, owner, leaf in bound.parameters}
+        state = {n: getattr(owner, leaf) for n, owner, leaf in bound.buffers}
         shards = local_shards(parameters, self.devices.layout)
+        leaves = [x.to(self.devices.device) if isinstance(x, Tensor) else x for x in inputs]
         if self.training:
             self._steps += 1
-        outputs, updates = self.program(shards, state, inputs, self.seed + self._steps)
+        outputs, updates = bound.program(shards, state, leaves, self.seed + self._steps)
         with torch.no_grad():
-            for (buffer, _), value in zip(self.graph.updates, updates, strict=True):
+            for (buffer, _), value in zip(bound.graph.updates, updates, strict=True):
                 state[buffer.name].copy_(value)
-        return pytree.tree_unflatten(self._returned(outputs), self.graph.out_spec)
+        return pytree.tree_unflatten(self._returned(bound, outputs), bound.graph.out_spec)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the program with `torch.compile`, in place; takes its arguments. The conversions
+        """Compiles the programs with `torch.compile`, in place; takes its arguments. Conversions
         are part of the compiled graph."""
-        compiled = torch.compile(self.program.function, *args, **kwargs)
-        self.program = replace(self.program, function=compiled)
+        self._compiler = lambda function: torch.compile(function, *args, **kwargs)
+        self._bound = {key: self._compiled(bound) for key, bound in self._bound.items()}
 
-    def _place(self, value: Value) -> tuple[str, nn.Module, str]:
-        """Name of a parameter or buffer, the module that owns it, and its name there."""
-        path, _, leaf = value.name.rpartition(".")
-        return value.name, self.get_submodule(path), leaf
+    def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
+        """What a program depends on: the modes of all submodules and what the call is given."""
+        return tuple(m.training for m in self.modules()), spec, tuple(leaves)
 
-    def _returned(self, outputs: list[Any]) -> list[Any]:
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+        """The program for a situation that the plan was not made for.
+
+        Raises:
+            PlanError: if the call has other arguments, or other dtypes, than the planned one.
+            CaptureError: if the model cannot be captured in this situation.
+        """
+        _check_call(self._planned.graph, args, kwargs)
+        (template,) = self._template
+        for mine, its in zip(self.modules(), template.modules(), strict=True):
+            its.training = mine.training
+        graph = capture(template, args, kwargs)
+        shapes = ", ".join(str(value) for value in graph.input_values)
+        log.info("captured the model for %s, training=%s", shapes, self.training)
+        mesh = self.devices.layout
+        cuts = adapted_cuts(graph, mesh, self.decided.cuts)
+        outputs = adapted_outputs(graph, mesh, self.decided.outputs)
+        program = lower(graph, self.devices, cuts, self.decided.storage, outputs)
+        return self._compiled(self._bind(graph, program))
+
+    def _bind(self, graph: Graph, program: Program) -> Bound:
+        def place(value: Value) -> Place:
+            path, _, leaf = value.name.rpartition(".")
+            return value.name, self.get_submodule(path), leaf
+
+        return Bound(
+            graph,
+            program,
+            tuple(place(value) for value in graph.parameters),
+            tuple(place(value) for value in graph.buffers),
+        )
+
+    def _compiled(self, bound: Bound) -> Bound:
+        if self._compiler is None:
+            return bound
+        function = self._compiler(bound.program.function)
+        return replace(bound, program=replace(bound.program, function=function))
+
+    def _returned(self, bound: Bound, outputs: list[Any]) -> list[Any]:
         """Outputs that were left in pieces become DTensors."""
-        flow = self.program.communication
+        flow = bound.program.communication
         result = []
-        for value, tensor in zip(self.graph.outputs, outputs, strict=True):
+        for value, tensor in zip(bound.graph.outputs, outputs, strict=True):
             if isinstance(value, Value):
                 route = flow.output_routes[value]
                 where = route[-1].step.target if route else flow.layout(value)
@@ -101,26 +177,33 @@ class ParallelModule(nn.Module):
 
 
 def parallel_module(
-    module: nn.Module,
-    graph: Graph,
-    devices: Devices,
-    cuts: Mapping[str, Cuts],
-    storage: Storage,
-    training: bool,
-    outputs: Outputs = NO_OUTPUTS,
+    module: nn.Module, graph: Graph, devices: Devices, decided: Decided
 ) -> ParallelModule:
     """`module`, split as planned over `devices`."""
-    stored = with_stored_parameters(module, storage, devices)
-    return ParallelModule(stored, graph, devices, cuts, storage, outputs, training)
+    stored = with_stored_parameters(module, decided.storage, devices)
+    return ParallelModule(stored, _template(module), graph, devices, decided)
 
 
-def _checked_inputs(
-    graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> list[Any]:
-    """The leaves of a call, tensors on `device`.
+def _template(module: nn.Module) -> nn.Module:
+    """A copy on the meta device."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+        for p in module.parameters()
+    }
+    memo.update((id(b), b.detach().to("meta")) for b in module.buffers())
+    return copy.deepcopy(module, memo)
 
-    Raises:
-        PlanError: if they differ from what the model was captured with.
+
+def _key(leaf: Any) -> Any:
+    """What the program depends on of one argument."""
+    if isinstance(leaf, Tensor | Value):
+        return tuple(leaf.shape), leaf.dtype
+    return type(leaf), leaf
+
+
+def _check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises:
+    PlanError: if a call has other arguments than `graph`, or tensors of other dtypes.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if spec != graph.in_spec:
@@ -128,35 +211,23 @@ def _checked_inputs(
             f"called with {_call(args, kwargs)}, but planned for other arguments: "
             f"{', '.join(str(leaf) for leaf in graph.inputs)}"
         )
-    result = []
     for wanted, leaf in zip(graph.inputs, leaves, strict=True):
-        if isinstance(wanted, Value):
-            if not isinstance(leaf, Tensor) or tuple(leaf.shape) != wanted.shape:
-                got = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
-                raise PlanError(
-                    f"input {wanted.name!r} is {got}, planned for shape {wanted.shape}: every rank "
-                    "is given the whole batch; make a plan for this shape, or drop the last, "
-                    "smaller batch"
-                )
-            if leaf.dtype != wanted.dtype:
-                raise PlanError(
-                    f"input {wanted.name!r} has dtype {leaf.dtype}, planned for {wanted.dtype}"
-                )
-            leaf = leaf.to(device, non_blocking=True)
-        elif type(leaf) is not type(wanted) or leaf != wanted:
-            raise PlanError(f"an argument is {leaf!r}, but the model was captured with {wanted!r}")
-        result.append(leaf)
-    return result
+        if not isinstance(wanted, Value):
+            if type(leaf) is not type(wanted) or leaf != wanted:
+                raise PlanError(f"an argument is {leaf!r}, planned for {wanted!r}")
+        elif not isinstance(leaf, Tensor):
+            raise PlanError(f"input {wanted.name!r} is {leaf!r}, planned for a tensor")
+        elif leaf.dtype != wanted.dtype:
+            raise PlanError(
+                f"input {wanted.name!r} has dtype {leaf.dtype}, planned for {wanted.dtype}"
+            )
+        elif leaf.ndim != len(wanted.shape):
+            raise PlanError(
+                f"input {wanted.name!r} is {tuple(leaf.shape)}, planned for {wanted.shape}: every "
+                "rank is given the whole batch"
+            )
 
 
 def _call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     count = f"{len(args)} positional argument{'s' if len(args) != 1 else ''}"
     return f"{count} and keywords {sorted(kwargs)}" if kwargs else count
-
-
-def _mode_error(training: bool) -> str:
-    now, then = ("eval", "training") if training else ("training", "eval")
-    return (
-        f"the model is in {now} mode, but was captured in {then} mode, where operators such as "
-        f"dropout and batch norm differ: plan and parallelize the model in {now} mode for this"
-    )
