@@ -108,9 +108,9 @@ class ParallelModule(nn.Module):
         if self.training:
             self._steps += 1
         outputs, updates = bound.program(shards, state, leaves, self.seed + self._steps)
-        with torch.no_grad():
-            for (buffer, _), value in zip(bound.graph.updates, updates, strict=True):
-                state[buffer.name].copy_(value)
+        if updates:
+            with torch.no_grad():
+                torch._foreach_copy_([state[b.name] for b, _ in bound.graph.updates], updates)
         return pytree.tree_unflatten(self._returned(bound, outputs), bound.graph.out_spec)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
