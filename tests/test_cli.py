@@ -31,6 +31,10 @@ class Perceptron(nn.Module):
     def forward(self, x):
         return self.second(torch.relu(self.first(x)))
 
+class Activated(Perceptron):
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
 class Branching(Perceptron):
     def forward(self, x):
         if x.sum() > 0:
@@ -201,10 +205,18 @@ def test_a_plan_for_another_number_of_devices_is_refused_before_the_start(
 
 def test_a_plan_for_another_model_is_refused(command: Command, folder: Path) -> None:
     command("plan", "config.yaml", "--devices", "1", "--out", "plan.json")
-    edit(folder, "batch_size: 8", "batch_size: 16")
+    edit(folder, "Perceptron", "Activated")
     status, _, err = command("train", "config.yaml", "--plan", "plan.json")
     assert status == 2
-    assert err.startswith("error: ")
+    assert "the plan was made for another model" in err
+    assert "is 'net.tanh' (aten.tanh), planned as 'net.relu' (aten.relu)" in err
+
+
+def test_a_plan_trains_with_another_batch_size(command: Command, folder: Path) -> None:
+    command("plan", "config.yaml", "--devices", "1", "--out", "plan.json")
+    edit(folder, "batch_size: 8", "batch_size: 16")
+    status, _, err = command("train", "config.yaml", "--plan", "plan.json")
+    assert (status, err) == (0, "")
 
 
 def test_a_world_size_other_than_the_plans_is_refused_without_a_process_group(
