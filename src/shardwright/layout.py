@@ -14,7 +14,7 @@ rank order) first. Called with one entry per tensor dimension it makes a `Tensor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
 from math import prod
@@ -290,9 +290,6 @@ class TensorLayout:
         for rank, coordinates in zip(self.layout.ranks, places, strict=True):
             found.setdefault(self._block_at(coordinates), []).append(rank)
         return {block: tuple(ranks) for block, ranks in found.items()}
-
-    def replace_axes(self, axes: tuple[Axes, ...]) -> TensorLayout:
-        return replace(self, axes=axes)
 
     def on(self, mesh: Layout) -> TensorLayout:
         """The same placement on a device matrix that is finer, or arranges the ranks otherwise.
