@@ -294,3 +294,21 @@ def test_a_rank_killed_in_mid_step_ends_the_run(folder: Path) -> None:
     assert process.returncode == 1
     assert re.fullmatch(r"error: rank 1 \(process \d+\) was ended by SIGKILL; its log: .*\n", err)
     assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_a_file_of_strategies_pins_the_model_of_a_configuration(
+    command: Command, folder: Path
+) -> None:
+    said = {"version": 1, "strategies": {"net.first": {"in_strategy": [[1, 2], [1, 2]]}}}
+    (folder / "pins.json").write_text(json.dumps(said))
+    with (folder / "config.yaml").open("a") as file:
+        file.write("parallel: {mode: sharding_propagation, strategies: pins.json}\n")
+    status, out, _ = command("plan", "config.yaml", "--devices", "2")
+    assert status == 0
+    assert "((1,2),(1,2)) pinned" in out
+    status, out, _ = command("check", "config.yaml", "--devices", "2")
+    assert (status, out.splitlines()[-1]) == (0, "equal")
+    (folder / "pins.json").write_text(json.dumps(said).replace("first", "frst"))
+    status, _, err = command("plan", "config.yaml", "--devices", "2")
+    assert status == 2
+    assert "pins.json" in err and "net.first" in err

@@ -19,6 +19,7 @@ from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
 from shardwright.plan import Plan
 from shardwright.saved_graphs import SavedGraphs
+from shardwright.strategy_files import load_strategies
 from shardwright.train.data import DIGITS_SIZE, Batches, digits, mnist
 from shardwright.train.loss import LOSSES
 from shardwright.train.process_group import World, process_group
@@ -71,7 +72,10 @@ class Run:
             files: where the graph is saved, and then the plan, or the error that there was.
         """
         model, batch = self.model(), self.example_batch()
+        strategies = self.config.parallel.strategies
         try:
+            if strategies is not None:
+                load_strategies(model, self.folder / strategies)
             graph = capture(model, batch)
             if files is not None:
                 files.graph(graph)

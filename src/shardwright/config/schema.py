@@ -72,7 +72,10 @@ class Optimizer(Section):
 class Parallel(Section):
     """How the plan is searched; the arguments of `shardwright.plan`."""
 
-    mode: Literal["recursive_programming", "data_parallel", "stand_alone"] = "recursive_programming"
+    mode: Literal[
+        "recursive_programming", "sharding_propagation", "semi_auto", "data_parallel", "stand_alone"
+    ] = "recursive_programming"
+    strategies: str | None = None
     mem_coeff: Positive = 0.1
     cost_model: Literal["symbolic"] = "symbolic"
     order: Literal["weight", "topology"] = "weight"
