@@ -37,8 +37,8 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ("optimiser: {}", "optimiser: unknown key; did you mean optimizer?"),
         (
             "parallel: {xyz: 3}",
-            "parallel.xyz: unknown key; valid keys: mode, strategies, mem_coeff, cost_model, order, "
-            "log_costs",
+            "parallel.xyz: unknown key; valid keys: mode, strategies, mem_coeff, cost_model, "
+            "order, log_costs",
         ),
         ("data: {batch_size: many}", "data.batch_size: expected an integer, got 'many' (text)"),
         ("data: {batch_size: '32'}", "data.batch_size: expected an integer, got '32' (text)"),
