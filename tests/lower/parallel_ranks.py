@@ -141,6 +141,18 @@ def check_other_modes_and_batches() -> None:
         net.zero_grad()
 
 
+def check_dropout_on_ranks_seeded_apart() -> None:
+    """Whole on every rank, so that all must draw one mask."""
+    net, x = nn.Sequential(nn.Dropout(0.5)), torch.ones(64)
+    plan = sw.plan(net, (x,), devices=4, mode="stand_alone")
+    torch.manual_seed(dist.get_rank())
+    mine = sw.parallelize(net, plan)(x)
+    every = [torch.empty_like(mine) for _ in range(4)]
+    dist.all_gather(every, mine)
+    assert all(torch.equal(mine, other) for other in every)
+    assert 0 < int((mine == 0).sum()) < 64
+
+
 def check_world_size() -> None:
     net, args, kwargs = mlp()
     try:
@@ -162,6 +174,7 @@ def main() -> None:
         check_random_plans,
         check_compiled,
         check_other_modes_and_batches,
+        check_dropout_on_ranks_seeded_apart,
     ):
         check()
         if dist.get_rank() == 0:

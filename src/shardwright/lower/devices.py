@@ -103,6 +103,14 @@ class Devices:
         """Which block this rank holds along the joined `axes`."""
         return self.per_rank(lambda place: block(self.layout, place, axes))
 
+    def common_seed(self) -> int:
+        """The seed of rank 0's process, on every rank: devices that hold the same block must draw
+        the same numbers, however their processes were seeded."""
+        seed = torch.tensor(torch.initial_seed() % 2**31, device=self.device)
+        if self.mesh is not None:
+            dist.broadcast(seed, src=0)
+        return int(seed)
+
     def _create(self, axes: tuple[int, ...]) -> str:
         layout = self.layout
         if self.mesh is None:

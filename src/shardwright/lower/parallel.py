@@ -80,7 +80,7 @@ class ParallelModule(nn.Module):
         self.training = module.training
         self.devices = devices
         self.decided = decided
-        self.seed = torch.initial_seed() % 2**31
+        self.seed = devices.common_seed()
         self._steps = 0
         # In a tuple, so that it is no submodule.
         self._template = (template,)
