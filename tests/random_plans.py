@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 import shardwright as sw
+from shardwright.decided import Decided
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout, prime_mesh
 from shardwright.plan import Plan, make_plan
@@ -80,13 +81,15 @@ def random_plan(graph: Graph, devices: int, seed: int) -> Plan:
     return make_plan(
         graph,
         mesh,
-        random_cuts(graph, mesh, seed),
-        random_storage(graph, mesh, seed),
+        Decided(
+            random_cuts(graph, mesh, seed),
+            random_storage(graph, mesh, seed),
+            random_outputs(graph, mesh, seed),
+        ),
         mode="random",
         options={"seed": seed},
         search_seconds=0.0,
         training=True,
-        outputs=random_outputs(graph, mesh, seed),
     )
 
 

@@ -110,7 +110,7 @@ def test_a_plan_of_another_version_or_none_at_all_is_refused(tmp_path: Path) -> 
     data = json.loads(plan_of_network().to_json())
     path.write_text(json.dumps({**data, "version": 99}))
     with pytest.raises(
-        sw.PlanError, match="a plan of version 99; this Shardwright reads version 2"
+        sw.PlanError, match="a plan of version 99; this Shardwright reads version 3"
     ):
         sw.Plan.load(path)
     del data["cuts"]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.communication import communication
+from shardwright.decided import Decided
 from shardwright.layout import prime_factors, prime_mesh
 from shardwright.plan import Plan, make_plan
 
@@ -49,13 +50,15 @@ def plan_on_grid(net: nn.Module, x: Tensor, sizes: tuple[int, ...]) -> Plan:
     return make_plan(
         graph,
         mesh,
-        cuts,
-        {"up.weight": ((*ay,), (*ax, *az)), "down.weight": ((*ax,), (*ay, *az))},
+        Decided(
+            cuts,
+            {"up.weight": ((*ay,), (*ax, *az)), "down.weight": ((*ax,), (*ay, *az))},
+            {up: ((az, (*ay, *ax)),), down: ((az, (*ax, *ay)),)},
+        ),
         mode="layouts",
         options={},
         search_seconds=0.0,
         training=True,
-        outputs={up: ((az, (*ay, *ax)),), down: ((az, (*ax, *ay)),)},
     )
 
 
@@ -64,7 +67,7 @@ def test_the_bytes_of_a_grid_are_those_of_the_formula(sizes: tuple[int, ...]) ->
     net, x = Pair(), torch.randn(BATCH, HIDDEN)
     plan = plan_on_grid(net, x, sizes)
     assert plan.graph is not None
-    flow = communication(plan.graph, plan.mesh, plan.cuts, plan.storage, plan.outputs)
+    flow = communication(plan.graph, plan.mesh, plan.decided)
     pair = {op.name for op in plan.graph.ops if op.name in ("up", "down")}
     values = {v for name in pair for v in plan.graph.by_name[name].inputs}
     values |= {plan.graph.by_name[name].output for name in pair}

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwright.communication import as_used, communication
+from shardwright.decided import Decided
 from shardwright.errors import PlanError, StrategyError
 from shardwright.graph.capture import capture
 from shardwright.graph.double import double, in_double
 from shardwright.graph.graph import Graph, Value
 from shardwright.graph.interpret import interpret
 from shardwright.lower.devices import Devices
-from shardwright.lower.parallel import Decided, parallel_module
+from shardwright.lower.parallel import parallel_module
 from shardwright.lower.simulation import simulate
 from shardwright.pins import pins_of
 from shardwright.plan import Plan, make_plan
@@ -112,13 +113,15 @@ def plan(
     return make_plan(
         graph,
         mesh,
-        cuts,
-        storage_as_said(graph, mesh, pins.parameters, as_used(graph, mesh, cuts)),
+        Decided(
+            cuts,
+            storage_as_said(graph, mesh, pins.parameters, as_used(graph, mesh, cuts)),
+            fixed.outputs,
+        ),
         mode=mode,
         options=options,
         search_seconds=seconds,
         training=net.training if isinstance(net, nn.Module) else True,
-        outputs=fixed.outputs,
         pins=pins.strategies,
     )
 
@@ -140,12 +143,11 @@ def parallelize(net: nn.Module, plan: Plan, device: str | torch.device | None = 
     """
     where = torch.device(device) if device is not None else _own_device()
     devices = Devices.of_process(plan.mesh, where)
-    decided = Decided(plan.cuts, plan.storage, plan.outputs)
     with _in_mode(net, plan.training):
         graph = plan.graph if plan.graph is not None else capture(net, *_example(plan))
         plan.check_fits(graph)
         _check_parameters(net, plan)
-        parallel = parallel_module(net, graph, devices, decided)
+        parallel = parallel_module(net, graph, devices, plan.decided)
     return parallel if parallel.training == net.training else parallel.train(net.training)
 
 
@@ -266,12 +268,10 @@ def check(
     outcome = simulate(
         graph,
         plan.mesh,
-        plan.cuts,
-        plan.storage,
+        plan.decided,
         parameters,
         buffers,
         pytree.tree_leaves((args, kwargs)),
-        outputs=plan.outputs,
         output_gradients=[gradient for _, gradient in ends],
     )
     outputs = [t for t in outcome.outputs if isinstance(t, Tensor)]
@@ -281,7 +281,7 @@ def check(
         if parameter.grad is not None
     }
     worst = max(differences, key=lambda name: differences[name], default="")
-    flow = communication(graph, plan.mesh, plan.cuts, plan.storage, plan.outputs)
+    flow = communication(graph, plan.mesh, plan.decided)
     return Check(
         loss=_loss(graph, leaves),
         loss_difference=max(

@@ -12,27 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from shardwright.conversion import Step, steps
+from shardwright.decided import Decided, Storage
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.layout import Layout, TensorLayout
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts, Reduction
-
-BUCKET_BYTES = 25 * 2**20
-"""Parameter gradients are all-reduced in buckets of this many bytes (the size that PyTorch's own
-DistributedDataParallel uses)."""
-
-Storage = Mapping[str, tuple[tuple[int, ...], ...]]
-"""For each parameter the axes that cut each of its dimensions as it is stored."""
-
-Outputs = Mapping[str, tuple[tuple[tuple[int, ...], ...] | None, ...]]
-"""For operators that are told how to leave their outputs: the axes that cut each dimension of each
-output, or None where the operator is free."""
-
-
-NO_OUTPUTS: Outputs = MappingProxyType({})
 
 
 @dataclass(eq=False)
@@ -132,40 +118,39 @@ class Communication:
         return route[-1].step.target if route else self.made[value]
 
 
-def communication(
-    graph: Graph,
-    mesh: Layout,
-    cuts: Mapping[str, Cuts],
-    storage: Storage,
-    outputs: Outputs = NO_OUTPUTS,
-) -> Communication:
-    """Every conversion between the layouts that `cuts`, `storage` and `outputs` ask for.
+def communication(graph: Graph, mesh: Layout, decided: Decided) -> Communication:
+    """Every conversion between the layouts that `decided` asks for.
 
-    The model's inputs arrive whole on every device; its loss is left replicated, and other outputs
-    too if there is no loss, else they stay in the layout in which they are made.
+    The model's inputs arrive whole on every device unless they are said to arrive cut; its loss is
+    left replicated, and other outputs too if there is no loss, else they stay in the layout in
+    which they are made, unless their departure is said.
     """
     result = Communication(mesh)
     for value in (*graph.input_values, *graph.buffers, *graph.constants):
-        result.made[value] = mesh.replicated(len(value.shape))
+        whole = ((),) * len(value.shape)
+        result.made[value] = TensorLayout(mesh, tuple(decided.arrivals.get(value.name, whole)))
     for value in graph.parameters:
         whole = ((),) * len(value.shape)
-        result.made[value] = TensorLayout(mesh, tuple(storage.get(value.name, whole)))
+        result.made[value] = TensorLayout(mesh, tuple(decided.storage.get(value.name, whole)))
     shared: dict[tuple[Value, tuple[Step, ...]], Transfer] = {}
     for op in graph.ops:
-        _operator(result, op, cuts.get(op.name, {}), shared)
-        for value, axes in zip(op.outputs, outputs.get(op.name, ()), strict=False):
+        _operator(result, op, decided.cuts.get(op.name, {}), shared)
+        for value, axes in zip(op.outputs, decided.outputs.get(op.name, ()), strict=False):
             if axes is not None:
                 way = TensorLayout(mesh, axes)
                 result.left[value] = _route(result, value, way, shared, True)
     for value in graph.output_values:
-        made = result.layout(value)
-        ends = graph.loss is None or value is graph.loss
-        target = mesh.replicated(len(value.shape)) if ends or not value.shape else made
-        result.output_routes[value] = _route(result, value, target, shared, ends)
+        departure = decided.departures.get(value.name)
+        ends = departure is not None or graph.loss is None or value is graph.loss
+        target = mesh.replicated(len(value.shape)) if ends or not value.shape else None
+        if departure is not None:
+            target = TensorLayout(mesh, departure)
+        found = target or result.layout(value)
+        result.output_routes[value] = _route(result, value, found, shared, ends)
     for _, value in graph.updates:
         target = mesh.replicated(len(value.shape))
         result.update_routes[value] = _route(result, value, target, shared, False)
-    result.buckets = _buckets(result.transfers)
+    result.buckets = _buckets(result.transfers, decided.bucket_bytes)
     _count(result, graph)
     return result
 
@@ -237,7 +222,7 @@ def _route(
     return tuple(route)
 
 
-def _buckets(transfers: list[Transfer]) -> tuple[Bucket, ...]:
+def _buckets(transfers: list[Transfer], limit: int) -> tuple[Bucket, ...]:
     """Joins the gradient all-reduces of parameters by devices and dtype, in the order of use."""
     open_buckets: dict[tuple[object, ...], list[Transfer]] = {}
     filled: dict[tuple[object, ...], int] = {}
@@ -253,7 +238,7 @@ def _buckets(transfers: list[Transfer]) -> tuple[Bucket, ...]:
             continue
         key: tuple[object, ...] = (transfer.step.axes, transfer.value.dtype)
         size = _local_bytes(transfer.value, transfer.step.target)
-        if key in open_buckets and filled[key] + size > BUCKET_BYTES:
+        if key in open_buckets and filled[key] + size > limit:
             close(key)
         if key not in open_buckets:
             open_buckets[key], filled[key] = [], 0

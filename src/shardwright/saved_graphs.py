@@ -47,4 +47,4 @@ def program_text(plan: Plan, rank: int = 0) -> str:
     """The program that `rank` runs, of a plan that has its graph. Needs no process group."""
     assert plan.graph is not None
     devices = Devices.of_rank(plan.mesh, rank)
-    return str(lower(plan.graph, devices, plan.cuts, plan.storage, plan.outputs))
+    return str(lower(plan.graph, devices, plan.decided))

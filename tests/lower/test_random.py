@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from shardwright.decided import Decided
 from shardwright.layout import prime_mesh
 from shardwright.lower.simulation import Outcome, simulate
 
@@ -18,7 +19,7 @@ def run(cuts: dict[str, tuple[int, ...]], seed: int = 1) -> Outcome:
     x = torch.ones(64, 32)
     graph = sw.capture(Dropped(), (x,))
     (op,) = graph.ops
-    return simulate(graph, prime_mesh(4), {op.name: cuts}, {}, {}, {}, [x], seed=seed)
+    return simulate(graph, prime_mesh(4), Decided({op.name: cuts}, {}), {}, {}, [x], seed=seed)
 
 
 def mask(outcome: Outcome) -> Tensor:

@@ -20,6 +20,7 @@ import shardwright as sw
 from models import Model, llama, mlp, resnet
 from random_plans import random_cuts
 from shardwright.communication import Communication, as_used, communication
+from shardwright.decided import Decided
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph, Kind
 from shardwright.layout import Layout, prime_mesh
@@ -57,7 +58,7 @@ F_PUBLISHED: Pins = {
 
 
 def flow(graph: Graph, mesh: Layout, cuts: Pins) -> Communication:
-    return communication(graph, mesh, cuts, as_used(graph, mesh, cuts))
+    return communication(graph, mesh, Decided(cuts, as_used(graph, mesh, cuts)))
 
 
 def activation_bytes(found: Communication) -> int:
@@ -241,8 +242,7 @@ def planned(graph: Graph, devices: int, pins: Pins) -> Plan:
     return make_plan(
         graph,
         mesh,
-        cuts,
-        as_used(graph, mesh, cuts),
+        Decided(cuts, as_used(graph, mesh, cuts)),
         mode="sharding_propagation",
         options={},
         search_seconds=0.0,

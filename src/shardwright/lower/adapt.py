@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import takewhile
 
-from shardwright.communication import Outputs
+from shardwright.decided import Outputs
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout, TensorLayout
 from shardwright.rules import rule_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwright.communication import Outputs, Storage
+from shardwright.decided import Decided
 from shardwright.errors import PlanError
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph, Value
@@ -20,21 +20,11 @@ from shardwright.lower.adapt import adapted_cuts, adapted_outputs
 from shardwright.lower.devices import Devices
 from shardwright.lower.program import Program, lower
 from shardwright.lower.storage import as_dtensor, local_shards, with_stored_parameters
-from shardwright.rules.rule import Cuts
 
 log = logging.getLogger(__name__)
 
 Place = tuple[str, nn.Module, str]
 """Name of a parameter or buffer, the module that owns it, and its name there."""
-
-
-@dataclass(frozen=True)
-class Decided:
-    """What the plan says of how to run, for every program of the model."""
-
-    cuts: Mapping[str, Cuts]
-    storage: Storage
-    outputs: Outputs
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ class ParallelModule(nn.Module):
         # In a tuple, so that it is no submodule.
         self._template = (template,)
         self._compiler: Callable[..., Any] | None = None
-        program = lower(graph, devices, decided.cuts, decided.storage, decided.outputs)
+        program = lower(graph, devices, decided)
         self._planned = self._bind(graph, program)
         leaves = [_key(leaf) for leaf in graph.inputs]
         self._bound = {self._situation(graph.in_spec, leaves): self._planned}
@@ -138,9 +128,12 @@ class ParallelModule(nn.Module):
         shapes = ", ".join(str(value) for value in graph.input_values)
         log.info("captured the model for %s, training=%s", shapes, self.training)
         mesh = self.devices.layout
-        cuts = adapted_cuts(graph, mesh, self.decided.cuts)
-        outputs = adapted_outputs(graph, mesh, self.decided.outputs)
-        program = lower(graph, self.devices, cuts, self.decided.storage, outputs)
+        decided = replace(
+            self.decided,
+            cuts=adapted_cuts(graph, mesh, self.decided.cuts),
+            outputs=adapted_outputs(graph, mesh, self.decided.outputs),
+        )
+        program = lower(graph, self.devices, decided)
         return self._compiled(self._bind(graph, program))
 
     def _bind(self, graph: Graph, program: Program) -> Bound:

@@ -14,15 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.communication import (
-    NO_OUTPUTS,
-    Bucket,
-    Communication,
-    Outputs,
-    Storage,
-    Transfer,
-    communication,
-)
+from shardwright.communication import Bucket, Communication, Transfer, communication
+from shardwright.decided import Decided
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.lower.collectives import bind, reduction, vary_together
 from shardwright.lower.devices import Devices
@@ -74,16 +67,10 @@ class Program:
         return self.source
 
 
-def lower(
-    graph: Graph,
-    devices: Devices,
-    cuts: Mapping[str, Cuts],
-    storage: Storage,
-    outputs: Outputs = NO_OUTPUTS,
-) -> Program:
-    """The program of this rank for `graph`, cut as the plan says."""
-    flow = communication(graph, devices.layout, cuts, storage, outputs)
-    return _Lowering(graph, devices, cuts, flow).program()
+def lower(graph: Graph, devices: Devices, decided: Decided) -> Program:
+    """The program of this rank for `graph`, split as decided."""
+    flow = communication(graph, devices.layout, decided)
+    return _Lowering(graph, devices, decided.cuts, flow).program()
 
 
 @dataclass

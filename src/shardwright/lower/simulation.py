@@ -20,13 +20,12 @@ from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTens
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.communication import NO_OUTPUTS, Outputs, Storage
+from shardwright.decided import Decided
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
 from shardwright.layout import Layout, TensorLayout
 from shardwright.lower.devices import Devices, Index, device_mesh
 from shardwright.lower.program import lower
-from shardwright.rules.rule import Cuts
 
 
 @dataclass
@@ -81,13 +80,11 @@ def simulated_devices(layout: Layout) -> Iterator[tuple[Devices, LocalTensorMode
 def simulate(
     graph: Graph,
     layout: Layout,
-    cuts: Mapping[str, Cuts],
-    storage: Storage,
+    decided: Decided,
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     inputs: Sequence[Any],
     *,
-    outputs: Outputs = NO_OUTPUTS,
     seed: int = 0,
     output_gradients: Sequence[Tensor | None] | None = None,
 ) -> Outcome:
@@ -101,7 +98,7 @@ def simulate(
     """
     outcome = Outcome()
     with torch.random.fork_rng(), simulated_devices(layout) as (devices, mode):
-        program = lower(graph, devices, cuts, storage, outputs)
+        program = lower(graph, devices, decided)
         flow = program.communication
         ranks = range(layout.num_devices)
 

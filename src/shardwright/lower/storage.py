@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.communication import Storage
+from shardwright.decided import Storage
 from shardwright.errors import PlanError
 from shardwright.layout import Layout, TensorLayout
 from shardwright.lower.devices import Devices

@@ -6,13 +6,15 @@ import json
 from dataclasses import asdict, fields
 from typing import Any
 
+from shardwright.decided import OptimizerParallel, Recompute
 from shardwright.errors import PlanError
 from shardwright.layout import Layout, TensorLayout
+from shardwright.pipelining import Pipelining
 from shardwright.plan.plan import Plan
 from shardwright.plan.rows import ConversionRow, OperatorRow
 from shardwright.strategy import OperatorStrategy
 
-VERSION = 2
+VERSION = 3
 
 
 def written(plan: Plan) -> str:
@@ -24,6 +26,9 @@ def written(plan: Plan) -> str:
     }
     data["operators"] = [_row_data(row) for row in plan.operators]
     data["returned"] = [asdict(row) for row in plan.returned]
+    data["sharding"] = None if plan.sharding is None else asdict(plan.sharding)
+    data["recompute"] = {name: asdict(said) for name, said in plan.recompute.items()}
+    data["pipeline"] = asdict(plan.pipeline)
     data["pins"] = {name: strategy.to_dict() for name, strategy in plan.pins.items()}
     return json.dumps({"version": VERSION, "devices": plan.devices, **data}, indent=1)
 
@@ -57,6 +62,11 @@ def _plan(data: dict[str, Any]) -> Plan:
     }
     values["storage"] = {name: _tuples(axes) for name, axes in data["storage"].items()}
     values["outputs"] = {name: _tuples(left) for name, left in data["outputs"].items()}
+    values["arrivals"] = {name: _tuples(axes) for name, axes in data["arrivals"].items()}
+    sharding = data["sharding"]
+    values["sharding"] = None if sharding is None else OptimizerParallel(**sharding)
+    values["recompute"] = {name: Recompute(**said) for name, said in data["recompute"].items()}
+    values["pipeline"] = Pipelining(**data["pipeline"])
     values["pins"] = {n: OperatorStrategy.from_dict(pin) for n, pin in data["pins"].items()}
     values["parameters"] = {name: _tuples(entry) for name, entry in data["parameters"].items()}
     values["inputs"] = tuple(

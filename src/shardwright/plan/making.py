@@ -9,16 +9,11 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from shardwright.communication import (
-    NO_OUTPUTS,
-    Communication,
-    Outputs,
-    Storage,
-    Transfer,
-    communication,
-)
+from shardwright.communication import Communication, Transfer, communication
+from shardwright.decided import Decided
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout import Layout
+from shardwright.pipelining import ONE_STAGE, Pipelining
 from shardwright.plan.plan import Plan, dtype_name, operator_name
 from shardwright.plan.rows import ConversionRow, OperatorRow
 from shardwright.rules import rule_of
@@ -31,18 +26,18 @@ NO_PINS: Mapping[str, OperatorStrategy] = MappingProxyType({})
 def make_plan(
     graph: Graph,
     mesh: Layout,
-    cuts: Mapping[str, Cuts],
-    storage: Storage,
+    decided: Decided,
     *,
     mode: str,
     options: dict[str, Any],
     search_seconds: float,
     training: bool,
-    outputs: Outputs = NO_OUTPUTS,
+    pipeline: Pipelining = ONE_STAGE,
     pins: Mapping[str, OperatorStrategy] = NO_PINS,
 ) -> Plan:
     """Joins what a search decided with what follows from it: conversions and their bytes."""
-    flow = communication(graph, mesh, cuts, storage, outputs)
+    cuts = decided.cuts
+    flow = communication(graph, mesh, decided)
     seen: set[int] = set()
     leaves = tuple(
         {"name": leaf.name, "shape": leaf.shape, "dtype": dtype_name(leaf)}
@@ -59,8 +54,13 @@ def make_plan(
             for name, factors in cuts.items()
             if any(factors.values())
         },
-        storage={name: tuple(axes) for name, axes in storage.items()},
-        outputs=dict(outputs),
+        storage={name: tuple(axes) for name, axes in decided.storage.items()},
+        outputs=dict(decided.outputs),
+        arrivals=dict(decided.arrivals),
+        sharding=decided.sharding,
+        bucket_bytes=decided.bucket_bytes,
+        recompute=dict(decided.recompute),
+        pipeline=pipeline,
         pins=dict(pins),
         parameters={v.name: (v.shape, dtype_name(v)) for v in graph.parameters},
         inputs=leaves,

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from shardwright.decided import BUCKET_BYTES, CutAxes, Decided, OptimizerParallel, Recompute
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout import Layout, TensorLayout
+from shardwright.pipelining import ONE_STAGE, Pipelining
 from shardwright.plan.rows import ConversionRow, OperatorRow, Shape, Strategy
 from shardwright.strategy import OperatorStrategy
 
@@ -25,11 +27,16 @@ class Plan:
     """Everything decided for one model on a number of devices.
 
     Args:
-        mesh: the device matrix, outermost axis first.
+        mesh: the device matrix of one pipeline stage, outermost axis first.
         mode, options: how it was found.
         cuts: for each cut operator its factors with the axes that cut them.
         storage: for each parameter the axes that cut each dimension of what a device keeps.
         outputs: for operators that are told how to leave their outputs, the axes of each dimension.
+        arrivals: how inputs arrive that are not given whole to every device, by name.
+        sharding: of parameters and optimizer state, if asked for.
+        bucket_bytes: up to which collectives of parameters are joined.
+        recompute: the operators that are computed again in the backward pass.
+        pipeline: stages and micro-batches; shapes are those of one micro-batch.
         pins: what users said of operators, by name.
         parameters: shape and dtype of each, by name.
         inputs: name, shape and dtype of each input tensor; other leaves as they are.
@@ -57,6 +64,11 @@ class Plan:
     forward_bytes: int
     backward_bytes: int
     training: bool = True
+    arrivals: dict[str, CutAxes] = field(default_factory=dict)
+    sharding: OptimizerParallel | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    recompute: dict[str, Recompute] = field(default_factory=dict)
+    pipeline: Pipelining = ONE_STAGE
     pins: dict[str, OperatorStrategy] = field(default_factory=dict)
     search_seconds: float = 0.0
     capture_seconds: float = 0.0
@@ -64,7 +76,21 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        return self.mesh.num_devices
+        """All devices of all pipeline stages."""
+        return self.mesh.num_devices * self.pipeline.stages
+
+    @property
+    def decided(self) -> Decided:
+        """What lowering needs of it."""
+        return Decided(
+            cuts=self.cuts,
+            storage=self.storage,
+            outputs=self.outputs,
+            arrivals=self.arrivals,
+            sharding=self.sharding,
+            bucket_bytes=self.bucket_bytes,
+            recompute=self.recompute,
+        )
 
     @property
     def bytes(self) -> int:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 
-from shardwright.communication import NO_OUTPUTS, Outputs
+from shardwright.decided import NO_OUTPUTS, Outputs
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.layout import Axes, Layout, TensorLayout
