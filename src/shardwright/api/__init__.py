@@ -1,0 +1,9 @@
+"""The calls that users make: plan a model, look into it, run it split."""
+
+from shardwright.api.checking import Check, check
+from shardwright.api.examining import Examination, examine
+from shardwright.api.parallelizing import parallelize
+from shardwright.api.planning import plan
+from shardwright.api.with_loss import WithLoss
+
+__all__ = ["Check", "Examination", "WithLoss", "check", "examine", "parallelize", "plan"]

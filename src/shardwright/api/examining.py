@@ -1,0 +1,59 @@
+"""What of a model can be split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardwright.graph.capture import capture
+from shardwright.graph.graph import Graph
+from shardwright.rules import rule_of
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What Shardwright sees in a model before it plans it.
+
+    Args:
+        operators: number of operators.
+        main: names of those that the search decides by cost.
+        without_rule: names and operators of those that every device would compute whole.
+        parameters: number of parameters.
+    """
+
+    operators: int
+    main: tuple[str, ...]
+    without_rule: tuple[tuple[str, str], ...]
+    parameters: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.operators} operators, {len(self.main)} of them main, "
+            f"{self.parameters:,} parameters"
+        ]
+        if self.without_rule:
+            lines.append("without a sharding rule, computed whole on every device:")
+            lines += [f"  {name}: {target}" for name, target in self.without_rule]
+        else:
+            lines.append("every operator has a sharding rule")
+        return "\n".join(lines)
+
+
+def examine(
+    net: nn.Module | Graph, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Examination:
+    """Says up front what of a model can be split, and lists what cannot.
+
+    Raises:
+        CaptureError: if the model cannot be captured.
+    """
+    graph = net if isinstance(net, Graph) else capture(net, args, kwargs)
+    found = [(op, rule_of(op)) for op in graph.ops]
+    return Examination(
+        operators=len(graph.ops),
+        main=tuple(op.name for op, r in found if r is not None and r.main is not None),
+        without_rule=tuple((op.name, str(op.target)) for op, r in found if r is None),
+        parameters=sum(value.numel for value in graph.parameters),
+    )
