@@ -19,7 +19,16 @@ from shardwright.rules.rule import Cuts
 from shardwright.search.presets import data_parallel, semi_auto, stand_alone
 from shardwright.search.propagation import propagate
 from shardwright.search.recursive import search
-from shardwright.strategy import Fixed, OperatorStrategy, fix, storage_as_said
+from shardwright.strategy import (
+    DatasetStrategy,
+    Fixed,
+    OperatorStrategy,
+    arrivals,
+    check_dataset_strategy,
+    fix,
+    input_entries,
+    storage_as_said,
+)
 
 Search = Callable[[Graph, Fixed, dict[str, Any]], Mapping[str, Cuts]]
 
@@ -49,6 +58,7 @@ def plan(
     cost_model: str = "symbolic",
     order: str = "weight",
     log_costs: bool = False,
+    dataset_strategy: DatasetStrategy = "full_batch",
 ) -> Plan:
     """Decides how every operator of `net` is split over `devices` devices.
 
@@ -65,6 +75,9 @@ def plan(
         cost_model: `symbolic`, the relative costs of the published search.
         order: in which the search takes operators, by `weight` or `topology`.
         log_costs: log every decision at level INFO of the logger `shardwright.search`.
+        dataset_strategy: `full_batch` (every device is given the whole batch and keeps its part),
+            `data_parallel` (every device of a stage is given its own equal part of the batch), or a
+            tuple with an entry (counts, a layout, or None) for each tensor input.
 
     Raises:
         StrategyError: if an option is not valid, nothing can be cut, or an operator cannot be cut
@@ -73,10 +86,12 @@ def plan(
         CaptureError: if the model cannot be captured.
     """
     _check_options(devices, mode, mem_coeff, cost_model, order)
+    check_dataset_strategy(dataset_strategy)
     graph = net if isinstance(net, Graph) else capture(net, args, kwargs)
     pins = pins_of(graph)
     _check_takes_pins(mode, pins.strategies)
-    fixed = fix(graph, devices, pins.strategies, pins.parameters)
+    entries = input_entries(graph, dataset_strategy)
+    fixed = fix(graph, devices, pins.strategies, {**pins.parameters, **entries})
     mesh = fixed.mesh
     started = time.perf_counter()
     options: dict[str, Any] = {}
@@ -94,6 +109,7 @@ def plan(
             cuts,
             storage_as_said(graph, mesh, pins.parameters, as_used(graph, mesh, cuts)),
             fixed.outputs,
+            arrivals(graph, mesh, dataset_strategy),
         ),
         mode=mode,
         options=options,

@@ -12,14 +12,24 @@ from shardwright.strategy.entry import (
     entry_text,
 )
 from shardwright.strategy.fixed import Fixed, fix, storage_as_said
+from shardwright.strategy.inputs import (
+    DatasetStrategy,
+    arrivals,
+    check_dataset_strategy,
+    input_entries,
+)
 
 __all__ = [
+    "DatasetStrategy",
     "Entry",
     "Fixed",
     "OperatorStrategy",
+    "arrivals",
+    "check_dataset_strategy",
     "check_entries",
     "check_entry",
     "entry_text",
     "fix",
+    "input_entries",
     "storage_as_said",
 ]

@@ -25,28 +25,39 @@ def storage_of(
     Raises:
         StrategyError: if the parameter cannot be cut so.
     """
-    where = f"parameter {parameter.name} {list(parameter.shape)}"
+    return cut_axes(f"parameter {parameter.name}", "parameter_plan", parameter, entry, mesh, used)
+
+
+def cut_axes(
+    where: str, what: str, tensor: Value, entry: Entry, mesh: Layout, used: tuple[Axes, ...]
+) -> tuple[Axes, ...]:
+    """The axes that cut each dimension of a tensor of which `entry` is said in `what`.
+
+    Raises:
+        StrategyError: if it cannot be cut so.
+    """
     if entry is None:
         return used
+    where = f"{where} {list(tensor.shape)}"
     axes = placed(where, entry, mesh) if isinstance(entry, TensorLayout) else None
     parts = entry.shard_counts if isinstance(entry, TensorLayout) else entry
-    if len(parts) != len(parameter.shape):
+    said = f"{what} {entry_text(entry)}"
+    if len(parts) != len(tensor.shape):
         raise StrategyError(
-            f"{where} has {len(parameter.shape)} dimensions, and {entry_text(entry)} in"
-            f" parameter_plan is for {len(parts)}"
+            f"{where} has {len(tensor.shape)} dimensions, and {entry_text(entry)} in {what} is for"
+            f" {len(parts)}"
         )
-    for dim, (size, count) in enumerate(zip(parameter.shape, parts, strict=True)):
+    for dim, (size, count) in enumerate(zip(tensor.shape, parts, strict=True)):
         if size % count:
             raise StrategyError(
                 f"{where}: {count} equal parts do not divide dimension {dim} of size {size}, as"
-                f" parameter_plan {entry_text(entry)} asks; valid are"
-                f" {divisors(size, mesh.num_devices)}"
+                f" {said} asks; valid are {divisors(size, mesh.num_devices)}"
             )
-    return axes if axes is not None else _axes_of_counts(where, parts, mesh, used)
+    return axes if axes is not None else _axes_of_counts(where, said, parts, mesh, used)
 
 
 def _axes_of_counts(
-    where: str, parts: tuple[int, ...], mesh: Layout, used: tuple[Axes, ...]
+    where: str, said: str, parts: tuple[int, ...], mesh: Layout, used: tuple[Axes, ...]
 ) -> tuple[Axes, ...]:
     kept = [_leading(count, axes, mesh) for count, axes in zip(parts, used, strict=True)]
     taken = {axis for axes in kept for axis in axes}
@@ -56,9 +67,9 @@ def _axes_of_counts(
         more = first_axes(count // mesh.size(axes), free, mesh)
         if more is None:
             raise StrategyError(
-                f"{where}: parameter_plan {entry_text(parts)} cannot be had on {mesh.num_devices}"
-                f" devices = {mesh.device_matrix}; the product of the counts must divide the number"
-                " of devices"
+                f"{where}: {said} cannot be had on {mesh.num_devices} devices ="
+                f" {mesh.device_matrix}; the product of the counts must divide the number of"
+                " devices"
             )
         stored.append((*axes, *more))
     return tuple(stored)

@@ -3,16 +3,19 @@
 from shardwright.train.data import Batches, digits, mnist, mnist_or_digits
 from shardwright.train.loss import MeanAbsoluteError, MeanSquaredError
 from shardwright.train.process_group import World, process_group
+from shardwright.train.sampler import BatchSampler, local_part
 from shardwright.train.steps import Step
 from shardwright.train.trainer import train
 
 __all__ = [
+    "BatchSampler",
     "Batches",
     "MeanAbsoluteError",
     "MeanSquaredError",
     "Step",
     "World",
     "digits",
+    "local_part",
     "mnist",
     "mnist_or_digits",
     "process_group",
