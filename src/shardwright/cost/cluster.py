@@ -1,0 +1,317 @@
+"""What devices a plan is priced for: their rates, their memory, and the links between them.
+
+A cluster has *levels*: the devices of a node are joined by fast links, the nodes by slower ones.
+Ranks fill a node before the next begins. So an axis of the device matrix lies on the slowest link
+that any of its groups crosses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from shardwright.cost.quantity import (
+    BYTES,
+    BYTES_PER_SECOND,
+    FLOPS,
+    SECONDS,
+    SHARE,
+    quantity,
+)
+from shardwright.errors import ConfigError
+from shardwright.layout import Layout
+
+LOCAL = "local"
+"""The name of the cluster that is this machine: processes on its CPU."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """Links of one kind.
+
+    Args:
+        name: what joins the devices: `node`, `network`.
+        bandwidth: bytes per second that each device sends, all devices sending at once.
+        latency: seconds from the start of a message to its arrival.
+        devices: how many devices one group of this level joins; None: any number.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+    devices: int | None = None
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one device computes and holds.
+
+    Args:
+        memory: bytes.
+        rates: for each dtype (`bfloat16`) the peak of its matrix products, in FLOP per second.
+        memory_bandwidth: bytes per second.
+        matrix_efficiency, memory_efficiency: the share of the peaks that operators reach.
+        overhead: seconds that each operator takes at least.
+        at_full_rate: how many devices can compute at the full rate at once (processes on the cores
+            of one CPU); None: all of them.
+    """
+
+    memory: int
+    rates: Mapping[str, float]
+    memory_bandwidth: float
+    matrix_efficiency: float = 1.0
+    memory_efficiency: float = 1.0
+    overhead: float = 0.0
+    at_full_rate: int | None = None
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """FLOP per second of matrix products; of a dtype that is not listed, the lowest rate."""
+        name = str(dtype).removeprefix("torch.")
+        return self.rates.get(name, min(self.rates.values())) * self.matrix_efficiency
+
+    @property
+    def stream(self) -> float:
+        """Bytes per second that an operator reads and writes."""
+        return self.memory_bandwidth * self.memory_efficiency
+
+    def among(self, devices: int) -> Device:
+        """The device as it is when `devices` of them compute at once."""
+        if self.at_full_rate is None or devices <= self.at_full_rate:
+            return self
+        share = self.at_full_rate / devices
+        return replace(
+            self,
+            rates={dtype: rate * share for dtype, rate in self.rates.items()},
+            memory_bandwidth=self.memory_bandwidth * share,
+            overhead=self.overhead / share,
+        )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices of one kind and the links between them, the fastest (innermost) level first."""
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...]
+
+    def levels_of(self, mesh: Layout, first_ranks: tuple[int, ...] = (0,)) -> tuple[int, ...]:
+        """For each axis of `mesh` the level of its links: the slowest that one of its groups needs.
+
+        Args:
+            first_ranks: where the ranks of each pipeline stage begin; each has a matrix like this.
+
+        Raises:
+            ConfigError: if the cluster has not so many devices.
+        """
+        self._check_size(max(first_ranks) + mesh.num_devices)
+        ranks = np.asarray(mesh.ranks).reshape(mesh.device_matrix)
+        places = np.stack([ranks + first for first in first_ranks])
+        return tuple(self._level(places, axis + 1) for axis in range(len(mesh.device_matrix)))
+
+    def _level(self, places: np.ndarray[Any, Any], axis: int) -> int:
+        for number, level in enumerate(self.levels[:-1]):
+            groups = places // (level.devices or 1)
+            if (groups.max(axis=axis) == groups.min(axis=axis)).all():
+                return number
+        return len(self.levels) - 1
+
+    def level_between(self, rank: int, other: int) -> Level:
+        """The link from one rank to another.
+
+        Raises:
+            ConfigError: if the cluster has not so many devices.
+        """
+        self._check_size(max(rank, other) + 1)
+        for level in self.levels[:-1]:
+            if level.devices is not None and rank // level.devices == other // level.devices:
+                return level
+        return self.levels[-1]
+
+    def _check_size(self, devices: int) -> None:
+        most = self.levels[-1].devices
+        if most is not None and devices > most:
+            raise ConfigError(
+                f"cluster {self.name!r} has {most} devices, and {devices} are asked for; add a"
+                " level that joins more of them, or leave out `devices` of the last level"
+            )
+
+
+def built_in() -> tuple[str, ...]:
+    """Names of the clusters that come with the package."""
+    folder = resources.files("shardwright.cost") / "clusters"
+    return tuple(sorted(f.name.removesuffix(".yaml") for f in folder.iterdir()))
+
+
+def load_cluster(name: str | Path) -> Cluster:
+    """The cluster of a built-in name, `local`, or a YAML file.
+
+    Raises:
+        ConfigError: if there is none of that name, or the file is not as it should be.
+    """
+    if str(name) == LOCAL:
+        from shardwright.cost.local import local_cluster
+
+        return local_cluster()
+    if str(name) in built_in():
+        file = resources.files("shardwright.cost") / "clusters" / f"{name}.yaml"
+        return read_cluster(file.read_text(encoding="utf-8"), str(name))
+    path = Path(name)
+    if not path.is_file():
+        names = ", ".join((LOCAL, *built_in()))
+        raise ConfigError(
+            f"cluster {str(name)!r}: there is no such file, and the built-in clusters are {names}"
+        )
+    return read_cluster(path.read_text(encoding="utf-8"), str(path))
+
+
+def read_cluster(text: str, where: str) -> Cluster:
+    """The cluster that YAML `text` describes.
+
+    Raises:
+        ConfigError: names `where`, the key, what stands there and what should.
+    """
+    try:
+        given = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: this is not YAML: {error}") from None
+    entries = _Entries(given, where, "")
+    entries.only("name", "device", "levels")
+    name = str(given.get("name", Path(where).stem))
+    device = _device(_Entries(entries.needed("device"), where, "device."))
+    levels = entries.needed("levels")
+    if not isinstance(levels, list) or not levels:
+        raise ConfigError(f"{where}: levels must be a list, the fastest links first")
+    found = tuple(_level(_Entries(level, where, f"levels[{i}].")) for i, level in enumerate(levels))
+    _check_levels(found, where)
+    return Cluster(name, device, found)
+
+
+def written(cluster: Cluster) -> str:
+    """The cluster as YAML, as `read_cluster` reads it."""
+    device = cluster.device
+    levels = [
+        {"name": level.name, "bandwidth": level.bandwidth, "latency": level.latency}
+        | ({} if level.devices is None else {"devices": level.devices})
+        for level in cluster.levels
+    ]
+    described = {
+        "memory": device.memory,
+        "rates": dict(device.rates),
+        "memory_bandwidth": device.memory_bandwidth,
+        "matrix_efficiency": device.matrix_efficiency,
+        "memory_efficiency": device.memory_efficiency,
+        "overhead": device.overhead,
+    }
+    if device.at_full_rate is not None:
+        described["at_full_rate"] = device.at_full_rate
+    content = {"name": cluster.name, "device": described, "levels": levels}
+    return yaml.safe_dump(content, sort_keys=False)
+
+
+class _Entries:
+    """The entries of one mapping, read one by one with errors that name the key."""
+
+    def __init__(self, given: Any, where: str, prefix: str) -> None:
+        self.where, self.prefix = where, prefix
+        if not isinstance(given, dict):
+            name = prefix.rstrip(".") or "the file"
+            raise ConfigError(f"{where}: {name} must be a mapping, not {given!r}")
+        self.given: dict[Any, Any] = given
+
+    def only(self, *known: str) -> None:
+        for key in self.given:
+            if key not in known:
+                raise ConfigError(
+                    f"{self.where}: unknown key {self.prefix}{key}; valid are {', '.join(known)}"
+                )
+
+    def needed(self, key: str) -> Any:
+        if key not in self.given:
+            raise ConfigError(f"{self.where}: {self.prefix}{key} is missing")
+        return self.given[key]
+
+    def number(
+        self, key: str, units: dict[str, float], default: float | None = None, zero: bool = False
+    ) -> float:
+        if default is not None and key not in self.given:
+            return default
+        given = self.needed(key)
+        found = quantity(given, units)
+        if found is None or (found <= 0 and not (zero and found == 0)):
+            example = ", ".join(unit for unit in units if unit)
+            raise ConfigError(
+                f"{self.where}: {self.prefix}{key} must be a positive number (units: {example}),"
+                f" not {given!r}"
+            )
+        return found
+
+    def share(self, key: str) -> float:
+        found = self.number(key, SHARE, 1.0)
+        if found > 1:
+            raise ConfigError(f"{self.where}: {self.prefix}{key} is a share of 1, not {found:g}")
+        return found
+
+    def count(self, key: str) -> int | None:
+        given = self.given.get(key)
+        if given is None:
+            return None
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise ConfigError(
+                f"{self.where}: {self.prefix}{key} must be a positive whole number, not {given!r}"
+            )
+        return given
+
+
+def _device(entries: _Entries) -> Device:
+    entries.only(
+        *("memory", "rates", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"),
+        *("overhead", "at_full_rate"),
+    )
+    rates = _Entries(entries.needed("rates"), entries.where, f"{entries.prefix}rates.")
+    for dtype in rates.given:
+        if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+            raise ConfigError(f"{entries.where}: {rates.prefix}{dtype} is no dtype of torch")
+    if not rates.given:
+        raise ConfigError(f"{entries.where}: {entries.prefix}rates names no dtype")
+    return Device(
+        memory=int(entries.number("memory", BYTES)),
+        rates={str(dtype): rates.number(dtype, FLOPS) for dtype in rates.given},
+        memory_bandwidth=entries.number("memory_bandwidth", BYTES_PER_SECOND),
+        matrix_efficiency=entries.share("matrix_efficiency"),
+        memory_efficiency=entries.share("memory_efficiency"),
+        overhead=entries.number("overhead", SECONDS, 0.0, zero=True),
+        at_full_rate=entries.count("at_full_rate"),
+    )
+
+
+def _level(entries: _Entries) -> Level:
+    entries.only("name", "bandwidth", "latency", "devices")
+    return Level(
+        name=str(entries.needed("name")),
+        bandwidth=entries.number("bandwidth", BYTES_PER_SECOND),
+        latency=entries.number("latency", SECONDS, zero=True),
+        devices=entries.count("devices"),
+    )
+
+
+def _check_levels(levels: tuple[Level, ...], where: str) -> None:
+    for number, (inner, outer) in enumerate(pairwise(levels)):
+        if inner.devices is None:
+            raise ConfigError(
+                f"{where}: levels[{number}].devices is missing; only the last level may join any"
+                " number of devices"
+            )
+        if outer.devices is not None and outer.devices % inner.devices:
+            raise ConfigError(
+                f"{where}: levels[{number + 1}].devices is {outer.devices}, which is no multiple"
+                f" of the {inner.devices} devices of level {inner.name!r}"
+            )

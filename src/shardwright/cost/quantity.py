@@ -1,0 +1,41 @@
+"""Numbers with units, as people write them in cluster files: `80 GB`, `450 GB/s`, `3 us`."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+
+BYTES = {f"{prefix}B": size for prefix, size in (_PREFIXES | _BINARY).items()}
+BYTES_PER_SECOND = {f"{unit}/s": size for unit, size in BYTES.items()}
+FLOPS = {f"{prefix}FLOP/s": size for prefix, size in _PREFIXES.items()}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+SHARE = {"": 1.0, "%": 0.01}
+
+_NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
+
+
+def quantity(given: Any, units: dict[str, float]) -> float | None:
+    """The number that is meant, in the unit whose size is 1; None if it cannot be read.
+
+    >>> quantity("80 GB", BYTES), quantity("3 us", SECONDS), quantity(0.5, SHARE)
+    (80000000000.0, 3e-06, 0.5)
+    >>> quantity("80 GB", SECONDS)
+    """
+    if isinstance(given, bool):
+        return None
+    if isinstance(given, (int, float)):
+        return float(given) if math.isfinite(given) else None
+    match = _NUMBER.fullmatch(given) if isinstance(given, str) else None
+    if match is None:
+        return None
+    number, unit = match.groups()
+    if unit and unit not in units:
+        return None
+    try:
+        return float(number) * units.get(unit, 1.0)
+    except ValueError:
+        return None

@@ -1,0 +1,141 @@
+"""Clusters: read from YAML with clear errors, and where the axes of a device matrix lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.cost import local
+from shardwright.cost.cluster import Cluster, built_in, load_cluster, read_cluster, written
+from shardwright.errors import ConfigError
+from shardwright.layout import Layout, prime_mesh
+
+TEXT = """
+name: tiny
+device:
+  memory: 2 GiB
+  rates: {float32: 10 TFLOP/s, bfloat16: 4e13}
+  memory_bandwidth: 1 TB/s
+  matrix_efficiency: 50%
+levels:
+  - {name: node, devices: 4, bandwidth: 100 GB/s, latency: 2 us}
+  - {name: rack, devices: 16, bandwidth: 10 GB/s, latency: 0.00001}
+"""
+
+
+@pytest.fixture
+def tiny() -> Cluster:
+    return read_cluster(TEXT, "tiny.yaml")
+
+
+def test_quantities_are_read_with_their_units(tiny: Cluster) -> None:
+    assert tiny.device.memory == 2 * 2**30
+    assert tiny.device.memory_bandwidth == 1e12
+    assert tiny.levels[0].latency == pytest.approx(2e-6)
+    assert [level.bandwidth for level in tiny.levels] == [1e11, 1e10]
+
+
+def test_the_rate_is_the_peak_times_the_efficiency(tiny: Cluster) -> None:
+    assert tiny.device.rate(torch.bfloat16) == 2e13
+    assert tiny.device.rate(torch.float32) == 5e12
+
+
+def test_a_dtype_that_is_not_listed_has_the_lowest_rate(tiny: Cluster) -> None:
+    assert tiny.device.rate(torch.float64) == 5e12
+
+
+def test_written_clusters_read_back_equal(tiny: Cluster) -> None:
+    assert read_cluster(written(tiny), "again") == tiny
+
+
+@pytest.mark.parametrize("name", built_in())
+def test_built_in_clusters_join_eight_devices_a_node(name: str) -> None:
+    cluster = load_cluster(name)
+    assert cluster.name == name
+    assert cluster.levels_of(prime_mesh(64)) == (1, 1, 1, 0, 0, 0)
+
+
+def test_a_cluster_is_found_by_path(tmp_path: Path, tiny: Cluster) -> None:
+    (tmp_path / "mine.yaml").write_text(TEXT)
+    assert load_cluster(tmp_path / "mine.yaml") == tiny
+
+
+def test_axes_lie_on_the_slowest_link_that_they_cross(tiny: Cluster) -> None:
+    assert tiny.levels_of(prime_mesh(8)) == (1, 0, 0)
+    assert tiny.levels_of(Layout((4, 2), ("a", "b"))) == (1, 0)
+    # Three ranks in a row cross the border between nodes somewhere: 3, 4, 5.
+    assert tiny.levels_of(Layout((2, 3), ("a", "b"))) == (1, 1)
+
+
+def test_every_stage_counts_where_it_lies(tiny: Cluster) -> None:
+    pair = Layout((2,), ("a",))
+    assert tiny.levels_of(pair, (0, 2)) == (0,)
+    assert tiny.levels_of(pair, (0, 3)) == (1,)
+
+
+def test_ranks_in_another_order_count_as_they_stand(tiny: Cluster) -> None:
+    swapped = Layout((2, 4), ("a", "b"), (0, 2, 4, 6, 1, 3, 5, 7))
+    assert tiny.levels_of(swapped) == (0, 1)
+
+
+def test_more_devices_than_the_cluster_has_are_an_error(tiny: Cluster) -> None:
+    with pytest.raises(ConfigError, match="'tiny' has 16 devices, and 32 are asked for"):
+        tiny.levels_of(prime_mesh(32))
+
+
+def test_devices_that_share_a_processor_are_slower_in_proportion(tiny: Cluster) -> None:
+    shared = read_cluster(TEXT.replace("  matrix", "  at_full_rate: 2\n  matrix"), "shared")
+    assert shared.device.among(2) == shared.device
+    assert shared.device.among(8).rate(torch.float32) == tiny.device.rate(torch.float32) / 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "memory: 2 GiB",
+            "memory: 2 pounds",
+            r"device.memory must be .*2 pounds",
+        ),
+        ("memory: 2 GiB", "memory: -1", "device.memory must be a positive number"),
+        ("memory: 2 GiB", "memry: 2 GiB", "unknown key device.memry; valid are memory"),
+        ("  memory_bandwidth: 1 TB/s\n", "", "device.memory_bandwidth is missing"),
+        ("50%", "150%", "device.matrix_efficiency is a share of 1, not 1.5"),
+        ("float32:", "float31:", "rates.float31 is no dtype of torch"),
+        ("devices: 4,", "", r"levels\[0\].devices is missing"),
+        ("devices: 16", "devices: 6", r"levels\[1\].devices is 6, which is no multiple of the 4"),
+        ("devices: 16", "devices: many", r"levels\[1\].devices must be a positive whole number"),
+        (TEXT, "[1, 2]", "the file must be a mapping"),
+        (TEXT, "a: [", "this is not YAML"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(old: str, new: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"tiny.yaml: .*{message}"):
+        read_cluster(TEXT.replace(old, new), "tiny.yaml")
+
+
+def test_an_unknown_cluster_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'h300': there is no such file.*local, a100"):
+        load_cluster("h300")
+
+
+def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = load_cluster("local")
+    assert first.name == "local"
+    assert min(first.device.rates.values()) > 1e8
+    monkeypatch.setattr(local, "measured_device", lambda: pytest.fail("measured again"))
+    assert load_cluster("local") == first
+
+
+@pytest.mark.distributed
+def test_calibration_measures_links_between_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cluster = local.calibrate(2)
+    assert cluster.levels[0] != local.ASSUMED_LINK
+    assert 1e-6 < cluster.levels[0].latency < 1
+    assert load_cluster("local") == cluster
