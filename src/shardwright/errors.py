@@ -27,3 +27,7 @@ class ConfigError(ShardwrightError, ValueError):
 
 class DataError(ShardwrightError):
     """Data that is missing or not what its format says."""
+
+
+class CheckpointError(ShardwrightError):
+    """A checkpoint that is missing, of another model, or of an unknown version."""

@@ -71,7 +71,7 @@ class ParallelModule(nn.Module):
         self.devices = devices
         self.decided = decided
         self.seed = devices.common_seed()
-        self._steps = 0
+        self.steps = 0
         # In a tuple, so that it is no submodule.
         self._template = (template,)
         self._compiler: Callable[..., Any] | None = None
@@ -79,6 +79,11 @@ class ParallelModule(nn.Module):
         self._planned = self._bind(graph, program)
         leaves = [_key(leaf) for leaf in graph.inputs]
         self._bound = {self._situation(graph.in_spec, leaves): self._planned}
+
+    @property
+    def template(self) -> nn.Module:
+        """The whole model on the meta device, in the mode of the last capture."""
+        return self._template[0]
 
     @property
     def program(self) -> Program:
@@ -96,8 +101,8 @@ class ParallelModule(nn.Module):
         shards = local_shards(parameters, self.devices.layout)
         leaves = [x.to(self.devices.device) if isinstance(x, Tensor) else x for x in inputs]
         if self.training:
-            self._steps += 1
-        outputs, updates = bound.program(shards, state, leaves, self.seed + self._steps)
+            self.steps += 1
+        outputs, updates = bound.program(shards, state, leaves, self.seed + self.steps)
         if updates:
             with torch.no_grad():
                 torch._foreach_copy_([state[b.name] for b, _ in bound.graph.updates], updates)

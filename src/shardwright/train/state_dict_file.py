@@ -1,0 +1,119 @@
+"""A model's `state_dict` as one file, as one device writes and reads it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.tensor import DTensor
+
+from shardwright.errors import CheckpointError
+from shardwright.train import safetensors, state
+from shardwright.train.checkpoint import held_once, quiet
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+def save_state_dict(net: nn.Module, path: str | Path) -> None:
+    """Write the whole model to one file, which a model on one device can load.
+
+    Every rank calls it. The ranks write their shards to a folder beside `path`; rank 0 joins them:
+    in a `.safetensors` file tensor by tensor, for `.pt`, `.pth` and `.bin`, which `torch.save`
+    writes, with the whole model in its memory. Of tied tensors a `.safetensors` file holds the
+    first, as the format demands.
+
+    Raises:
+        CheckpointError: `path` has another suffix, or a dtype that its format does not have.
+    """
+    path = _known(Path(path))
+    tensors = state.model_tensors(net)
+    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        _write(net, path, lambda name: tensors[f"{state.MODEL}.{name}"])
+        return
+    shards = path.with_name(f"{path.name}.shards")
+    if dist.get_rank() == 0:
+        shutil.rmtree(shards, ignore_errors=True)
+    dist.barrier()
+    state_dict_saver.save(dict(held_once(tensors)), storage_writer=FileSystemWriter(shards))
+    if dist.get_rank() == 0:
+        reader = FileSystemReader(shards)
+        like = state.whole(net).state_dict()
+
+        def read(name: str) -> Tensor:
+            key, whole = f"{state.MODEL}.{name}", torch.empty_like(like[name], device="cpu")
+            with quiet():
+                state_dict_loader.load({key: whole}, storage_reader=reader, no_dist=True)
+            return whole
+
+        _write(net, path, read)
+        shutil.rmtree(shards)
+    dist.barrier()
+
+
+def load_state_dict(net: nn.Module, path: str | Path) -> None:
+    """Give `net` the values in a file that one device wrote, or in all `.safetensors` files of a
+    folder. Every rank calls it, and reads only what it holds.
+
+    Raises:
+        CheckpointError: there is no such file, its suffix is not known, or it is of another model;
+            names the first parameter that differs.
+    """
+    path = Path(path)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [_known(path)]
+    if not files or not all(file.is_file() for file in files):
+        raise CheckpointError(f"{path}: no such file, nor a folder of .safetensors files")
+    first = state.first_names(net)
+    given = {name: value for file in files for name, value in _read(file).items()}
+    known = {first.get(name, name): value for name, value in given.items()}
+    state.check_same_model(net, {name: value.shape for name, value in known.items()}, str(path))
+    with torch.no_grad():
+        for key, tensor in state.model_tensors(net).items():
+            _copy_held(known[key.removeprefix(f"{state.MODEL}.")], tensor)
+
+
+def _copy_held(whole: Tensor, tensor: Tensor) -> None:
+    """Copy the part of `whole` that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(whole)
+        return
+    for chunk in tensor.__create_chunk_list__():  # type: ignore[no-untyped-call]
+        ends = zip(chunk.offsets, chunk.sizes, strict=True)
+        part = whole[tuple(slice(start, start + size) for start, size in ends)]
+        tensor.to_local().copy_(part)
+
+
+def _write(net: nn.Module, path: Path, tensor: Callable[[str], Tensor]) -> None:
+    """Under another name first, so that what has the name is whole."""
+    first, like = state.first_names(net), state.whole(net).state_dict()
+    partial = path.with_name(f"{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".safetensors":
+        once = {name: value for name, value in like.items() if first[name] == name}
+        safetensors.write(partial, once, tensor)
+    else:
+        whole = {name: tensor(name).cpu() for name in dict.fromkeys(first.values())}
+        torch.save({name: whole[first[name]] for name in like}, partial)
+    partial.replace(path)
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
+        return safetensors.read(file)
+    content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
+        raise CheckpointError(f"{file}: not a state_dict, tensors by name")
+    return content
+
+
+def _known(path: Path) -> Path:
+    if path.suffix not in SUFFIXES:
+        raise CheckpointError(
+            f"{path}: the suffix says the format; valid are {', '.join(SUFFIXES)}"
+        )
+    return path

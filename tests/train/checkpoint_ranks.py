@@ -1,0 +1,162 @@
+"""What `test_checkpoint.py` runs on every rank: saves under one plan, loads under others.
+
+    checkpoint_ranks.py save|load FOLDER CASE...
+
+A case is `plan:optimizer`. Every rank of a launch follows the cases whose plan is for its world.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import shardwright as sw
+from random_plans import random_plan
+from shardwright.train.checkpoint import Checkpoints
+from shardwright.train.position import Position
+
+SAVED_AFTER, STEPS = 3, 5
+
+
+class Tied(nn.Module):
+    """A parameter under two names, and batch norm for the sake of its statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.norm(torch.relu(self.hidden(self.embedding(tokens))))
+        return nn.functional.cross_entropy(self.head(x), targets)
+
+
+def model(seed: int) -> Tied:
+    torch.manual_seed(seed)
+    return Tied().double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(16, (16,), generator=generator)
+    return tokens, torch.randint(16, (16,), generator=generator)
+
+
+def searched(devices: int, **options: object) -> Callable[[], sw.Plan]:
+    return lambda: sw.plan(model(0), batch(0), devices=devices, **options)
+
+
+def at_random(devices: int, seed: int) -> Callable[[], sw.Plan]:
+    """Any cut of any operator, any storage of any parameter, axes in any order."""
+    return lambda: random_plan(sw.capture(model(0), batch(0)), devices, seed)
+
+
+PLANS = {
+    "one": (1, searched(1)),
+    "data2": (2, searched(2, mode="data_parallel")),
+    "model4": (4, searched(4, mem_coeff=10.0)),
+    "random4": (4, at_random(4, 1)),
+    "data8": (8, searched(8, mode="data_parallel")),
+    "random8": (8, at_random(8, 2)),
+}
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3),
+    "momentum": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+}
+
+
+def made(case: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, sw.Plan]:
+    plan_name, _, optimizer = case.partition(":")
+    plan = PLANS[plan_name][1]()
+    net = sw.parallelize(model(seed), plan)
+    return net, OPTIMIZERS[optimizer](net), plan
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = net(*batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def contents(net: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Everything that a checkpoint should bring back, whole."""
+    for name, value in net.state_dict().items():
+        yield name, whole(value)
+    for name, parameter in net.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            yield f"{name} {key}", whole(value)
+
+
+def undisturbed(optimizer_name: str) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """On one device: the losses, and the contents when it is saved and at the end."""
+    net = model(0)
+    optimizer = OPTIMIZERS[optimizer_name](net)
+    first = train(net, optimizer, range(SAVED_AFTER))
+    saved = {name: value.detach().clone() for name, value in contents(net, optimizer)}
+    then = train(net, optimizer, range(SAVED_AFTER, STEPS))
+    return first + then, [saved, dict(contents(net, optimizer))]
+
+
+def save(folder: Path, case: str, asynchronous: bool = False) -> None:
+    net, optimizer, plan = made(case, seed=0)
+    train(net, optimizer, range(SAVED_AFTER))
+    place = folder / case.replace(":", "-")
+    with Checkpoints(place, asynchronous=asynchronous) as checkpoints:
+        checkpoints.save(net, optimizer, Position(SAVED_AFTER, epoch=1, batch=1), plan)
+        # What is written must be what there was, whatever happens to it meanwhile.
+        train(net, optimizer, range(SAVED_AFTER, STEPS))
+
+
+def check_loads(folder: Path, saved_case: str, case: str) -> None:
+    """Equal parameters, buffers and optimizer state, and the same losses from there."""
+    losses, (wanted, final) = undisturbed(case.partition(":")[2])
+    net, optimizer, _ = made(case, seed=1)
+    place = folder / saved_case.replace(":", "-")
+    position = Checkpoints(place).load(net, optimizer)
+    assert position == Position(SAVED_AFTER, epoch=1, batch=1)
+    got = dict(contents(net, optimizer))
+    assert got.keys() == wanted.keys()
+    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-13)
+    then = train(net, optimizer, range(SAVED_AFTER, STEPS))
+    torch.testing.assert_close(then, losses[SAVED_AFTER:], rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(dict(contents(net, optimizer)), final, rtol=1e-9, atol=1e-12)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    verb, folder, cases = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    mine = [case for case in cases if PLANS[case.partition(":")[0]][0] == dist.get_world_size()]
+    for case in mine:
+        if verb == "save":
+            save(folder, case)
+        for saved_case in cases if verb == "load" else ():
+            if saved_case.partition(":")[2] == case.partition(":")[2]:
+                check_loads(folder, saved_case, case)
+                if dist.get_rank() == 0:
+                    print(f"passed {saved_case} to {case}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
