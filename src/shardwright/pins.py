@@ -192,10 +192,17 @@ def _of_modules(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
 def _by_pin(graph: Graph) -> Iterator[tuple[Pin, list[str]]]:
     """Every module's pin with the paths of the module."""
     paths: dict[int, list[str]] = {}
-    for path, pin in graph.module_tags.items():
+    pins: dict[int, Pin] = {}
+    for path, pin in _pinned_modules(graph):
         paths.setdefault(id(pin), []).append(path)
-    for shared in paths.values():
-        yield graph.module_tags[shared[0]], shared
+        pins[id(pin)] = pin
+    for key, shared in paths.items():
+        yield pins[key], shared
+
+
+def _pinned_modules(graph: Graph) -> Iterator[tuple[str, Pin]]:
+    for path, tags in graph.module_tags.items():
+        yield from ((path, tag) for tag in tags if isinstance(tag, Pin))
 
 
 def _of_names(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
@@ -240,7 +247,9 @@ def _call(name: str, path: str) -> str:
 
 def _of_calls(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
     for pin, source in graph.call_tags:
-        ops = [op for op in graph.ops if op.tag is pin]
+        if not isinstance(pin, Pin):
+            continue
+        ops = [op for op in graph.ops if pin in op.tags]
         where = f"the pinned function called at {source or 'an unknown line'}"
         if not ops:
             raise StrategyError(
@@ -282,7 +291,7 @@ def _no_operator(graph: Graph, path: str, pin: Pin) -> str:
 def _stored(graph: Graph) -> dict[str, Entry]:
     known = {value.name for value in graph.parameters}
     stored: dict[str, Entry] = {}
-    for path, pin in graph.module_tags.items():
+    for path, pin in _pinned_modules(graph):
         for inner, entry in pin.parameters.items():
             name = ".".join(filter(None, (path, inner)))
             first = graph.tied.get(name, name)

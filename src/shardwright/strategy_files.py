@@ -50,7 +50,8 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
     pins = {owner: _pin(f"{path}: {owner}", modules[owner], said) for owner, said in found.items()}
     before = attached(net)
     for owner, pin in pins.items():
-        attach(modules[owner], _joined(before.get(owner), pin))
+        earlier = next((tag for tag in before.get(owner, ()) if isinstance(tag, Pin)), None)
+        attach(modules[owner], _joined(earlier, pin))
 
 
 def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:

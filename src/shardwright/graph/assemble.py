@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 from shardwright.graph.gradients import depending_on, reached_by_gradients
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.graph.names import name_operators
-from shardwright.graph.nodes import is_tensor, module_path, shape, tensor
+from shardwright.graph.nodes import is_tensor, module_calls, module_path, shape, tensor
 from shardwright.graph.signature import Signature, placeholders, results
 from shardwright.graph.source import source_of
-from shardwright.graph.tags import tag_of
+from shardwright.graph.tags import tags_of
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ class _Values:
         path, _ = module_path(node)
         results = self._results(node, name)
         target: Any = node.target
-        return Op(name, target, args, kwargs, results, path, source_of(node), tag_of(node))
+        calls, tags = module_calls(node), tags_of(node)
+        return Op(name, target, args, kwargs, results, path, source_of(node), tags, calls)
 
     def _results(self, node: fx.Node, name: str) -> tuple[Value, ...]:
         if is_tensor(node):

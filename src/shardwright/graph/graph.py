@@ -78,7 +78,9 @@ class Op:
         outputs: the tensors it returns; an operator that returns a list has one for each.
         module: path of the module it was called in, `""` for the root.
         source: the user's line, `file.py:12`, or `""`.
-        tag: what the user attached to the call of a function that made the operator.
+        tags: what the user attached to the calls of functions that made the operator.
+        calls: the calls of modules that it was made in, the outermost first; the second call of a
+            module is `path@2`.
     """
 
     name: str
@@ -88,7 +90,8 @@ class Op:
     outputs: tuple[Value, ...]
     module: str = ""
     source: str = ""
-    tag: Any = None
+    tags: tuple[Any, ...] = ()
+    calls: tuple[str, ...] = ()
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
@@ -146,7 +149,7 @@ class Graph:
     tied: dict[str, str] = field(default_factory=dict)
     loss: Value | None = None
     capture_seconds: float = 0.0
-    module_tags: dict[str, Any] = field(default_factory=dict)
+    module_tags: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     call_tags: tuple[tuple[Any, str], ...] = ()
 
     @cached_property

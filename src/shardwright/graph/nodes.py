@@ -77,6 +77,17 @@ def module_path(node: fx.Node) -> tuple[str, int]:
     return str(path).partition("@")[0], int(repeated or 0) + 1
 
 
+def module_calls(node: fx.Node) -> tuple[str, ...]:
+    """The calls of modules that the operator was made in, the outermost first: `""`, `layers.0`,
+    `layers.0.mlp`; the second call of a module is `path@2`."""
+    calls = []
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {"": ("", None)}).items():
+        _, _, repeated = key.partition("@")
+        name = str(path).partition("@")[0]
+        calls.append(f"{name}@{int(repeated) + 1}" if repeated else name)
+    return tuple(calls)
+
+
 def arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments of an ATen operator by name, defaults included."""
     schema = node.target._schema  # type: ignore[union-attr]

@@ -12,18 +12,19 @@ from torch.fx import traceback
 from shardwright.graph.source import source_of
 
 _KEY = "shardwright"
-"""Name of the module's attribute, and of the entry in what tracing notes of an operator."""
+"""Name of the module's attribute, and of the entries in what tracing notes of an operator."""
 
 
 def attach(module: nn.Module, tag: Any) -> None:
-    """Attaches `tag` to a module, in place of an earlier one; copies of the module keep it."""
-    setattr(module, _KEY, tag)
+    """Attaches `tag` to a module, in place of an earlier one of its type; copies of the module keep
+    it."""
+    setattr(module, _KEY, {**vars(module).get(_KEY, {}), type(tag).__name__: tag})
 
 
-def attached(module: nn.Module) -> dict[str, Any]:
+def attached(module: nn.Module) -> dict[str, tuple[Any, ...]]:
     """The tags of a module and the modules in it, by path; a module with two paths stands twice."""
     return {
-        path: vars(inner)[_KEY]
+        path: tuple(vars(inner)[_KEY].values())
         for path, inner in module.named_modules(remove_duplicate=False)
         if _KEY in vars(inner)
     }
@@ -31,8 +32,9 @@ def attached(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def tagging(tag: Any) -> Iterator[None]:
-    """While a model is captured, operators that are called in this context bear `tag`."""
-    with traceback.annotate({_KEY: tag}):
+    """While a model is captured, operators that are called in this context bear `tag`, in place of
+    one of its type from an outer context."""
+    with traceback.annotate({f"{_KEY}.{type(tag).__name__}": tag}):
         yield
 
 
@@ -41,16 +43,16 @@ def keeping_tags() -> AbstractContextManager[None]:
     return traceback.preserve_node_meta()
 
 
-def tag_of(node: fx.Node) -> Any:
-    """The tag that a traced operator bears, or None."""
-    return (node.meta.get("custom") or {}).get(_KEY)
+def tags_of(node: fx.Node) -> tuple[Any, ...]:
+    """The tags that a traced operator bears."""
+    noted = node.meta.get("custom") or {}
+    return tuple(tag for key, tag in noted.items() if key.startswith(f"{_KEY}."))
 
 
 def tagged_calls(graph: fx.Graph) -> tuple[tuple[Any, str], ...]:
     """Every tag in the graph once, with the user's line of its first operator."""
     found: dict[int, tuple[Any, str]] = {}
     for node in graph.nodes:
-        tag = tag_of(node)
-        if tag is not None:
+        for tag in tags_of(node):
             found.setdefault(id(tag), (tag, source_of(node)))
     return tuple(found.values())
