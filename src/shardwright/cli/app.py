@@ -1,0 +1,43 @@
+"""The application that the commands belong to, and its entry point."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import typer
+
+from shardwright import errors
+from shardwright.errors import ShardwrightError
+from shardwright.train.launch import RankFailedError, StoppedError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+
+
+@app.callback()
+def shardwright() -> None:
+    """Decide how every operator of a PyTorch model is split over N devices, and train it there."""
+
+
+def main() -> None:
+    """The entry point: one line for an error in the input (exit status 2), the failed rank's
+    traceback for an error in the model (1), 128 + the signal's number when stopped."""
+    # What torch warns of while it captures a model is in the error, if there is one.
+    torch._logging.set_logs(all=logging.ERROR)  # type: ignore[attr-defined]
+    try:
+        app()
+    except ShardwrightError as error:
+        _fail(str(error), 2)
+    except RankFailedError as error:
+        # A rank may find a mistake of the input that this process could not see.
+        if issubclass(getattr(errors, error.kind, Exception), ShardwrightError):
+            _fail(error.text, 2)
+        _fail(str(error), 1)
+    except StoppedError as error:
+        _fail(str(error), 128 + error.number)
+
+
+def _fail(message: str, status: int) -> None:
+    for line in message.splitlines() if status == 2 else [message]:
+        typer.echo(f"error: {line}", err=True)
+    raise SystemExit(status)

@@ -1,0 +1,45 @@
+"""`shardwright plan` and `shardwright explain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.app import app
+from shardwright.cli.options import Config, Devices, LogCosts, MemCoeff, run_of
+from shardwright.saved_graphs import SavedGraphs
+
+
+@app.command("plan")
+def plan_command(
+    config: Config,
+    devices: Devices,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Save the plan to this file.")] = None,
+    save_graphs: Annotated[
+        Path | None,
+        typer.Option(help="Save the graph before and after planning, and rank 0's program, here."),
+    ] = None,
+    mem_coeff: MemCoeff = None,
+    log_costs: LogCosts = False,
+) -> None:
+    """Search a plan and print it. Needs no devices and starts no processes."""
+    run = run_of(config, mem_coeff, log_costs)
+    plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        plan.save(out)
+    typer.echo(plan.to_json() if json else str(plan))
+
+
+@app.command()
+def explain(
+    config: Config,
+    name: Annotated[str, typer.Argument(help="An operator, by its module path.")],
+    devices: Devices,
+    mem_coeff: MemCoeff = None,
+) -> None:
+    """Say how one operator is cut, and why."""
+    typer.echo(run_of(config, mem_coeff).plan(devices).explain(name))
