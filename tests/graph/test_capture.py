@@ -376,3 +376,10 @@ def test_a_frozen_parameter_has_no_gradient() -> None:
     assert not frozen.requires_grad
     assert not graph.by_name["layers.0"].output.requires_grad
     assert graph.by_name["layers.0.bias"].output.requires_grad
+
+
+def test_an_input_may_be_called_like_a_python_function_where_buffers_are_updated() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    graph = capture(net, (torch.randn(6, 4),))
+    assert [value.name for value in graph.input_values] == ["input"]
+    assert len(graph.updates) == 3

@@ -132,7 +132,11 @@ class _Program:
             else:
                 self._change(node, changed)
             return
-        self.holds[node] = (0, self.graph.node_copy(node, self.read))
+        copied = self.graph.node_copy(node, self.read)
+        if node.op == "placeholder":
+            # A copy that is called like a Python function (`input`) would be renamed.
+            copied.name = node.name
+        self.holds[node] = (0, copied)
         source = viewed(node)
         if source is not None:
             self.view_of[node] = source
