@@ -247,7 +247,7 @@ def _call(name: str, path: str) -> str:
 
 def _of_calls(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
     for pin, source in graph.call_tags:
-        if not isinstance(pin, Pin):
+        if not isinstance(pin, Pin) or pin.strategy is None:
             continue
         ops = [op for op in graph.ops if pin in op.tags]
         where = f"the pinned function called at {source or 'an unknown line'}"
