@@ -1,0 +1,184 @@
+"""What one operator computes and moves: floating point operations and bytes, forward and backward.
+
+A matrix product takes two operations (a multiplication and an addition) for each combination of its
+factors; the gradient of each of its inputs is a product of as many. Everything else is bound by
+memory: it reads its inputs and writes its outputs, and backwards it reads its inputs and the
+gradients of its outputs and writes the gradients of its inputs. Views move nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from shardwright.graph.graph import Op, Value
+from shardwright.rules import rule_of
+from shardwright.rules.arguments import arguments
+from shardwright.rules.notation import overloads
+from shardwright.rules.rule import ShardingRule
+
+aten = torch.ops.aten
+
+ATTENTION_BACKWARD = 2.5
+"""Five products backward for two forward: scores are computed again (Dao et al., "FlashAttention",
+2022; `torch.utils.flop_counter` counts the same)."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one operator does, whole.
+
+    Args:
+        dtype: in which it computes.
+        forward_flops, backward_flops: operations of its matrix products.
+        forward_bytes, backward_bytes: for each tensor that it reads or writes the bytes, and the
+            factors that share them between devices.
+        gradients: of how many inputs it computes the gradient.
+    """
+
+    dtype: torch.dtype
+    forward_flops: float
+    backward_flops: float
+    forward_bytes: tuple[tuple[int, frozenset[str]], ...]
+    backward_bytes: tuple[tuple[int, frozenset[str]], ...]
+    gradients: int
+
+
+def work_of(op: Op) -> Work:
+    """What `op` does; operators alike, with gradients of the same inputs, do the same."""
+    rule = rule_of(op)
+    wanted = tuple(value.requires_grad for value in op.inputs)
+    differentiable = any(value.requires_grad for value in op.outputs)
+    if rule is None:
+        return _work(op, None, wanted, differentiable)
+    return _known(_Alike(rule, wanted, differentiable, op))
+
+
+class _Alike:
+    """An operator, equal to others with the same rule object and the same gradients."""
+
+    def __init__(
+        self, rule: ShardingRule, wanted: tuple[bool, ...], differentiable: bool, op: Op
+    ) -> None:
+        self.rule, self.wanted, self.differentiable, self.op = rule, wanted, differentiable, op
+        self._key = (id(rule), wanted, differentiable)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Alike) and self._key == other._key
+
+
+@lru_cache(maxsize=1 << 14)
+def _known(alike: _Alike) -> Work:
+    return _work(alike.op, alike.rule, alike.wanted, alike.differentiable)
+
+
+def _work(
+    op: Op, rule: ShardingRule | None, wanted: tuple[bool, ...], differentiable: bool
+) -> Work:
+    inputs, outputs = _tensors(op, rule)
+    read = inputs if op.target is not aten.embedding.default else inputs[1:] + outputs
+    forward = () if is_view(op) else (*read, *outputs)
+    count = sum(wanted) if differentiable else 0
+    backward: tuple[tuple[int, frozenset[str]], ...] = ()
+    if count and not is_view(op):
+        gradients = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want]
+        backward = (*read, *outputs, *gradients)
+    flops = forward_flops(op, rule)
+    times = ATTENTION_BACKWARD if op.target in _ATTENTION else count
+    return Work(
+        dtype=op.output.dtype if op.outputs else torch.float32,
+        forward_flops=flops,
+        backward_flops=times * flops if count else 0.0,
+        forward_bytes=forward,
+        backward_bytes=backward,
+        gradients=count,
+    )
+
+
+def _tensors(
+    op: Op, rule: ShardingRule | None
+) -> tuple[list[tuple[int, frozenset[str]]], list[tuple[int, frozenset[str]]]]:
+    """Bytes and factors of the inputs and of the outputs."""
+
+    def tensor(value: Value, dims: tuple[str | None, ...]) -> tuple[int, frozenset[str]]:
+        return value.numel * value.itemsize, frozenset(d for d in dims if d is not None)
+
+    none: tuple[tuple[str | None, ...], ...] = ((),) * max(len(op.inputs), len(op.outputs))
+    ins = rule.inputs if rule is not None else none[: len(op.inputs)]
+    outs = rule.outputs if rule is not None else none[: len(op.outputs)]
+    return (
+        [tensor(v, d) for v, d in zip(op.inputs, ins, strict=True)],
+        [tensor(v, d) for v, d in zip(op.outputs, outs, strict=True)],
+    )
+
+
+def is_view(op: Op) -> bool:
+    """Whether the result shares the memory of an input, as ATen's schema says."""
+    schema = getattr(op.target, "_schema", None)
+    if schema is None or not op.inputs:
+        return False
+    shares = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
+    # `to` and the like share memory only where they change nothing.
+    return any(shares) and op.output.dtype == op.inputs[0].dtype
+
+
+def forward_flops(op: Op, rule: ShardingRule | None) -> float:
+    """Operations of the matrix products of `op`, whole, forward."""
+    if op.target in _RECURRENT:
+        return _recurrence(op)
+    if rule is None:
+        return 0.0
+    if op.target in _ATTENTION:
+        return _attention(op)
+    if op.target in _CONVOLUTIONS:
+        return _convolution(op)
+    if op.target in _PRODUCTS or str(op.target) in _PRODUCTS_BY_NAME:
+        named = {d for dims in rule.inputs for d in dims if d is not None}
+        return 2.0 * prod(rule.capacity[d] for d in named)
+    return 0.0
+
+
+def _attention(op: Op) -> float:
+    """Scores and weighted values: 2·b·h·s·t·(d + e); half of it where positions to come are
+    masked."""
+    given = arguments(op)
+    query, key, value = given["query"], given["key"], given["value"]
+    keys = key.shape[-2]
+    flops: float = 2.0 * query.numel * keys
+    flops += 2.0 * (query.numel // query.shape[-1]) * keys * value.shape[-1]
+    return flops / 2 if given["is_causal"] else flops
+
+
+def _convolution(op: Op) -> float:
+    """Every element of the output (transposed: of the input) meets one filter."""
+    given = arguments(op)
+    weight, transposed = given["weight"], given.get("transposed", op.target in _TRANSPOSED)
+    places = op.inputs[0] if transposed else op.output
+    filters: int = weight.numel // weight.shape[0]
+    return 2.0 * places.numel * filters
+
+
+def _recurrence(op: Op) -> float:
+    """Each row of each step meets every weight matrix."""
+    x = op.inputs[0]
+    matrices = sum(v.numel for v in op.inputs[1:] if len(v.shape) == 2)
+    return 2.0 * (x.numel // x.shape[-1]) * matrices
+
+
+_RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
+_ATTENTION = {aten.scaled_dot_product_attention.default}
+_TRANSPOSED = set(overloads("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
+_CONVOLUTIONS = _TRANSPOSED | set(overloads("conv1d", "conv2d", "conv3d", "convolution"))
+_PRODUCTS_BY_NAME = {"transformers.grouped_mm_fallback.default"}
+_PRODUCTS = {
+    *(aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default),
+    *(aten.mv.default, aten.dot.default, aten.addmm.default, aten.addmv.default),
+    *(aten.baddbmm.default, aten.outer.default, aten.ger.default, aten.inner.default),
+    *(aten.tensordot.default, aten.einsum.default, aten._grouped_mm.default),
+}

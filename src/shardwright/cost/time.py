@@ -1,0 +1,261 @@
+"""Seconds of one training step: computation by a roofline, collectives by the α-β model.
+
+An operator takes the longer of its operations at the device's matrix rate and its bytes at the
+device's memory bandwidth, and an overhead. A collective takes what `Links` says. What overlaps:
+
+- Conversions of activations do not: the next operator waits for them.
+- Gradients of parameters overlap the backward computation, as their buckets are reduced while
+  earlier operators are differentiated. Only what exceeds it counts.
+- Parameters that are stored sharded are gathered while earlier operators compute: likewise, against
+  the forward computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from shardwright.communication import Communication, InnerReduction
+from shardwright.conversion import Shape, Step
+from shardwright.cost.cluster import Cluster
+from shardwright.cost.flops import Work, work_of
+from shardwright.cost.links import Links
+from shardwright.graph.graph import Graph, Kind, Op, Value
+from shardwright.layout import Layout
+from shardwright.rules import rule_of
+from shardwright.rules.rule import Cuts
+
+UPDATE_PASSES = 7
+"""How often AdamW moves each stored parameter: it reads parameter, gradient and two moments, and
+writes parameter and moments."""
+
+Seconds = tuple[float, float]
+"""Forward and backward."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one training step on one device, by what takes them.
+
+    Args:
+        forward, backward: computation of one micro-batch.
+        forward_conversions, backward_conversions: of activations, of one micro-batch.
+        gathers: of parameters stored sharded, forward, of one micro-batch.
+        gradients: reductions of parameters' gradients.
+        update: the optimizer's.
+        micro_batches: how many follow each other.
+        bubble: the share of the step in which a pipeline stage waits.
+    """
+
+    forward: float
+    backward: float
+    forward_conversions: float
+    backward_conversions: float
+    gathers: float
+    gradients: float
+    update: float
+    micro_batches: int = 1
+    bubble: float = 0.0
+
+    @property
+    def forward_seconds(self) -> float:
+        """One micro-batch forward, with the conversions that it waits for."""
+        return self.forward + self.forward_conversions
+
+    @property
+    def backward_seconds(self) -> float:
+        """One micro-batch backward, with the conversions that it waits for."""
+        return self.backward + self.backward_conversions
+
+    @property
+    def computation(self) -> float:
+        """What all micro-batches and the optimizer compute."""
+        return self.micro_batches * (self.forward + self.backward) + self.update
+
+    @property
+    def exposed(self) -> float:
+        """Communication of parameters and their gradients that no computation hides."""
+        gathers = max(0.0, self.gathers - self.forward)
+        return gathers + max(0.0, self.gradients - self.backward)
+
+    @property
+    def communication(self) -> float:
+        """Communication that the step waits for."""
+        conversions = self.forward_conversions + self.backward_conversions
+        return self.micro_batches * conversions + self.exposed
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        busy = self.micro_batches * (self.forward_seconds + self.backward_seconds)
+        return busy / (1 - self.bubble) + self.exposed + self.update
+
+
+class TimeModel:
+    """Seconds of operators and conversions on a device matrix of a cluster; equal ones once.
+
+    Args:
+        stages: number of pipeline stages, each with such a matrix.
+        compute_dtype: the dtype in which float32 values are computed and sent.
+
+    Raises:
+        ConfigError: if the cluster has not so many devices.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        mesh: Layout,
+        stages: int = 1,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self.links = Links(cluster, mesh, stages)
+        self.device = cluster.device.among(mesh.num_devices * stages)
+        self.compute_dtype = compute_dtype
+        self._operators: dict[tuple[object, ...], Seconds] = {}
+        self._steps: dict[tuple[Step, Shape, int], Seconds] = {}
+
+    def operator(self, op: Op, cuts: Cuts) -> Seconds:
+        """Computation of one device's part of `op`, forward and backward."""
+        work, rule = work_of(op), rule_of(op)
+        parts = rule.parts(self.mesh, cuts) if rule is not None else {}
+        key = (id(work), tuple(parts.values()))
+        if key not in self._operators:
+            self._operators[key] = self.work(work, parts)
+        return self._operators[key]
+
+    def work(self, work: Work, parts: Mapping[str, int]) -> Seconds:
+        """Seconds of `work` that is shared in `parts` of its factors."""
+        everything = prod(parts.values())
+        dtype = self._computed_in(work.dtype)
+        shrunk = dtype.itemsize / work.dtype.itemsize
+
+        def seconds(flops: float, tensors: tuple[tuple[int, frozenset[str]], ...]) -> float:
+            moved = 0.0
+            for size, factors in tensors:
+                moved += size / prod(parts.get(factor, 1) for factor in factors)
+            compute = flops / everything / self.device.rate(dtype)
+            return max(compute, moved * shrunk / self.device.stream)
+
+        overhead = self.device.overhead
+        forward = backward = 0.0
+        if work.forward_bytes:
+            forward = overhead + seconds(work.forward_flops, work.forward_bytes)
+        if work.backward_bytes:
+            backward = overhead * work.gradients
+            backward += seconds(work.backward_flops, work.backward_bytes)
+        return forward, backward
+
+    def step(self, step: Step, value: Value, differentiable: bool) -> Seconds:
+        """One conversion step of `value`, forward and backward."""
+        itemsize = self._computed_in(value.dtype).itemsize
+        key = (step, value.shape, itemsize)
+        if key not in self._steps:
+            local = max(prod(s.shard_shape(value.shape)) for s in (step.source, step.target))
+            forward = None if step.kind in ("slice", "vary") else step.kind
+            self._steps[key] = (
+                self._collective(forward, step, local * itemsize),
+                self._collective(step.backward, step, local * itemsize),
+            )
+        there, back = self._steps[key]
+        return there, back if differentiable else 0.0
+
+    def latency(self, step: Step, differentiable: bool) -> Seconds:
+        """What a step takes at least, however little it sends, forward and backward."""
+        forward = None if step.kind in ("slice", "vary") else step.kind
+        back = step.backward if differentiable else None
+        return self._collective(forward, step, 0), self._collective(back, step, 0)
+
+    def reduction(self, inner: InnerReduction, differentiable: bool) -> Seconds:
+        """One all-reduce inside an operator, forward and backward."""
+        reduction = inner.reduction
+        num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
+        once = self.links.seconds("all_reduce", inner.axes, num_bytes)
+        back = reduction.varying and reduction.differentiable and differentiable
+        return once, once if back else 0.0
+
+    def _collective(self, kind: str | None, step: Step, num_bytes: int) -> float:
+        return 0.0 if kind is None else self.links.seconds(kind, step.axes, num_bytes)
+
+    def _computed_in(self, dtype: torch.dtype) -> torch.dtype:
+        if self.compute_dtype is not None and dtype == torch.float32:
+            return self.compute_dtype
+        return dtype
+
+    def update(self, num_bytes: int) -> float:
+        """The optimizer's step over stored parameters of so many bytes."""
+        return UPDATE_PASSES * num_bytes / self.device.stream
+
+
+def step_time(
+    graph: Graph,
+    flow: Communication,
+    cuts: Mapping[str, Cuts],
+    model: TimeModel,
+    *,
+    micro_batches: int = 1,
+    bubble: float = 0.0,
+) -> StepTime:
+    """Seconds of one training step of `graph` as it was decided.
+
+    Args:
+        flow: what the plan communicates.
+        cuts: of its operators.
+        model: of the cluster and the device matrix.
+        micro_batches: how many of the graph's batches make up a step.
+        bubble: the share of the step in which a pipeline stage waits.
+    """
+    forward = backward = 0.0
+    for op in graph.ops:
+        there, back = model.operator(op, cuts.get(op.name, {}))
+        forward, backward = forward + there, backward + back
+    there, back = _inside(graph, flow, model)
+    gathers = gradients = 0.0
+    for transfer in flow.transfers:
+        sent, returned = model.step(transfer.step, transfer.value, transfer.differentiable)
+        if transfer.value.kind is Kind.PARAMETER:
+            gathers, gradients = gathers + sent, gradients + returned
+        else:
+            there, back = there + sent, back + returned
+    joined_gathers, joined_gradients = _saved_latency(flow, model)
+    stored = sum(_stored_bytes(flow, value) for value in graph.parameters if value.requires_grad)
+    return StepTime(
+        forward=forward,
+        backward=backward,
+        forward_conversions=there,
+        backward_conversions=back,
+        gathers=max(0.0, gathers - joined_gathers),
+        gradients=max(0.0, gradients - joined_gradients),
+        update=model.update(stored),
+        micro_batches=micro_batches,
+        bubble=bubble,
+    )
+
+
+def _inside(graph: Graph, flow: Communication, model: TimeModel) -> Seconds:
+    """All-reduces inside operators."""
+    forward = backward = 0.0
+    for name, inner in flow.reductions.items():
+        differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
+        for one in inner:
+            there, back = model.reduction(one, differentiable)
+            forward, backward = forward + there, backward + back
+    return forward, backward
+
+
+def _saved_latency(flow: Communication, model: TimeModel) -> Seconds:
+    """What joined collectives save, forward and backward: all but one latency of each bucket."""
+    forward = backward = 0.0
+    for bucket in flow.buckets:
+        for transfer in bucket.transfers[1:]:
+            there, back = model.latency(transfer.step, transfer.differentiable)
+            forward, backward = forward + there, backward + back
+    return forward, backward
+
+
+def _stored_bytes(flow: Communication, value: Value) -> int:
+    return prod(flow.made[value].shard_shape(value.shape)) * value.itemsize

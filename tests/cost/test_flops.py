@@ -1,0 +1,87 @@
+"""Floating point operations and bytes of operators, against torch's own counter where it counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from models import encoder, gpt2, llama, mlp, resnet
+from shardwright.cost.flops import is_view, work_of
+from shardwright.graph.capture import capture
+from shardwright.graph.graph import Graph
+
+
+def counted(net: nn.Module, args: Any, kwargs: Any) -> int:
+    """What one training step of `net` takes, as torch counts it."""
+    counter = FlopCounterMode(display=False)
+    with counter:
+        out = net(*args, **kwargs)
+        loss = out if isinstance(out, torch.Tensor) else out.loss
+        loss.backward()
+    return counter.get_total_flops()
+
+
+def planned(graph: Graph) -> float:
+    found = [work_of(op) for op in graph.ops]
+    return sum(work.forward_flops + work.backward_flops for work in found)
+
+
+@pytest.mark.parametrize("model", [mlp, resnet], ids=lambda m: m.__name__)
+def test_products_and_convolutions_are_counted_as_torch_counts_them(model: Any) -> None:
+    net, args, kwargs = model()
+    assert planned(capture(net, args, kwargs)) == counted(net, args, kwargs)
+
+
+@pytest.mark.parametrize("model", [llama, gpt2, encoder], ids=lambda m: m.__name__)
+def test_attention_is_two_products_forward_and_five_backward(model: Any) -> None:
+    net, args, kwargs = model()
+    # In two layers, each of 4 samples, 4 heads, 8 positions; torch does not count its CPU kernel.
+    head = 4 if model is encoder else 8
+    attention = 2 * (2 + 5) * 2 * (4 * 4 * 8 * 8 * head)
+    assert planned(capture(net, args, kwargs)) == counted(net, args, kwargs) + attention
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 8))
+        self.frozen = nn.Parameter(torch.zeros(4, 16), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x, self.weight).relu(), self.frozen).t().sum()
+
+
+@pytest.fixture
+def graph() -> Graph:
+    return capture(Product(), (torch.zeros(32, 8),))
+
+
+def test_only_gradients_that_are_wanted_are_computed(graph: Graph) -> None:
+    first, second = (work_of(op) for op in graph.ops if "linear" in str(op.target))
+    # The first gives its weight a gradient, the second only its input.
+    assert (first.forward_flops, first.backward_flops) == (2 * 32 * 8 * 16, 2 * 32 * 8 * 16)
+    assert (second.forward_flops, second.backward_flops) == (2 * 32 * 16 * 4, 2 * 32 * 16 * 4)
+
+
+def test_bytes_are_those_of_inputs_outputs_and_gradients(graph: Graph) -> None:
+    relu = next(work_of(op) for op in graph.ops if "relu" in str(op.target))
+    tensor = 32 * 16 * 4
+    assert sum(size for size, _ in relu.forward_bytes) == 2 * tensor
+    assert sum(size for size, _ in relu.backward_bytes) == 3 * tensor
+
+
+def test_views_move_nothing(graph: Graph) -> None:
+    views = [op for op in graph.ops if is_view(op)]
+    assert [str(op.target) for op in views] == ["aten.transpose.int"]
+    assert work_of(views[0]).forward_bytes == ()
+
+
+def test_an_embedding_reads_only_the_rows_that_it_looks_up() -> None:
+    net = nn.Embedding(1000, 8)
+    graph = capture(net, (torch.zeros(4, dtype=torch.long),))
+    assert sum(size for size, _ in work_of(graph.ops[0]).forward_bytes) == 4 * 8 + 2 * 4 * 8 * 4
