@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -98,8 +98,6 @@ def simulate(
     """
     outcome = Outcome()
     with torch.random.fork_rng(), simulated_devices(layout) as (devices, mode):
-        program = lower(graph, devices, decided)
-        flow = program.communication
         ranks = range(layout.num_devices)
 
         def place(tensor: Tensor, where: TensorLayout) -> Tensor:
@@ -108,6 +106,11 @@ def simulate(
 
             return block(0) if mode is None else mode.rank_map(block)
 
+        # Each rank slices its part of a constant: it must be there once for each.
+        constants = {v: place(t, layout.replicated(t.ndim)) for v, t in graph.constants.items()}
+        graph = replace(graph, constants=constants)
+        program = lower(graph, devices, decided)
+        flow = program.communication
         local = {
             value.name: place(parameters[value.name], flow.made[value]).requires_grad_(
                 value.requires_grad

@@ -1,0 +1,12 @@
+"""LLaMA 2, Qwen, Baichuan 2, PanguAlpha, and any causal language model of `transformers`.
+
+>>> from shardwright.models import MODELS
+>>> MODELS["llama2_7b"].hidden_size
+4096
+"""
+
+from shardwright.models.build import build, build_hf, example_batch
+from shardwright.models.dimensions import MODELS, Dimensions, dimensions
+from shardwright.models.lora import LoRA
+
+__all__ = ["MODELS", "Dimensions", "LoRA", "build", "build_hf", "dimensions", "example_batch"]

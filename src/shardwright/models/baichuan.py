@@ -1,0 +1,111 @@
+"""Baichuan 2: LLaMA's blocks, positions rotary (7B) or ALiBi (13B), and a normalised head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwright.models.attention import Attention, causal_attention
+from shardwright.models.dimensions import Dimensions
+from shardwright.models.loss import next_token_loss
+from shardwright.models.positions import alibi_features, alibi_slopes, rotary, rotated
+from shardwright.models.weights import draw_weights
+
+Angles = tuple[Tensor, Tensor]
+
+
+class SelfAttention(nn.Module):
+    """Attention of all heads; positions enter as the angles that are given, or as ALiBi."""
+
+    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+        super().__init__()
+        self.heads, self.head_size, self.kind = sizes.num_heads, sizes.head_size, kind
+        width = sizes.hidden_size
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
+        query, key, value = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        scale = self.head_size**-0.5
+        if angles is not None:
+            query, key = rotated(query, *angles), rotated(key, *angles)
+        else:
+            slopes = torch.tensor(alibi_slopes(self.heads), device=x.device)
+            query, key = alibi_features(query, key, slopes, scale)
+        attended = causal_attention(self.kind, query, key, value, scale)
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, sizes: Dimensions) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(sizes, kind)
+        self.mlp = FeedForward(sizes)
+        self.input_layernorm = nn.RMSNorm(sizes.hidden_size, sizes.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(sizes.hidden_size, sizes.norm_eps)
+
+    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), angles)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Backbone(nn.Module):
+    """From token numbers to hidden states."""
+
+    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
+        self.layers = nn.ModuleList(Block(sizes, kind) for _ in range(sizes.num_layers))
+        self.norm = nn.RMSNorm(sizes.hidden_size, sizes.norm_eps)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        angles = None
+        if self.sizes.positions == "rotary":
+            positions = input_ids.shape[1]
+            angles = rotary(positions, self.sizes.head_size, self.sizes.rope_base, like=x)
+        for layer in self.layers:
+            x = layer(x, angles)
+        return self.norm(x)
+
+
+class NormHead(nn.Linear):
+    """A head whose rows, one for each token of the vocabulary, are divided by their length."""
+
+    def __init__(self, sizes: Dimensions) -> None:
+        super().__init__(sizes.hidden_size, sizes.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, F.normalize(self.weight, dim=-1))
+
+
+class Baichuan(nn.Module):
+    """Baichuan 2 with its loss."""
+
+    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+        super().__init__()
+        self.model = Backbone(sizes, kind)
+        self.lm_head = NormHead(sizes)
+        draw_weights(self)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss of the next tokens; both arguments are batch × positions."""
+        return next_token_loss(self.lm_head(self.model(input_ids)), labels)

@@ -1,0 +1,195 @@
+"""The sizes of the language models that Shardwright builds, those of the published files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardwright.errors import ConfigError
+
+Family = Literal["llama", "qwen", "baichuan", "pangualpha"]
+Positions = Literal["rotary", "alibi", "learned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimensions:
+    """What makes one model of a family.
+
+    Args:
+        family: `llama` and `qwen` (which has biases of queries, keys and values) are built on
+            `transformers`, `baichuan` and `pangualpha` are modules of this package.
+        num_layers: blocks; in PanguAlpha the last one is the query layer.
+        num_kv_heads: heads of keys and values, each shared by `num_heads / num_kv_heads` queries.
+        intermediate_size: width of the feed-forward layers.
+        seq_length: positions that the model is made for; only learned positions depend on it.
+        norm_eps: added to the variance in RMSNorm and LayerNorm.
+        rope_base: of the rotary frequencies.
+        dropout: probability, in PanguAlpha.
+
+    Raises:
+        ConfigError: a size is not positive, or heads do not divide.
+    """
+
+    family: Family
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    vocab_size: int
+    seq_length: int
+    norm_eps: float
+    positions: Positions = "rotary"
+    rope_base: float = 10000.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value < 1:
+                raise ConfigError(f"{name}={value}: must be at least 1")
+        if self.hidden_size % self.num_heads:
+            raise ConfigError(
+                f"hidden_size={self.hidden_size} cannot be divided into num_heads={self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads={self.num_heads} cannot be divided among "
+                f"num_kv_heads={self.num_kv_heads}"
+            )
+        if self.positions == "rotary" and self.head_size % 2:
+            raise ConfigError(
+                f"rotary positions need heads of even size, not {self.head_size} = "
+                f"hidden_size {self.hidden_size} / num_heads {self.num_heads}"
+            )
+        if self.family == "pangualpha" and self.num_layers < 2:
+            raise ConfigError("PanguAlpha needs at least 2 layers: the last is its query layer")
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def tiny(self) -> Dimensions:
+        """The same architecture small enough for tests: everything divides by 8 devices.
+
+        The vocabulary holds all bytes and some special tokens. Where heads share keys and values,
+        they do so here.
+        """
+        grouped = self.num_kv_heads < self.num_heads
+        return replace(
+            self,
+            hidden_size=64,
+            num_layers=2,
+            num_heads=16 if grouped else 8,
+            num_kv_heads=8,
+            intermediate_size=128,
+            vocab_size=320,
+            seq_length=64,
+            dropout=0.0,
+        )
+
+
+def feed_forward_size(
+    hidden_size: int, multiple_of: int, ffn_dim_multiplier: float | None = None
+) -> int:
+    """The width of LLaMA's feed-forward layers where it is not given.
+
+    The 0.01 is in the published rule; without it LLaMA 2 70B would get 28416 in place of 28672.
+    """
+    size = 4 * hidden_size
+    if ffn_dim_multiplier is not None:
+        size = int((ffn_dim_multiplier + 0.01) * size)
+    size = int(2 * size / 3)
+    return -(-size // multiple_of) * multiple_of
+
+
+def _llama(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> Dimensions:
+    return Dimensions(
+        family="llama",
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        intermediate_size=ffn,
+        vocab_size=32000,
+        seq_length=4096,
+        norm_eps=1e-5,
+    )
+
+
+def _qwen(hidden: int, layers: int, heads: int, ffn: int, vocabulary: int) -> Dimensions:
+    return Dimensions(
+        family="qwen",
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        intermediate_size=ffn,
+        vocab_size=vocabulary,
+        seq_length=8192,
+        norm_eps=1e-6,
+    )
+
+
+def _baichuan(hidden: int, layers: int, heads: int, ffn: int, positions: Positions) -> Dimensions:
+    return Dimensions(
+        family="baichuan",
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        intermediate_size=ffn,
+        vocab_size=125696,
+        seq_length=4096,
+        norm_eps=1e-6,
+        positions=positions,
+    )
+
+
+def _pangualpha(hidden: int, layers: int, heads: int) -> Dimensions:
+    return Dimensions(
+        family="pangualpha",
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        intermediate_size=4 * hidden,
+        vocab_size=40000,
+        seq_length=1024,
+        norm_eps=1e-5,
+        positions="learned",
+        dropout=0.1,
+    )
+
+
+_PUBLISHED = {
+    "llama2_7b": _llama(4096, 32, 32, 32, 11008),
+    "llama2_13b": _llama(5120, 40, 40, 40, 13824),
+    "llama2_70b": _llama(8192, 80, 64, 8, 28672),
+    "qwen_7b": _qwen(4096, 32, 32, 11008, 151936),
+    "qwen_14b": _qwen(5120, 40, 40, 13696, 152064),
+    "baichuan2_7b": _baichuan(4096, 32, 32, 11008, "rotary"),
+    "baichuan2_13b": _baichuan(5120, 40, 40, 13696, "alibi"),
+    "pangualpha_2_6b": _pangualpha(2560, 32, 32),
+    "pangualpha_13b": _pangualpha(5120, 40, 40),
+}
+
+MODELS: Mapping[str, Dimensions] = {
+    **_PUBLISHED,
+    **{f"{name}_tiny": dimensions.tiny() for name, dimensions in _PUBLISHED.items()},
+}
+"""All models that are built by name; `llama2_7b_tiny` is `llama2_7b` small enough for tests."""
+
+
+def dimensions(name: str) -> Dimensions:
+    """The sizes of the model of this name.
+
+    Raises:
+        ConfigError: there is no such model; it names those that there are.
+    """
+    if name not in MODELS:
+        raise ConfigError(
+            f"model {name!r} is not known; valid are {', '.join(_PUBLISHED)}, "
+            "and each with _tiny appended"
+        )
+    return MODELS[name]

@@ -1,0 +1,108 @@
+"""PanguAlpha: learned positions, LayerNorm, a query layer on top, a head tied to the embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwright.models.attention import Attention, causal_attention
+from shardwright.models.dimensions import Dimensions
+from shardwright.models.loss import next_token_loss
+from shardwright.models.weights import draw_weights
+
+
+class SelfAttention(nn.Module):
+    """Attention of all heads, with queries of its own or of what is given."""
+
+    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+        super().__init__()
+        self.heads, self.scale, self.kind = sizes.num_heads, sizes.head_size**-0.5, kind
+        self.dropout = sizes.dropout
+        width = sizes.hidden_size
+        self.q_proj = nn.Linear(width, width)
+        self.k_proj = nn.Linear(width, width)
+        self.v_proj = nn.Linear(width, width)
+        self.o_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
+        """`x` is batch × positions × width; `queries` is the same or, equal for the whole batch,
+        positions × width."""
+        query = self.q_proj(x if queries is None else queries)
+        query, key, value = (
+            projected.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+            for projected in (query, self.k_proj(x), self.v_proj(x))
+        )
+        dropout = self.dropout if self.training else 0.0
+        query = query.expand(key.shape)
+        attended = causal_attention(self.kind, query, key, value, self.scale, dropout)
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, sizes: Dimensions) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size)
+        self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(fast_gelu(self.up_proj(x)))
+
+
+def fast_gelu(x: Tensor) -> Tensor:
+    """GELU approximated by a logistic function (Hendrycks and Gimpel, 2016)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+class Block(nn.Module):
+    """Norms stand before attention and feed-forward layers; the query layer is one that is given
+    queries."""
+
+    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(sizes, kind)
+        self.mlp = FeedForward(sizes)
+        self.input_layernorm = nn.LayerNorm(sizes.hidden_size, sizes.norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(sizes.hidden_size, sizes.norm_eps)
+        self.dropout = nn.Dropout(sizes.dropout)
+
+    def forward(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), queries))
+        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Backbone(nn.Module):
+    """From token numbers to the hidden states of the query layer."""
+
+    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+        super().__init__()
+        width = sizes.hidden_size
+        self.embed_tokens = nn.Embedding(sizes.vocab_size, width)
+        self.embed_positions = nn.Embedding(sizes.seq_length, width)
+        self.dropout = nn.Dropout(sizes.dropout)
+        self.layers = nn.ModuleList(Block(sizes, kind) for _ in range(sizes.num_layers - 1))
+        self.norm = nn.LayerNorm(width, sizes.norm_eps)
+        self.embed_queries = nn.Embedding(sizes.seq_length, width)
+        self.query_layer = Block(sizes, kind)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        positions = input_ids.shape[1]
+        x = self.embed_tokens(input_ids) + self.embed_positions.weight[:positions]
+        x = self.dropout(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.query_layer(self.norm(x), self.embed_queries.weight[:positions])
+
+
+class PanguAlpha(nn.Module):
+    """PanguAlpha with its loss."""
+
+    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+        super().__init__()
+        self.model = Backbone(sizes, kind)
+        draw_weights(self)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss of the next tokens; both arguments are batch × positions."""
+        hidden = self.model(input_ids)
+        return next_token_loss(F.linear(hidden, self.model.embed_tokens.weight), labels)
