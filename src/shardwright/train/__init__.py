@@ -5,6 +5,7 @@ from shardwright.train.loss import MeanAbsoluteError, MeanSquaredError
 from shardwright.train.process_group import World, process_group
 from shardwright.train.sampler import BatchSampler, local_part
 from shardwright.train.steps import Step
+from shardwright.train.text import text
 from shardwright.train.trainer import train
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "mnist",
     "mnist_or_digits",
     "process_group",
+    "text",
     "train",
 ]
