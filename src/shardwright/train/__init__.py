@@ -5,7 +5,7 @@ from shardwright.train.loss import MeanAbsoluteError, MeanSquaredError
 from shardwright.train.process_group import World, process_group
 from shardwright.train.sampler import BatchSampler, local_part
 from shardwright.train.steps import Step
-from shardwright.train.text import text
+from shardwright.train.text import packed_text
 from shardwright.train.trainer import train
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "local_part",
     "mnist",
     "mnist_or_digits",
+    "packed_text",
     "process_group",
-    "text",
     "train",
 ]

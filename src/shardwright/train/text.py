@@ -20,7 +20,7 @@ END_OF_TEXT = 0
 Encode = Callable[[str], list[int]]
 
 
-def text(
+def packed_text(
     seq_length: int,
     path: str | Path | None = None,
     tokenizer: str | Path | None = None,
