@@ -20,7 +20,12 @@ MemCoeff = Annotated[
 LogCosts = Annotated[bool, typer.Option("--log-costs", help="Log what each cut would cost.")]
 
 
-def run_of(config: Path, mem_coeff: float | None = None, log_costs: bool = False) -> Run:
+def run_of(
+    config: Path,
+    mem_coeff: float | None = None,
+    log_costs: bool = False,
+    resume: bool = False,
+) -> Run:
     """The run of a configuration with the command line's options in place of its own."""
     run = Run.from_file(config)
     changes: dict[str, object] = {}
@@ -31,4 +36,5 @@ def run_of(config: Path, mem_coeff: float | None = None, log_costs: bool = False
     parallel = run.config.parallel.model_copy(update=changes)
     if parallel.log_costs:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    return Run(run.config.model_copy(update={"parallel": parallel}), run.folder)
+    train = run.config.train.model_copy(update={"resume": resume or run.config.train.resume})
+    return Run(run.config.model_copy(update={"parallel": parallel, "train": train}), run.folder)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -13,12 +16,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from shardwright.cli.app import app
 from shardwright.cli.options import Config, MemCoeff, run_of
 from shardwright.config import Run
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, StrategyError
 from shardwright.plan import Plan
+from shardwright.train.elastic import Range, launch_elastic
 from shardwright.train.follow import Follower
 from shardwright.train.launch import LogFolder, StoppedError, launch
+from shardwright.train.position import Position
 from shardwright.train.process_group import World, launched
 from shardwright.train.progress import LiveProgress
+from shardwright.train.record import continued
 from shardwright.train.steps import Step
 
 
@@ -32,31 +38,101 @@ def train(
     plan: Annotated[Path | None, typer.Option(help="A saved plan, instead of a search.")] = None,
     log_dir: Annotated[Path, typer.Option(help="Folder of the ranks' logs.")] = Path("log_output"),
     mem_coeff: MemCoeff = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Start all ranks again, so often, after one failed.")
+    ] = 0,
+    elastic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MIN:MAX",
+            help="Plan anew for the devices that are left when ranks are killed, and go on.",
+        ),
+    ] = None,
 ) -> None:
     """Train on local processes, one a device; under torchrun, on those that it started."""
-    run, logs, world = run_of(config, mem_coeff), LogFolder(log_dir), World.from_environment()
+    world, bounds = World.from_environment(), Range.parse(elastic) if elastic else None
+    run = run_of(config, mem_coeff, resume=resume or world.restarts > 0)
+    if world.restarts == 0:
+        run.check_resumes()
     given = Plan.load(plan) if plan is not None else None
     if devices is None:
-        devices = given.devices if given else world.size
+        devices = given.devices if given else bounds.maximum if bounds else world.size
     if given is not None and given.devices != devices:
         raise PlanError(f"{plan} is for {given.devices} devices, not for {devices}")
+    if bounds is not None and not bounds.minimum <= devices <= bounds.maximum:
+        raise PlanError(f"--elastic {elastic} does not allow {devices} devices")
+    logs = LogFolder(log_dir)
     decided = given or run.plan(devices)
     if launched():
         record(_train_one_rank)(run, decided, world, logs)
         return
-    logs.clear(num_ranks=devices)
-    if devices == 1:
+    logs.clear(num_ranks=devices, keep_steps=run.resumes)
+    if devices == 1 and max_restarts == 0 and bounds is None:
         _train_one_rank(run, decided, world, logs)
         return
-    decided.save(logs.plan)
-    command = ["-P", "-m", "shardwright", "train", str(config), "--plan", str(logs.plan)]
-    with LiveProgress(Console(), run.num_steps) as progress:
-        on_line = {
-            logs.stdout(0): progress.line,
-            logs.steps(0): lambda line: progress.step(Step.from_json(line)),
-        }
-        with Follower(on_line):
-            launch([*command, "--log-dir", str(log_dir)], devices, logs)
+    ranks = _Ranks(config, run, logs)
+    with ranks.shown() as progress:
+        if bounds is not None:
+            launch_elastic(
+                lambda left: ranks.planned_for(left, bounds.minimum),
+                ranks.command(decided, run.resumes),
+                devices,
+                bounds.minimum,
+                logs,
+                max_restarts=max_restarts,
+                on_restart=progress.line,
+            )
+            return
+
+        def on_restart(number: int) -> None:
+            before = f"{logs.run}/rank.*/stderr.attempt-{number - 1}"
+            progress.line(f"a rank failed: restart {number} of {max_restarts}; its log: {before}")
+
+        command = ranks.command(decided, run.resumes)
+        launch(command, devices, logs, max_restarts=max_restarts, on_restart=on_restart)
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The processes that this one starts, and what is shown of them."""
+
+    config: Path
+    run: Run
+    logs: LogFolder
+
+    def command(self, plan: Plan, resume: bool) -> list[str]:
+        """What each of them runs, to follow `plan`."""
+        plan.save(self.logs.plan)
+        command = ["-P", "-m", "shardwright", "train", str(self.config)]
+        command += ["--plan", str(self.logs.plan), "--log-dir", str(self.logs.root)]
+        return [*command, "--resume"] if resume else command
+
+    def planned_for(self, left: int, minimum: int) -> tuple[list[str], int]:
+        """The command with a plan for the largest number of devices, of those `left`, for which
+        there is one; and that number."""
+        for devices in range(left, minimum, -1):
+            try:
+                plan = self.run.plan(devices)
+            except StrategyError:
+                continue
+            break
+        else:
+            plan = self.run.plan(minimum)
+        return self.command(plan, self.run.checkpoints() is not None), plan.devices
+
+    @contextmanager
+    def shown(self) -> Iterator[LiveProgress]:
+        """Rank 0's lines and steps, while it writes them."""
+        with LiveProgress(Console(), self.run.num_steps, len(self.run.batches)) as progress:
+            on_line = {
+                self.logs.stdout(0): progress.line,
+                self.logs.steps(0): lambda line: progress.step(Step.from_json(line)),
+            }
+            with Follower(on_line):
+                yield progress
 
 
 def _train_one_rank(run: Run, plan: Plan, world: World, logs: LogFolder) -> None:
@@ -66,19 +142,24 @@ def _train_one_rank(run: Run, plan: Plan, world: World, logs: LogFolder) -> None
         run.train(plan, world, on_step=lambda step: None)
         return
     every = run.config.train.log_every
-    logs.rank(0).mkdir(parents=True, exist_ok=True)
-    with (
-        logs.steps(0).open("w", buffering=1) as file,
-        LiveProgress(Console(), run.num_steps) as progress,
-    ):
+    with ExitStack() as stack:
+        progress = stack.enter_context(
+            LiveProgress(Console(), run.num_steps, len(run.batches)),
+        )
+        files: list[TextIO] = []
+
+        def on_start(start: Position) -> None:
+            files.append(stack.enter_context(continued(logs.steps(0), start)))
+            if start.step > 0:
+                progress.line(f"going on after step {start.step}")
 
         def on_step(step: Step) -> None:
-            file.write(step.to_json() + "\n")
+            files[0].write(step.to_json() + "\n")
             progress.step(step)
             if step.step % every == 0:
                 progress.line(step.line)
 
         try:
-            run.train(plan, world, on_step)
+            run.train(plan, world, on_step, on_start)
         except KeyboardInterrupt:
             raise StoppedError(signal.SIGINT) from None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 
@@ -14,14 +16,16 @@ from shardwright.api import WithLoss, parallelize, plan
 from shardwright.config.load import load
 from shardwright.config.schema import Config
 from shardwright.config.target import call_target
-from shardwright.errors import ConfigError, PlanError, ShardwrightError
+from shardwright.errors import CheckpointError, ConfigError, PlanError, ShardwrightError
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
 from shardwright.plan import Plan
 from shardwright.saved_graphs import SavedGraphs
 from shardwright.strategy_files import load_strategies
+from shardwright.train.checkpoint import Checkpoints
 from shardwright.train.data import DIGITS_SIZE, Batches, digits, mnist
 from shardwright.train.loss import LOSSES
+from shardwright.train.position import BEGINNING, Position
 from shardwright.train.process_group import World, process_group
 from shardwright.train.steps import Step
 from shardwright.train.trainer import train
@@ -103,11 +107,51 @@ class Run:
     def example_batch(self) -> tuple[Tensor, ...]:
         return next(self.batches.epoch(0))
 
-    def train(self, plan: Plan, world: World, on_step: Callable[[Step], None]) -> None:
+    @property
+    def resumes(self) -> bool:
+        """Whether the run goes on from its newest checkpoint, if there is one."""
+        return self.config.train.resume
+
+    def check_resumes(self) -> None:
+        """Raises:
+        CheckpointError: the run is to start anew, but its folder holds the checkpoints of another;
+            or it is to go on, but keeps none.
+        """
+        checkpoints = self.checkpoints()
+        if self.resumes and checkpoints is None:
+            raise CheckpointError(
+                "there is nothing to resume: the key train.checkpoint is not given, for example "
+                "train: {checkpoint: {folder: checkpoints, every: 100}}"
+            )
+        if checkpoints is not None and not self.resumes and checkpoints.steps():
+            raise CheckpointError(
+                f"{checkpoints.folder} holds the checkpoints of a run, up to step "
+                f"{checkpoints.steps()[-1]}: go on from there with --resume, or name another folder"
+            )
+
+    def checkpoints(self) -> Checkpoints | None:
+        """The run's checkpoints; None where it keeps none."""
+        said = self.config.train.checkpoint
+        if said is None:
+            return None
+        folder = self.folder / said.folder
+        return Checkpoints(folder, keep=said.keep, asynchronous=said.asynchronous)
+
+    def train(
+        self,
+        plan: Plan,
+        world: World,
+        on_step: Callable[[Step], None],
+        on_start: Callable[[Position], None] = lambda start: None,
+    ) -> None:
         """Train as one rank of `world`.
+
+        Args:
+            on_start: told where the run starts, or goes on.
 
         Raises:
             PlanError: the world is not of the plan's size, or the plan is for another model.
+            CheckpointError: the newest checkpoint is of another model.
         """
         if world.size != plan.devices:
             raise PlanError(
@@ -115,17 +159,38 @@ class Run:
                 f"start {plan.devices}, or plan for {world.size}"
             )
         settings = self.config.train
-        with process_group(world) as device:
+        timeout = timedelta(seconds=settings.timeout_seconds)
+        with process_group(world, timeout) as device, self._saving() as checkpoints:
             net = parallelize(self.model().to(device), plan, device)
+            optimizer = self.optimizer(net.parameters())
+            start = BEGINNING
+            if checkpoints is not None and self.resumes and checkpoints.newest() is not None:
+                start = checkpoints.load(net, optimizer)
+            on_start(start)
+
+            def after_step(place: Position) -> None:
+                if self._saves_at(place.step) and checkpoints is not None:
+                    checkpoints.save(net, optimizer, place, plan)
+
             train(
                 net,
-                self.optimizer(net.parameters()),
+                optimizer,
                 self.batches,
                 epochs=settings.epochs,
                 max_steps=settings.steps,
                 device=device,
                 on_step=on_step,
+                start=start,
+                after_step=after_step,
             )
+
+    def _saving(self) -> AbstractContextManager[Checkpoints | None]:
+        return self.checkpoints() or nullcontext()
+
+    def _saves_at(self, step: int) -> bool:
+        """Every so many steps, and at the end."""
+        said = self.config.train.checkpoint
+        return said is not None and (step % said.every == 0 or step == self.num_steps)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         chosen = self.config.optimizer

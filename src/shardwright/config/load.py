@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -88,9 +88,13 @@ def _valid_keys(path: tuple[int | str, ...]) -> str:
     section: type[BaseModel] = Config
     for part in path[:-1]:
         annotation = section.model_fields[str(part)].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        section = annotation
-    keys = list(section.model_fields)
+        # A section that may be left out is a union with None.
+        section = next(
+            kind
+            for kind in get_args(annotation) or (annotation,)
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        )
+    keys = [field.alias or name for name, field in section.model_fields.items()]
     near = difflib.get_close_matches(str(path[-1]), keys, n=1)
     return f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(keys)}"
 

@@ -82,14 +82,26 @@ class Parallel(Section):
     log_costs: bool = False
 
 
+class Checkpoint(Section):
+    """Where, after how many steps each, and how many checkpoints of the run are kept."""
+
+    folder: str = "checkpoints"
+    every: Count = 100
+    keep: Count = 3
+    asynchronous: bool = Field(default=False, alias="async")
+
+
 class Train(Section):
-    """How long, in what precision, and what is reported."""
+    """How long, in what precision, what is reported, and what is kept against faults."""
 
     epochs: Count = 1
     steps: Count | None = None
     log_every: Count = 100
     seed: Seed = 1
     dtype: Literal["float32", "float64"] = "float32"
+    checkpoint: Checkpoint | None = None
+    resume: bool = False
+    timeout_seconds: Positive = 600.0
 
 
 class Config(Section):

@@ -116,6 +116,15 @@ class Checkpoints:
         """The steps of all complete checkpoints, the newest last."""
         return complete_steps(self.folder)
 
+    def newest(self) -> int | None:
+        """The newest complete checkpoint that rank 0 sees, on every rank; None if there is none.
+        Every rank calls it."""
+        steps = self.steps()
+        newest = [steps[-1] if steps else None]
+        if dist.is_initialized():
+            dist.broadcast_object_list(newest, src=0)
+        return newest[0]
+
     def save(
         self,
         net: nn.Module,
@@ -177,7 +186,10 @@ class Checkpoints:
             CheckpointError: there is no complete checkpoint, it is of another model (names the
                 first parameter that differs), or it holds no such optimizer.
         """
-        folder = self.path(_agreed(self.steps(), self.folder) if step is None else step)
+        step = self.newest() if step is None else step
+        if step is None:
+            raise CheckpointError(f"{self.folder} holds no complete checkpoint")
+        folder = self.path(step)
         about = About.read(folder)
         reader = FileSystemReader(folder)
         saved = {
@@ -290,16 +302,6 @@ def _remove(folder: Path) -> None:
         removed = folder.with_name(f"{folder.name}.removed")
         folder.rename(removed)
         shutil.rmtree(removed)
-
-
-def _agreed(steps: list[int], folder: Path) -> int:
-    """The newest step that rank 0 sees, on every rank."""
-    newest = [steps[-1] if steps else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(newest, src=0)
-    if newest[0] is None:
-        raise CheckpointError(f"{folder} holds no complete checkpoint")
-    return newest[0]
 
 
 def held_once(

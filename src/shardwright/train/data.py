@@ -53,12 +53,12 @@ class Batches:
         """Number of batches in an epoch."""
         return len(self.tensors[0]) // self.batch_size
 
-    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, ...]]:
-        """The batches of epoch `epoch`."""
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """The batches of epoch `epoch`, from number `first` on."""
         seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(self.tensors[0]), generator=generator)
-        for number in range(len(self)):
+        for number in range(first, len(self)):
             rows = order[number * self.batch_size : (number + 1) * self.batch_size]
             yield tuple(tensor[rows] for tensor in self.tensors)
 

@@ -1,11 +1,13 @@
-"""Follows text files while another process writes them."""
+"""Follows text files while other processes write them."""
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 POLL_SECONDS = 0.1
 
@@ -13,13 +15,13 @@ POLL_SECONDS = 0.1
 class Follower:
     """A context in which each complete line appended to a file is handed to a function.
 
-    The files need not exist yet. On leaving, what has been written by then is still handed over,
-    a last line without its end of line included. The functions are called from one thread.
+    The files need not exist yet. A file that another takes the place of is read to its end, and
+    then the other from its beginning. On leaving, what has been written by then is still handed
+    over, a last line without its end of line included. The functions are called from one thread.
     """
 
     def __init__(self, on_line: Mapping[Path, Callable[[str], None]]) -> None:
-        self._on_line = on_line
-        self._position = dict.fromkeys(on_line, 0)
+        self._files = [_Followed(path, function) for path, function in on_line.items()]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="follow-logs", daemon=True)
 
@@ -38,17 +40,49 @@ class Follower:
 
     def _follow(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
-            self._read_new_lines()
-        self._read_new_lines(also_unfinished=True)
+            for followed in self._files:
+                followed.read()
+        for followed in self._files:
+            followed.read()
+            followed.close()
 
-    def _read_new_lines(self, also_unfinished: bool = False) -> None:
-        for path, on_line in self._on_line.items():
-            if not path.exists():
-                continue
-            with path.open("rb") as file:
-                file.seek(self._position[path])
-                new = file.read()
-            end = len(new) if also_unfinished else new.rfind(b"\n") + 1
-            self._position[path] += end
-            for line in new[:end].decode(errors="replace").splitlines():
-                on_line(line)
+
+class _Followed:
+    def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
+        self._path, self._on_line = path, on_line
+        self._file: BinaryIO | None = None
+        self._unfinished = b""
+
+    def read(self) -> None:
+        """Hand over the lines that are new in the file, and in one that took its place."""
+        for file in self._files():
+            *lines, self._unfinished = (self._unfinished + file.read()).split(b"\n")
+            for line in lines:
+                self._on_line(line.decode(errors="replace"))
+
+    def close(self) -> None:
+        """Hand over the last line, even if it is not finished."""
+        if self._unfinished:
+            self._on_line(self._unfinished.decode(errors="replace"))
+            self._unfinished = b""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _files(self) -> Iterator[BinaryIO]:
+        if self._file is not None:
+            # Looked up first: what is written before the file is replaced is still read.
+            replaced = self._replaced(self._file)
+            yield self._file
+            if not replaced:
+                return
+            self.close()
+        if self._path.exists():
+            self._file = self._path.open("rb")
+            yield self._file
+
+    def _replaced(self, file: BinaryIO) -> bool:
+        try:
+            return not os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
+        except FileNotFoundError:
+            return False

@@ -2,7 +2,8 @@
 
 The processes run the given command with the environment that torchrun would give them, so that a
 rank cannot tell, and need not, who started it. Rank N writes to `<log folder>/1/rank.N/stdout` and
-`stderr`. If one ends with an error or by a signal, the others are ended.
+`stderr`. If one ends with an error or by a signal, the others are ended; then all are started again
+where that is asked for.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 import signal
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 # How long ranks may take to end after SIGTERM before they are killed.
 SHUTDOWN_SECONDS = 5
+
+# What ends a process from outside or because of its device; SIGABRT is how libraries end it.
+LOSSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 @dataclass(frozen=True)
@@ -58,25 +62,45 @@ class LogFolder:
     def plan(self) -> Path:
         return self.run / "plan.json"
 
-    def clear(self, num_ranks: int) -> None:
-        """Remove what an earlier run left, make a folder for each of `num_ranks` ranks."""
+    def clear(self, num_ranks: int, keep_steps: bool = False) -> None:
+        """Remove what an earlier run left, make a folder for each of `num_ranks` ranks.
+
+        Args:
+            keep_steps: leave the record of its steps, which a resumed run continues.
+        """
+        steps = self.steps(0)
+        record = steps.read_bytes() if keep_steps and steps.exists() else None
         for old in self.run.glob("rank.[0-9]*"):
             shutil.rmtree(old)
         for rank in range(num_ranks):
             self.rank(rank).mkdir(parents=True)
+        if record is not None:
+            steps.write_bytes(record)
+
+    def set_aside(self) -> None:
+        """Give what all ranks wrote another name, `stdout.attempt-0` for example, before they are
+        started again."""
+        for folder in self.run.glob("rank.[0-9]*"):
+            attempt = len(list(folder.glob("stdout.attempt-*")))
+            for name in ("stdout", "stderr", "error.json"):
+                if (folder / name).exists():
+                    (folder / name).rename(folder / f"{name}.attempt-{attempt}")
 
 
 class RankFailedError(Exception):
     """A rank ended with an error or by a signal; the message says which, why and where its log is.
 
     `kind` and `text` are the type's name and the text of the exception that ended it, where it left
-    one.
+    one. `lost` are the ranks that were killed.
     """
 
-    def __init__(self, message: str, kind: str = "", text: str = "") -> None:
+    def __init__(
+        self, message: str, kind: str = "", text: str = "", lost: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__(message)
         self.kind = kind
         self.text = text
+        self.lost = lost
 
 
 class StoppedError(Exception):
@@ -87,11 +111,22 @@ class StoppedError(Exception):
         self.number = number
 
 
-def launch(command: Sequence[str], num_ranks: int, logs: LogFolder) -> None:
+def launch(
+    command: Sequence[str],
+    num_ranks: int,
+    logs: LogFolder,
+    *,
+    max_restarts: int = 0,
+    on_restart: Callable[[int], None] = lambda number: None,
+) -> None:
     """Run `python <command>` as `num_ranks` local processes and wait for all of them.
 
+    Args:
+        max_restarts: how often all ranks are started again after one failed.
+        on_restart: called with the number of the restart, from 1 on, before it.
+
     Raises:
-        RankFailedError: a rank failed; the others are ended.
+        RankFailedError: a rank failed, once more than `max_restarts`; the others are ended.
         StoppedError: this process got SIGINT, SIGTERM, SIGHUP or SIGQUIT; all ranks are ended.
     """
     config = LaunchConfig(
@@ -102,8 +137,8 @@ def launch(command: Sequence[str], num_ranks: int, logs: LogFolder) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
-        max_restarts=0,
-        logs_specs=_RankLogs(logs),
+        max_restarts=max_restarts,
+        logs_specs=_RankLogs(logs, on_restart),
         shutdown_timeout=SHUTDOWN_SECONDS,
     )
     with _own_signals_and_logging(), _threads_per_rank(num_ranks):
@@ -118,11 +153,16 @@ def launch(command: Sequence[str], num_ranks: int, logs: LogFolder) -> None:
 class _RankLogs(LogsSpecs):
     """The log files of `LogFolder`, instead of the launcher's own scheme."""
 
-    def __init__(self, logs: LogFolder) -> None:
+    def __init__(self, logs: LogFolder, on_restart: Callable[[int], None]) -> None:
         super().__init__(log_dir=str(logs.run))
-        self._logs = logs
+        self._logs, self._on_restart = logs, on_restart
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Called before each start of all ranks, with what their environment will be."""
+        restart = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
+        self._logs.set_aside()
+        if restart > 0:
+            self._on_restart(restart)
         for rank, environment in envs.items():
             environment["TORCHELASTIC_ERROR_FILE"] = str(self._logs.error(rank))
             # Else a rank that is killed takes its last lines with it.
@@ -148,16 +188,18 @@ def _rank_failed(failures: dict[int, ProcessFailure], logs: LogFolder) -> RankFa
         return (2 if ended_by_us else 0 if killed else 1, failure.timestamp, rank)
 
     rank, failure = min(failures.items(), key=precedence)
+    lost = frozenset(rank for rank, other in failures.items() if -other.exitcode in LOSSES)
     log = f"its log: {logs.stderr(rank)}"
     if failure.exitcode < 0:
         reason = f"rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}"
-        return RankFailedError(f"{reason}; {log}")
+        return RankFailedError(f"{reason}; {log}", lost=lost)
     message = failure.error_file_data["message"]
     if not isinstance(message, dict):
-        return RankFailedError(f"rank {rank} ended with exit status {failure.exitcode}; {log}")
+        reason = f"rank {rank} ended with exit status {failure.exitcode}"
+        return RankFailedError(f"{reason}; {log}", lost=lost)
     kind, _, text = message["message"].partition(": ")
     trace = message["extraInfo"]["py_callstack"].rstrip()
-    return RankFailedError(f"rank {rank} failed; {log}\n{trace}", kind, text)
+    return RankFailedError(f"rank {rank} failed; {log}\n{trace}", kind, text, lost)
 
 
 @contextmanager

@@ -17,3 +17,12 @@ class Position:
     step: int = 0
     epoch: int = 0
     batch: int = 0
+
+    def next(self, batches: int) -> Position:
+        """The place one step further, in epochs of so many batches."""
+        if self.batch + 1 < batches:
+            return Position(self.step + 1, self.epoch, self.batch + 1)
+        return Position(self.step + 1, self.epoch + 1, 0)
+
+
+BEGINNING = Position()

@@ -11,18 +11,22 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# A collective that waits longer than this fails: the others are gone or stuck.
 TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class World:
-    """What a launcher (torchrun, or ours) tells a process in its environment."""
+    """What a launcher (torchrun, or ours) tells a process in its environment.
+
+    Args:
+        restarts: how often the processes have been started before, because some failed.
+    """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
+    restarts: int = 0
 
     @staticmethod
     def from_environment() -> World:
@@ -31,7 +35,9 @@ class World:
             return World(rank=0, size=1, local_rank=0, local_size=1)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        return World(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        return World(rank, size, local_rank, local_size, restarts)
 
 
 def launched() -> bool:
@@ -48,9 +54,13 @@ def local_device(world: World) -> torch.device:
 
 
 @contextmanager
-def process_group(world: World) -> Iterator[torch.device]:
+def process_group(world: World, timeout: timedelta = TIMEOUT) -> Iterator[torch.device]:
     """Be part of the group of all processes, over the backend of this process's device; gives the
-    device. A world of one process needs no group and makes none."""
+    device. A world of one process needs no group and makes none.
+
+    Args:
+        timeout: a collective that waits longer fails: the other ranks are gone or stuck.
+    """
     device = local_device(world)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
@@ -59,7 +69,7 @@ def process_group(world: World) -> Iterator[torch.device]:
         return
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(
-        backend, timeout=TIMEOUT, device_id=None if device.type == "cpu" else device
+        backend, timeout=timeout, device_id=None if device.type == "cpu" else device
     )
     yield device
     # Not after an error: other ranks may wait in a collective, which this would wait for.

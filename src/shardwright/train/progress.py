@@ -15,10 +15,12 @@ class LiveProgress:
 
     Args:
         num_steps: steps in the whole run, the length of the bar.
+        steps_per_epoch: steps in an epoch.
     """
 
-    def __init__(self, console: Console, num_steps: int) -> None:
+    def __init__(self, console: Console, num_steps: int, steps_per_epoch: int) -> None:
         self._console = console
+        self._steps_per_epoch = steps_per_epoch
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -48,10 +50,10 @@ class LiveProgress:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, step: Step) -> None:
-        """Show a finished step on the bar."""
+        """Show a finished step on the bar, which goes back where a run was restarted."""
         self._bar.update(
             self._task,
-            advance=1,
+            completed=step.epoch * self._steps_per_epoch + step.step + 1,
             description=f"epoch {step.epoch} step {step.step}",
             loss=f"{step.loss:.6f}",
             speed=f"{step.samples_per_second:,.0f} samples/s",

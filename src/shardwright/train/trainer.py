@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.train.data import Batches
+from shardwright.train.position import BEGINNING, Position
 from shardwright.train.steps import Step
 
 
@@ -22,25 +23,37 @@ def train(
     device: torch.device,
     on_step: Callable[[Step], None],
     max_steps: int | None = None,
+    start: Position = BEGINNING,
+    after_step: Callable[[Position], None] | None = None,
 ) -> None:
     """Train `net`, which returns the loss of a batch, for `epochs` epochs.
 
     Args:
         device: where the batches go before `net` reads them.
         on_step: called after every step.
-        max_steps: stop after that many steps, counted over all epochs.
+        max_steps: stop after that many steps, counted over all epochs and from the very first.
+        start: where to go on.
+        after_step: called after `on_step` with the place that the run has come to.
     """
     net.train()
-    for epoch, step, batch in islice(_steps(batches, epochs), max_steps):
+    left = None if max_steps is None else max(0, max_steps - start.step)
+    for place, batch in islice(_steps(batches, epochs, start), left):
         started = perf_counter()
         loss = net(*(tensor.to(device) for tensor in batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        on_step(Step(epoch, step, loss.item(), batches.batch_size / (perf_counter() - started)))
+        speed = batches.batch_size / (perf_counter() - started)
+        on_step(Step(place.epoch, place.batch, loss.item(), speed))
+        if after_step is not None:
+            after_step(place.next(len(batches)))
 
 
-def _steps(batches: Batches, epochs: int) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
-    for epoch in range(epochs):
-        for step, batch in enumerate(batches.epoch(epoch)):
-            yield epoch, step, batch
+def _steps(
+    batches: Batches, epochs: int, start: Position
+) -> Iterator[tuple[Position, tuple[Tensor, ...]]]:
+    place = start
+    while place.epoch < epochs:
+        for batch in batches.epoch(place.epoch, place.batch):
+            yield place, batch
+            place = place.next(len(batches))
