@@ -8,6 +8,7 @@ and trains it there.
 from shardwright.api import (
     Check,
     Examination,
+    Pipeline,
     WithLoss,
     check,
     examine,
@@ -40,6 +41,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Op",
+    "Pipeline",
     "Plan",
     "PlanError",
     "ShardwrightError",

@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_v")
 
+CHUNKED = ("interleaved_1f1b", "zero_bubble_v")
+"""Schedules with several chunks a stage; the V has two."""
+
+REDUCTIONS = ("mean", "sum")
+
 
 @dataclass(frozen=True)
 class Pipelining:
@@ -21,6 +26,7 @@ class Pipelining:
         schedule: `1f1b`, `gpipe`, `interleaved_1f1b` or `zero_bubble_v`.
         chunks: parts that each stage owns.
         part_of: for each operator the number of its part; empty if there is only one.
+        loss_reduction: of the micro-batches' losses to the loss of the batch, `mean` or `sum`.
     """
 
     stages: int = 1
@@ -28,6 +34,7 @@ class Pipelining:
     schedule: str = "1f1b"
     chunks: int = 1
     part_of: Mapping[str, int] = field(default_factory=dict)
+    loss_reduction: str = "mean"
 
     @property
     def parts(self) -> int:

@@ -3,7 +3,17 @@
 from shardwright.api.checking import Check, check
 from shardwright.api.examining import Examination, examine
 from shardwright.api.parallelizing import parallelize
+from shardwright.api.pipeline import Pipeline
 from shardwright.api.planning import plan
 from shardwright.api.with_loss import WithLoss
 
-__all__ = ["Check", "Examination", "WithLoss", "check", "examine", "parallelize", "plan"]
+__all__ = [
+    "Check",
+    "Examination",
+    "Pipeline",
+    "WithLoss",
+    "check",
+    "examine",
+    "parallelize",
+    "plan",
+]

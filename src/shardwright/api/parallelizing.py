@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from shardwright.api.pipeline import Pipeline
 from shardwright.errors import PlanError
 from shardwright.graph.capture import capture
 from shardwright.lower.devices import Devices
@@ -33,6 +34,7 @@ def parallelize(net: nn.Module, plan: Plan, device: str | torch.device | None = 
     Raises:
         PlanError: if the plan is for another model or another number of devices.
     """
+    net = net.net if isinstance(net, Pipeline) else net
     where = torch.device(device) if device is not None else _own_device()
     devices = Devices.of_process(plan.mesh, where)
     with _in_mode(net, plan.training):

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwright.api.pipeline import Asked
 from shardwright.communication import as_used
 from shardwright.decided import Decided
 from shardwright.errors import StrategyError
@@ -16,6 +17,7 @@ from shardwright.graph.graph import Graph
 from shardwright.pins import pins_of
 from shardwright.plan import Plan, make_plan
 from shardwright.rules.rule import Cuts
+from shardwright.search.named_stages import StageConfig
 from shardwright.search.presets import data_parallel, semi_auto, stand_alone
 from shardwright.search.propagation import propagate
 from shardwright.search.recursive import search
@@ -59,6 +61,10 @@ def plan(
     order: str = "weight",
     log_costs: bool = False,
     dataset_strategy: DatasetStrategy = "full_batch",
+    stages: int = 1,
+    micro_batches: int = 1,
+    schedule: str = "1f1b",
+    stage_config: StageConfig | None = None,
 ) -> Plan:
     """Decides how every operator of `net` is split over `devices` devices.
 
@@ -78,20 +84,32 @@ def plan(
         dataset_strategy: `full_batch` (every device is given the whole batch and keeps its part),
             `data_parallel` (every device of a stage is given its own equal part of the batch), or a
             tuple with an entry (counts, a layout, or None) for each tensor input.
+        stages: into how many groups of equal size the devices are divided; each runs a part of the
+            model, cut where parts are nearly equal in work.
+        micro_batches: pieces of the batch that follow each other; at least as many as stages. A
+            graph that is given is that of one micro-batch.
+        schedule: in which order stages work on micro-batches: `1f1b`, `gpipe`, `interleaved_1f1b`
+            (several chunks of the model a stage), `zero_bubble_v`.
+        stage_config: names of modules, each with the number of its stage, in place of `stages`.
 
     Raises:
-        StrategyError: if an option is not valid, nothing can be cut, or an operator cannot be cut
-            as it is pinned.
+        StrategyError: if an option is not valid, nothing can be cut, an operator cannot be cut
+            as it is pinned, or stages cannot be as asked.
+        PlanError: if the batch cannot be cut into so many micro-batches.
         LayoutError: if pinned layouts are not of this number of devices, or do not fit together.
         CaptureError: if the model cannot be captured.
     """
     _check_options(devices, mode, mem_coeff, cost_model, order)
     check_dataset_strategy(dataset_strategy)
-    graph = net if isinstance(net, Graph) else capture(net, args, kwargs)
+    net, asked = Asked(stages, micro_batches, schedule, stage_config).of(net)
+    graph = net if isinstance(net, Graph) else capture(net, *asked.example(args, kwargs))
+    modules = () if isinstance(net, Graph) else dict(net.named_modules())
+    pipeline = asked.pipelining(graph, devices, modules)
     pins = pins_of(graph)
     _check_takes_pins(mode, pins.strategies)
     entries = input_entries(graph, dataset_strategy)
-    fixed = fix(graph, devices, pins.strategies, {**pins.parameters, **entries})
+    devices_of_stage = devices // pipeline.stages
+    fixed = fix(graph, devices_of_stage, pins.strategies, {**pins.parameters, **entries})
     mesh = fixed.mesh
     started = time.perf_counter()
     options: dict[str, Any] = {}
@@ -115,6 +133,7 @@ def plan(
         options=options,
         search_seconds=seconds,
         training=net.training if isinstance(net, nn.Module) else True,
+        pipeline=pipeline,
         pins=pins.strategies,
     )
 
