@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "shardwright"
 # From the bottom to the top: a room may import those of its own line and of the lines above it.
 ORDER = [
     ["errors"],
+    ["deferred"],
     ["axes", "picture", "route"],
     ["layout", "conversion"],
     ["graph"],

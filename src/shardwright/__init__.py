@@ -15,10 +15,12 @@ from shardwright.api import (
     parallelize,
     plan,
 )
+from shardwright.deferred import materialise, no_init_parameters
 from shardwright.errors import (
     CaptureError,
     ConfigError,
     DataError,
+    DeferredError,
     LayoutError,
     PlanError,
     ShardwrightError,
@@ -37,6 +39,7 @@ __all__ = [
     "Check",
     "ConfigError",
     "DataError",
+    "DeferredError",
     "Examination",
     "Layout",
     "LayoutError",
@@ -52,6 +55,8 @@ __all__ = [
     "check",
     "examine",
     "load_strategies",
+    "materialise",
+    "no_init_parameters",
     "parallelize",
     "plan",
     "shard",

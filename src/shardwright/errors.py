@@ -31,3 +31,7 @@ class DataError(ShardwrightError):
 
 class CheckpointError(ShardwrightError):
     """A checkpoint that is missing, of another model, or of an unknown version."""
+
+
+class DeferredError(ShardwrightError):
+    """A parameter made inside `no_init_parameters` that has no values yet, or cannot get them."""

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from shardwright.deferred import deferred_attributes, value
 from shardwright.errors import CaptureError
 
 
@@ -34,10 +35,11 @@ def shadow(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, A
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = _fake(mode, buffer)
+    memo |= {id(tensor): value(tensor) for tensor in deferred_attributes(module)}
     for child in module.modules():
-        for value in vars(child).values():
-            if isinstance(value, torch.Tensor):
-                memo.setdefault(id(value), value.detach())
+        for attribute in vars(child).values():
+            if isinstance(attribute, torch.Tensor):
+                memo.setdefault(id(attribute), attribute.detach())
     try:
         twin = copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:

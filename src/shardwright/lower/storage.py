@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.decided import Storage
+from shardwright.deferred import Deferred, deferred_attributes, value, values
 from shardwright.errors import PlanError
 from shardwright.layout import Layout, TensorLayout
 from shardwright.lower.devices import Devices
@@ -43,27 +44,42 @@ def with_stored_parameters(module: nn.Module, storage: Storage, devices: Devices
     """A copy of `module` whose parameters are DTensors stored as planned, and whose buffers lie on
     the device; tied parameters stay tied. The given module is left as it is.
 
+    Of parameters made inside `no_init_parameters`, one after another is initialised on the CPU, and
+    only what this rank stores is kept.
+
     Raises:
-        PlanError: if the parameters are on the meta device and so have no values.
+        PlanError: if parameters are on the meta device and nothing says how to initialise them.
+        DeferredError: if a parameter made inside `no_init_parameters` cannot be initialised.
     """
-    memo: dict[int, Any] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            raise PlanError(
-                f"parameter {name!r} is on the meta device: it can be planned, but has no values "
-                "to train; build the model on a real device before `parallelize`"
-            )
-        value: Tensor
-        if devices.mesh is None:
-            value = parameter.detach().to(devices.device, copy=True)
-        else:
-            whole = ((),) * parameter.ndim
-            where = TensorLayout(devices.layout, tuple(storage.get(name, whole)))
-            value = shard(parameter, where, devices)
-        memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = buffer.detach().to(devices.device, copy=True)
+    tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+
+    def stored(name: str, whole: Tensor) -> Tensor:
+        if devices.mesh is None or not isinstance(tensors[name], nn.Parameter):
+            return whole.detach().to(devices.device, copy=True)
+        where = TensorLayout(devices.layout, tuple(storage.get(name, ((),) * whole.ndim)))
+        return shard(whole, where, devices)
+
+    given = {name: t for name, t in tensors.items() if not isinstance(t, Deferred)}
+    for name, tensor in given.items():
+        _check_has_values(name, tensor)
+    made = {name: stored(name, tensor) for name, tensor in given.items()} | values(tensors, stored)
+    memo: dict[int, Any] = {id(tensor): value(tensor) for tensor in deferred_attributes(module)}
+    for name, tensor in tensors.items():
+        memo[id(tensor)] = (
+            nn.Parameter(made[name], requires_grad=tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter)
+            else made[name]
+        )
     return copy.deepcopy(module, memo)
+
+
+def _check_has_values(name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise PlanError(
+            f"{name!r} is on the meta device: it can be planned, but has no values to train; build "
+            "the model inside `no_init_parameters`, which initialises it shard by shard, or on a "
+            "real device"
+        )
 
 
 class _Enter(torch.autograd.Function):

@@ -1,0 +1,256 @@
+"""Tensors without values that know what initialises them, and the context that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from shardwright.deferred.record import Piece, Record, draws, on_meta, written
+from shardwright.deferred.replay import Keep, replay, settle_generators
+from shardwright.errors import DeferredError
+
+aten = torch.ops.aten
+
+
+class Deferred(Tensor):
+    """A tensor on the meta device whose values are made when they are needed.
+
+    Every operator on it is recorded, also after the context has ended: copies, casts and moves of
+    a module stay deferred. While the context is open it says that it is on the CPU, where it would
+    be without the context, so that code which leaves out meta tensors initialises it.
+    """
+
+    _record: Record
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        record = next(leaf._record for leaf in leaves if isinstance(leaf, Deferred))
+        return _call(record, function, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cpu" if self._record.recording else "meta")
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return not self._record.recording
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"Deferred({tuple(self.shape)}, dtype={self.dtype}{grad})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise DeferredError(
+            f"a parameter of shape {tuple(self.shape)} made inside no_init_parameters has no values"
+            " to save yet: call shardwright.parallelize or shardwright.materialise before"
+        )
+
+
+@contextmanager
+def no_init_parameters() -> Iterator[None]:
+    """Builds models without memory for their parameters: they are on the meta device, and what
+    initialises them is recorded.
+
+    `parallelize` then makes only this rank's shards of them, `materialise` all of them, with the
+    values that they would have had without this context: the same bits from the same seed.
+    Nothing is drawn before, so random numbers drawn between this context and `parallelize` are
+    others than without it, and so are those of a second context: build all inside one.
+
+    A tensor made from data (`torch.tensor`, `torch.from_numpy`) is real at once, and so is one on
+    another device than the CPU. Where the code needs a value (`.item()`, `if`), it is made.
+
+    Raises:
+        DeferredError: where a random operator writes into a tensor that has values.
+    """
+    if any(isinstance(mode, _Recording) for mode in _get_current_dispatch_mode_stack()):
+        yield  # what is built inside belongs to what is built around it
+        return
+    record = Record()
+    try:
+        with _Recording(record), _Settings(record):
+            yield
+    finally:
+        record.recording = False
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what makes or changes tensors without values."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.record = record
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _call(self.record, function, args, kwargs or {})
+
+
+class _Settings(TorchFunctionMode):
+    """What PyTorch does with the device of a tensor before any operator is called."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is Tensor.new_tensor and isinstance(args[0], Deferred):
+            kwargs.setdefault("device", torch.device("cpu"))
+        elif function == Tensor.data.__set__:  # type: ignore[attr-defined]
+            target, value = args
+            if isinstance(target, Deferred) and not isinstance(value, Deferred):
+                args = target, _record(self.record, aten.clone.default, (value,), {})
+        return function(*args, **kwargs)
+
+
+def _call(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an operator: recorded if it makes or changes a tensor without values, else at once."""
+    with torch._C.DisableTorchFunction():
+        args, kwargs = pytree.tree_map_only(
+            Deferred, lambda t: t if t._record is record else value(t), (args, kwargs)
+        )
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not any(isinstance(t, Deferred) for t in tensors) and not (
+            _on_cpu(tensors, kwargs) and (draws(function) or _makes(function, tensors))
+        ):
+            return function(*args, **kwargs)
+        targets = written(function, args, kwargs)
+        if any(not on_meta(target) for target in targets):
+            _refuse_draw(function)
+        elif targets or _returns_tensors(function):
+            _refuse_use(record, function, tensors, targets)
+            try:
+                return _record(record, function, args, kwargs)
+            except NotImplementedError:
+                if targets or draws(function):
+                    raise
+                # The shape of the result depends on values.
+        args, kwargs = pytree.tree_map_only(Deferred, value, (args, kwargs))
+        return function(*args, **kwargs)
+
+
+def _record(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an operator on the meta device, and records it."""
+    given: dict[int, Tensor] = {}
+
+    def plain(tensor: Tensor) -> Tensor:
+        if on_meta(tensor):
+            made = tensor.detach()
+        else:
+            made = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+            )
+        given[id(made)] = tensor
+        return made
+
+    def returned(result: Tensor) -> Tensor:
+        return given[id(result)] if id(result) in given else _deferred(result, record)
+
+    with torch._C._DisableTorchDispatch():
+        if torch.Tag.inplace_view in function.tags:
+            return function(*args, **kwargs)
+        plain_args, plain_kwargs = pytree.tree_map_only(Tensor, plain, (args, kwargs))
+        results = function(*plain_args, **plain_kwargs | _placed(function, kwargs))
+        record.add(function, args, kwargs, results)
+        return pytree.tree_map_only(Tensor, returned, results)
+
+
+def _deferred(tensor: Tensor, record: Record) -> Deferred:
+    """`tensor`, on the meta device, as one that `record` makes."""
+    made = torch.Tensor._make_subclass(Deferred, tensor)
+    made._record = record
+    return made
+
+
+def value(tensor: Tensor) -> Tensor:
+    """The values of `tensor`, deferred or not; generators stay as they are."""
+    if not isinstance(tensor, Deferred):
+        return tensor
+    wanted = {"a tensor": tensor._record.piece(tensor)}
+    return replay(tensor._record, wanted, lambda name, made: made)["a tensor"]
+
+
+def values(tensors: Mapping[str, Tensor], keep: Keep) -> dict[str, Tensor]:
+    """What `keep` keeps of each of the deferred ones of `tensors`, by name.
+
+    `keep(name, whole)` is called for one finished tensor after another, on the CPU, in the order in
+    which the model was built; what it does not keep is freed. Tensors that are one (tied) are made
+    once. Afterwards the generators stand where they would without `no_init_parameters`, unless
+    they have been used or seeded since.
+
+    Raises:
+        DeferredError: if a tensor is made from one that never had values, or from data that has
+            changed.
+    """
+    wanted: dict[Record, dict[str, Piece]] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Deferred):
+            record = tensor._record
+            wanted.setdefault(record, {})[name] = record.piece(tensor)
+    kept: dict[str, Tensor] = {}
+    for record, pieces in wanted.items():
+        kept |= replay(record, pieces, keep)
+        settle_generators(record)
+    return kept
+
+
+def _placed(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords that put what `function` makes on the meta device."""
+    names = {argument.name for argument in function._schema.arguments}
+    placed: dict[str, Any] = {}
+    if "device" in names:
+        placed["device"] = torch.device("meta")
+    if kwargs.get("pin_memory"):
+        placed["pin_memory"] = None
+    return placed
+
+
+def _on_cpu(tensors: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator would run on the CPU without the context."""
+    asked = kwargs.get("device") or torch.device("cpu")
+    return all(t.device.type in ("cpu", "meta") for t in tensors) and asked.type in ("cpu", "meta")
+
+
+def _makes(function: Any, tensors: Iterable[Tensor]) -> bool:
+    """Whether an operator makes a tensor of nothing."""
+    names = {argument.name for argument in function._schema.arguments}
+    return not tensors and "device" in names and _returns_tensors(function)
+
+
+def _returns_tensors(function: Any) -> bool:
+    return any("Tensor" in str(result.type) for result in function._schema.returns)
+
+
+def _refuse_draw(function: Any) -> None:
+    if draws(function):
+        raise DeferredError(
+            f"{function} writes random numbers into a tensor that has values, inside "
+            "no_init_parameters: make this tensor inside too (not from data), or initialise it "
+            "outside"
+        )
+
+
+def _refuse_use(
+    record: Record, function: Any, tensors: list[Tensor], targets: list[Tensor]
+) -> None:
+    """Outside of the context, parameters may be copied, cast and written, but not computed with."""
+    if record.recording or targets or all(on_meta(tensor) for tensor in tensors):
+        return
+    raise DeferredError(
+        f"{function} computes with a parameter made inside no_init_parameters, which has no values "
+        "yet: call shardwright.parallelize or shardwright.materialise on the model before it is run"
+    )
