@@ -28,8 +28,10 @@ from shardwright.errors import (
 )
 from shardwright.graph.capture import capture
 from shardwright.layout import Layout, TensorLayout
+from shardwright.lower.adopt import adopt
 from shardwright.pins import Op, shard
 from shardwright.plan import Plan
+from shardwright.recompute import recompute
 from shardwright.strategy_files import load_strategies
 
 __version__ = "0.1.0"
@@ -51,6 +53,7 @@ __all__ = [
     "StrategyError",
     "TensorLayout",
     "WithLoss",
+    "adopt",
     "capture",
     "check",
     "examine",
@@ -59,5 +62,6 @@ __all__ = [
     "no_init_parameters",
     "parallelize",
     "plan",
+    "recompute",
     "shard",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwright.communication import communication
+from shardwright.deferred import values_of
 from shardwright.graph.capture import capture
 from shardwright.graph.double import double, in_double
 from shardwright.graph.graph import Graph, Value
@@ -60,11 +61,13 @@ def check(
     captured = plan.graph if plan.graph is not None else capture(net, args, kwargs)
     plan.check_fits(captured)
     graph = in_double(captured)
-    named = dict(net.named_parameters(remove_duplicate=False))
+    named: dict[str, Tensor] = dict(net.named_parameters(remove_duplicate=False))
+    state = dict(net.named_buffers(remove_duplicate=False))
+    made = values_of(named | state, lambda name, whole: whole)
+    named, state = named | made, state | made
     parameters = {
         v.name: double(named[v.name]).requires_grad_(v.requires_grad) for v in graph.parameters
     }
-    state = dict(net.named_buffers(remove_duplicate=False))
     buffers = {v.name: double(state[v.name]) for v in graph.buffers}
     args, kwargs = pytree.tree_map_only(Tensor, double, (args, kwargs or {}))
     wanted, _ = interpret(graph, parameters, buffers, args, kwargs)

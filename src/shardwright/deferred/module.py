@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwright.deferred.tensor import Deferred, value, values
+from shardwright.deferred.tensor import Deferred, value_of, values_of
 
 
 def materialise(module: nn.Module) -> nn.Module:
@@ -26,10 +26,10 @@ def materialise(module: nn.Module) -> nn.Module:
     attributes = list(deferred_attributes(module))
     for child in recurrent:
         child._flat_weight_refs = []  # a tensor with weak references cannot become another
-    for name, made in values(found, lambda name, whole: whole.clone()).items():
+    for name, made in values_of(found, lambda name, whole: whole.clone()).items():
         _become(found[name], made)
     for tensor in attributes:
-        _become(tensor, value(tensor))
+        _become(tensor, value_of(tensor))
     for child in recurrent:
         child._init_flat_weights()
     return module

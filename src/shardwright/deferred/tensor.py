@@ -121,7 +121,7 @@ def _call(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str
     """Calls an operator: recorded if it makes or changes a tensor without values, else at once."""
     with torch._C.DisableTorchFunction():
         args, kwargs = pytree.tree_map_only(
-            Deferred, lambda t: t if t._record is record else value(t), (args, kwargs)
+            Deferred, lambda t: t if t._record is record else value_of(t), (args, kwargs)
         )
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not any(isinstance(t, Deferred) for t in tensors) and not (
@@ -139,7 +139,7 @@ def _call(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str
                 if targets or draws(function):
                     raise
                 # The shape of the result depends on values.
-        args, kwargs = pytree.tree_map_only(Deferred, value, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Deferred, value_of, (args, kwargs))
         return function(*args, **kwargs)
 
 
@@ -176,7 +176,7 @@ def _deferred(tensor: Tensor, record: Record) -> Deferred:
     return made
 
 
-def value(tensor: Tensor) -> Tensor:
+def value_of(tensor: Tensor) -> Tensor:
     """The values of `tensor`, deferred or not; generators stay as they are."""
     if not isinstance(tensor, Deferred):
         return tensor
@@ -184,7 +184,7 @@ def value(tensor: Tensor) -> Tensor:
     return replay(tensor._record, wanted, lambda name, made: made)["a tensor"]
 
 
-def values(tensors: Mapping[str, Tensor], keep: Keep) -> dict[str, Tensor]:
+def values_of(tensors: Mapping[str, Tensor], keep: Keep) -> dict[str, Tensor]:
     """What `keep` keeps of each of the deferred ones of `tensors`, by name.
 
     `keep(name, whole)` is called for one finished tensor after another, on the CPU, in the order in

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from shardwright.deferred import deferred_attributes, value
+from shardwright.deferred import deferred_attributes, value_of
 from shardwright.errors import CaptureError
 
 
@@ -35,7 +35,7 @@ def shadow(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, A
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = _fake(mode, buffer)
-    memo |= {id(tensor): value(tensor) for tensor in deferred_attributes(module)}
+    memo |= {id(tensor): value_of(tensor) for tensor in deferred_attributes(module)}
     for child in module.modules():
         for attribute in vars(child).values():
             if isinstance(attribute, torch.Tensor):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwright.decided import Decided
+from shardwright.deferred import deferred_attributes, value_of
 from shardwright.errors import PlanError
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph, Value
@@ -184,11 +185,16 @@ def parallel_module(
 
 def _template(module: nn.Module) -> nn.Module:
     """A copy on the meta device."""
+
+    def meta(tensor: Tensor) -> Tensor:
+        shape, stride = tensor.shape, tensor.stride()
+        return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+
     memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
-        for p in module.parameters()
+        id(p): nn.Parameter(meta(p), requires_grad=p.requires_grad) for p in module.parameters()
     }
-    memo.update((id(b), b.detach().to("meta")) for b in module.buffers())
+    memo.update((id(b), meta(b)) for b in module.buffers())
+    memo.update((id(t), value_of(t)) for t in deferred_attributes(module))
     return copy.deepcopy(module, memo)
 
 

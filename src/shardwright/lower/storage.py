@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.decided import Storage
-from shardwright.deferred import Deferred, deferred_attributes, value, values
+from shardwright.deferred import Deferred, deferred_attributes, value_of, values_of
 from shardwright.errors import PlanError
 from shardwright.layout import Layout, TensorLayout
+from shardwright.lower.adopt import remember
 from shardwright.lower.devices import Devices
 from shardwright.lower.placements import placements
 
@@ -62,14 +63,18 @@ def with_stored_parameters(module: nn.Module, storage: Storage, devices: Devices
     given = {name: t for name, t in tensors.items() if not isinstance(t, Deferred)}
     for name, tensor in given.items():
         _check_has_values(name, tensor)
-    made = {name: stored(name, tensor) for name, tensor in given.items()} | values(tensors, stored)
-    memo: dict[int, Any] = {id(tensor): value(tensor) for tensor in deferred_attributes(module)}
+    made = {name: stored(name, tensor) for name, tensor in given.items()} | values_of(
+        tensors, stored
+    )
+    memo: dict[int, Any] = {id(tensor): value_of(tensor) for tensor in deferred_attributes(module)}
     for name, tensor in tensors.items():
         memo[id(tensor)] = (
             nn.Parameter(made[name], requires_grad=tensor.requires_grad)
             if isinstance(tensor, nn.Parameter)
             else made[name]
         )
+    given_parameters = dict(module.named_parameters())
+    remember(given_parameters, {name: memo[id(p)] for name, p in given_parameters.items()})
     return copy.deepcopy(module, memo)
 
 
