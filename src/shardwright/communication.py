@@ -4,61 +4,25 @@ Search and cost read it to know the bytes, lowering reads it to emit the steps; 
 same list is why a prediction is exact.
 
 Consumers of one value share steps: `q`, `k` and `v` read one replicated → varying step, whose
-gradient is one all-reduce. All-reduces of parameters' gradients over the same devices are joined
-into buckets.
+gradient is one all-reduce. What parameters need on their way from storage to use is joined into
+buckets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+from shardwright.buckets import Bucket, buckets
 from shardwright.conversion import Step, steps
-from shardwright.decided import Decided, Storage
+from shardwright.decided import Decided, Recompute, Storage
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.layout import Layout, TensorLayout
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts, Reduction
-
-
-@dataclass(eq=False)
-class Transfer:
-    """One conversion step of a value, made once for all its consumers.
-
-    Args:
-        before: the transfer whose result this one converts; None if it starts at the value itself.
-        differentiable: whether a gradient comes back through it from any consumer.
-    """
-
-    value: Value
-    step: Step
-    before: Transfer | None
-    differentiable: bool
-
-    @property
-    def forward_bytes(self) -> int:
-        """Bytes that one device sends in the forward pass."""
-        return self.step.forward_bytes(self.value.shape, self.value.itemsize)
-
-    @property
-    def backward_bytes(self) -> int:
-        """Bytes that one device sends for the gradient."""
-        if not self.differentiable:
-            return 0
-        return self.step.backward_bytes(self.value.shape, self.value.itemsize)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Replicated → varying steps of parameters whose gradients are all-reduced together."""
-
-    axes: tuple[int, ...]
-    transfers: tuple[Transfer, ...]
-
-    def backward_bytes(self, mesh: Layout) -> int:
-        size = mesh.size(self.axes)
-        total = sum(_local_bytes(t.value, t.step.target) for t in self.transfers)
-        return -(-2 * (size - 1) * total // size)
+from shardwright.segments import Segment, Ways, segments
+from shardwright.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -91,7 +55,9 @@ class Communication:
         output_routes: for each of the graph's output values the transfers to what is returned.
         update_routes: likewise for the new values of buffers.
         reductions: all-reduces inside kernels, by operator name.
-        buckets: gradient all-reduces of parameters, joined.
+        segments: operators that are computed again together in the backward pass.
+        buckets: the first steps of parameters, joined.
+        forward_bytes, backward_bytes: that one device sends in one run of the program.
     """
 
     mesh: Layout
@@ -102,6 +68,7 @@ class Communication:
     output_routes: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
     update_routes: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
     reductions: dict[str, tuple[InnerReduction, ...]] = field(default_factory=dict)
+    segments: tuple[Segment, ...] = ()
     buckets: tuple[Bucket, ...] = ()
     transfers: list[Transfer] = field(default_factory=list)
     forward_bytes: int = 0
@@ -109,8 +76,23 @@ class Communication:
 
     @property
     def bytes(self) -> int:
-        """Bytes that one device sends in one training step."""
+        """Bytes that one device sends in a training step of one micro-batch."""
         return self.forward_bytes + self.backward_bytes
+
+    def step_bytes(self, micro_batches: int) -> tuple[int, int]:
+        """Bytes that one device sends in a training step, forward and backward: activations are
+        converted for each micro-batch, parameters gathered and reduced as the level says."""
+        forward, backward = self.forward_bytes * micro_batches, self.backward_bytes * micro_batches
+        for bucket in self.buckets:
+            once, step = bucket.step_bytes(1), bucket.step_bytes(micro_batches)
+            forward += step[0] - micro_batches * once[0]
+            backward += step[1] - micro_batches * once[1]
+        return forward, backward
+
+    @cached_property
+    def segment_of(self) -> dict[str, Segment]:
+        """For operators that are computed again, with which others."""
+        return {name: segment for segment in self.segments for name in segment.ops}
 
     def layout(self, value: Value) -> TensorLayout:
         """The layout in which consumers find `value`: as made, or as its operator leaves it."""
@@ -150,7 +132,10 @@ def communication(graph: Graph, mesh: Layout, decided: Decided) -> Communication
     for _, value in graph.updates:
         target = mesh.replicated(len(value.shape))
         result.update_routes[value] = _route(result, value, target, shared, False)
-    result.buckets = _buckets(result.transfers, decided.bucket_bytes)
+    _find_segments(result, graph, decided)
+    made_again = {name: Recompute(s.name) for name, s in result.segment_of.items()}
+    together = replace(decided, recompute=made_again)
+    result.buckets = buckets(graph, mesh, together, result.routes, result.made)
     _count(result, graph)
     return result
 
@@ -222,51 +207,45 @@ def _route(
     return tuple(route)
 
 
-def _buckets(transfers: list[Transfer], limit: int) -> tuple[Bucket, ...]:
-    """Joins the gradient all-reduces of parameters by devices and dtype, in the order of use."""
-    open_buckets: dict[tuple[object, ...], list[Transfer]] = {}
-    filled: dict[tuple[object, ...], int] = {}
-    closed: list[Bucket] = []
+def _find_segments(result: Communication, graph: Graph, decided: Decided) -> None:
+    """Which operators are computed again together, and which conversions with them.
 
-    def close(key: tuple[object, ...]) -> None:
-        group = open_buckets.pop(key)
-        closed.append(Bucket(group[0].step.axes, tuple(group)))
-
-    for transfer in transfers:
-        first = transfer.before is None and transfer.step.kind == "vary"
-        if not (first and transfer.value.kind is Kind.PARAMETER):
-            continue
-        key: tuple[object, ...] = (transfer.step.axes, transfer.value.dtype)
-        size = _local_bytes(transfer.value, transfer.step.target)
-        if key in open_buckets and filled[key] + size > limit:
-            close(key)
-        if key not in open_buckets:
-            open_buckets[key], filled[key] = [], 0
-        open_buckets[key].append(transfer)
-        filled[key] += size
-    for key in tuple(open_buckets):
-        close(key)
-    return tuple(closed)
-
-
-def _local_bytes(value: Value, layout: TensorLayout) -> int:
-    numel = 1
-    for extent in layout.shard_shape(value.shape):
-        numel *= extent
-    return numel * value.itemsize
+    Parameters are gathered once, unless optimizer parallel frees them after their use (`level3`).
+    """
+    if not decided.recompute:
+        return
+    frees = decided.sharding is not None and decided.sharding.level == "level3"
+    maker: dict[int, str] = {}
+    made_for: dict[str, list[tuple[Value, str]]] = {}
+    for op in graph.ops:
+        for index, value in enumerate(op.inputs):
+            for transfer in result.routes[op.name, index]:
+                first = maker.setdefault(id(transfer), op.name)
+                made_for.setdefault(op.name, []).append((value, first))
+    sending = {maker[id(t)] for t in result.transfers if t.forward_bytes and id(t) in maker}
+    ways = Ways(made_for, sending, result.reductions)
+    result.segments = segments(graph, decided.recompute, ways)
+    for transfer in result.transfers:
+        segment = result.segment_of.get(maker.get(id(transfer), ""))
+        again = frees if transfer.value.kind is Kind.PARAMETER else True
+        if segment is not None and again and (frees or segment.communication):
+            transfer.segment = segment.name
 
 
 def _count(result: Communication, graph: Graph) -> None:
-    bucketed = {id(t) for bucket in result.buckets for t in bucket.transfers}
+    bucketed = {id(t) for bucket in result.buckets for m in bucket.members for t in m.transfers}
     for transfer in result.transfers:
-        result.forward_bytes += transfer.forward_bytes
         if id(transfer) not in bucketed:
+            result.forward_bytes += transfer.forward_bytes
             result.backward_bytes += transfer.backward_bytes
     for bucket in result.buckets:
-        result.backward_bytes += bucket.backward_bytes(result.mesh)
+        forward, backward = bucket.step_bytes(1)
+        result.forward_bytes += forward
+        result.backward_bytes += backward
     for name, inner in result.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         for reduction in inner:
             forward, backward = reduction.bytes(result.mesh, differentiable)
+            again = forward if name in result.segment_of else 0
             result.forward_bytes += forward
-            result.backward_bytes += backward
+            result.backward_bytes += backward + again

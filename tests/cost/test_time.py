@@ -66,14 +66,6 @@ def test_a_cut_shares_operations_and_the_tensors_that_carry_it(graph: Graph) -> 
     assert forward == pytest.approx(0.01 + 4 * (32 * 8 + 16 * 8 / 2 + 32 * 16 / 2) / 1e5)
 
 
-def test_in_a_smaller_dtype_rates_are_higher_and_bytes_fewer(graph: Graph) -> None:
-    slow = replace(CLUSTER, device=replace(DEVICE, memory_bandwidth=1e9, overhead=0.0))
-    mesh = prime_mesh(2)
-    op = graph.by_name["one"]
-    whole = TimeModel(slow, mesh).operator(op, {})[0]
-    assert TimeModel(slow, mesh, compute_dtype=torch.bfloat16).operator(op, {})[0] == whole / 4
-
-
 def test_conversions_of_activations_add_up(graph: Graph) -> None:
     cuts: dict[str, Cuts] = {"one": {"j": (0,)}, "two": {"k": (0,)}}
     time = timed(graph, cuts, 2)
@@ -106,6 +98,16 @@ def test_micro_batches_repeat_all_but_gradients_and_update_and_a_bubble_stretche
     piped = replace(once, micro_batches=4, bubble=0.2)
     assert piped.seconds == pytest.approx(4 * 3.75 / 0.8 + 1 + 0.125)
     assert (piped.computation, piped.communication) == (4 * 3 + 0.125, 4 * 0.75 + 1)
+
+
+def test_what_every_micro_batch_gathers_and_reduces_hides_behind_its_own_computation() -> None:
+    time = StepTime(
+        1.0, 2.0, 0.0, 0.0, 0.5, 0.5, 0.0, gathers_each=1.5, gradients_each=1.75, micro_batches=2
+    )
+    assert (time.forward_seconds, time.backward_seconds) == (1.5, 2.0)
+    # Forward nothing is left to hide behind, backward 0.25.
+    assert time.exposed == 0.5 + 0.25
+    assert time.seconds == 2 * 3.5 + 0.75
 
 
 @pytest.mark.parametrize("model", [mlp, llama], ids=lambda m: m.__name__)

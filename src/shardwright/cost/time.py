@@ -16,17 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-import torch
-
-from shardwright.communication import Communication, InnerReduction
+from shardwright.buckets import Bucket
+from shardwright.communication import Communication
 from shardwright.conversion import Shape, Step
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.flops import Work, work_of
 from shardwright.cost.links import Links
-from shardwright.graph.graph import Graph, Kind, Op, Value
-from shardwright.layout import Layout
+from shardwright.graph.graph import Graph, Op, Value
+from shardwright.layout import Axes, Layout
 from shardwright.rules import rule_of
-from shardwright.rules.rule import Cuts
+from shardwright.rules.rule import Cuts, Reduction
 
 UPDATE_PASSES = 7
 """How often AdamW moves each stored parameter: it reads parameter, gradient and two moments, and
@@ -43,8 +42,10 @@ class StepTime:
     Args:
         forward, backward: computation of one micro-batch.
         forward_conversions, backward_conversions: of activations, of one micro-batch.
-        gathers: of parameters stored sharded, forward, of one micro-batch.
-        gradients: reductions of parameters' gradients.
+        gathers: of parameters that are stored sharded, once a step.
+        gradients: reductions of parameters' gradients, once a step.
+        gathers_each, gradients_each: likewise, but in every micro-batch (gradients with what is
+            gathered again for them).
         update: the optimizer's.
         micro_batches: how many follow each other.
         bubble: the share of the step in which a pipeline stage waits.
@@ -57,18 +58,21 @@ class StepTime:
     gathers: float
     gradients: float
     update: float
+    gathers_each: float = 0.0
+    gradients_each: float = 0.0
     micro_batches: int = 1
     bubble: float = 0.0
 
     @property
     def forward_seconds(self) -> float:
-        """One micro-batch forward, with the conversions that it waits for."""
-        return self.forward + self.forward_conversions
+        """One micro-batch forward, with all that it waits for."""
+        return self.forward + self.forward_conversions + max(0.0, self.gathers_each - self.forward)
 
     @property
     def backward_seconds(self) -> float:
-        """One micro-batch backward, with the conversions that it waits for."""
-        return self.backward + self.backward_conversions
+        """One micro-batch backward, with all that it waits for."""
+        waits = max(0.0, self.gradients_each - self.backward)
+        return self.backward + self.backward_conversions + waits
 
     @property
     def computation(self) -> float:
@@ -77,15 +81,18 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """Communication of parameters and their gradients that no computation hides."""
-        gathers = max(0.0, self.gathers - self.forward)
-        return gathers + max(0.0, self.gradients - self.backward)
+        """What no computation hides of the communication of parameters and gradients that is made
+        once a step: with the first micro-batch forward, with the last one backward."""
+        hidden = max(0.0, self.forward - self.gathers_each)
+        waits = max(0.0, self.gathers - hidden)
+        hidden = max(0.0, self.backward - self.gradients_each)
+        return waits + max(0.0, self.gradients - hidden)
 
     @property
     def communication(self) -> float:
         """Communication that the step waits for."""
-        conversions = self.forward_conversions + self.backward_conversions
-        return self.micro_batches * conversions + self.exposed
+        each = self.forward_seconds + self.backward_seconds - self.forward - self.backward
+        return self.micro_batches * each + self.exposed
 
     @property
     def seconds(self) -> float:
@@ -99,23 +106,15 @@ class TimeModel:
 
     Args:
         stages: number of pipeline stages, each with such a matrix.
-        compute_dtype: the dtype in which float32 values are computed and sent.
 
     Raises:
         ConfigError: if the cluster has not so many devices.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        mesh: Layout,
-        stages: int = 1,
-        compute_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, cluster: Cluster, mesh: Layout, stages: int = 1) -> None:
         self.mesh = mesh
         self.links = Links(cluster, mesh, stages)
         self.device = cluster.device.among(mesh.num_devices * stages)
-        self.compute_dtype = compute_dtype
         self._operators: dict[tuple[object, ...], Seconds] = {}
         self._steps: dict[tuple[Step, Shape, int], Seconds] = {}
 
@@ -131,15 +130,13 @@ class TimeModel:
     def work(self, work: Work, parts: Mapping[str, int]) -> Seconds:
         """Seconds of `work` that is shared in `parts` of its factors."""
         everything = prod(parts.values())
-        dtype = self._computed_in(work.dtype)
-        shrunk = dtype.itemsize / work.dtype.itemsize
 
         def seconds(flops: float, tensors: tuple[tuple[int, frozenset[str]], ...]) -> float:
             moved = 0.0
             for size, factors in tensors:
                 moved += size / prod(parts.get(factor, 1) for factor in factors)
-            compute = flops / everything / self.device.rate(dtype)
-            return max(compute, moved * shrunk / self.device.stream)
+            compute = flops / everything / self.device.rate(work.dtype)
+            return max(compute, moved / self.device.stream)
 
         overhead = self.device.overhead
         forward = backward = 0.0
@@ -152,7 +149,7 @@ class TimeModel:
 
     def step(self, step: Step, value: Value, differentiable: bool) -> Seconds:
         """One conversion step of `value`, forward and backward."""
-        itemsize = self._computed_in(value.dtype).itemsize
+        itemsize = value.itemsize
         key = (step, value.shape, itemsize)
         if key not in self._steps:
             local = max(prod(s.shard_shape(value.shape)) for s in (step.source, step.target))
@@ -164,29 +161,22 @@ class TimeModel:
         there, back = self._steps[key]
         return there, back if differentiable else 0.0
 
-    def latency(self, step: Step, differentiable: bool) -> Seconds:
-        """What a step takes at least, however little it sends, forward and backward."""
-        forward = None if step.kind in ("slice", "vary") else step.kind
-        back = step.backward if differentiable else None
-        return self._collective(forward, step, 0), self._collective(back, step, 0)
-
-    def reduction(self, inner: InnerReduction, differentiable: bool) -> Seconds:
+    def inside(self, reduction: Reduction, axes: Axes, differentiable: bool) -> Seconds:
         """One all-reduce inside an operator, forward and backward."""
-        reduction = inner.reduction
         num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
-        once = self.links.seconds("all_reduce", inner.axes, num_bytes)
+        once = self.links.seconds("all_reduce", axes, num_bytes)
         back = reduction.varying and reduction.differentiable and differentiable
         return once, once if back else 0.0
 
     def _collective(self, kind: str | None, step: Step, num_bytes: int) -> float:
         return 0.0 if kind is None else self.links.seconds(kind, step.axes, num_bytes)
 
-    def _computed_in(self, dtype: torch.dtype) -> torch.dtype:
-        if self.compute_dtype is not None and dtype == torch.float32:
-            return self.compute_dtype
-        return dtype
+    def bucketed(self, axes: Axes, num_bytes: float, collective: str = "all_reduce") -> float:
+        """A collective that is joined with others, so that it pays no latency of its own."""
+        whole = self.links.seconds(collective, axes, num_bytes)
+        return whole - self.links.seconds(collective, axes, 0)
 
-    def update(self, num_bytes: int) -> float:
+    def update(self, num_bytes: float) -> float:
         """The optimizer's step over stored parameters of so many bytes."""
         return UPDATE_PASSES * num_bytes / self.device.stream
 
@@ -214,23 +204,23 @@ def step_time(
         there, back = model.operator(op, cuts.get(op.name, {}))
         forward, backward = forward + there, backward + back
     there, back = _inside(graph, flow, model)
-    gathers = gradients = 0.0
+    bucketed = {id(t) for b in flow.buckets for member in b.members for t in member.transfers}
     for transfer in flow.transfers:
-        sent, returned = model.step(transfer.step, transfer.value, transfer.differentiable)
-        if transfer.value.kind is Kind.PARAMETER:
-            gathers, gradients = gathers + sent, gradients + returned
-        else:
+        if id(transfer) not in bucketed:
+            sent, returned = model.step(transfer.step, transfer.value, transfer.differentiable)
             there, back = there + sent, back + returned
-    joined_gathers, joined_gradients = _saved_latency(flow, model)
+    once, each = _parameters(flow, model)
     stored = sum(_stored_bytes(flow, value) for value in graph.parameters if value.requires_grad)
     return StepTime(
         forward=forward,
         backward=backward,
         forward_conversions=there,
         backward_conversions=back,
-        gathers=max(0.0, gathers - joined_gathers),
-        gradients=max(0.0, gradients - joined_gradients),
+        gathers=once[0],
+        gradients=once[1],
         update=model.update(stored),
+        gathers_each=each[0],
+        gradients_each=each[1],
         micro_batches=micro_batches,
         bubble=bubble,
     )
@@ -242,20 +232,35 @@ def _inside(graph: Graph, flow: Communication, model: TimeModel) -> Seconds:
     for name, inner in flow.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         for one in inner:
-            there, back = model.reduction(one, differentiable)
+            there, back = model.inside(one.reduction, one.axes, differentiable)
             forward, backward = forward + there, backward + back
     return forward, backward
 
 
-def _saved_latency(flow: Communication, model: TimeModel) -> Seconds:
-    """What joined collectives save, forward and backward: all but one latency of each bucket."""
-    forward = backward = 0.0
+def _parameters(flow: Communication, model: TimeModel) -> tuple[Seconds, Seconds]:
+    """Gathers of parameters and reductions of gradients: once a step, and in each micro-batch."""
+    once, each = [0.0, 0.0], [0.0, 0.0]
     for bucket in flow.buckets:
-        for transfer in bucket.transfers[1:]:
-            there, back = model.latency(transfer.step, transfer.differentiable)
-            forward, backward = forward + there, backward + back
-    return forward, backward
+        gather, reduce = _bucket(bucket, model)
+        (each if bucket.level == "level3" else once)[0] += gather
+        (once if bucket.once else each)[1] += reduce
+        each[1] += gather if bucket.again else 0.0
+    return (once[0], once[1]), (each[0], each[1])
+
+
+def _bucket(bucket: Bucket, model: TimeModel) -> Seconds:
+    """Gathering a bucket once, and reducing its gradients once."""
+    gather = reduce = 0.0
+    local = bucket.numel * bucket.members[0].value.itemsize
+    differentiable = any(t.differentiable for t in bucket.members[0].transfers)
+    for step in bucket.steps:
+        if step.kind == "all_gather":
+            local *= step.group_size
+            gather += model.links.seconds("all_gather", step.axes, local)
+        if step.backward is not None and differentiable:
+            reduce += model.links.seconds(step.backward, step.axes, local)
+    return gather, reduce
 
 
 def _stored_bytes(flow: Communication, value: Value) -> int:
-    return prod(flow.made[value].shard_shape(value.shape)) * value.itemsize
+    return prod(flow.made[value].shard_shape(value.shape)) * value.stored_dtype.itemsize

@@ -37,6 +37,8 @@ class Value:
             input its path in the call, of an activation the name of its operator.
         requires_grad: whether a gradient of the loss flows into it (false for values that no
             differentiable path joins with a parameter *and* with the loss).
+        given_dtype: of parameters and inputs, if they are stored or given in another dtype than
+            the one they are computed in.
     """
 
     name: str
@@ -44,6 +46,12 @@ class Value:
     dtype: torch.dtype
     kind: Kind = Kind.ACTIVATION
     requires_grad: bool = False
+    given_dtype: torch.dtype | None = None
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype in which a parameter is stored, or an input given."""
+        return self.given_dtype or self.dtype
 
     @property
     def numel(self) -> int:

@@ -33,12 +33,12 @@ Function = Callable[[Tensor], Tensor]
 
 def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
     """Sum (or maximum) over the group."""
-    return _wait(_c10d.all_reduce(x.contiguous(), kind, group.name))
+    return wait(_c10d.all_reduce(x.contiguous(), kind, group.name))
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """The blocks of the group joined along `dim`."""
-    out = _wait(_c10d.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    out = wait(_c10d.all_gather_into_tensor(x.contiguous(), group.size, group.name))
     if dim == 0 and group.in_order:
         return out
     blocks = out.chunk(group.size, 0)
@@ -49,14 +49,14 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """Sum over the group, cut along `dim`: this rank's block."""
     if dim != 0 or not group.in_order:
         x = torch.cat(_by_position(x.chunk(group.size, dim), group), 0)
-    return _wait(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
+    return wait(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
 
 
 def all_to_all(x: Tensor, dim: int, to_dim: int, group: Group) -> Tensor:
     """A tensor cut along `dim` becomes whole there and cut along `to_dim`."""
     parts = torch.cat(_by_position(x.chunk(group.size, to_dim), group), 0)
     sizes = [parts.shape[0] // group.size] * group.size
-    out = _wait(_c10d.all_to_all_single(parts.contiguous(), sizes, sizes, group.name))
+    out = wait(_c10d.all_to_all_single(parts.contiguous(), sizes, sizes, group.name))
     blocks = out.chunk(group.size, 0)
     return torch.cat([blocks[position] for position in group.order], dim)
 
@@ -71,7 +71,7 @@ def exchange(x: Tensor, send: list[Index], receive: list[Index], name: str) -> T
     """Sends this rank's whole block to one rank and takes another's; `send[i]` is 1 for that rank,
     `receive[i]` for the one it comes from, else 0."""
     flat = x.contiguous().view(1, -1)
-    return _wait(_c10d.all_to_all_single(flat, receive, send, name)).view(x.shape)
+    return wait(_c10d.all_to_all_single(flat, receive, send, name)).view(x.shape)
 
 
 def _by_position(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
@@ -81,7 +81,8 @@ def _by_position(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     return placed
 
 
-def _wait(x: Tensor) -> Tensor:
+def wait(x: Tensor) -> Tensor:
+    """What a collective gave, once it has ended."""
     return _c10d.wait_tensor(x)  # type: ignore[no-any-return]
 
 
@@ -174,25 +175,3 @@ def reduction(group: Group, kind: str, varying: bool) -> Function:
         return lambda x: all_reduce(x.detach(), group, kind)
     backward: Function = (lambda g: all_reduce(g, group)) if varying else identity
     return Conversion(lambda x: all_reduce(x, group), backward)
-
-
-class _VaryTogether(torch.autograd.Function):
-    """Passes tensors on; sums all their gradients over the group in one all-reduce."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(x.view_as(x) for x in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if len(gradients) == 1:
-            return None, all_reduce(gradients[0], ctx.group)
-        flat = torch.cat([g.reshape(-1) for g in gradients])
-        summed = torch.split(all_reduce(flat, ctx.group), [g.numel() for g in gradients])
-        return None, *(s.view(g.shape) for s, g in zip(summed, gradients, strict=True))
-
-
-def vary_together(group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Replicated → varying for several tensors, their gradients in one all-reduce."""
-    return _VaryTogether.apply(group, *tensors)  # type: ignore[no-any-return,no-untyped-call]

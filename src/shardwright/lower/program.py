@@ -14,15 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.communication import Bucket, Communication, Transfer, communication
+from shardwright.buckets import bucketed_steps
+from shardwright.communication import Communication, communication
 from shardwright.decided import Decided
 from shardwright.graph.graph import Graph, Kind, Op, Value
-from shardwright.lower.collectives import bind, reduction, vary_together
+from shardwright.lower.bucket_lines import BucketLines
+from shardwright.lower.buckets import BoundBucket
+from shardwright.lower.collectives import bind, reduction
 from shardwright.lower.devices import Devices
 from shardwright.lower.random import Seeded
+from shardwright.lower.recomputation import recompute, recompute_drawing
+from shardwright.lower.regather import Regathering
 from shardwright.lower.source import Source, expression
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts, Local, ShardingRule
+from shardwright.transfer import Transfer
 
 aten = torch.ops.aten
 
@@ -37,15 +43,23 @@ class Program:
         source: its text.
         function: the compiled text.
         communication: all conversions in it.
+        parameters: those that the graph reads.
+        buckets: those of `communication`, bound to the devices.
+        resident: whether parameters are read as `Residents` hand them out.
+        again: what the backward pass gathers again; None if nothing.
     """
 
     source: str
     function: Callable[..., tuple[list[Any], list[Tensor]]]
     communication: Communication
+    parameters: tuple[Value, ...]
+    buckets: tuple[BoundBucket, ...]
+    resident: bool = False
+    again: Regathering | None = None
 
     def __call__(
         self,
-        parameters: Mapping[str, Tensor],
+        parameters: Mapping[str, Any],
         buffers: Mapping[str, Tensor],
         inputs: Sequence[Any],
         seed: int = 0,
@@ -53,7 +67,8 @@ class Program:
         """Runs on local tensors.
 
         Args:
-            parameters: this rank's shards, as the plan stores them.
+            parameters: this rank's shards, as the plan stores them; of a resident program what
+                `Residents.tensors` gives.
             buffers: whole.
             inputs: the leaves of the call's arguments, tensors whole.
             seed: of the random operators; the same on every rank, another one for each step.
@@ -61,16 +76,24 @@ class Program:
         Returns:
             The leaves of the model's outputs, and the new values of the graph's `updates`.
         """
-        return self.function(parameters, buffers, inputs, seed)
+        if self.again is None or not torch.is_grad_enabled():
+            return self.function(parameters, buffers, inputs, seed)
+        with self.again.run():
+            return self.function(parameters, buffers, inputs, seed)
 
     def __str__(self) -> str:
         return self.source
 
 
-def lower(graph: Graph, devices: Devices, decided: Decided) -> Program:
-    """The program of this rank for `graph`, split as decided."""
+def lower(graph: Graph, devices: Devices, decided: Decided, resident: bool = False) -> Program:
+    """The program of this rank for `graph`, split as decided.
+
+    Args:
+        resident: whether the program reads parameters that `Residents` keep through the
+            micro-batches of a step, instead of bringing them from storage to use by itself.
+    """
     flow = communication(graph, devices.layout, decided)
-    return _Lowering(graph, devices, decided.cuts, flow).program()
+    return _Lowering(graph, devices, decided.cuts, flow, resident).program()
 
 
 @dataclass
@@ -79,16 +102,18 @@ class _Lowering:
     devices: Devices
     cuts: Mapping[str, Cuts]
     flow: Communication
+    resident: bool
+    ways: BucketLines = field(init=False)
     source: Source = field(default_factory=Source)
     variables: dict[Value, str] = field(default_factory=dict)
     converted: dict[int, str] = field(default_factory=dict)
-    buckets: dict[int, Bucket] = field(default_factory=dict)
     fused: dict[Value, Op] = field(default_factory=dict)
 
     def program(self) -> Program:
-        self.buckets = {id(t): bucket for bucket in self.flow.buckets for t in bucket.transfers}
         for name in ("parameters", "buffers", "inputs", "seed", "device"):
             self.source.name(name)
+        self.ways = BucketLines(self.flow, self.devices, self.resident, self.source)
+        self.ways.enter()
         for op in self.graph.ops:
             if self._waits_for_bias(op):
                 self.fused[op.output] = op
@@ -104,8 +129,24 @@ class _Lowering:
             for _, value in self.graph.updates
         ]
         returns = f"[{', '.join(outputs)}], [{', '.join(updates)}]"
-        text = self.source.text(HEADER, returns, kept=[*outputs, *updates])
-        return Program(text, self.source.compile(text, "program"), self.flow)
+        text = self.source.text(HEADER, returns, [*outputs, *updates], self._again())
+        return Program(
+            text,
+            self.source.compile(text, "program"),
+            self.flow,
+            self.graph.parameters,
+            self.ways.bound,
+            self.resident,
+            self.ways.again,
+        )
+
+    def _again(self) -> Callable[..., Any]:
+        """What runs operators that are computed again: on one device, random ones draw from
+        PyTorch's own generator."""
+        if self.devices.layout.num_devices > 1:
+            return recompute
+        again = (rule_of(self.graph.by_name[name]) for name in self.flow.segment_of)
+        return recompute_drawing if any(r is not None and r.random for r in again) else recompute
 
     # Values
 
@@ -113,13 +154,14 @@ class _Lowering:
         """The variable that holds `value` as it is made, stored or given."""
         if value not in self.variables:
             name = self.variables[value] = self.source.name(value.name)
+            cast = "" if value.given_dtype in (None, value.dtype) else f".to({value.dtype})"
             if value.kind is Kind.PARAMETER:
-                self.source.add([name], f"parameters[{value.name!r}]", [])
+                self.source.add([name], f"parameters[{value.name!r}]{cast}", [])
             elif value.kind is Kind.BUFFER:
                 self.source.add([name], f"buffers[{value.name!r}]", [])
             elif value.kind is Kind.INPUT:
                 number = next(i for i, leaf in enumerate(self.graph.inputs) if leaf is value)
-                self.source.add([name], f"inputs[{number}]", [])
+                self.source.add([name], f"inputs[{number}]{cast}", [])
             elif value.kind is Kind.CONSTANT:
                 tensor = self.graph.constants[value].to(self.devices.device)
                 constant = self.source.refer(f"constant_{len(self.source.scope)}", tensor)
@@ -128,13 +170,14 @@ class _Lowering:
 
     def _converted(self, value: Value, route: Sequence[Transfer]) -> str:
         """The variable that holds `value` at the end of `route`."""
-        name = self._variable(value)
+        name = self.ways.member(value, route)
+        if name is None:
+            name = self._variable(value)
+        else:
+            route = route[bucketed_steps(route) :]
         for transfer in route:
             if id(transfer) not in self.converted:
-                if id(transfer) in self.buckets:
-                    self._bucket(self.buckets[id(transfer)])
-                else:
-                    self._transfer(transfer, name)
+                self._transfer(transfer, name)
             name = self.converted[id(transfer)]
         return name
 
@@ -151,23 +194,11 @@ class _Lowering:
         function = self._bound.setdefault(key, bind(step, self.devices))
         conversion = self.source.refer(wanted, function)
         name = self.source.name(transfer.value.name)
-        self.source.add([name], f"{conversion}({before})", [before])
+        segment = transfer.segment
+        self.source.add([name], f"{conversion}({before})", [before], segment=segment)
         self.converted[id(transfer)] = name
 
     _bound: dict[Any, Any] = field(default_factory=dict)
-
-    def _bucket(self, bucket: Bucket) -> None:
-        before = [self._variable(t.value) for t in bucket.transfers]
-        names = [self.source.name(t.value.name) for t in bucket.transfers]
-        group = self.devices.group(bucket.axes)
-        over = "".join(self.devices.layout.alias_names[a] for a in bucket.axes)
-        together = self.source.refer("vary_together", vary_together)
-        self._bound.setdefault(("group", bucket.axes), group)
-        group_name = self.source.refer(f"over_{over}", self._bound["group", bucket.axes])
-        call = f"{together}({group_name}, {', '.join(before)})"
-        self.source.add(names, call, before, unpack=True)
-        for transfer, name in zip(bucket.transfers, names, strict=True):
-            self.converted[id(transfer)] = name
 
     # Operators
 
@@ -198,7 +229,12 @@ class _Lowering:
         names = [self.source.name(value.name) for value in op.outputs]
         self.variables.update(zip(op.outputs, names, strict=True))
         call, comment = f"{function}({', '.join(texts)})", self._comment(op, found)
-        self.source.add(names, call, variables, comment, unpack=_returns_many(op))
+        segment = self._segment(op)
+        self.source.add(names, call, variables, comment, _returns_many(op), segment)
+
+    def _segment(self, op: Op) -> str | None:
+        segment = self.flow.segment_of.get(op.name)
+        return segment.name if segment is not None else None
 
     def _arguments(self, op: Op, found: ShardingRule | None) -> tuple[list[Any], dict[str, Any]]:
         """The operator's own arguments, sizes of its output made local."""
@@ -275,6 +311,7 @@ class _Lowering:
             and add.inputs[1].dtype == op.output.dtype
             and not self.flow.made[op.output].partial
             and not self.flow.routes[add.name, 0]
+            and self._segment(op) == self._segment(add)
         )
 
     def _with_bias(self, linear: Op, add: Op, bias: str) -> None:
@@ -285,7 +322,8 @@ class _Lowering:
         name = self.variables[add.output] = self.source.name(linear.output.name)
         comment = f"{self._comment(linear, rule_of(linear))}; with {add.name}"
         reads.append(bias)
-        self.source.add([name], f"aten.linear.default({', '.join(reads)})", reads, comment)
+        call, segment = f"aten.linear.default({', '.join(reads)})", self._segment(linear)
+        self.source.add([name], call, reads, comment, segment=segment)
 
 
 def _short(op: Op) -> str:

@@ -242,7 +242,7 @@ def sent_bytes(collective: str, args: tuple[Any, ...]) -> int:
         return local * int(args[1] - 1)
     if collective == "reduce_scatter_tensor":
         return -(-int(args[2] - 1) * local // int(args[2]))
-    if collective == "all_reduce":
+    if collective in ("all_reduce", "all_reduce_"):
         size = _group_size(args[2])
         return -(-2 * (size - 1) * local // size)
     assert collective == "all_to_all_single", collective

@@ -12,23 +12,10 @@ from typing import Any
 import torch
 
 from shardwright.graph.graph import Value
+from shardwright.lower.lines import Line, nested, written
 
-
-@dataclass
-class Line:
-    """One statement `names = expression` with the variables that it reads; `unpack` where a
-    sequence of tensors goes to the names."""
-
-    names: tuple[str, ...]
-    expression: str
-    reads: tuple[str, ...]
-    comment: str = ""
-    unpack: bool = False
-
-    @property
-    def text(self) -> str:
-        comma = "," if self.unpack and len(self.names) == 1 else ""
-        return f"{', '.join(self.names)}{comma} = {self.expression}"
+Again = Callable[..., Any]
+"""Runs a function with its arguments, and lets the backward pass run it again."""
 
 
 @dataclass
@@ -73,24 +60,22 @@ class Source:
         reads: Sequence[str],
         comment: str = "",
         unpack: bool = False,
+        segment: str | None = None,
     ) -> None:
-        self.lines.append(Line(tuple(names), expression, tuple(reads), comment, unpack))
+        line = Line(tuple(names), expression, tuple(reads), comment, unpack, segment)
+        self.lines.append(line)
 
-    def text(self, header: str, returns: str, kept: Sequence[str]) -> str:
-        """The whole function. Variables are deleted after their last use, except the `kept`, so
-        that eager execution holds no activation longer than autograd does."""
-        last = {name: i for i, line in enumerate(self.lines) for name in (*line.reads, *line.names)}
-        text = [header]
-        for number, line in enumerate(self.lines):
-            if line.comment:
-                text.append(f"    # {line.comment}")
-            text.append(f"    {line.text}")
-            used = dict.fromkeys((*line.reads, *line.names))
-            done = [name for name in used if last[name] == number and name not in kept]
-            if done:
-                text[-1] += f"; del {', '.join(done)}"
-        text.append(f"    return {returns}")
-        return "\n".join(text) + "\n"
+    def text(self, header: str, returns: str, kept: Sequence[str], again: Again) -> str:
+        """The whole function.
+
+        Args:
+            returns, kept: what it returns, and the variables in that.
+            again: runs the functions inside, so that the backward pass can run them again.
+        """
+        lines = self.lines
+        if any(line.segment is not None for line in lines):
+            lines = nested(lines, kept, self.name, self.refer(again.__name__, again))
+        return "\n".join([header, *written(lines, kept), f"    return {returns}"]) + "\n"
 
     def compile(self, text: str, name: str) -> Callable[..., Any]:
         """The function `name` that `text` defines."""

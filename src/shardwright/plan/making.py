@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from shardwright.communication import Communication, Transfer, communication
+from shardwright.communication import Communication, communication
 from shardwright.decided import Decided
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout import Layout
@@ -19,6 +19,7 @@ from shardwright.plan.rows import ConversionRow, OperatorRow
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts
 from shardwright.strategy import OperatorStrategy
+from shardwright.transfer import Transfer
 
 NO_PINS: Mapping[str, OperatorStrategy] = MappingProxyType({})
 
@@ -90,7 +91,7 @@ def _rows(
 
 
 def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) -> OperatorRow:
-    found = rule_of(op)
+    found, segment = rule_of(op), flow.segment_of.get(op.name)
     conversions = []
     for index, value in enumerate(op.inputs):
         route = flow.routes[op.name, index]
@@ -113,6 +114,7 @@ def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) 
         conversions=tuple(conversions),
         source=op.source,
         main=found is not None and found.main is not None,
+        segment=segment.name if segment is not None else "",
     )
 
 
@@ -130,7 +132,8 @@ def _inside(op: Op, flow: Communication) -> ConversionRow:
         over = "".join(flow.mesh.alias_names[a] for a in inner.axes)
         steps.append(f"all_reduce {inner.reduction.kind} over {over}")
         there, back = inner.bytes(flow.mesh, op.output.requires_grad)
-        forward, backward = forward + there, backward + back
+        again = there if op.name in flow.segment_of else 0
+        forward, backward = forward + there, backward + back + again
     return ConversionRow("", tuple(steps), forward, backward, False)
 
 
