@@ -45,48 +45,61 @@ class Group:
 class Devices:
     """A device matrix bound to process groups.
 
+    With pipeline stages it is the matrix of this rank's stage; each stage has one like it.
+
     Args:
         layout: the device matrix of the plan.
         mesh: the same as a `DeviceMesh`; None for a single device, or without a process group.
         per_rank: the value, on this rank, of a function of the coordinates on the device matrix.
+        rank: the number of this rank in its stage.
+        stage, stages: the number of its stage, and how many there are.
+        across: this rank's peers in all stages, those at its place; None if there is one stage.
     """
 
     layout: Layout
     device: torch.device
     mesh: DeviceMesh | None
     per_rank: Callable[[Callable[[tuple[int, ...]], int]], Index]
+    rank: int = 0
+    stage: int = 0
+    stages: int = 1
+    across: dist.ProcessGroup | None = None
     _names: dict[tuple[int, ...], str] = field(default_factory=dict)
 
     @classmethod
-    def of_process(cls, layout: Layout, device: torch.device) -> Devices:
-        """The devices of the running process group.
+    def of_process(cls, layout: Layout, device: torch.device, stages: int = 1) -> Devices:
+        """The devices of the running process group, divided into `stages`.
 
         Raises:
             PlanError: if there is no process group, or one of another size than the plan's.
         """
-        if layout.num_devices == 1:
+        total = layout.num_devices * stages
+        if total == 1:
             return cls(layout, device, None, lambda function: function(()))
         if not dist.is_initialized():
             raise PlanError(
-                f"the plan is for {layout.num_devices} devices, but no process group is running: "
+                f"the plan is for {total} devices, but no process group is running: "
                 "start the script with torchrun and call torch.distributed.init_process_group()"
             )
-        if dist.get_world_size() != layout.num_devices:
+        if dist.get_world_size() != total:
             raise PlanError(
-                f"the plan is for {layout.num_devices} devices, but {dist.get_world_size()} "
+                f"the plan is for {total} devices, but {dist.get_world_size()} "
                 "processes are running: make a plan for that number, or start as many processes "
                 "as the plan has devices"
             )
-        mesh = device_mesh(layout, device.type)
         _let_threads_finish_at_exit()
-        place = layout.coordinates(dist.get_rank())
-        return cls(layout, device, mesh, lambda function: function(place))
+        stage, rank = divmod(dist.get_rank(), layout.num_devices)
+        place = layout.coordinates(rank)
+        mesh, across = _meshes(layout, device.type, stages)
+        return cls(
+            layout, device, mesh, lambda function: function(place), rank, stage, stages, across
+        )
 
     @classmethod
     def of_rank(cls, layout: Layout, rank: int) -> Devices:
         """The devices as `rank` sees them, without a process group: to read its program only."""
         place = layout.coordinates(rank)
-        return cls(layout, torch.device("cpu"), None, lambda function: function(place))
+        return cls(layout, torch.device("cpu"), None, lambda function: function(place), rank)
 
     def group(self, axes: tuple[int, ...]) -> Group:
         """The group over the joined `axes`; made at the first request, so every rank must ask for
@@ -107,9 +120,24 @@ class Devices:
         """The seed of rank 0's process, on every rank: devices that hold the same block must draw
         the same numbers, however their processes were seeded."""
         seed = torch.tensor(torch.initial_seed() % 2**31, device=self.device)
-        if self.mesh is not None:
+        if self.mesh is not None or self.across is not None:
             dist.broadcast(seed, src=0)
         return int(seed)
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The joined axes whose groups have been asked for, in a fixed order."""
+        return tuple(sorted(self._names, key=lambda axes: (len(axes), axes)))
+
+    def among(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """This rank's peers in some of the stages; None on ranks of other stages. Every rank must
+        ask for the same stages in the same order."""
+        if len(stages) == self.stages:
+            return self.across
+        size = self.layout.num_devices
+        peers = [[stage * size + place for stage in stages] for place in range(size)]
+        mine, _ = dist.new_subgroups_by_enumeration(peers)  # type: ignore[no-untyped-call]
+        return mine  # type: ignore[no-any-return]
 
     def _create(self, axes: tuple[int, ...]) -> str:
         layout = self.layout
@@ -117,14 +145,16 @@ class Devices:
             return f"over {''.join(layout.alias_names[axis] for axis in axes)}"
         if len(axes) == 1:
             return str(self.mesh.get_group(layout.alias_names[axes[0]]).group_name)
-        if len(axes) == len(layout.device_matrix) and layout.rank_list is None:
+        everyone = len(axes) == len(layout.device_matrix) and layout.rank_list is None
+        if everyone and self.stages == 1:
             world = dist.group.WORLD
             assert world is not None
             return str(world.group_name)
         joined: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in zip(layout.ranks, places(layout), strict=True):
-            others = tuple(c for axis, c in enumerate(place) if axis not in axes)
-            joined.setdefault(others, []).append(rank)
+        for stage in range(self.stages):
+            for rank, place in zip(layout.ranks, places(layout), strict=True):
+                others = (stage, *(c for axis, c in enumerate(place) if axis not in axes))
+                joined.setdefault(others, []).append(stage * layout.num_devices + rank)
         mine, _ = dist.new_subgroups_by_enumeration(list(joined.values()))  # type: ignore[no-untyped-call]
         return str(mine.group_name)
 
@@ -137,6 +167,20 @@ def places(layout: Layout) -> Iterator[tuple[int, ...]]:
 def device_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """The `DeviceMesh` with the axes of `layout`, over all ranks of the process group."""
     return init_device_mesh(device_type, layout.device_matrix, mesh_dim_names=layout.alias_names)
+
+
+def _meshes(
+    layout: Layout, device_type: str, stages: int
+) -> tuple[DeviceMesh | None, dist.ProcessGroup | None]:
+    """The mesh of this rank's stage, and the group of its peers in all stages."""
+    if stages == 1:
+        return device_mesh(layout, device_type), None
+    # A name that no axis has.
+    across = "stage" + "_" * ("stage" in layout.alias_names)
+    names = (across, *layout.alias_names)
+    mesh = init_device_mesh(device_type, (stages, *layout.device_matrix), mesh_dim_names=names)
+    own = mesh[layout.alias_names] if layout.device_matrix else None
+    return own, mesh.get_group(across)
 
 
 def block(layout: Layout, place: tuple[int, ...], axes: tuple[int, ...]) -> int:

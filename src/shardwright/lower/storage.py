@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,8 +22,7 @@ from shardwright.lower.placements import placements
 def shard(tensor: Tensor, where: TensorLayout, devices: Devices) -> DTensor:
     """This rank's block of a whole `tensor`, as a DTensor of the whole tensor's shape."""
     assert devices.mesh is not None
-    rank = dist.get_rank()
-    block = tensor.detach()[where.slices(rank, tuple(tensor.shape))]
+    block = tensor.detach()[where.slices(devices.rank, tuple(tensor.shape))]
     return as_dtensor(block.to(devices.device, copy=True).contiguous(), tensor, where, devices)
 
 
