@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from shardwright.config.schema import Config
+from shardwright.config.yaml_text import parse_yaml, read_text
 from shardwright.errors import ConfigError
 
 TYPES_WANTED = {
@@ -34,26 +33,12 @@ def load(path: str | Path) -> Config:
         ConfigError: no such file, no valid YAML, unknown keys, wrong types or contradictions: one
             line for each.
     """
-    file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{file}: {reason}") from None
-    return parse(text, str(file))
+    return parse(read_text(path), str(path))
 
 
 def parse(text: str, name: str = "config") -> Config:
     """The configuration written in `text`; errors start with `name`. Raises: as `load`."""
-    try:
-        # The loader is a SafeLoader: it makes plain data only.
-        content = yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{name}: {place}{error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: no valid YAML: {error}") from None
+    content = parse_yaml(text, name)
     if not isinstance(content, dict):
         valid = ", ".join(Config.model_fields)
         raise ConfigError(f"{name}: expected keys with values ({valid}), got {_shown(content)}")
@@ -109,24 +94,3 @@ def _shown(value: object) -> str:
         return "nothing"
     kinds = {"str": " (text)", "dict": " (keys with values)", "list": " (a list)"}
     return f"{value!r}{kinds.get(type(value).__name__, '')}"
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 1e-3 is a number, a key that is given twice is a mistake."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: Mapping[Any, Any] = {}
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key} is given twice", key_node.start_mark
-                )
-            seen = {**seen, key: True}
-        return super().construct_mapping(node, deep)
-
-
-# YAML 1.1, which PyYAML reads, takes 1e-3 for text, because it has no point.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)

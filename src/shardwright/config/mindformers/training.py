@@ -1,0 +1,182 @@
+"""How it is trained: `optimizer`, `lr_schedule`, `runner_config`, `recompute_config` and files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwright.config.mindformers.keys import Keys
+from shardwright.train.schedule import Schedule
+
+_OPTIMIZERS = ("FP32StateAdamWeightDecay", "AdamWeightDecayX", "AdamWeightDecay", "AdamW")
+_SCHEDULES = {
+    "CosineWithWarmUpLR": "cosine",
+    "LinearWithWarmUpLR": "linear",
+    "PolynomialWithWarmUpLR": "polynomial",
+    "polynomial": "polynomial",
+    "ConstantWarmUpLR": "constant",
+}
+_CLIP_NORM = 1.0
+"""To which norm gradients are clipped where `use_clip_grad` does not say."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW, to which all optimizers of these files come down.
+
+    Args:
+        clip_norm: norm of all gradients together above which they are scaled down; None for never.
+    """
+
+    schedule: Schedule
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_norm: float | None
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What is computed again in the backward pass.
+
+    Args:
+        blocks: every block, but for its last operator.
+        selective: what is cheap to compute again: activation functions and what attention keeps.
+        communication: conversions inside are made again too.
+        gathers: parameters that are stored sharded are gathered again.
+    """
+
+    blocks: bool = False
+    selective: bool = False
+    communication: bool = True
+    gathers: bool = False
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Where, after how many steps each, and how many checkpoints are kept."""
+
+    folder: str
+    every: int
+    keep: int
+    asynchronous: bool
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of training.
+
+    Args:
+        run_mode: `train` from new weights, or `finetune` from those of `load_checkpoint`.
+        load_checkpoint: a file or folder, empty for none.
+    """
+
+    run_mode: str
+    seed: int
+    epochs: int
+    optimizer: Optimizer
+    recompute: Recomputation
+    load_checkpoint: str
+    resume: bool
+    checkpoints: Checkpointing | None
+
+
+def training(keys: Keys) -> Training:
+    """Raises: ConfigError: an unknown kind, a rate that is no number, or two that differ."""
+    runner = keys.section("runner_config")
+    mode = keys.text("run_mode", "train", valid=("train", "finetune"))
+    return Training(
+        run_mode=mode,
+        seed=keys.whole("seed", 0, least=0),
+        epochs=runner.whole("epochs", 1),
+        optimizer=_optimizer(keys),
+        recompute=_recompute(keys.section("recompute_config")),
+        load_checkpoint=keys.text("load_checkpoint"),
+        resume=_resume(keys),
+        checkpoints=_checkpoints(keys),
+    )
+
+
+def _resume(keys: Keys) -> bool:
+    if not keys.flag("resume_training", False):
+        return False
+    if not keys.text("load_checkpoint"):
+        raise keys.error("resume_training", "True needs load_checkpoint: where to go on")
+    return True
+
+
+def _checkpoints(keys: Keys) -> Checkpointing | None:
+    """What the callback `CheckpointMonitor` says; other callbacks mean nothing here."""
+    callbacks, folder = keys.any("callbacks") or [], keys.text("output_dir", "output")
+    if not isinstance(callbacks, list):
+        raise keys.error("callbacks", f"expected a list, got {callbacks!r}")
+    for place, content in enumerate(callbacks):
+        if isinstance(content, Mapping) and content.get("type") == "CheckpointMonitor":
+            said = Keys(content, f"callbacks[{place}]", keys.file)
+            return Checkpointing(
+                folder,
+                every=said.whole("save_checkpoint_steps", 1),
+                keep=said.whole("keep_checkpoint_max", 5),
+                asynchronous=said.flag("async_save", False),
+            )
+    return None
+
+
+def _optimizer(keys: Keys) -> Optimizer:
+    section, wrapper = keys.section("optimizer"), keys.section("runner_wrapper")
+    section.text("type", "AdamW", valid=_OPTIMIZERS)
+    given = section.any("betas")
+    if given is not None and (not isinstance(given, list | tuple) or len(given) != 2):
+        raise section.error("betas", f"expected two numbers, got {given!r}")
+    first, second = given or (section.number("beta1", 0.9), section.number("beta2", 0.999))
+    clips = wrapper.flag("use_clip_grad", False)
+    norm = wrapper.number("max_grad_norm", _CLIP_NORM)
+    return Optimizer(
+        schedule=_schedule(keys, section),
+        betas=(float(first), float(second)),
+        eps=section.number("eps", 1e-8),
+        weight_decay=section.number("weight_decay", 0.0),
+        clip_norm=norm if clips else None,
+    )
+
+
+def _schedule(keys: Keys, optimizer: Keys) -> Schedule:
+    section = keys.section("lr_schedule")
+    rates = [s.number("learning_rate") for s in (optimizer, section) if s.has("learning_rate")]
+    if not rates:
+        raise optimizer.error("learning_rate", "missing")
+    if len(set(rates)) > 1:
+        raise section.error(
+            "learning_rate", f"{rates[1]:g}, but optimizer.learning_rate says {rates[0]:g}"
+        )
+    if rates[0] <= 0:
+        raise optimizer.error("learning_rate", f"{rates[0]:g} must be positive")
+    if not section.content:
+        return Schedule("constant", rates[0])
+    kind = _SCHEDULES[section.text("type", "ConstantWarmUpLR", valid=list(_SCHEDULES))]
+    steps, ratio = section.whole("warmup_steps", 0, least=0), None
+    if section.has("warmup_ratio"):
+        ratio = section.number("warmup_ratio")
+        if not 0 <= ratio < 1:
+            raise section.error("warmup_ratio", f"{ratio:g} must be at least 0 and below 1")
+        if steps:
+            raise section.error("warmup_ratio", f"{ratio:g}, but warmup_steps says {steps} steps")
+    total = section.whole("total_steps", -1, least=-1)
+    return Schedule(
+        kind=kind,
+        peak=rates[0],
+        end=section.number("lr_end", 0.0),
+        warmup_steps=steps,
+        warmup_ratio=ratio,
+        total_steps=None if total < 1 else total,
+        power=section.number("lr_power", 1.0),
+    )
+
+
+def _recompute(section: Keys) -> Recomputation:
+    return Recomputation(
+        blocks=section.flag("recompute", False),
+        selective=section.flag("select_recompute", False),
+        communication=section.flag("mp_comm_recompute", True),
+        gathers=section.flag("parallel_optimizer_comm_recompute", False),
+    )

@@ -1,0 +1,86 @@
+"""Optimizer, learning rate, recomputation, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from config.mindformers.files import run_of
+from shardwright.config.mindformers.training import Recomputation
+from shardwright.errors import ConfigError
+from shardwright.train.schedule import Schedule
+
+
+@pytest.mark.parametrize(
+    ("section", "schedule"),
+    [
+        (None, Schedule("constant", 1e-4)),
+        (
+            {"type": "CosineWithWarmUpLR", "warmup_ratio": 0.03, "total_steps": -1},
+            Schedule("cosine", 1e-4, warmup_ratio=0.03),
+        ),
+        (
+            {"type": "polynomial", "warmup_steps": 20, "lr_end": "1e-6", "total_steps": 500},
+            Schedule("polynomial", 1e-4, end=1e-6, warmup_steps=20, total_steps=500),
+        ),
+    ],
+)
+def test_the_learning_rate_is_that_of_the_schedule(section: Any, schedule: Schedule) -> None:
+    assert run_of(lr_schedule=section).training.optimizer.schedule == schedule
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr_schedule__learning_rate": 2e-4}, "0.0002, but optimizer.learning_rate says 0.0001"),
+        ({"optimizer__learning_rate": None}, "optimizer.learning_rate: missing"),
+        ({"optimizer__learning_rate": 0}, "learning_rate: 0 must be positive"),
+        ({"optimizer__type": "Lion"}, "'Lion' is not known; valid are FP32State"),
+        ({"optimizer__betas": 0.9}, "expected two numbers, got 0.9"),
+        ({"lr_schedule__type": "Step"}, "'Step' is not known; valid are Cosine"),
+        (
+            {"lr_schedule__warmup_ratio": 0.1, "lr_schedule__warmup_steps": 5},
+            "warmup_ratio: 0.1, but warmup_steps says 5 steps",
+        ),
+        ({"run_mode": "eval"}, "'eval' is not known; valid are train, finetune"),
+        ({"resume_training": True}, "True needs load_checkpoint"),
+        ({"callbacks": "all"}, "callbacks: expected a list"),
+    ],
+)
+def test_what_cannot_be_is_an_error_with_its_key(changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^small.yaml: .*{message}"):
+        run_of(**changes)
+
+
+def test_what_is_given_as_text_becomes_a_number() -> None:
+    found = run_of(optimizer__eps="1e-8", optimizer__weight_decay="0.1").training.optimizer
+    assert (found.eps, found.weight_decay) == (1e-8, 0.1)
+
+
+def test_gradients_are_clipped_where_it_is_asked_for() -> None:
+    assert run_of().training.optimizer.clip_norm is None
+    assert run_of(runner_wrapper__use_clip_grad=True).training.optimizer.clip_norm == 1.0
+    both = run_of(runner_wrapper={"use_clip_grad": True, "max_grad_norm": 0.5})
+    assert both.training.optimizer.clip_norm == 0.5
+
+
+def test_recomputation_is_as_said() -> None:
+    assert run_of().training.recompute == Recomputation()
+    section = {
+        "recompute": True,
+        "select_recompute": True,
+        "mp_comm_recompute": False,
+        "parallel_optimizer_comm_recompute": True,
+    }
+    found = run_of(recompute_config=section).training.recompute
+    assert found == Recomputation(True, True, communication=False, gathers=True)
+
+
+def test_checkpoints_are_those_of_the_monitor() -> None:
+    monitor = {"type": "CheckpointMonitor", "save_checkpoint_steps": 100, "async_save": True}
+    found = run_of(callbacks=[{"type": "MFLossMonitor"}, monitor], output_dir="out").training
+    assert found.checkpoints is not None
+    assert (found.checkpoints.folder, found.checkpoints.every) == ("out", 100)
+    assert found.checkpoints.asynchronous
+    assert run_of(callbacks=[{"type": "MFLossMonitor"}]).training.checkpoints is None
