@@ -10,6 +10,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -67,10 +69,22 @@ def process_group(world: World, timeout: timedelta = TIMEOUT) -> Iterator[torch.
     if world.size == 1:
         yield device
         return
-    backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(
-        backend, timeout=timeout, device_id=None if device.type == "cpu" else device
+        dist.get_default_backend_for_device(device),
+        store=_store(world, timeout),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,
     )
     yield device
     # Not after an error: other ranks may wait in a collective, which this would wait for.
     dist.destroy_process_group()
+
+
+def _store(world: World, timeout: timedelta) -> Store:
+    """The launcher's store, in which the processes find each other. It lives through restarts, so
+    what the processes of an earlier start wrote there must not be read by those of this one."""
+    store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+    store.set_timeout(timeout)
+    return PrefixStore(f"restart {world.restarts} of {world.size} ranks", store)
