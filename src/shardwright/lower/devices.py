@@ -125,6 +125,11 @@ class Devices:
         return int(seed)
 
     @property
+    def several(self) -> bool:
+        """Whether a model that runs on them is divided at all, in a stage or into stages."""
+        return self.layout.num_devices * self.stages > 1
+
+    @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The joined axes whose groups have been asked for, in a fixed order."""
         return tuple(sorted(self._names, key=lambda axes: (len(axes), axes)))

@@ -22,7 +22,7 @@ from shardwright.lower.bucket_lines import BucketLines
 from shardwright.lower.buckets import BoundBucket
 from shardwright.lower.collectives import bind, reduction
 from shardwright.lower.devices import Devices
-from shardwright.lower.random import Seeded
+from shardwright.lower.random import Seeded, number_of
 from shardwright.lower.recomputation import recompute, recompute_drawing
 from shardwright.lower.regather import Regathering
 from shardwright.lower.source import Source, expression
@@ -143,7 +143,7 @@ class _Lowering:
     def _again(self) -> Callable[..., Any]:
         """What runs operators that are computed again: on one device, random ones draw from
         PyTorch's own generator."""
-        if self.devices.layout.num_devices > 1:
+        if self.devices.several:
             return recompute
         again = (rule_of(self.graph.by_name[name]) for name in self.flow.segment_of)
         return recompute_drawing if any(r is not None and r.random for r in again) else recompute
@@ -224,7 +224,7 @@ class _Lowering:
         texts = [expression(a, variable) for a in args]
         texts += [f"{key}={expression(a, variable)}" for key, a in kwargs.items()]
         function = self._function(op, found)
-        if found is not None and found.random and self.devices.layout.num_devices > 1:
+        if found is not None and found.random and self.devices.several:
             texts.insert(0, "seed")
         names = [self.source.name(value.name) for value in op.outputs]
         self.variables.update(zip(op.outputs, names, strict=True))
@@ -253,10 +253,9 @@ class _Lowering:
         cut = any(self.cuts.get(op.name, {}).values())
         if found is not None and found.kernel is not None and cut:
             function = found.kernel(op, self._local(op, found))
-        if found is not None and found.random and self.devices.layout.num_devices > 1:
+        if found is not None and found.random and self.devices.several:
             axes = tuple(dict.fromkeys(a for dim in self.flow.made[op.output].axes for a in dim))
-            ordinal = self.graph.ops.index(op)
-            function = Seeded(function, ordinal, self.devices.index(axes))
+            function = Seeded(function, number_of(op.name), self.devices.index(axes))
             return self.source.refer(f"seeded_{_short(op)}", function)
         if function is op.target and isinstance(function, torch._ops.OpOverload):
             if function.namespace == "aten":

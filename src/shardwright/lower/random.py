@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -17,6 +18,19 @@ from shardwright.lower.devices import Index
 _STRIDE = 1_000_003
 """Prime, larger than any number of devices: operators of one step draw from distinct seeds."""
 
+_SEEDS = 1_099_511_627_791
+"""Prime, larger than any operator's number."""
+
+
+def number_of(name: str) -> int:
+    """A number for an operator, from its name: the same in every part and every mode of a model."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=5).digest())
+
+
+def seed_of(step: int, micro_batch: int) -> int:
+    """The seed of one micro-batch in the step with the seed `step`."""
+    return step * 65_537 + micro_batch
+
 
 @dataclass(frozen=True)
 class Seeded:
@@ -24,16 +38,16 @@ class Seeded:
 
     Args:
         function: draws from the global generators.
-        ordinal: number of the operator in its graph.
+        number: of the operator; see `number_of`.
         shard: which block of the output this rank computes.
     """
 
     function: Callable[..., Any]
-    ordinal: int
+    number: int
     shard: Index
 
     def __call__(self, seed: int, *args: Any, **kwargs: Any) -> Any:
-        stream = (seed * _STRIDE + self.ordinal) * _STRIDE % 2**62
+        stream = (seed * _SEEDS + self.number) * _STRIDE % 2**62
         with torch.random.fork_rng():
             torch.manual_seed(self.shard + stream)
             return self.function(*args, **kwargs)
