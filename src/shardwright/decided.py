@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from shardwright.errors import StrategyError
 from shardwright.layout import Axes
 from shardwright.rules.rule import Cuts
 
@@ -32,16 +33,38 @@ class OptimizerParallel:
     """Parameters stored sharded over axes on which they are used whole (HSDP, ZeRO).
 
     Args:
-        level: `level1` gathers parameters once a step and reduces their gradients after it;
-            `level2` reduces gradients as soon as they are complete; `level3` also frees gathered
-            parameters after their use and gathers them again in the backward pass.
+        level: `level1` gathers parameters once a step, adds up whole gradients over the
+            micro-batches and reduces them once; `level2` reduces the gradients of each micro-batch
+            as soon as they are complete; `level3` also frees gathered parameters after their use
+            and gathers them again in the backward pass. With one micro-batch the first two are one.
         shard_size: over how many devices a parameter is sharded; -1 for all that hold it whole.
-        threshold: parameters of fewer KB stay as they are used.
+        threshold: parameters of fewer KB (1024 bytes, as stored) stay as they are used.
+
+    Raises:
+        StrategyError: if a value is not valid.
     """
 
     level: str = "level1"
     shard_size: int = -1
     threshold: int = 64
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise StrategyError(
+                f"optimizer parallel: level {self.level!r}; valid are {', '.join(LEVELS)}"
+            )
+        whole = isinstance(self.shard_size, int) and not isinstance(self.shard_size, bool)
+        if not whole or (self.shard_size < 1 and self.shard_size != -1):
+            raise StrategyError(
+                f"optimizer parallel: shard_size {self.shard_size!r} must be a whole number of at"
+                " least 1, or -1 for all devices that hold a parameter whole"
+            )
+        whole = isinstance(self.threshold, int) and not isinstance(self.threshold, bool)
+        if not whole or self.threshold < 0:
+            raise StrategyError(
+                f"optimizer parallel: threshold {self.threshold!r} must be a whole number of KB, at"
+                " least 0"
+            )
 
 
 @dataclass(frozen=True)
