@@ -21,7 +21,7 @@ from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.layout import Layout, TensorLayout
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts, Reduction
-from shardwright.segments import Segment, Ways, segments
+from shardwright.segments import Segment, Ways, make_again, segments
 from shardwright.transfer import Transfer
 
 
@@ -132,7 +132,9 @@ def communication(graph: Graph, mesh: Layout, decided: Decided) -> Communication
     for _, value in graph.updates:
         target = mesh.replicated(len(value.shape))
         result.update_routes[value] = _route(result, value, target, shared, False)
-    _find_segments(result, graph, decided)
+    ways = Ways(graph, result.routes, result.reductions)
+    result.segments = segments(graph, decided.recompute, ways)
+    make_again(result.segments, ways, decided)
     made_again = {name: Recompute(s.name) for name, s in result.segment_of.items()}
     together = replace(decided, recompute=made_again)
     result.buckets = buckets(graph, mesh, together, result.routes, result.made)
@@ -205,31 +207,6 @@ def _route(
         shared[key].differentiable |= differentiable
         route.append(shared[key])
     return tuple(route)
-
-
-def _find_segments(result: Communication, graph: Graph, decided: Decided) -> None:
-    """Which operators are computed again together, and which conversions with them.
-
-    Parameters are gathered once, unless optimizer parallel frees them after their use (`level3`).
-    """
-    if not decided.recompute:
-        return
-    frees = decided.sharding is not None and decided.sharding.level == "level3"
-    maker: dict[int, str] = {}
-    made_for: dict[str, list[tuple[Value, str]]] = {}
-    for op in graph.ops:
-        for index, value in enumerate(op.inputs):
-            for transfer in result.routes[op.name, index]:
-                first = maker.setdefault(id(transfer), op.name)
-                made_for.setdefault(op.name, []).append((value, first))
-    sending = {maker[id(t)] for t in result.transfers if t.forward_bytes and id(t) in maker}
-    ways = Ways(made_for, sending, result.reductions)
-    result.segments = segments(graph, decided.recompute, ways)
-    for transfer in result.transfers:
-        segment = result.segment_of.get(maker.get(id(transfer), ""))
-        again = frees if transfer.value.kind is Kind.PARAMETER else True
-        if segment is not None and again and (frees or segment.communication):
-            transfer.segment = segment.name
 
 
 def _count(result: Communication, graph: Graph) -> None:

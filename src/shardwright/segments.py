@@ -8,12 +8,16 @@ follows it is computed outside, once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
 
-from shardwright.decided import Recompute
+from shardwright.decided import Decided, Recompute
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.graph.saved import saved
+from shardwright.layout import TensorLayout
+from shardwright.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,35 @@ class Segment:
 
 @dataclass(frozen=True)
 class Ways:
-    """What segments need to know of the conversions of a plan.
+    """The conversions of a plan on the way to its operators.
 
     Args:
-        made_for: for each operator the values that it reads converted, each with the name of the
-            operator that the conversion is made for first.
-        sending: operators whose own conversions send bytes in the forward pass.
+        routes: for each input of an operator, `(operator name, index)`, the transfers on the way.
         talking: operators that talk inside.
     """
 
-    made_for: Mapping[str, Collection[tuple[Value, str]]]
-    sending: Collection[str]
+    graph: Graph
+    routes: Mapping[tuple[str, int], Sequence[Transfer]]
     talking: Collection[str]
+
+    def to(self, op: Op) -> Iterator[tuple[Value, Transfer]]:
+        """The transfers on the way to an operator, each with the value that it converts."""
+        for index, value in enumerate(op.inputs):
+            yield from ((value, transfer) for transfer in self.routes[op.name, index])
+
+    @cached_property
+    def maker(self) -> dict[Transfer, str]:
+        """For each transfer the first operator that reads its result; it is made for that one."""
+        found: dict[Transfer, str] = {}
+        for op in self.graph.ops:
+            for _, transfer in self.to(op):
+                found.setdefault(transfer, op.name)
+        return found
+
+    def sends(self, op: Op) -> bool:
+        """Whether something is sent in the forward pass for this operator first."""
+        mine = (t for _, t in self.to(op) if self.maker[t] == op.name)
+        return op.name in self.talking or any(t.forward_bytes for t in mine)
 
 
 def segments(graph: Graph, recompute: Mapping[str, Recompute], ways: Ways) -> tuple[Segment, ...]:
@@ -86,17 +107,20 @@ class _Run:
         if said != self.said or not self.after.isdisjoint(op.inputs):
             return False
         return not any(
-            value in self.inside and (maker in self.others or not said.communication)
-            for value, maker in ways.made_for.get(op.name, ())
+            value in self.inside and (ways.maker[t] in self.others or not said.communication)
+            for value, t in ways.to(op)
         )
 
     def add(self, op: Op) -> None:
         self.ops.append(op)
         self.inside.update(op.outputs)
 
-    def pass_by(self, op: Op) -> None:
+    def pass_by(self, op: Op, ways: Ways) -> None:
+        names = {mine.name for mine in self.ops}
         self.others.add(op.name)
-        if not (self.inside | self.after).isdisjoint(op.inputs):
+        if not (self.inside | self.after).isdisjoint(op.inputs) or any(
+            ways.maker[transfer] in names for _, transfer in ways.to(op)
+        ):
             self.after.update(op.outputs)
 
 
@@ -106,7 +130,7 @@ def _runs(graph: Graph, recompute: Mapping[str, Recompute], ways: Ways) -> Itera
         said = recompute.get(op.name)
         if said is None or (op.name in ways.talking and not said.communication):
             if run is not None:
-                run.pass_by(op)
+                run.pass_by(op, ways)
             continue
         if run is None or not run.takes(op, said, ways):
             if run is not None:
@@ -130,8 +154,49 @@ def _trimmed(run: _Run, ways: Ways) -> list[Op]:
     known = {value for op in ops for value in (*op.inputs, *op.outputs)}
     for op in run.ops[end:] if ops else ():
         reads = {value for value in op.inputs if value.kind in (Kind.ACTIVATION, Kind.INPUT)}
-        if op.name in ways.talking or op.name in ways.sending or not reads <= known:
+        if ways.sends(op) or not reads <= known:
             break
         ops.append(op)
         known.update(op.outputs)
     return ops
+
+
+def make_again(found: Sequence[Segment], ways: Ways, decided: Decided) -> None:
+    """Lets segments make transfers again, by their `segment`.
+
+    A value from outside is kept where it is smallest on its way in: a gather is made again, a sum
+    is not. Parameters are gathered once, unless optimizer parallel frees them (`level3`).
+    """
+    frees = decided.sharding is not None and decided.sharding.level == "level3"
+    for segment in found:
+        ops = [ways.graph.by_name[name] for name in segment.ops]
+        inside = {value for op in ops for value in op.outputs}
+        for op in ops:
+            for index, value in enumerate(op.inputs):
+                mine = [t for t in ways.routes[op.name, index] if ways.maker[t] == op.name]
+                if value.kind is Kind.PARAMETER:
+                    again = mine if frees else []
+                else:
+                    again = mine if segment.communication else []
+                    if value not in inside:
+                        again = again[_smallest(again, segment) :]
+                for transfer in again:
+                    transfer.segment = segment.name
+
+
+def _smallest(way: Sequence[Transfer], segment: Segment) -> int:
+    """How many transfers on the way of a value from outside are made once: up to the last that
+    sends something and leaves the value no larger than it was."""
+    first = way[0].before if way else None
+    if not way or (first is not None and first.segment == segment.name):
+        return 0
+    smallest, number = _size(way[0], way[0].step.source), 0
+    for position, transfer in enumerate(way, start=1):
+        size = _size(transfer, transfer.step.target)
+        if transfer.forward_bytes and size <= smallest:
+            smallest, number = size, position
+    return number
+
+
+def _size(transfer: Transfer, layout: TensorLayout) -> int:
+    return prod(layout.shard_shape(transfer.value.shape))

@@ -16,6 +16,7 @@ from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
 from shardwright.pins import pins_of
 from shardwright.plan import Plan, make_plan
+from shardwright.recompute import recompute_of
 from shardwright.rules.rule import Cuts
 from shardwright.search.named_stages import StageConfig
 from shardwright.search.presets import data_parallel, semi_auto, stand_alone
@@ -128,6 +129,7 @@ def plan(
             storage_as_said(graph, mesh, pins.parameters, as_used(graph, mesh, cuts)),
             fixed.outputs,
             arrivals(graph, mesh, dataset_strategy),
+            recompute=recompute_of(graph),
         ),
         mode=mode,
         options=options,

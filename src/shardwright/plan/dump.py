@@ -65,6 +65,10 @@ def _operator(plan: Plan, row: OperatorRow) -> Iterator[str]:
         yield "  computed whole on every device"
     if row.pinned:
         yield f"  pinned {plan.pins[row.name]}"
+    if row.segment:
+        communication = plan.recompute[row.name].communication
+        kept = "" if communication else ", conversions inside are kept"
+        yield f"  computed again in the backward pass, in segment {row.segment}{kept}"
     cuts = ", ".join(f"{factor}/{''.join(axes)}" for factor, axes in row.cuts.items())
     yield f"  cuts {cuts or 'nothing'}, strategy {strategy(row.strategy)}"
     ways = {c.input: c for c in row.conversions if c.input is not None}

@@ -48,6 +48,8 @@ class OperatorRow:
         source: the user's line.
         main: whether the search decided it by cost.
         pinned: whether the user said how it is cut.
+        segment: the operators that it is computed again with in the backward pass; empty if it is
+            computed once.
     """
 
     name: str
@@ -62,6 +64,7 @@ class OperatorRow:
     source: str
     main: bool
     pinned: bool = False
+    segment: str = ""
 
     @property
     def strategy(self) -> Strategy:

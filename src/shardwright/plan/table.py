@@ -68,7 +68,7 @@ def summary(plan: Plan, every: bool = False) -> list[str]:
         f"each device sends {size(plan.forward_bytes)} forward and {size(plan.backward_bytes)} "
         f"backward a step, and keeps {size(plan.parameter_bytes)} of parameters",
     ]
-    lines += _idle(plan)
+    lines += [*_again(plan), *_idle(plan)]
     silent = sum(not _tells(row) for row in plan.operators)
     if silent and not every:
         lines.append(
@@ -81,6 +81,17 @@ def summary(plan: Plan, every: bool = False) -> list[str]:
             + ", ".join(plan.without_rule)
         )
     return lines
+
+
+def _again(plan: Plan) -> Iterable[str]:
+    """How much is computed again in the backward pass."""
+    rows = [row for row in plan.operators if row.segment]
+    if rows:
+        segments = len({row.segment for row in rows})
+        yield (
+            f"{len(rows)} operators in {segments} segment{'s' if segments > 1 else ''} are computed"
+            " again in the backward pass"
+        )
 
 
 def _idle(plan: Plan) -> list[str]:
@@ -104,6 +115,7 @@ def explanation(plan: Plan, row: OperatorRow) -> str:
     if row.pinned:
         kind = f"pinned as {plan.pins[row.name]}"
     lines.append(f"  {kind}")
+    lines += [f"  {line}" for line in _recomputed(plan, row)]
     ways = {c.input: c for c in row.conversions if c.input is not None}
     for index, ((name, shape, origin), parts) in enumerate(
         zip(row.inputs, row.strategy, strict=True)
@@ -120,6 +132,19 @@ def explanation(plan: Plan, row: OperatorRow) -> str:
             lines += [f"  {line}" for line in _conversion_lines(conversion)]
     lines.append(f"  output {', '.join(_shape(shape) for shape in row.outputs)}")
     return "\n".join(lines)
+
+
+def _recomputed(plan: Plan, row: OperatorRow) -> Iterable[str]:
+    """How the operator is computed again in the backward pass, if that was asked."""
+    said = plan.recompute.get(row.name)
+    if row.segment and said is not None:
+        count = sum(other.segment == row.segment for other in plan.operators)
+        others = f", with {count - 1} more operators" if count > 1 else ""
+        conversions = "are made again too" if said.communication else "are kept"
+        yield f"computed again in the backward pass in segment {row.segment}{others};"
+        yield f"conversions inside {conversions}"
+    elif said is not None:
+        yield f"in segment {said.segment}, but computed once: nothing is kept of it"
 
 
 def _conversion_lines(conversion: ConversionRow) -> Iterable[str]:
@@ -166,7 +191,8 @@ def _pattern(row: OperatorRow) -> _Pattern:
     )
     shapes = tuple(shape for _, shape, _ in row.inputs)
     cuts = tuple(row.cuts.items())
-    key = (name, row.operator, shapes, row.outputs, cuts, conversions, row.pinned)
+    again = bool(row.segment)
+    key = (name, row.operator, shapes, row.outputs, cuts, conversions, row.pinned, again)
     return _Pattern(key, numbers)
 
 
@@ -206,9 +232,11 @@ def _cuts(row: OperatorRow) -> str:
 
 
 def _strategy(row: OperatorRow) -> str:
-    """In how many parts each input is cut, where it is; marked where the user said so."""
+    """In how many parts each input is cut, where it is; marked where the user said so, and where
+    the operator is computed again in the backward pass."""
     parts = strategy(row.strategy) if row.cuts or row.pinned else ""
-    return f"{parts} pinned" if row.pinned else parts
+    marks = [mark for mark, holds in (("pinned", row.pinned), ("again", row.segment)) if holds]
+    return " ".join([parts, *marks]).strip()
 
 
 def strategy(parts: Strategy) -> str:
