@@ -36,6 +36,9 @@ VERSION = 1
 ABOUT = "checkpoint.json"
 NAME = re.compile(r"step-(\d+)")
 
+# That one process saves or loads on its own, also in a thread, is no mistake here.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
 # A rank waits in the group of the checkpoints while others write their files.
 WRITE_TIMEOUT = timedelta(minutes=30)
 
@@ -158,14 +161,13 @@ class Checkpoints:
             tensors = held_once(tensors, self._group)
         writer = _PublishingWriter(self.path(position.step), about, self._keep)
         target: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
-        with quiet():
-            if self._asynchronous:
-                pending = state_dict_saver.async_save(
-                    dict(tensors), no_dist=self._group is None, **target
-                )
-                self._pending = cast("Future[Metadata]", pending)
-            else:
-                state_dict_saver.save(dict(tensors), no_dist=self._group is None, **target)
+        if self._asynchronous:
+            pending = state_dict_saver.async_save(
+                dict(tensors), no_dist=self._group is None, **target
+            )
+            self._pending = cast("Future[Metadata]", pending)
+        else:
+            state_dict_saver.save(dict(tensors), no_dist=self._group is None, **target)
 
     def wait(self) -> None:
         """Until the checkpoint that is being written is complete; raises what went wrong in it."""
@@ -207,10 +209,9 @@ class Checkpoints:
             optimized = state.places_for_optimizer(net, optimizer, saved)
         device = state.device_of(net)
         random = {k: v for k, v in state.random_tensors(device).items() if k in saved}
-        with quiet():
-            state_dict_loader.load(
-                {**model, **optimized, **random}, storage_reader=reader, no_dist=True
-            )
+        state_dict_loader.load(
+            {**model, **optimized, **random}, storage_reader=reader, no_dist=True
+        )
         if optimizer is not None and about.groups is not None:
             state.restore_optimizer(net, optimizer, optimized, about.groups)
         state.restore_random(random, device)
@@ -321,11 +322,3 @@ def held_once(
         for key, tensor in tensors.items()
         if mine[key] == min(one[key] for one in every if key in one)
     }
-
-
-class quiet(warnings.catch_warnings):  # noqa: N801
-    """Without what torch warns of where one process saves or loads on its own."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -76,4 +76,4 @@ def launch_elastic(
                 raise
             reason = str(error).partition(";")[0]
         command, devices = planned_for(left)
-        on_restart(f"{reason}: going on with {devices} devices")
+        on_restart(f"{reason}; devices left: {left}; going on with {devices}")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
 from shardwright.train import safetensors, state
-from shardwright.train.checkpoint import held_once, quiet
+from shardwright.train.checkpoint import held_once
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
@@ -47,8 +47,7 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
 
         def read(name: str) -> Tensor:
             key, whole = f"{state.MODEL}.{name}", torch.empty_like(like[name], device="cpu")
-            with quiet():
-                state_dict_loader.load({key: whole}, storage_reader=reader, no_dist=True)
+            state_dict_loader.load({key: whole}, storage_reader=reader, no_dist=True)
             return whole
 
         _write(net, path, read)
