@@ -53,8 +53,7 @@ class Data:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Data:
-        kept = tensor.detach()
-        kept = kept.clone() if kept.nbytes <= SMALL else kept
+        kept = tensor.clone() if tensor.nbytes <= SMALL else tensor
         return cls(kept, kept._version)
 
 
