@@ -58,7 +58,8 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ("loss: 3", "loss: expected 'cross_entropy', 'mae', 'mse' or 'none', got 3"),
         (
             "data: {name: mnits}",
-            "data.name: expected 'digits' or 'mnist', got 'mnits' (text); did you mean mnist?",
+            "data.name: expected 'digits', 'mnist' or 'text', got 'mnits' (text); "
+            "did you mean mnist?",
         ),
         (
             "data: {target: nonsense}",
@@ -66,11 +67,25 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ),
         ("data: {name: mnist, target: 'a:b'}", "data: give either name or target, not both"),
         ("data: {arguments: {a: 1}}", "data: arguments are for a target, and there is none"),
-        ("data: {path: here}", "data: path is for name: mnist only"),
+        ("data: {path: here}", "data: path is for name: mnist and name: text only"),
         ("data: {name: mnist, image_size: 28}", "data: image_size is for name: digits only"),
         (
             "optimizer: {name: momentum}",
             "optimizer: name: momentum needs the key momentum, for example 0.9",
+        ),
+        ("data: {name: text}", "data: name: text needs the key seq_length, for example 64"),
+        ("data: {seq_length: 8}", "data: seq_length and tokenizer are for name: text only"),
+        (
+            "optimizer: {betas: [0.9, 0.95]}",
+            "optimizer: the keys betas and eps are for adam and adamw, not sgd",
+        ),
+        (
+            "optimizer: {name: adam, betas: [0.9]}",
+            "optimizer: betas: expected two numbers below 1, got [0.9]",
+        ),
+        (
+            "optimizer: {schedule: {warmup_steps: 2, warmup_ratio: 0.1}}",
+            "optimizer.schedule: give either warmup_steps or warmup_ratio, not both",
         ),
         (
             "optimizer: {name: adam, momentum: 0.9}",

@@ -1,6 +1,7 @@
 """The training loop, on one device and without a plan."""
 
 import copy
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -77,3 +78,31 @@ def test_losses_compare_a_column_of_outputs_with_a_row_of_targets() -> None:
     output, target = torch.tensor([[1.0], [5.0]]), torch.tensor([2, 2])
     assert MeanAbsoluteError()(output, target).item() == 2.0
     assert MeanSquaredError()(output, target).item() == 5.0
+
+
+def test_the_rate_is_that_of_each_step_and_large_gradients_are_scaled_down() -> None:
+    net = Loss()
+    before = net.layer.weight.detach().clone()
+    batches = Batches((100 * torch.ones(12, 3, dtype=torch.float64), torch.ones(12, 1)), 4)
+    asked, steps = list[int](), list[torch.Tensor]()
+
+    def rate(step: int) -> float:
+        asked.append(step)
+        return 0.5**step
+
+    def on_step(step: Step) -> None:
+        steps.append(net.layer.weight.detach().clone())
+
+    train(
+        net,
+        torch.optim.SGD(net.parameters(), lr=7.0),
+        batches,
+        epochs=1,
+        device=torch.device("cpu"),
+        on_step=on_step,
+        rate=rate,
+        clip_norm=0.1,
+    )
+    assert asked == [0, 1, 2]
+    lengths = [(b - a).norm().item() for a, b in pairwise([before, *steps])]
+    np.testing.assert_allclose(lengths, [0.1, 0.05, 0.025], rtol=1e-4)

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from shardwright.api import WithLoss, parallelize, plan
 from shardwright.config.load import load
+from shardwright.config.parts import made_model, made_optimizer, made_schedule, made_tensors
 from shardwright.config.schema import Config
-from shardwright.config.target import call_target
-from shardwright.errors import CheckpointError, ConfigError, PlanError, ShardwrightError
+from shardwright.errors import CheckpointError, PlanError, ShardwrightError
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
 from shardwright.plan import Plan
 from shardwright.saved_graphs import SavedGraphs
 from shardwright.strategy_files import load_strategies
 from shardwright.train.checkpoint import Checkpoints
-from shardwright.train.data import DIGITS_SIZE, Batches, digits, mnist
+from shardwright.train.data import Batches
 from shardwright.train.loss import LOSSES
 from shardwright.train.position import BEGINNING, Position
 from shardwright.train.process_group import World, process_group
@@ -47,8 +47,9 @@ class Run:
     def batches(self) -> Batches:
         """Raises: DataError: data that is missing or damaged."""
         data = self.config.data
-        tensors = (t.to(self._dtype) if t.is_floating_point() else t for t in self._tensors())
-        return Batches(tuple(tensors), data.batch_size, data.seed)
+        tensors = made_tensors(data, self.folder)
+        cast = tuple(t.to(self._dtype) if t.is_floating_point() else t for t in tensors)
+        return Batches(cast, data.batch_size, data.seed)
 
     @property
     def num_steps(self) -> int:
@@ -59,14 +60,8 @@ class Run:
     def model(self) -> nn.Module:
         """The model with its loss, with parameters that depend on `train.seed` only."""
         torch.manual_seed(self.config.train.seed)
-        model = self.config.model
-        net = call_target("model.target", model.target, model.arguments, self.folder)
-        if not isinstance(net, nn.Module):
-            raise ConfigError(
-                f"model.target: {model.target} returned a {type(net).__name__}, not an nn.Module"
-            )
-        net = net.to(self._dtype)
-        loss = self.config.loss
+        net = made_model(self.config.model, self.folder, self._dtype)
+        loss = self.config.loss_name
         return net if loss == "none" else WithLoss(net, LOSSES[loss]())
 
     def plan(self, devices: int, files: SavedGraphs | None = None) -> Plan:
@@ -75,7 +70,7 @@ class Run:
         Args:
             files: where the graph is saved, and then the plan, or the error that there was.
         """
-        model, batch = self.model(), self.example_batch()
+        model, batch = self._model_to_plan(), self.example_batch()
         strategies = self.config.parallel.strategies
         try:
             if strategies is not None:
@@ -91,6 +86,13 @@ class Run:
         if files is not None:
             files.plan(found)
         return found
+
+    def _model_to_plan(self) -> nn.Module:
+        """A language model needs no memory for its parameters to be planned."""
+        if not self.config.model.is_language_model:
+            return self.model()
+        with torch.device("meta"):
+            return self.model()
 
     def _plan(self, graph: Graph, devices: int) -> Plan:
         parallel = self.config.parallel
@@ -182,6 +184,8 @@ class Run:
                 on_step=on_step,
                 start=start,
                 after_step=after_step,
+                rate=self._rate(),
+                clip_norm=self.config.optimizer.clip_norm,
             )
 
     def _saving(self) -> AbstractContextManager[Checkpoints | None]:
@@ -193,31 +197,13 @@ class Run:
         return said is not None and (step % said.every == 0 or step == self.num_steps)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        chosen = self.config.optimizer
-        given = {"lr": chosen.learning_rate}
-        if chosen.momentum is not None:
-            given["momentum"] = chosen.momentum
-        if chosen.weight_decay is not None:
-            given["weight_decay"] = chosen.weight_decay
-        kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
-            "sgd": torch.optim.SGD,
-            "momentum": torch.optim.SGD,
-            "adam": torch.optim.Adam,
-            "adamw": torch.optim.AdamW,
-        }
-        return kinds[chosen.name](parameters, **given)
+        return made_optimizer(self.config.optimizer, parameters)
+
+    def _rate(self) -> Callable[[int], float] | None:
+        """The learning rate of each step, where it changes."""
+        schedule, steps = made_schedule(self.config.optimizer), self.num_steps
+        return None if schedule is None else lambda step: schedule.rate(step, steps)
 
     @property
     def _dtype(self) -> torch.dtype:
         return {"float32": torch.float32, "float64": torch.float64}[self.config.train.dtype]
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        data = self.config.data
-        if data.target is not None:
-            tensors = call_target("data.target", data.target, data.arguments, self.folder)
-            if not isinstance(tensors, tuple) or not all(isinstance(t, Tensor) for t in tensors):
-                raise ConfigError(f"data.target: {data.target} did not return a tuple of tensors")
-            return tensors
-        if data.name == "mnist":
-            return mnist(self.folder / data.path if data.path is not None else None)
-        return digits(data.image_size or DIGITS_SIZE)

@@ -65,7 +65,7 @@ def _problem(details: ErrorDetails) -> str:
     if kind == "string_pattern_mismatch":
         return f"{key}: expected 'module:callable', got {_shown(value)}"
     if kind == "value_error":
-        return f"{key}: {details['ctx']['error']}"
+        return f"{key}: {details['ctx']['error']}" if key else str(details["ctx"]["error"])
     return f"{key}: {details['msg'].replace('Input', 'value', 1)}, got {_shown(value)}"
 
 

@@ -20,22 +20,59 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Model(Section):
-    """What is trained: `target` is called with `arguments` and returns an `nn.Module`."""
+class Lora(Section):
+    """Low-rank adapters; all other weights are frozen."""
 
-    target: Target
+    target_modules: str | list[str] = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    rank: Count = 16
+    alpha: Positive = 16
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+class Model(Section):
+    """What is trained.
+
+    `target` is called with `arguments` and returns an `nn.Module`. `name` is a language model of
+    `shardwright.models` and `sizes` are those of one; both are built with `arguments`. `hf` is a
+    causal language model of `transformers`: the path of a `config.json`, or the arguments of
+    `AutoConfig.for_model`.
+    """
+
+    target: Target | None = None
+    name: str | None = None
+    sizes: dict[str, Any] | None = None
+    hf: str | dict[str, Any] | None = None
     arguments: dict[str, Any] = {}
+    lora: Lora | None = None
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether its call returns the loss."""
+        return self.target is None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        sources = {"target": self.target, "name": self.name, "sizes": self.sizes, "hf": self.hf}
+        given = [key for key, value in sources.items() if value is not None]
+        if len(given) != 1:
+            said = " and ".join(given) if given else "none"
+            raise ValueError(f"give one of target, name, sizes, hf, not {said}")
+        if self.lora is not None and self.target is not None:
+            raise ValueError("lora is for the language models of name, sizes and hf")
+        return self
 
 
 class Data(Section):
     """What it is trained on. With a `target`, that is called with `arguments` and returns a tuple
     of tensors with the samples on dimension 0."""
 
-    name: Literal["digits", "mnist"] | None = None
+    name: Literal["digits", "mnist", "text"] | None = None
     target: Target | None = None
     arguments: dict[str, Any] = {}
     path: str | None = None
     image_size: Annotated[int, Field(ge=8)] | None = None
+    seq_length: Count | None = None
+    tokenizer: str | None = None
     batch_size: Count = 32
     seed: Seed = 0
 
@@ -45,20 +82,59 @@ class Data(Section):
             raise ValueError("give either name or target, not both")
         if self.arguments and self.target is None:
             raise ValueError("arguments are for a target, and there is none")
-        if self.path is not None and self.name != "mnist":
-            raise ValueError("path is for name: mnist only")
-        if self.image_size is not None and (self.name == "mnist" or self.target is not None):
+        if self.path is not None and self.name not in ("mnist", "text"):
+            raise ValueError("path is for name: mnist and name: text only")
+        if self.image_size is not None and (
+            self.name in ("mnist", "text") or self.target is not None
+        ):
             raise ValueError("image_size is for name: digits only")
+        if self.name == "text" and self.seq_length is None:
+            raise ValueError("name: text needs the key seq_length, for example 64")
+        if self.name != "text" and (self.seq_length is not None or self.tokenizer is not None):
+            raise ValueError("seq_length and tokenizer are for name: text only")
+        return self
+
+
+class Schedule(Section):
+    """How the learning rate rises and falls; the arguments of `shardwright.train.Schedule`."""
+
+    kind: Literal["constant", "cosine", "linear", "polynomial"] = "cosine"
+    end: NotNegative = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
+    total_steps: Count | None = None
+    power: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup_steps and self.warmup_ratio is not None:
+            raise ValueError("give either warmup_steps or warmup_ratio, not both")
         return self
 
 
 class Optimizer(Section):
-    """Which optimizer, with what rates; a key that is left out has torch's default."""
+    """Which optimizer, with what rates; a key that is left out has torch's default.
+
+    Gradients whose norm together is above `clip_norm` are scaled down to it.
+    """
 
     name: Literal["sgd", "momentum", "adam", "adamw"] = "sgd"
     learning_rate: Positive = 0.001
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     weight_decay: NotNegative | None = None
+    betas: list[NotNegative] | None = None
+    eps: Positive | None = None
+    schedule: Schedule | None = None
+    clip_norm: Positive | None = None
+
+    @model_validator(mode="after")
+    def _betas_where_used(self) -> Self:
+        adam = self.name in ("adam", "adamw")
+        if not adam and (self.betas is not None or self.eps is not None):
+            raise ValueError(f"the keys betas and eps are for adam and adamw, not {self.name}")
+        if self.betas is not None and (len(self.betas) != 2 or max(self.betas) >= 1):
+            raise ValueError(f"betas: expected two numbers below 1, got {self.betas}")
+        return self
 
     @model_validator(mode="after")
     def _momentum_where_used(self) -> Self:
@@ -108,8 +184,20 @@ class Config(Section):
     """A whole configuration file."""
 
     model: Model
-    loss: Literal["cross_entropy", "mae", "mse", "none"] = "cross_entropy"
+    loss: Literal["cross_entropy", "mae", "mse", "none"] | None = None
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     parallel: Parallel = Parallel()
     train: Train = Train()
+
+    @property
+    def loss_name(self) -> str:
+        """The loss that is added to the model: by default cross entropy, none for one that has its
+        own."""
+        return self.loss or ("none" if self.model.is_language_model else "cross_entropy")
+
+    @model_validator(mode="after")
+    def _one_loss(self) -> Self:
+        if self.model.is_language_model and self.loss_name != "none":
+            raise ValueError(f"loss: {self.loss} is too much: a language model returns its loss")
+        return self

@@ -25,6 +25,8 @@ def train(
     max_steps: int | None = None,
     start: Position = BEGINNING,
     after_step: Callable[[Position], None] | None = None,
+    rate: Callable[[int], float] | None = None,
+    clip_norm: float | None = None,
 ) -> None:
     """Train `net`, which returns the loss of a batch, for `epochs` epochs.
 
@@ -34,6 +36,8 @@ def train(
         max_steps: stop after that many steps, counted over all epochs and from the very first.
         start: where to go on.
         after_step: called after `on_step` with the place that the run has come to.
+        rate: gives the learning rate of each step, by default that of the optimizer.
+        clip_norm: norm of all gradients together above which they are scaled down to it.
     """
     net.train()
     left = None if max_steps is None else max(0, max_steps - start.step)
@@ -41,6 +45,11 @@ def train(
         started = perf_counter()
         loss = net(*(tensor.to(device) for tensor in batch))
         loss.backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
+        if rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = rate(place.step)
         optimizer.step()
         optimizer.zero_grad()
         speed = batches.batch_size / (perf_counter() - started)

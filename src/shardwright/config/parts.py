@@ -1,0 +1,101 @@
+"""The model, data and optimizer that a configuration describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.config import schema
+from shardwright.config.target import call_target
+from shardwright.errors import ConfigError
+from shardwright.models import Dimensions, LoRA, build, build_hf
+from shardwright.train.data import DIGITS_SIZE, digits, mnist
+from shardwright.train.schedule import Schedule
+from shardwright.train.text import packed_text
+
+Made = TypeVar("Made")
+
+
+def made_model(model: schema.Model, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The model that is described; `folder` is what its paths are relative to.
+
+    Raises:
+        ConfigError: a target that returns no module, an unknown model, sizes or arguments.
+    """
+    if model.target is not None:
+        net = call_target("model.target", model.target, model.arguments, folder)
+        if not isinstance(net, nn.Module):
+            kind = type(net).__name__
+            raise ConfigError(f"model.target: {model.target} returned a {kind}, not an nn.Module")
+        return net.to(dtype)
+    options = {**model.arguments, "dtype": dtype, "lora": _lora(model.lora)}
+    if model.hf is not None:
+        inside = isinstance(model.hf, str)
+        source = folder / model.hf if inside else model.hf  # type: ignore[operator]
+        return _called("model.arguments", build_hf, source, **options)
+    if model.sizes is not None:
+        sizes = _called("model.sizes", Dimensions, **model.sizes)
+        return _called("model.arguments", build, sizes, **options)
+    return _called("model.arguments", build, model.name, **options)
+
+
+def _lora(lora: schema.Lora | None) -> LoRA | None:
+    return None if lora is None else LoRA(**lora.model_dump())
+
+
+def _called(key: str, function: Callable[..., Made], *args: Any, **kwargs: Any) -> Made:
+    """Raises: ConfigError: arguments that the function does not take."""
+    try:
+        return function(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def made_tensors(data: schema.Data, folder: Path) -> tuple[Tensor, ...]:
+    """The data, samples on dimension 0; `folder` is what its paths are relative to.
+
+    Raises:
+        ConfigError: a target that returns no tensors.
+        DataError: data that is missing or damaged.
+    """
+    if data.target is not None:
+        tensors = call_target("data.target", data.target, data.arguments, folder)
+        if not isinstance(tensors, tuple) or not all(isinstance(t, Tensor) for t in tensors):
+            raise ConfigError(f"data.target: {data.target} did not return a tuple of tensors")
+        return tensors
+    path = folder / data.path if data.path is not None else None
+    if data.name == "mnist":
+        return mnist(path)
+    if data.seq_length is not None:
+        tokenizer = folder / data.tokenizer if data.tokenizer is not None else None
+        return packed_text(data.seq_length, path, tokenizer)
+    return digits(data.image_size or DIGITS_SIZE)
+
+
+def made_optimizer(
+    chosen: schema.Optimizer, parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that are trained."""
+    given: dict[str, Any] = {"lr": chosen.learning_rate}
+    for name in ("momentum", "weight_decay", "betas", "eps"):
+        value = getattr(chosen, name)
+        if value is not None:
+            given[name] = tuple(value) if name == "betas" else value
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "momentum": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    return kinds[chosen.name]([p for p in parameters if p.requires_grad], **given)
+
+
+def made_schedule(chosen: schema.Optimizer) -> Schedule | None:
+    """How the learning rate goes; None where it stays."""
+    if chosen.schedule is None:
+        return None
+    return Schedule(peak=chosen.learning_rate, **chosen.schedule.model_dump())
