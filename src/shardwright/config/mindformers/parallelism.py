@@ -106,7 +106,7 @@ def parallelism(keys: Keys, sizes: Dimensions, notes: list[str]) -> Parallelism:
         sharding=_sharding(parallel),
     )
     _check_no_experts(keys, config)
-    found = _set_right(found, notes)
+    found = _set_right(found, config.has("vocab_emb_dp"), notes)
     _check_stages(config, found, sizes)
     if found.mode == "semi_auto":
         _check_parts(config, found, sizes)
@@ -167,8 +167,8 @@ def _check_no_experts(keys: Keys, config: Keys) -> None:
         raise keys.error("moe_config", "models with several experts are not built here")
 
 
-def _set_right(found: Parallelism, notes: list[str]) -> Parallelism:
-    """What the modes exclude, set as the original sets it, each with a note."""
+def _set_right(found: Parallelism, vocab_is_said: bool, notes: list[str]) -> Parallelism:
+    """What the modes exclude, set as the original sets it, with a note where it was said."""
     if found.mode in WHOLE_OPERATORS:
         excluded = {
             "full_batch": (found.full_batch, False),
@@ -184,8 +184,9 @@ def _set_right(found: Parallelism, notes: list[str]) -> Parallelism:
         taken_all = {name: taken for name, (_, taken) in excluded.items()}
         found = replace(found, data_parallel=1, **taken_all)  # type: ignore[arg-type]
     if found.vocab_emb_dp and (found.stages > 1 or found.mode in AUTO):
-        why = f"pipeline_stage is {found.stages}" if found.stages > 1 else "a search decides"
-        notes.append(f"vocab_emb_dp is False: {why}")
+        if vocab_is_said:
+            why = f"pipeline_stage is {found.stages}" if found.stages > 1 else "a search decides"
+            notes.append(f"vocab_emb_dp is False: {why}")
         found = replace(found, vocab_emb_dp=False)
     return found
 
