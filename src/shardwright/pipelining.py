@@ -40,6 +40,11 @@ class Pipelining:
     def parts(self) -> int:
         return self.stages * self.chunks
 
+    def can_run(self, micro_batches: int) -> bool:
+        """Whether the schedule can run so many: interleaved, in rounds of equal length."""
+        rounds = max(1, micro_batches // self.stages)
+        return self.schedule != "interleaved_1f1b" or micro_batches % rounds == 0
+
     def stage_of(self, part: int) -> int:
         """The stage that owns `part`: in turn, for the V schedule there and back."""
         turn, place = divmod(part, self.stages)

@@ -15,7 +15,8 @@ from shardwright.api.pipeline import Pipeline
 from shardwright.errors import PlanError
 from shardwright.graph.capture import capture
 from shardwright.lower.devices import Devices
-from shardwright.lower.parallel import parallel_module
+from shardwright.lower.parallel import ParallelModule, parallel_module
+from shardwright.lower.staged import staged_module
 from shardwright.plan import Plan
 
 
@@ -36,12 +37,16 @@ def parallelize(net: nn.Module, plan: Plan, device: str | torch.device | None = 
     """
     net = net.net if isinstance(net, Pipeline) else net
     where = torch.device(device) if device is not None else _own_device()
-    devices = Devices.of_process(plan.mesh, where)
+    devices = Devices.of_process(plan.mesh, where, plan.pipeline.stages)
     with _in_mode(net, plan.training):
         graph = plan.graph if plan.graph is not None else capture(net, *_example(plan))
         plan.check_fits(graph)
         _check_parameters(net, plan)
-        parallel = parallel_module(net, graph, devices, plan.decided)
+        parallel: ParallelModule
+        if plan.pipeline.stages > 1:
+            parallel = staged_module(net, graph, devices, plan.decided, plan.pipeline)
+        else:
+            parallel = parallel_module(net, graph, devices, plan.decided)
     return parallel if parallel.training == net.training else parallel.train(net.training)
 
 

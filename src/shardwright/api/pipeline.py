@@ -182,14 +182,13 @@ class Asked:
                 f"{count} micro-batches for {stages} stages: stages would stay idle; give at least"
                 f" micro_batches={stages}"
             )
-        rounds = count // stages
-        if stages > 1 and self.schedule == "interleaved_1f1b" and count % rounds:
-            near = [n for n in range(stages, 4 * count) if n % (n // stages) == 0]
-            near.sort(key=lambda n: abs(n - count))
+        asked = Pipelining(stages, count, self.schedule)
+        if stages > 1 and not asked.can_run(count):
+            near = [n for n in range(stages, 4 * count) if asked.can_run(n)]
+            near = sorted(sorted(near, key=lambda n: abs(n - count))[:4])
             raise StrategyError(
                 f"interleaved_1f1b over {stages} stages cannot run {count} micro-batches in rounds"
-                f" of equal length; nearest valid numbers are"
-                f" {', '.join(map(str, sorted(near[:4])))}"
+                f" of equal length; nearest valid numbers are {', '.join(map(str, near))}"
             )
 
 

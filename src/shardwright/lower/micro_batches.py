@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.errors import PlanError
+from shardwright.pipelining import Pipelining
 
 
 def of_the_batch(leaves: Sequence[Any]) -> list[bool]:
@@ -37,6 +38,19 @@ def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
             leaf = leaf[number * rows : (number + 1) * rows]
         result.append(leaf)
     return result
+
+
+def most_micro_batches(leaves: Sequence[Any], pipeline: Pipelining) -> int:
+    """Into how many pieces a batch is cut: as planned, or for a batch of another size the most that
+    divide it and that the schedule can run."""
+    rows = next(
+        (leaf.shape[0] for leaf, cut in zip(leaves, of_the_batch(leaves), strict=True) if cut), 1
+    )
+    return next(
+        count
+        for count in range(pipeline.micro_batches, 0, -1)
+        if rows % count == 0 and pipeline.can_run(count)
+    )
 
 
 def _divisors(number: int) -> str:

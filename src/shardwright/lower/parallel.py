@@ -21,6 +21,7 @@ from shardwright.lower.adapt import adapted_cuts, adapted_outputs
 from shardwright.lower.devices import Devices
 from shardwright.lower.program import Program, lower
 from shardwright.lower.storage import as_dtensor, local_shards, with_stored_parameters
+from shardwright.pipelining import ONE_STAGE, Pipelining
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class ParallelModule(nn.Module):
         module: a copy of the model, its parameters stored as planned.
         template: a copy on the meta device, to capture from.
         graph: the model in the mode and for the shapes of the plan.
+        pipeline: stages and micro-batches.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ParallelModule(nn.Module):
         graph: Graph,
         devices: Devices,
         decided: Decided,
+        pipeline: Pipelining = ONE_STAGE,
     ) -> None:
         super().__init__()
         self._modules = module._modules
@@ -71,14 +74,14 @@ class ParallelModule(nn.Module):
         self.training = module.training
         self.devices = devices
         self.decided = decided
+        self.pipeline = pipeline
         self.seed = devices.common_seed()
         self.steps = 0
         # In a tuple, so that it is no submodule.
         self._template = (template,)
         self._compiler: Callable[..., Any] | None = None
-        program = lower(graph, devices, decided)
-        self._planned = self._bind(graph, program)
-        leaves = [_key(leaf) for leaf in graph.inputs]
+        self._planned = self._made(graph, decided)
+        leaves = [key_of(leaf) for leaf in graph.inputs]
         self._bound = {self._situation(graph.in_spec, leaves): self._planned}
 
     @property
@@ -93,9 +96,9 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, spec = pytree.tree_flatten((args, kwargs))
-        situation = self._situation(spec, [_key(leaf) for leaf in inputs])
+        situation = self._situation(spec, [key_of(leaf) for leaf in inputs])
         if situation not in self._bound:
-            self._bound[situation] = self._capture(args, kwargs)
+            self._bound[situation] = self._compiled(self._made(*self._captured(args, kwargs)))
         bound = self._bound[situation]
         parameters = {n: getattr(owner, leaf) for n, owner, leaf in bound.parameters}
         state = {n: getattr(owner, leaf) for n, owner, leaf in bound.buffers}
@@ -119,8 +122,8 @@ class ParallelModule(nn.Module):
         """What a program depends on: the modes of all submodules and what the call is given."""
         return tuple(m.training for m in self.modules()), spec, tuple(leaves)
 
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
-        """The program for a situation that the plan was not made for.
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Graph, Decided]:
+        """The model in a situation that the plan was not made for, and what is decided of it.
 
         Raises:
             PlanError: if the call has other arguments, or other dtypes, than the planned one.
@@ -139,19 +142,14 @@ class ParallelModule(nn.Module):
             cuts=adapted_cuts(graph, mesh, self.decided.cuts),
             outputs=adapted_outputs(graph, mesh, self.decided.outputs),
         )
-        program = lower(graph, self.devices, decided)
-        return self._compiled(self._bind(graph, program))
+        return graph, decided
 
-    def _bind(self, graph: Graph, program: Program) -> Bound:
-        def place(value: Value) -> Place:
-            path, _, leaf = value.name.rpartition(".")
-            return value.name, self.get_submodule(path), leaf
-
+    def _made(self, graph: Graph, decided: Decided) -> Bound:
         return Bound(
             graph,
-            program,
-            tuple(place(value) for value in graph.parameters),
-            tuple(place(value) for value in graph.buffers),
+            lower(graph, self.devices, decided),
+            tuple(place_of(self, value) for value in graph.parameters),
+            tuple(place_of(self, value) for value in graph.buffers),
         )
 
     def _compiled(self, bound: Bound) -> Bound:
@@ -175,15 +173,21 @@ class ParallelModule(nn.Module):
         return result
 
 
+def place_of(module: nn.Module, value: Value) -> Place:
+    """Where a parameter or buffer of the graph is in the module."""
+    path, _, leaf = value.name.rpartition(".")
+    return value.name, module.get_submodule(path), leaf
+
+
 def parallel_module(
     module: nn.Module, graph: Graph, devices: Devices, decided: Decided
 ) -> ParallelModule:
     """`module`, split as planned over `devices`."""
     stored = with_stored_parameters(module, decided.storage, devices)
-    return ParallelModule(stored, _template(module), graph, devices, decided)
+    return ParallelModule(stored, template_of(module), graph, devices, decided)
 
 
-def _template(module: nn.Module) -> nn.Module:
+def template_of(module: nn.Module) -> nn.Module:
     """A copy on the meta device."""
 
     def meta(tensor: Tensor) -> Tensor:
@@ -198,7 +202,7 @@ def _template(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _key(leaf: Any) -> Any:
+def key_of(leaf: Any) -> Any:
     """What the program depends on of one argument."""
     if isinstance(leaf, Tensor | Value):
         return tuple(leaf.shape), leaf.dtype

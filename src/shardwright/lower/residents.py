@@ -11,6 +11,7 @@ gradients = residents.end()
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -78,6 +79,15 @@ class Residents:
         for bound in self._held:
             given[held_name(bound.bucket)] = self._as_used(bound)
         return given
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors in which gradients add up, of those that `tensors` has asked for."""
+        tensors = [
+            *self._leaves.values(),
+            *chain(*self._used.values()),
+            *chain(*self._sums.values()),
+        ]
+        return [tensor for tensor in tensors if tensor.requires_grad]
 
     def end(self) -> dict[str, Tensor]:
         """Ends the step, after the last backward: reduces what is left to reduce, frees what was

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -39,12 +39,18 @@ def as_dtensor(local: Tensor, like: Tensor, where: TensorLayout, devices: Device
     )
 
 
-def with_stored_parameters(module: nn.Module, storage: Storage, devices: Devices) -> nn.Module:
+def with_stored_parameters(
+    module: nn.Module,
+    storage: Storage,
+    devices: Devices,
+    left_out: Collection[str] = frozenset(),
+) -> nn.Module:
     """A copy of `module` whose parameters are DTensors stored as planned, and whose buffers lie on
     the device; tied parameters stay tied. The given module is left as it is.
 
-    Of parameters made inside `no_init_parameters`, one after another is initialised on the CPU, and
-    only what this rank stores is kept.
+    Parameters and buffers that are `left_out`, as other stages hold them, are None. Of parameters
+    made inside `no_init_parameters`, one after another is initialised on the CPU, and only what
+    this rank stores is kept.
 
     Raises:
         PlanError: if parameters are on the meta device and nothing says how to initialise them.
@@ -53,6 +59,8 @@ def with_stored_parameters(module: nn.Module, storage: Storage, devices: Devices
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
 
     def stored(name: str, whole: Tensor) -> Tensor:
+        if name in left_out:
+            return whole.new_empty(0)
         if devices.mesh is None or not isinstance(tensors[name], nn.Parameter):
             return whole.detach().to(devices.device, copy=True)
         where = TensorLayout(devices.layout, tuple(storage.get(name, ((),) * whole.ndim)))
@@ -66,13 +74,15 @@ def with_stored_parameters(module: nn.Module, storage: Storage, devices: Devices
     )
     memo: dict[int, Any] = {id(tensor): value_of(tensor) for tensor in deferred_attributes(module)}
     for name, tensor in tensors.items():
-        memo[id(tensor)] = (
-            nn.Parameter(made[name], requires_grad=tensor.requires_grad)
-            if isinstance(tensor, nn.Parameter)
-            else made[name]
-        )
-    given_parameters = dict(module.named_parameters())
-    remember(given_parameters, {name: memo[id(p)] for name, p in given_parameters.items()})
+        if name in left_out:
+            memo[id(tensor)] = None
+        elif isinstance(tensor, nn.Parameter):
+            memo[id(tensor)] = nn.Parameter(made[name], requires_grad=tensor.requires_grad)
+        else:
+            memo[id(tensor)] = made[name]
+    parameters = dict(module.named_parameters())
+    kept = {name: memo[id(p)] for name, p in parameters.items() if name not in left_out}
+    remember(parameters, kept)
     return copy.deepcopy(module, memo)
 
 

@@ -47,7 +47,7 @@ def named(
         anchored, chunks = _chunked(graph, runs, stages, schedule)
     else:
         anchored, chunks = {op.name: labels[op.name] or 0 for op in ordered}, 1
-    part_of = _with_neighbours(graph, anchored)
+    part_of = with_neighbours(graph, anchored)
     _check_ascending(graph, part_of, Pipelining(stages, 1, schedule, chunks))
     return stages, chunks, part_of
 
@@ -158,7 +158,7 @@ def _with_turn(
     return result
 
 
-def _with_neighbours(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int]:
+def with_neighbours(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int]:
     """The part of every operator: as named, or the latest of what it reads, or else the earliest of
     what reads it."""
     part_of: dict[str, int] = {}
