@@ -95,6 +95,19 @@ def check_parameters_are_shards() -> None:
     torch.testing.assert_close(logits.full_tensor(), wanted, rtol=1e-4, atol=1e-5)
 
 
+def check_deferred_parameters() -> None:
+    """Built without values, with the optimizer, and with tied weights."""
+    net, args, kwargs = gpt2(layers=1)
+    with sw.no_init_parameters():
+        deferred, _, _ = gpt2(layers=1)
+        optimizer = sgd(deferred.parameters())
+    parallel = sw.parallelize(deferred, random_plan(sw.capture(net, args, kwargs), 4, seed=3))
+    sw.adopt(optimizer, parallel)
+    wanted = train(net, (net, args, kwargs), sgd, clip=0.5)
+    got = train(parallel, (net, args, kwargs), lambda parameters: optimizer, clip=0.5)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-4, atol=1e-5)
+
+
 def check_gradients_accumulate() -> None:
     net, args, kwargs = mlp()
     parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4))
@@ -169,6 +182,7 @@ def main() -> None:
     for check in (
         check_world_size,
         check_parameters_are_shards,
+        check_deferred_parameters,
         check_gradients_accumulate,
         check_searched_plans,
         check_random_plans,

@@ -29,6 +29,7 @@ def output() -> str:
     [
         "check_world_size",
         "check_parameters_are_shards",
+        "check_deferred_parameters",
         "check_gradients_accumulate",
         "check_searched_plans",
         "check_random_plans",
