@@ -24,7 +24,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], object]] = {
     "truncated, much redrawn": partial(init.trunc_normal_, std=0.02, a=-0.02, b=0.02),
     "truncated, a tail": partial(init.trunc_normal_, a=2.0, b=3.0),
     "operators": lambda t: t.uniform_(-1, 1).erfinv_().mul_(0.1).add_(1).clamp_(min=0.9),
-    "a part": lambda t: t[0].normal_(),
+    "a part": lambda t: t.zero_()[0].normal_(),
     "twice": lambda t: init.normal_(init.uniform_(t)),
     "through data": lambda t: t.data.normal_(),
     "other data": lambda t: setattr(t, "data", torch.randn(20, 30) * 0.02),

@@ -201,3 +201,29 @@ def test_large_data_that_changes_before_it_is_used_is_refused_and_small_data_is_
     large.fill_(1)
     with pytest.raises(sw.DeferredError, match=r"shape \(600, 600\).*was changed in place"):
         value_of(net[0])
+
+
+def test_an_operator_without_a_meta_kernel_computes_with_values_but_may_not_write() -> None:
+    with torch.library._scoped_library("deferred_test", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.define("double_(Tensor(a!) x) -> Tensor(a!)")
+        library.impl("twice", lambda x: x * 2, "CPU")
+        library.impl("double_", lambda x: x.mul_(2), "CPU")
+        operators = torch.ops.deferred_test
+        with sw.no_init_parameters():
+            assert torch.equal(operators.twice(torch.ones(3)), torch.full((3,), 2.0))
+            deferred = torch.ones(3)
+            assert torch.equal(operators.twice(deferred), torch.full((3,), 2.0))
+            with pytest.raises(sw.DeferredError, match=r"deferred_test\.double_.*no kernel"):
+                operators.double_(deferred)
+
+
+def test_an_operator_whose_results_lie_otherwise_than_its_meta_kernel_says_is_refused() -> None:
+    with torch.library._scoped_library("deferred_test", "FRAGMENT") as library:
+        library.define("turned(Tensor x) -> Tensor")
+        library.impl("turned", lambda x: x.clone(), "CPU")
+        library.impl("turned", lambda x: x.t().contiguous().t(), "Meta")
+        with sw.no_init_parameters():
+            turned = torch.ops.deferred_test.turned(torch.ones(2, 3))
+        with pytest.raises(sw.DeferredError, match=r"lies otherwise in memory.*\(3, 1\).*\(1, 2\)"):
+            value_of(turned)

@@ -71,7 +71,8 @@ def no_init_parameters() -> Iterator[None]:
     another device than the CPU. Where the code needs a value (`.item()`, `if`), it is made.
 
     Raises:
-        DeferredError: where a random operator writes into a tensor that has values.
+        DeferredError: where a random operator writes into a tensor that has values, or where one
+            cannot be recorded.
     """
     if any(isinstance(mode, _Recording) for mode in _get_current_dispatch_mode_stack()):
         yield  # what is built inside belongs to what is built around it
@@ -135,10 +136,9 @@ def _call(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str
             _refuse_use(record, function, tensors, targets)
             try:
                 return _record(record, function, args, kwargs)
-            except NotImplementedError:
-                if targets or draws(function):
-                    raise
-                # The shape of the result depends on values.
+            except NotImplementedError as error:
+                # Either the shape of the result depends on values, or nobody has said what it is.
+                _refuse_unknown(function, targets, error)
         args, kwargs = pytree.tree_map_only(Deferred, value_of, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -242,6 +242,14 @@ def _refuse_draw(function: Any) -> None:
             "no_init_parameters: make this tensor inside too (not from data), or initialise it "
             "outside"
         )
+
+
+def _refuse_unknown(function: Any, targets: list[Tensor], error: NotImplementedError) -> None:
+    if targets or draws(function):
+        raise DeferredError(
+            f"{function} cannot be recorded inside no_init_parameters, as it has no kernel for the "
+            "meta device: register one (`torch.library.register_fake`), or call it outside"
+        ) from error
 
 
 def _refuse_use(
