@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 import shardwright as sw
-from shardwright.decided import Decided
+from shardwright.decided import Decided, Recompute
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout, prime_mesh
 from shardwright.plan import Plan, make_plan
@@ -99,3 +99,17 @@ def check_random_plan(
     """The planned program gives the loss and gradients of one device, and sends what it says."""
     result = sw.check(net, args, kwargs, replace(plan, graph=graph))
     assert result.passes(1e-9), f"{result}\n{plan}"
+
+
+def random_recompute(graph: Graph, seed: int) -> dict[str, Recompute]:
+    """Runs of about seven operators, three of four of each computed again; with conversions or
+    without."""
+    draw = random.Random(seed)
+    found: dict[str, Recompute] = {}
+    said = Recompute("run 0")
+    for number, op in enumerate(graph.ops):
+        if draw.random() < 0.15:
+            said = Recompute(f"run {number}", draw.random() < 0.6)
+        if draw.random() < 0.75:
+            found[op.name] = said
+    return found
