@@ -15,7 +15,10 @@ from shardwright.graph.capture import capture
 from shardwright.graph.double import double, in_double
 from shardwright.graph.graph import Graph, Value
 from shardwright.graph.interpret import interpret
-from shardwright.lower.simulation import simulate
+from shardwright.lower.devices import Devices
+from shardwright.lower.loss_weights import LossWeights
+from shardwright.lower.micro_batches import micro_batch
+from shardwright.lower.simulation import Outcome, simulate, simulate_step
 from shardwright.plan import Plan
 
 
@@ -58,7 +61,7 @@ def check(
     Raises:
         PlanError: if the plan is for another model, or a process group is running.
     """
-    captured = plan.graph if plan.graph is not None else capture(net, args, kwargs)
+    captured = plan.graph if plan.graph is not None else _captured(net, args, kwargs, plan)
     plan.check_fits(captured)
     graph = in_double(captured)
     named: dict[str, Tensor] = dict(net.named_parameters(remove_duplicate=False))
@@ -69,22 +72,11 @@ def check(
         v.name: double(named[v.name]).requires_grad_(v.requires_grad) for v in graph.parameters
     }
     buffers = {v.name: double(state[v.name]) for v in graph.buffers}
-    args, kwargs = pytree.tree_map_only(Tensor, double, (args, kwargs or {}))
-    wanted, _ = interpret(graph, parameters, buffers, args, kwargs)
-    leaves = pytree.tree_leaves(wanted)
-    ends = _output_gradients(graph, leaves)
-    for tensor, gradient in ends:
-        if gradient is not None:
-            torch.autograd.backward(tensor, gradient, retain_graph=True)
-    outcome = simulate(
-        graph,
-        plan.mesh,
-        plan.decided,
-        parameters,
-        buffers,
-        pytree.tree_leaves((args, kwargs)),
-        output_gradients=[gradient for _, gradient in ends],
-    )
+    leaves = pytree.tree_map_only(Tensor, double, pytree.tree_leaves((args, kwargs or {})))
+    if plan.pipeline.micro_batches > 1:
+        ends, outcome = _step(graph, plan, parameters, buffers, leaves)
+    else:
+        ends, outcome = _call(graph, plan, parameters, buffers, leaves)
     outputs = [t for t in outcome.outputs if isinstance(t, Tensor)]
     differences = {
         name: _relative(outcome.gradients[name], parameter.grad)
@@ -94,7 +86,7 @@ def check(
     worst = max(differences, key=lambda name: differences[name], default="")
     flow = communication(graph, plan.mesh, plan.decided)
     return Check(
-        loss=_loss(graph, leaves),
+        loss=_loss(graph, ends),
         loss_difference=max(
             (_relative(a, b) for a, (b, _) in zip(outputs, ends, strict=True)), default=0.0
         ),
@@ -102,14 +94,73 @@ def check(
         worst_parameter=worst,
         replica_difference=outcome.replica_difference,
         counted_bytes=(outcome.forward_bytes, outcome.backward_bytes),
-        planned_bytes=(flow.forward_bytes, flow.backward_bytes),
+        planned_bytes=flow.step_bytes(plan.pipeline.micro_batches),
     )
 
 
-def _output_gradients(graph: Graph, leaves: list[Any]) -> list[tuple[Tensor, Tensor | None]]:
+def _captured(
+    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, plan: Plan
+) -> Graph:
+    """The model for one micro-batch."""
+    leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+    leaves = micro_batch(leaves, 0, plan.pipeline.micro_batches)
+    return capture(net, *pytree.tree_unflatten(leaves, spec))
+
+
+Ends = list[tuple[Tensor, Tensor | None]]
+
+
+def _call(
+    graph: Graph,
+    plan: Plan,
+    parameters: dict[str, Tensor],
+    buffers: dict[str, Tensor],
+    leaves: list[Any],
+) -> tuple[Ends, Outcome]:
+    """One call and its gradients, on one device and on simulated ranks."""
+    args, kwargs = pytree.tree_unflatten(leaves, graph.in_spec)
+    wanted, _ = interpret(graph, parameters, buffers, args, kwargs)
+    ends = _output_gradients(graph, pytree.tree_leaves(wanted))
+    for tensor, gradient in ends:
+        if gradient is not None:
+            torch.autograd.backward(tensor, gradient, retain_graph=True)
+    gradients = [gradient for _, gradient in ends]
+    outcome = simulate(
+        graph, plan.mesh, plan.decided, parameters, buffers, leaves, output_gradients=gradients
+    )
+    return ends, outcome
+
+
+def _step(
+    graph: Graph,
+    plan: Plan,
+    parameters: dict[str, Tensor],
+    buffers: dict[str, Tensor],
+    leaves: list[Any],
+) -> tuple[Ends, Outcome]:
+    """A step over all micro-batches, on one device and on simulated ranks."""
+    count = plan.pipeline.micro_batches
+    pieces = [micro_batch(leaves, number, count) for number in range(count)]
+    weights = LossWeights(graph, Devices.of_rank(plan.mesh, 0))(pieces)
+    total, state = torch.zeros((), dtype=torch.float64), dict(buffers)
+    for piece, weight in zip(pieces, weights, strict=True):
+        args, kwargs = pytree.tree_unflatten(piece, graph.in_spec)
+        wanted, updates = interpret(graph, parameters, state, args, kwargs)
+        state.update(updates)
+        outputs = pytree.tree_leaves(wanted)
+        place = next(i for i, value in enumerate(graph.outputs) if value is graph.loss)
+        total = total + outputs[place] * (weight if plan.pipeline.loss_reduction == "mean" else 1)
+    torch.autograd.backward(total)
+    outcome = simulate_step(
+        graph, plan.mesh, plan.decided, plan.pipeline, parameters, buffers, leaves
+    )
+    return [(total, torch.ones_like(total))], outcome
+
+
+def _output_gradients(graph: Graph, leaves: list[Any]) -> Ends:
     """Every output tensor with the gradient that starts there: 1 for the loss; if there is none,
     distinct numbers for every output, so that no error can cancel."""
-    found: list[tuple[Tensor, Tensor | None]] = []
+    found: Ends = []
     for value, tensor in zip(graph.outputs, leaves, strict=True):
         if not isinstance(value, Value):
             continue
@@ -122,8 +173,11 @@ def _output_gradients(graph: Graph, leaves: list[Any]) -> list[tuple[Tensor, Ten
     return found
 
 
-def _loss(graph: Graph, leaves: list[Any]) -> float | None:
-    for value, tensor in zip(graph.outputs, leaves, strict=True):
+def _loss(graph: Graph, ends: Ends) -> float | None:
+    if len(ends) == 1 and graph.loss is not None:
+        return float(ends[0][0].detach())
+    outputs = [value for value in graph.outputs if isinstance(value, Value)]
+    for value, (tensor, _) in zip(outputs, ends, strict=True):
         if value is graph.loss and graph.loss is not None:
             return float(tensor.detach())
     return None

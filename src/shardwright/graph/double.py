@@ -17,7 +17,10 @@ def in_double(graph: Graph) -> Graph:
 
     Casts that the model writes out (`x.to(torch.float32)` in a norm) become casts to float64.
     """
-    new = {value: replace(value, dtype=_double_dtype(value.dtype)) for value in graph.values()}
+    new = {
+        value: replace(value, dtype=_double_dtype(value.dtype), given_dtype=None)
+        for value in graph.values()
+    }
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, Value):

@@ -207,6 +207,7 @@ class _Lowering:
         variables = []
         for index, value in enumerate(op.inputs):
             if value in self.fused:
+                self._reads(self.fused[value])
                 continue
             route = self.flow.routes[op.name, index]
             variables.append(self._converted(value, route))
@@ -313,11 +314,15 @@ class _Lowering:
             and self._segment(op) == self._segment(add)
         )
 
-    def _with_bias(self, linear: Op, add: Op, bias: str) -> None:
-        reads = [
+    def _reads(self, linear: Op) -> list[str]:
+        """The variables that it reads; they come before those of its bias."""
+        return [
             self._converted(value, self.flow.routes[linear.name, index])
             for index, value in enumerate(linear.inputs)
         ]
+
+    def _with_bias(self, linear: Op, add: Op, bias: str) -> None:
+        reads = self._reads(linear)
         name = self.variables[add.output] = self.source.name(linear.output.name)
         comment = f"{self._comment(linear, rule_of(linear))}; with {add.name}"
         reads.append(bias)

@@ -34,18 +34,15 @@ class Residents:
       pass gradients are reduced as soon as a bucket is complete.
     - at `level3`: the program gathers by itself; `tensors()` gives the stored shards as leaves.
 
-    Buckets that are not gathered are reduced once a step at every level.
+    Buckets that are not gathered are reduced once a step at every level. Of a program that was
+    lowered without `resident`, it hands out the stored shards, as at `level3`.
     """
 
     def __init__(self, program: Program) -> None:
-        assert program.resident, "lower the program with resident=True"
         self._parameters = program.parameters
-        self._once = [bound for bound in program.buckets if bound.bucket.once]
-        self._held = [
-            bound
-            for bound in program.buckets
-            if not bound.bucket.once and bound.bucket.level == "level2"
-        ]
+        buckets = program.buckets if program.resident else ()
+        self._once = [bound for bound in buckets if bound.bucket.once]
+        self._held = [b for b in buckets if not b.bucket.once and b.bucket.level == "level2"]
         self._leaves: dict[str, Tensor] = {}
         self._used: dict[int, list[Tensor]] = {}
         self._pending: dict[int, Tensor] = {}

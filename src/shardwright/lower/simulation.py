@@ -24,8 +24,10 @@ from shardwright.decided import Decided
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
 from shardwright.layout import Layout, TensorLayout
+from shardwright.lower.accumulation import Accumulation
 from shardwright.lower.devices import Devices, Index, device_mesh
 from shardwright.lower.program import lower
+from shardwright.pipelining import Pipelining
 
 
 @dataclass
@@ -77,6 +79,45 @@ def simulated_devices(layout: Layout) -> Iterator[tuple[Devices, LocalTensorMode
         dist.destroy_process_group()
 
 
+@dataclass
+class Ranks:
+    """Simulated ranks that tensors are spread over and put together from.
+
+    Args:
+        difference: largest difference of what several ranks hold, of all that was put together.
+    """
+
+    layout: Layout
+    mode: LocalTensorMode | None
+    difference: float = 0.0
+
+    def place(self, tensor: Tensor, where: TensorLayout) -> Tensor:
+        """The block of each rank."""
+
+        def block(rank: int) -> Tensor:
+            return tensor.detach()[where.slices(rank, tuple(tensor.shape))].clone()
+
+        return block(0) if self.mode is None else self.mode.rank_map(block)
+
+    def with_constants(self, graph: Graph) -> Graph:
+        """Each rank slices its part of a constant: it must be there once for each."""
+        whole = self.layout.replicated
+        constants = {v: self.place(t, whole(t.ndim)) for v, t in graph.constants.items()}
+        return replace(graph, constants=constants)
+
+    def whole(self, tensor: Tensor, where: TensorLayout, shape: tuple[int, ...]) -> Tensor:
+        """The tensor from the blocks of all ranks."""
+        with _disabled(self.mode):
+            parts = {0: tensor}
+            if isinstance(tensor, LocalTensor):
+                parts = dict(tensor._local_tensors)
+            if len(parts) < self.layout.num_devices:
+                parts = dict.fromkeys(range(self.layout.num_devices), tensor)
+            full, difference = assemble(parts, where, shape)
+            self.difference = max(self.difference, difference)
+            return full
+
+
 def simulate(
     graph: Graph,
     layout: Layout,
@@ -98,62 +139,88 @@ def simulate(
     """
     outcome = Outcome()
     with torch.random.fork_rng(), simulated_devices(layout) as (devices, mode):
-        ranks = range(layout.num_devices)
-
-        def place(tensor: Tensor, where: TensorLayout) -> Tensor:
-            def block(rank: int) -> Tensor:
-                return tensor.detach()[where.slices(rank, tuple(tensor.shape))].clone()
-
-            return block(0) if mode is None else mode.rank_map(block)
-
-        # Each rank slices its part of a constant: it must be there once for each.
-        constants = {v: place(t, layout.replicated(t.ndim)) for v, t in graph.constants.items()}
-        graph = replace(graph, constants=constants)
+        ranks = Ranks(layout, mode)
+        graph = ranks.with_constants(graph)
         program = lower(graph, devices, decided)
         flow = program.communication
         local = {
-            value.name: place(parameters[value.name], flow.made[value]).requires_grad_(
-                value.requires_grad
-            )
-            for value in graph.parameters
+            v.name: ranks.place(parameters[v.name], flow.made[v]).requires_grad_(v.requires_grad)
+            for v in graph.parameters
         }
-        state = {v.name: place(buffers[v.name], flow.made[v]) for v in graph.buffers}
+        state = {v.name: ranks.place(buffers[v.name], flow.made[v]) for v in graph.buffers}
         leaves = [
-            place(leaf, flow.made[value]) if isinstance(value, Value) else leaf
+            ranks.place(leaf, flow.made[value]) if isinstance(value, Value) else leaf
             for value, leaf in zip(graph.inputs, inputs, strict=True)
         ]
         with ByteCounter() as forward:  # type: ignore[no-untyped-call]
             results, updates = program(local, state, leaves, seed)
         outcome.forward_bytes = forward.sent
         with ByteCounter() as backward:  # type: ignore[no-untyped-call]
-            _backward(graph, results, output_gradients, place, flow.made)
+            _backward(graph, results, output_gradients, ranks.place, flow.made)
         outcome.backward_bytes = backward.sent
+        for value, tensor in zip(graph.outputs, results, strict=True):
+            if not isinstance(value, Value):
+                outcome.outputs.append(tensor)
+                continue
+            route = flow.output_routes[value]
+            where = route[-1].step.target if route else flow.layout(value)
+            outcome.outputs.append(ranks.whole(tensor.detach(), where, value.shape))
+        for value in graph.parameters:
+            gradient = local[value.name].grad
+            if gradient is not None:
+                whole = ranks.whole(gradient, flow.made[value], value.shape)
+                outcome.gradients[value.name] = whole
+        for (buffer, value), tensor in zip(graph.updates, updates, strict=True):
+            where = layout.replicated(len(value.shape))
+            outcome.updates[buffer.name] = ranks.whole(tensor.detach(), where, value.shape)
+        outcome.replica_difference = ranks.difference
+    return outcome
 
-        def whole(tensor: Tensor, where: TensorLayout, shape: tuple[int, ...]) -> Tensor:
-            parts = (
-                {0: tensor} if not isinstance(tensor, LocalTensor) else dict(tensor._local_tensors)
-            )
-            if len(parts) < len(ranks):
-                parts = dict.fromkeys(ranks, tensor)
-            full, difference = assemble(parts, where, shape)
-            outcome.replica_difference = max(outcome.replica_difference, difference)
-            return full
 
-        with _disabled(mode):
-            for value, tensor in zip(graph.outputs, results, strict=True):
-                if not isinstance(value, Value):
-                    outcome.outputs.append(tensor)
-                    continue
-                route = flow.output_routes[value]
-                where = route[-1].step.target if route else flow.layout(value)
-                outcome.outputs.append(whole(tensor.detach(), where, value.shape))
-            for value in graph.parameters:
-                gradient = local[value.name].grad
-                if gradient is not None:
-                    outcome.gradients[value.name] = whole(gradient, flow.made[value], value.shape)
-            for (buffer, value), tensor in zip(graph.updates, updates, strict=True):
-                where = layout.replicated(len(value.shape))
-                outcome.updates[buffer.name] = whole(tensor.detach(), where, value.shape)
+def simulate_step(
+    graph: Graph,
+    layout: Layout,
+    decided: Decided,
+    pipeline: Pipelining,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Sequence[Any],
+    *,
+    seed: int = 0,
+) -> Outcome:
+    """One training step of one stage on `layout.num_devices` ranks, all its micro-batches.
+
+    Args:
+        graph: for one micro-batch.
+        parameters, buffers: whole tensors by name.
+        inputs: leaves of the call's arguments, with the whole batch.
+    """
+    outcome = Outcome()
+    with torch.random.fork_rng(), simulated_devices(layout) as (devices, mode):
+        ranks = Ranks(layout, mode)
+        graph = ranks.with_constants(graph)
+        step = Accumulation(graph, devices, decided, pipeline)
+        made = step.program.communication.made
+        shards = {v.name: ranks.place(parameters[v.name], made[v]) for v in graph.parameters}
+        state = {v.name: ranks.place(buffers[v.name], made[v]) for v in graph.buffers}
+        leaves = [
+            ranks.place(leaf, made[value]) if isinstance(value, Value) else leaf
+            for value, leaf in zip(graph.inputs, inputs, strict=True)
+        ]
+        with ByteCounter() as during:  # type: ignore[no-untyped-call]
+            loss, updates = step.run(shards, state, leaves, seed)
+        with ByteCounter() as after:  # type: ignore[no-untyped-call]
+            gradients = step.residents.end()
+        outcome.forward_bytes = during.sent - during.backward
+        outcome.backward_bytes = during.backward + after.sent
+        outcome.outputs = [ranks.whole(loss, layout.replicated(0), ())]
+        by_name = {value.name: value for value in (*graph.parameters, *graph.buffers)}
+        for name, gradient in gradients.items():
+            value = by_name[name]
+            outcome.gradients[name] = ranks.whole(gradient, made[value], value.shape)
+        for name, tensor in updates.items():
+            outcome.updates[name] = ranks.whole(tensor, made[by_name[name]], by_name[name].shape)
+        outcome.replica_difference = ranks.difference
     return outcome
 
 
@@ -216,19 +283,24 @@ def _disabled(mode: LocalTensorMode | None) -> Iterator[None]:
 
 
 class ByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes that one device sends, for each collective that is called inside.
+    """Counts the bytes that one device sends, for each collective that is called inside; apart
+    those of them that autograd makes in a backward pass.
 
     Ring algorithms: all-gather (p-1)/p of the result, reduce-scatter (p-1)/p of the input,
     all-reduce twice that, all-to-all (p-1)/p of the tensor, a permutation the whole tensor.
     """
 
     sent = 0
+    backward = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func.namespace == "_c10d_functional":
-            self.sent += sent_bytes(func.__name__.split(".")[0], args)
+            num_bytes = sent_bytes(func.__name__.split(".")[0], args)
+            self.sent += num_bytes
+            if torch._C._current_graph_task_id() >= 0:
+                self.backward += num_bytes
         return func(*args, **(kwargs or {}))
 
 
