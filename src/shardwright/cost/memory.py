@@ -1,0 +1,233 @@
+"""Bytes that each device needs at most in a training step, before anything is allocated.
+
+    peak = parameters + optimizer state + inputs                       all the time
+         + gathered parameters + gradients                             as the level of sharding says
+         + activations of the micro-batches that are on their way      as the schedule says
+         + what the action of that moment needs besides
+
+Each part is rehearsed for one micro-batch (`cost/rehearsal.py`); the schedule says how many are on
+their way at each moment (`cost/schedule.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from shardwright.cost.live import PARAMETERS, WEIGHTS
+from shardwright.cost.optimizer import OptimizerBytes, optimizer_bytes, optimizer_name
+from shardwright.cost.rehearsal import (
+    ACTIVATIONS,
+    BATCH,
+    BUFFERS,
+    GRADIENTS,
+    TEMPORARY,
+    Kinds,
+    Rehearsal,
+    plus,
+    rehearse,
+)
+from shardwright.cost.schedule import BACKWARD, FORWARD, OF_WEIGHT, Action, actions
+from shardwright.decided import Decided
+from shardwright.graph.graph import Graph
+from shardwright.layout import Layout, TensorLayout
+from shardwright.parts import Part, parts
+from shardwright.pipelining import ONE_STAGE, Pipelining
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one device of a stage at the moment when it needs most.
+
+    Args:
+        parameters: as they are stored.
+        optimizer: its state.
+        gradients: of parameters.
+        gathered: parameters as they are used, where that is not as they are stored.
+        activations: kept for backward passes.
+        inputs: the batch, buffers and constants.
+        temporary: all else: gradients of activations, buffers of collectives, intermediate results.
+        moment: when that is.
+    """
+
+    stage: int
+    parameters: int
+    optimizer: int
+    gradients: int
+    gathered: int
+    activations: int
+    inputs: int
+    temporary: int
+    moment: str
+
+    @property
+    def peak(self) -> int:
+        """All of them together."""
+        return (
+            self.parameters
+            + self.optimizer
+            + self.gradients
+            + self.gathered
+            + self.activations
+            + self.inputs
+            + self.temporary
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What each device needs at most in a training step.
+
+    Args:
+        stages: one each; all devices of a stage need the same.
+        optimizer: the one that is assumed.
+    """
+
+    stages: tuple[StageMemory, ...]
+    optimizer: str
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the device that needs most."""
+        return max(stage.peak for stage in self.stages)
+
+    def __str__(self) -> str:
+        """A small table."""
+        console = Console(file=StringIO(), width=140, color_system=None)
+        console.print(memory_table(self))
+        written: StringIO = console.file  # type: ignore[assignment]
+        return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
+
+
+COLUMNS = (
+    *("parameters", "optimizer", "gradients", "gathered", "activations", "inputs", "temporary"),
+    "peak",
+)
+
+
+def memory_table(memory: Memory) -> Table:
+    """One row for each stage."""
+    title = f"Memory of one device at its peak, with {memory.optimizer}"
+    shown = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    shown.add_column("stage")
+    for column in COLUMNS:
+        shown.add_column(column, justify="right", no_wrap=True)
+    shown.add_column("when")
+    for stage in memory.stages:
+        sizes = (binary(getattr(stage, column)) for column in COLUMNS)
+        shown.add_row(str(stage.stage), *sizes, stage.moment)
+    return shown
+
+
+def binary(number: int) -> str:
+    """Bytes in binary units: 1536 → `1.5 KiB`."""
+    value = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def memory(
+    graph: Graph,
+    mesh: Layout,
+    decided: Decided,
+    pipeline: Pipelining = ONE_STAGE,
+    optimizer: str | torch.optim.Optimizer = "adamw",
+) -> Memory:
+    """What each device needs at most in a training step.
+
+    Args:
+        graph: the model, captured with one micro-batch.
+        mesh: the device matrix of one stage.
+        optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer like the one to be used.
+
+    Raises:
+        PlanError: if there is no such schedule or optimizer.
+    """
+    orders = actions(pipeline)
+    found: list[list[Part]] = [[] for _ in orders]
+    for part in parts(graph, mesh, decided, pipeline):
+        found[part.stage].append(part)
+    known: dict[Any, Any] = {}
+    stages = []
+    for number, (order, mine) in enumerate(zip(orders, found, strict=True)):
+        kinds = tuple(dict.fromkeys(action.kind for action in order))
+        several = pipeline.micro_batches > 1
+        needs = {part.number: rehearse(part, graph, mesh, kinds, several, known) for part in mine}
+        kept = optimizer_bytes(optimizer, _trained(mine, mesh))
+        stages.append(_stage(number, order, needs, kept, pipeline.micro_batches))
+    return Memory(tuple(stages), optimizer_name(optimizer))
+
+
+def _trained(mine: Sequence[Part], mesh: Layout) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Local shapes and dtypes of the parameters that a stage's optimizer updates."""
+    found = {}
+    for part in mine:
+        for value in part.graph.parameters:
+            axes = part.decided.storage.get(value.name, ((),) * len(value.shape))
+            if value.requires_grad:
+                shape = TensorLayout(mesh, tuple(axes)).shard_shape(value.shape)
+                found[value.name] = (shape, value.stored_dtype)
+    return list(found.values())
+
+
+def _stage(
+    number: int,
+    order: Sequence[Action],
+    needs: dict[int, Rehearsal],
+    optimizer: OptimizerBytes,
+    micro_batches: int,
+) -> StageMemory:
+    moments = list(_moments(order, needs, optimizer, micro_batches))
+    moment, kinds = max(moments, key=lambda entry: sum(entry[1].values()))
+    return StageMemory(
+        stage=number,
+        parameters=kinds.get(PARAMETERS, 0),
+        optimizer=optimizer.state,
+        gradients=kinds.get(GRADIENTS, 0),
+        gathered=kinds.get(WEIGHTS, 0),
+        activations=kinds.get(ACTIVATIONS, 0),
+        inputs=kinds.get(BATCH, 0) + kinds.get(BUFFERS, 0),
+        temporary=kinds.get(TEMPORARY, 0),
+        moment=moment,
+    )
+
+
+def _moments(
+    order: Sequence[Action],
+    needs: dict[int, Rehearsal],
+    optimizer: OptimizerBytes,
+    micro_batches: int,
+) -> Iterator[tuple[str, Kinds]]:
+    """Each action with what is there when it needs most, without the optimizer's state."""
+    now: Kinds = plus({}, *(each.stock for each in needs.values()))
+    now = {**now, BATCH: now.get(BATCH, 0) * micro_batches}
+    for each in needs.values():
+        yield "begin of the step", plus(now, each.begin.height)
+        now = plus(now, each.begin.change)
+    yet: set[int] = set()
+    for action in order:
+        each = needs[action.part]
+        phase = (each.later if action.part in yet else each.first)[action.kind]
+        yield _name(action, len(needs)), plus(now, phase.height)
+        now = plus(now, phase.change)
+        if action.kind in (BACKWARD, OF_WEIGHT):
+            yet.add(action.part)
+    for each in needs.values():
+        yield "end of the step", plus(now, each.end.height)
+        now = plus(now, each.end.change)
+    yield "optimizer step", plus(now, {TEMPORARY: optimizer.temporary})
+
+
+def _name(action: Action, owned: int) -> str:
+    way = "forward" if action.kind == FORWARD else "backward"
+    where = f" through part {action.part}" if owned > 1 else ""
+    return f"{way} of micro-batch {action.micro_batch}{where}"

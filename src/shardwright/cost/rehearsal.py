@@ -1,0 +1,239 @@
+"""Runs a program without data, to see how many bytes it needs.
+
+The very program that a rank will run runs on the meta device, forward and backward, through
+PyTorch's own autograd. Its tensors have shapes and lifetimes, but no memory and no numbers, so a
+model of any size is rehearsed within about a second, and nothing has to be modelled: what operators
+save for their backward pass and when it is freed, how gradients add up, what buckets and recomputed
+segments take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining._backward import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+
+from shardwright.cost.live import PARAMETERS, WEIGHTS, LiveBytes
+from shardwright.cost.meta import META, FusedAttention, Rehearsing
+from shardwright.cost.schedule import BACKWARD, FORWARD, OF_INPUT, OF_WEIGHT
+from shardwright.graph.graph import Graph, Value
+from shardwright.layout import Layout, TensorLayout
+from shardwright.lower.devices import Devices
+from shardwright.lower.program import lower
+from shardwright.lower.stages import StageModule, Step, may_halve
+from shardwright.parts import Part
+
+BATCH, BUFFERS, GRADIENTS, ACTIVATIONS = "batch", "buffers", "gradients", "activations"
+TEMPORARY = ""
+
+Kinds = Mapping[str, int]
+"""Bytes by kind: `parameters` as stored, the `batch` (of each micro-batch what is given and
+received), `buffers` and constants, `weights` (gathered or cast parameters), `gradients` of
+parameters, `activations` that are kept for the backward pass, and temporary ones: gradients of
+activations, flat buffers, results that nothing keeps."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What an action needs beyond what was there before it.
+
+    Args:
+        height: at the moment when it needs most.
+        change: what it leaves; less than nothing where it frees.
+    """
+
+    height: Kinds
+    change: Kinds
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one part needs on one device.
+
+    Args:
+        stock: before the step; of the batch one micro-batch.
+        begin, end: of the step.
+        first: the actions of the first micro-batch, by kind.
+        later: of those that find gradients to add theirs to.
+    """
+
+    stock: Kinds
+    begin: Phase
+    first: Mapping[str, Phase]
+    later: Mapping[str, Phase]
+    end: Phase
+
+
+def rehearse(
+    part: Part,
+    whole: Graph,
+    mesh: Layout,
+    kinds: Sequence[str],
+    several: bool,
+    known: dict[Any, Any],
+) -> Rehearsal:
+    """Runs one part of a model for one micro-batch, or for two if there are `several` in a step.
+
+    Without stages and with one micro-batch, the program brings parameters to use by itself.
+
+    Args:
+        whole: the graph of the model.
+        kinds: of the actions of one micro-batch, in order.
+        known: results of operators that were met before.
+    """
+    run = _Run.of(part, whole, mesh, several, OF_INPUT in kinds, known)
+    with run.live, FusedAttention():
+        stock = run.live.kinds(run.mark(BUFFERS))
+        begin = run.phase(run.begin, WEIGHTS)
+        first = {kind: run.action(kind) for kind in kinds}
+        later = {kind: run.action(kind) for kind in kinds} if several else {}
+        end = run.phase(run.end, GRADIENTS)
+    return Rehearsal(stock, begin, first, later, end)
+
+
+@dataclass
+class _Run:
+    """One part on the meta device."""
+
+    module: StageModule
+    stored: dict[str, Tensor]
+    arriving: list[Tensor]
+    gradients: list[Tensor]
+    halves: bool
+    live: LiveBytes
+    outputs: tuple[Tensor, ...] = ()
+    given: list[Tensor] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        part: Part,
+        whole: Graph,
+        mesh: Layout,
+        several: bool,
+        halves: bool,
+        known: dict[Any, Any],
+    ) -> _Run:
+        place = mesh.coordinates(mesh.ranks[0])
+        devices = Devices(mesh, META, None, lambda function: function(place))
+        constants = {value: tensor.to(META) for value, tensor in part.graph.constants.items()}
+        part = replace(part, graph=replace(part.graph, constants=constants))
+        alone = not part.arriving and not part.leaving
+        program = lower(part.graph, devices, part.decided, resident=several or not alone)
+        module = StageModule(part, program, whole, follows=halves)
+        made = program.communication.made
+
+        def local(value: Value, dtype: torch.dtype | None = None) -> Tensor:
+            shape = made[value].shard_shape(value.shape)
+            return torch.empty(shape, dtype=dtype or value.dtype, device=META)
+
+        arriving = [local(v).requires_grad_(v.requires_grad) for v in part.arriving]
+        returning = [_returning(part, value, mesh) for value in part.leaving]
+        run = cls(
+            module,
+            {v.name: local(v, v.stored_dtype) for v in part.graph.parameters},
+            arriving,
+            returning,
+            halves and may_halve(module),
+            Rehearsing(known),
+        )
+        read = set(part.graph.input_values)
+        leaves = [
+            local(leaf) if isinstance(leaf, Value) and leaf in read else leaf
+            for leaf in whole.inputs
+        ]
+        buffers = {value.name: local(value) for value in part.graph.buffers}
+        module.step = Step([leaves], buffers, seed=0)
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        run.live.watch([*tensors, *arriving, *returning], BATCH)
+        run.live.watch(run.stored.values(), PARAMETERS)
+        run.live.watch([*constants.values(), *buffers.values()], BUFFERS)
+        return run
+
+    def mark(self, kind: str) -> int:
+        """What is live and has no kind yet is of this one; how far the history has come."""
+        self.live.label(kind)
+        return len(self.live.history)
+
+    def phase(self, function: Callable[[], None], leaves: str) -> Phase:
+        """Runs something that leaves tensors of a kind."""
+        start = len(self.live.history)
+        function()
+        end = self.mark(leaves)
+        before = self.live.kinds(start)
+        top = self.live.kinds(self.live.peak(start, end))
+        return Phase(less(top, before), less(self.live.kinds(end), before))
+
+    def action(self, kind: str) -> Phase:
+        """Runs an action of one micro-batch."""
+        function = {
+            FORWARD: self.forward,
+            BACKWARD: self.backward,
+            OF_INPUT: self.of_input,
+            OF_WEIGHT: self.of_weight,
+        }[kind]
+        return self.phase(function, ACTIVATIONS if kind in (FORWARD, OF_INPUT) else GRADIENTS)
+
+    def begin(self) -> None:
+        self.module.residents.begin(self.stored)
+
+    def end(self) -> None:
+        self.module.residents.end()
+
+    def forward(self) -> None:
+        self.given = [
+            tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.arriving
+        ]
+        outputs = self.module(*self.given, number=torch.zeros((), dtype=torch.long))
+        self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def _taken(self) -> tuple[tuple[Tensor, ...], list[Tensor] | None, list[Tensor]]:
+        taken = self.outputs, self.gradients or None, self.given
+        self.outputs, self.given = (), []
+        return taken
+
+    def backward(self) -> None:
+        outputs, gradients, given = self._taken()
+        stage_backward(outputs if gradients else outputs[0], gradients, given)
+
+    def of_input(self) -> None:
+        if not self.halves:
+            self.backward()
+        elif self.module.part.number:
+            outputs, gradients, given = self._taken()
+            _, self.groups = stage_backward_input(
+                list(outputs), gradients, given, self.module.parameters()
+            )
+
+    def of_weight(self) -> None:
+        if self.halves and self.module.part.number:
+            groups, self.groups = self.groups, []
+            stage_backward_weight(self.module.parameters(), groups)
+        elif self.halves:
+            self.backward()
+
+
+def _returning(part: Part, value: Value, mesh: Layout) -> Tensor:
+    """Where the gradient of a value that leaves is received."""
+    shape = TensorLayout(mesh, part.decided.departures[value.name]).shard_shape(value.shape)
+    return torch.empty(shape, dtype=value.dtype, device=META)
+
+
+def less(kinds: Kinds, others: Kinds) -> Kinds:
+    """The difference by kind."""
+    return {kind: kinds.get(kind, 0) - others.get(kind, 0) for kind in {**kinds, **others}}
+
+
+def plus(kinds: Kinds, *others: Kinds) -> Kinds:
+    """The sum by kind."""
+    every = {kind for each in (kinds, *others) for kind in each}
+    return {kind: sum(each.get(kind, 0) for each in (kinds, *others)) for kind in every}
