@@ -15,6 +15,7 @@ from shardwright.api import (
     parallelize,
     plan,
 )
+from shardwright.decided import OptimizerParallel
 from shardwright.deferred import materialise, no_init_parameters
 from shardwright.errors import (
     CaptureError,
@@ -46,6 +47,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Op",
+    "OptimizerParallel",
     "Pipeline",
     "Plan",
     "PlanError",

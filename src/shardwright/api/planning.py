@@ -3,51 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from shardwright.api.options import MB, Options
 from shardwright.api.pipeline import Asked
 from shardwright.communication import as_used
-from shardwright.decided import Decided
-from shardwright.errors import StrategyError
+from shardwright.decided import BUCKET_BYTES, Decided, OptimizerParallel, Storage
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
-from shardwright.pins import pins_of
+from shardwright.layout import Layout
+from shardwright.pins import Pins, pins_of
 from shardwright.plan import Plan, make_plan
 from shardwright.recompute import recompute_of
 from shardwright.rules.rule import Cuts
+from shardwright.search.modes import MODES, check_takes_pins
 from shardwright.search.named_stages import StageConfig
-from shardwright.search.presets import data_parallel, semi_auto, stand_alone
-from shardwright.search.propagation import propagate
-from shardwright.search.recursive import search
-from shardwright.strategy import (
-    DatasetStrategy,
-    Fixed,
-    OperatorStrategy,
-    arrivals,
-    check_dataset_strategy,
-    fix,
-    input_entries,
-    storage_as_said,
-)
-
-Search = Callable[[Graph, Fixed, dict[str, Any]], Mapping[str, Cuts]]
-
-MODES: dict[str, Search] = {
-    "recursive_programming": lambda graph, fixed, options: search(
-        graph, fixed.mesh, pinned=fixed.cuts, **options
-    ),
-    "sharding_propagation": lambda graph, fixed, options: propagate(
-        graph, fixed.mesh, fixed.cuts, fixed.outputs
-    ),
-    "semi_auto": lambda graph, fixed, options: semi_auto(graph, fixed.mesh, fixed.cuts),
-    "data_parallel": lambda graph, fixed, options: data_parallel(graph, fixed.mesh),
-    "stand_alone": lambda graph, fixed, options: stand_alone(graph, fixed.mesh),
-}
-WITHOUT_PINS = ("data_parallel", "stand_alone")
-"""Modes that decide every operator themselves."""
+from shardwright.search.storage import sharded_storage
+from shardwright.strategy import DatasetStrategy, arrivals, fix, input_entries, storage_as_said
 
 
 def plan(
@@ -66,6 +42,8 @@ def plan(
     micro_batches: int = 1,
     schedule: str = "1f1b",
     stage_config: StageConfig | None = None,
+    hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None,
+    bucket_mb: float = BUCKET_BYTES / MB,
 ) -> Plan:
     """Decides how every operator of `net` is split over `devices` devices.
 
@@ -92,6 +70,9 @@ def plan(
         schedule: in which order stages work on micro-batches: `1f1b`, `gpipe`, `interleaved_1f1b`
             (several chunks of the model a stage), `zero_bubble_v`.
         stage_config: names of modules, each with the number of its stage, in place of `stages`.
+        hsdp: stores parameters sharded that are used whole (optimizer parallel): True, an
+            `OptimizerParallel`, or a mapping with its fields.
+        bucket_mb: up to how many MiB collectives of parameters are joined.
 
     Raises:
         StrategyError: if an option is not valid, nothing can be cut, an operator cannot be cut
@@ -100,65 +81,80 @@ def plan(
         LayoutError: if pinned layouts are not of this number of devices, or do not fit together.
         CaptureError: if the model cannot be captured.
     """
-    _check_options(devices, mode, mem_coeff, cost_model, order)
-    check_dataset_strategy(dataset_strategy)
-    net, asked = Asked(stages, micro_batches, schedule, stage_config).of(net)
+    options = Options(
+        devices=devices,
+        mode=mode,
+        mem_coeff=mem_coeff,
+        cost_model=cost_model,
+        order=order,
+        log_costs=log_costs,
+        dataset_strategy=dataset_strategy,
+        asked=Asked(stages, micro_batches, schedule, stage_config),
+        hsdp=hsdp,
+        bucket_mb=bucket_mb,
+    )
+    net, asked = options.asked.of(net)
     graph = net if isinstance(net, Graph) else capture(net, *asked.example(args, kwargs))
-    modules = () if isinstance(net, Graph) else dict(net.named_modules())
-    pipeline = asked.pipelining(graph, devices, modules)
-    pins = pins_of(graph)
-    _check_takes_pins(mode, pins.strategies)
-    entries = input_entries(graph, dataset_strategy)
-    devices_of_stage = devices // pipeline.stages
-    fixed = fix(graph, devices_of_stage, pins.strategies, {**pins.parameters, **entries})
-    mesh = fixed.mesh
+    model = Model(
+        graph,
+        pins_of(graph),
+        () if isinstance(net, Graph) else tuple(name for name, _ in net.named_modules()),
+        net.training if isinstance(net, nn.Module) else True,
+    )
+    return decide(model, replace(options, asked=asked))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A captured model and what its user attached to it.
+
+    Args:
+        modules: names that can be stages.
+        training: the mode it was captured in.
+    """
+
+    graph: Graph
+    pins: Pins
+    modules: tuple[str, ...]
+    training: bool
+
+
+def decide(model: Model, options: Options) -> Plan:
+    """The plan for exactly these options. Raises: as `plan`."""
+    graph, pins = model.graph, model.pins
+    check_takes_pins(options.mode, pins.strategies)
+    pipeline = options.asked.pipelining(graph, options.devices, model.modules)
+    entries = input_entries(graph, options.dataset_strategy)
+    of_stage = options.devices // pipeline.stages
+    fixed = fix(graph, of_stage, pins.strategies, {**pins.parameters, **entries})
     started = time.perf_counter()
-    options: dict[str, Any] = {}
-    if mode == "recursive_programming":
-        options = {"mem_coeff": mem_coeff, "order": order, "log_costs": log_costs}
-    cuts = MODES[mode](graph, fixed, options)
+    cuts = MODES[options.mode](graph, fixed, {**options.of_search, "log_costs": options.log_costs})
     seconds = time.perf_counter() - started
-    options.pop("log_costs", None)
-    if mode == "recursive_programming":
-        options["cost_model"] = cost_model
     return make_plan(
         graph,
-        mesh,
+        fixed.mesh,
         Decided(
             cuts,
-            storage_as_said(graph, mesh, pins.parameters, as_used(graph, mesh, cuts)),
+            _storage(model, fixed.mesh, cuts, options),
             fixed.outputs,
-            arrivals(graph, mesh, dataset_strategy),
+            arrivals(graph, fixed.mesh, options.dataset_strategy),
+            sharding=options.sharding,
+            bucket_bytes=int(options.bucket_mb * MB),
             recompute=recompute_of(graph),
         ),
-        mode=mode,
-        options=options,
+        mode=options.mode,
+        options=options.of_search,
         search_seconds=seconds,
-        training=net.training if isinstance(net, nn.Module) else True,
+        training=model.training,
         pipeline=pipeline,
         pins=pins.strategies,
     )
 
 
-def _check_takes_pins(mode: str, pinned: Mapping[str, OperatorStrategy]) -> None:
-    if pinned and mode in WITHOUT_PINS:
-        names = ", ".join(list(pinned)[:5]) + (" …" if len(pinned) > 5 else "")
-        valid = ", ".join(name for name in MODES if name not in WITHOUT_PINS)
-        raise StrategyError(
-            f"mode={mode!r} decides every operator itself, but shard has pinned {names};"
-            f" modes that take pins are {valid}"
-        )
-
-
-def _check_options(devices: int, mode: str, mem_coeff: float, cost_model: str, order: str) -> None:
-    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-        raise StrategyError(f"devices={devices!r}: must be a whole number of at least 1")
-    for what, given, valid in (
-        ("mode", mode, tuple(MODES)),
-        ("cost_model", cost_model, ("symbolic",)),
-        ("order", order, ("weight", "topology")),
-    ):
-        if given not in valid:
-            raise StrategyError(f"{what}={given!r}: valid are {', '.join(valid)}")
-    if not isinstance(mem_coeff, int | float) or not mem_coeff > 0:
-        raise StrategyError(f"mem_coeff={mem_coeff!r}: must be a positive number")
+def _storage(model: Model, mesh: Layout, cuts: Mapping[str, Cuts], options: Options) -> Storage:
+    """How each parameter is stored: as used, as said, else sharded further where that is asked."""
+    graph, said = model.graph, model.pins.parameters
+    storage: Storage = storage_as_said(graph, mesh, said, as_used(graph, mesh, cuts))
+    if options.sharding is None:
+        return storage
+    return sharded_storage(graph, mesh, cuts, storage, options.sharding, said)

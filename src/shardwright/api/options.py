@@ -1,0 +1,85 @@
+"""What a call of `plan` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from shardwright.api.pipeline import Asked
+from shardwright.decided import BUCKET_BYTES, OptimizerParallel
+from shardwright.errors import StrategyError
+from shardwright.search.modes import MODES
+from shardwright.strategy import DatasetStrategy, check_dataset_strategy
+
+MB = 2**20
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of `plan`; those of stages and micro-batches are in `asked`.
+
+    Raises:
+        StrategyError: if one is not valid.
+    """
+
+    devices: int
+    mode: str = "recursive_programming"
+    mem_coeff: float = 0.1
+    cost_model: str = "symbolic"
+    order: str = "weight"
+    log_costs: bool = False
+    dataset_strategy: DatasetStrategy = "full_batch"
+    asked: Asked = field(default_factory=Asked)
+    hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None
+    bucket_mb: float = BUCKET_BYTES / MB
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.devices):
+            raise StrategyError(f"devices={self.devices!r}: must be a whole number of at least 1")
+        for what, given, valid in (
+            ("mode", self.mode, tuple(MODES)),
+            ("cost_model", self.cost_model, ("symbolic",)),
+            ("order", self.order, ("weight", "topology")),
+        ):
+            if given not in valid:
+                raise StrategyError(f"{what}={given!r}: valid are {', '.join(valid)}")
+        for what, number in (("mem_coeff", self.mem_coeff), ("bucket_mb", self.bucket_mb)):
+            if not isinstance(number, int | float) or isinstance(number, bool) or not number > 0:
+                raise StrategyError(f"{what}={number!r}: must be a positive number")
+        check_dataset_strategy(self.dataset_strategy)
+        # Its own checks are made once, here.
+        object.__setattr__(self, "hsdp", _sharding(self.hsdp))
+
+    @property
+    def sharding(self) -> OptimizerParallel | None:
+        """Optimizer parallel, if it is asked for."""
+        assert self.hsdp is None or isinstance(self.hsdp, OptimizerParallel)
+        return self.hsdp
+
+    @property
+    def of_search(self) -> dict[str, Any]:
+        """What the search of the mode takes."""
+        if self.mode != "recursive_programming":
+            return {}
+        return {"mem_coeff": self.mem_coeff, "cost_model": self.cost_model, "order": self.order}
+
+
+def _is_count(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and given >= 1
+
+
+def _sharding(given: Any) -> OptimizerParallel | None:
+    if given is None or given is False:
+        return None
+    if given is True:
+        return OptimizerParallel()
+    if isinstance(given, OptimizerParallel):
+        return given
+    valid = [each.name for each in fields(OptimizerParallel)]
+    if not isinstance(given, Mapping) or not set(given) <= set(valid):
+        raise StrategyError(
+            f"hsdp={given!r}: must be an OptimizerParallel, True, or a mapping with any of the keys"
+            f" {', '.join(valid)}"
+        )
+    return OptimizerParallel(**given)

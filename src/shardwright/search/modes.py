@@ -1,0 +1,54 @@
+"""The ways in which operators are decided, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardwright.errors import StrategyError
+from shardwright.graph.graph import Graph
+from shardwright.rules.rule import Cuts
+from shardwright.search.presets import data_parallel, semi_auto, stand_alone
+from shardwright.search.propagation import propagate
+from shardwright.search.recursive import search
+from shardwright.strategy import Fixed
+
+Search = Callable[[Graph, Fixed, Mapping[str, Any]], Mapping[str, Cuts]]
+
+
+def _recursive(graph: Graph, fixed: Fixed, options: Mapping[str, Any]) -> Mapping[str, Cuts]:
+    return search(
+        graph,
+        fixed.mesh,
+        pinned=fixed.cuts,
+        mem_coeff=options["mem_coeff"],
+        order=options["order"],
+        log_costs=options["log_costs"],
+    )
+
+
+MODES: dict[str, Search] = {
+    "recursive_programming": _recursive,
+    "sharding_propagation": lambda graph, fixed, options: propagate(
+        graph, fixed.mesh, fixed.cuts, fixed.outputs
+    ),
+    "semi_auto": lambda graph, fixed, options: semi_auto(graph, fixed.mesh, fixed.cuts),
+    "data_parallel": lambda graph, fixed, options: data_parallel(graph, fixed.mesh),
+    "stand_alone": lambda graph, fixed, options: stand_alone(graph, fixed.mesh),
+}
+
+WITHOUT_PINS = ("data_parallel", "stand_alone")
+"""Modes that decide every operator themselves."""
+
+
+def check_takes_pins(mode: str, pinned: Mapping[str, object]) -> None:
+    """Raises:
+    StrategyError: if operators are pinned in a mode that decides all of them itself.
+    """
+    if pinned and mode in WITHOUT_PINS:
+        names = ", ".join(list(pinned)[:5]) + (" …" if len(pinned) > 5 else "")
+        valid = ", ".join(name for name in MODES if name not in WITHOUT_PINS)
+        raise StrategyError(
+            f"mode={mode!r} decides every operator itself, but shard has pinned {names};"
+            f" modes that take pins are {valid}"
+        )
