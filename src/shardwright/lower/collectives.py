@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardwright.conversion import Step
 from shardwright.lower.devices import Devices, Group, Index, block
+from shardwright.lower.waiting import place
 
 _c10d = torch.ops._c10d_functional
 
@@ -95,7 +96,7 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Function, backward: Function) -> Tensor:
-        ctx.backward_function = backward
+        ctx.backward_function, ctx.place = backward, place()
         out = forward(x)
         return out.view_as(x) if out is x else out
 

@@ -9,12 +9,14 @@ import atexit
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
 from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
@@ -91,6 +93,10 @@ class Devices:
         stage, rank = divmod(dist.get_rank(), layout.num_devices)
         place = layout.coordinates(rank)
         mesh, across = _meshes(layout, device.type, stages)
+        timeout = _timeout()
+        for group in (*(mesh.get_all_groups() if mesh is not None else ()), across):
+            if group is not None and timeout is not None:
+                _set_pg_timeout(timeout, group)
         return cls(
             layout, device, mesh, lambda function: function(place), rank, stage, stages, across
         )
@@ -141,8 +147,7 @@ class Devices:
             return self.across
         size = self.layout.num_devices
         peers = [[stage * size + place for stage in stages] for place in range(size)]
-        mine, _ = dist.new_subgroups_by_enumeration(peers)  # type: ignore[no-untyped-call]
-        return mine  # type: ignore[no-any-return]
+        return _subgroup(peers)
 
     def _create(self, axes: tuple[int, ...]) -> str:
         layout = self.layout
@@ -160,7 +165,8 @@ class Devices:
             for rank, place in zip(layout.ranks, places(layout), strict=True):
                 others = (stage, *(c for axis, c in enumerate(place) if axis not in axes))
                 joined.setdefault(others, []).append(stage * layout.num_devices + rank)
-        mine, _ = dist.new_subgroups_by_enumeration(list(joined.values()))  # type: ignore[no-untyped-call]
+        mine = _subgroup(list(joined.values()))
+        assert mine is not None
         return str(mine.group_name)
 
 
@@ -172,6 +178,22 @@ def places(layout: Layout) -> Iterator[tuple[int, ...]]:
 def device_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """The `DeviceMesh` with the axes of `layout`, over all ranks of the process group."""
     return init_device_mesh(device_type, layout.device_matrix, mesh_dim_names=layout.alias_names)
+
+
+def _timeout() -> timedelta | None:
+    """How long a collective of all processes waits; PyTorch lets new groups wait by a default of
+    their own."""
+    world = dist.group.WORLD
+    assert world is not None
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def _subgroup(ranks: list[list[int]]) -> dist.ProcessGroup | None:
+    """The group of this rank, of those with these ranks; None if it is in none. Every rank of the
+    process group must ask for it."""
+    mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=_timeout())  # type: ignore[no-untyped-call]
+    return mine  # type: ignore[no-any-return]
 
 
 def _meshes(

@@ -13,6 +13,7 @@ import torch
 
 from shardwright.graph.graph import Value
 from shardwright.lower.lines import Line, nested, written
+from shardwright.lower.waiting import TEXT
 
 Again = Callable[..., Any]
 """Runs a function with its arguments, and lets the backward pass run it again."""
@@ -79,7 +80,7 @@ class Source:
 
     def compile(self, text: str, name: str) -> Callable[..., Any]:
         """The function `name` that `text` defines."""
-        scope = dict(self.scope)
+        scope = {**self.scope, TEXT: text}
         exec(compile(text, f"<{name}>", "exec"), scope)
         function: Callable[..., Any] = scope[name]
         return function

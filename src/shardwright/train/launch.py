@@ -24,6 +24,8 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, SignalExcept
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
+from shardwright.lower.waiting import CommunicationError
+
 # How long ranks may take to end after SIGTERM before they are killed.
 SHUTDOWN_SECONDS = 5
 
@@ -180,15 +182,22 @@ class _RankLogs(LogsSpecs):
 
 def _rank_failed(failures: dict[int, ProcessFailure], logs: LogFolder) -> RankFailedError:
     """The failure that came first: a rank that dies makes the others fail in what waits for it."""
+    start = min(failure.timestamp for failure in failures.values())
+
+    def ended_by_us(failure: ProcessFailure) -> bool:
+        # The launcher sends SIGTERM, and half a minute later SIGKILL to those that are still there.
+        late = failure.timestamp > start + SHUTDOWN_SECONDS
+        return failure.exitcode == -signal.SIGTERM or (late and failure.exitcode == -signal.SIGKILL)
 
     def precedence(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
         rank, failure = item
-        ended_by_us = failure.exitcode == -signal.SIGTERM
-        killed = failure.exitcode < 0 and not ended_by_us
-        return (2 if ended_by_us else 0 if killed else 1, failure.timestamp, rank)
+        killed = failure.exitcode < 0
+        return (2 if ended_by_us(failure) else 0 if killed else 1, failure.timestamp, rank)
 
     rank, failure = min(failures.items(), key=precedence)
-    lost = frozenset(rank for rank, other in failures.items() if -other.exitcode in LOSSES)
+    lost = frozenset(
+        rank for rank, f in failures.items() if -f.exitcode in LOSSES and not ended_by_us(f)
+    )
     log = f"its log: {logs.stderr(rank)}"
     if failure.exitcode < 0:
         reason = f"rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}"
@@ -198,6 +207,8 @@ def _rank_failed(failures: dict[int, ProcessFailure], logs: LogFolder) -> RankFa
         reason = f"rank {rank} ended with exit status {failure.exitcode}"
         return RankFailedError(f"{reason}; {log}", lost=lost)
     kind, _, text = message["message"].partition(": ")
+    if kind == CommunicationError.__name__:
+        return RankFailedError(f"rank {rank}: {text}; {log}", kind, text, lost)
     trace = message["extraInfo"]["py_callstack"].rstrip()
     return RankFailedError(f"rank {rank} failed; {log}\n{trace}", kind, text, lost)
 

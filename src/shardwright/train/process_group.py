@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from shardwright.lower.waiting import naming_conversions
+
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -62,6 +64,9 @@ def process_group(world: World, timeout: timedelta = TIMEOUT) -> Iterator[torch.
 
     Args:
         timeout: a collective that waits longer fails: the other ranks are gone or stuck.
+
+    Raises:
+        CommunicationError: a collective of a planned program failed; names the conversion.
     """
     device = local_device(world)
     if device.type != "cpu":
@@ -77,7 +82,8 @@ def process_group(world: World, timeout: timedelta = TIMEOUT) -> Iterator[torch.
         timeout=timeout,
         device_id=None if device.type == "cpu" else device,
     )
-    yield device
+    with naming_conversions():
+        yield device
     # Not after an error: other ranks may wait in a collective, which this would wait for.
     dist.destroy_process_group()
 
