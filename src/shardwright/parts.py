@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
-from shardwright.communication import Communication, communication
+from shardwright.communication import Communication
 from shardwright.decided import CutAxes, Decided
 from shardwright.graph.graph import Graph, Value
-from shardwright.graph.split import split
+from shardwright.graph.split import Piece, split
 from shardwright.layout import Layout, TensorLayout
 from shardwright.pipelining import Pipelining
 from shardwright.rules import rule_of
@@ -37,16 +39,10 @@ class Part:
 
     def sent_bytes(self, mesh: Layout) -> tuple[int, int]:
         """Bytes that one device sends to the next part, and back to the one before as gradients."""
-
-        def size(value: Value, axes: CutAxes) -> int:
-            numel = 1
-            for extent in TensorLayout(mesh, axes).shard_shape(value.shape):
-                numel *= extent
-            return numel * value.itemsize
-
-        forward = sum(size(v, self.decided.departures[v.name]) for v in self.leaving)
+        departures, arrivals = self.decided.departures, self.decided.arrivals
+        forward = sum(_local_bytes(v, departures[v.name], mesh) for v in self.leaving)
         gradients = [v for v in self.arriving if v.requires_grad]
-        return forward, sum(size(v, self.decided.arrivals[v.name]) for v in gradients)
+        return forward, sum(_local_bytes(v, arrivals[v.name], mesh) for v in gradients)
 
 
 def parts(graph: Graph, mesh: Layout, decided: Decided, pipeline: Pipelining) -> tuple[Part, ...]:
@@ -61,37 +57,40 @@ def parts(graph: Graph, mesh: Layout, decided: Decided, pipeline: Pipelining) ->
     if pipeline.parts == 1:
         return (Part(0, 0, graph, decided, returned=tuple(dict.fromkeys(graph.output_values))),)
     pieces = split(graph, pipeline.part_of, random_operators(graph))
-    crossing: dict[str, CutAxes] = {}
-    found = []
-    for number, piece in enumerate(pieces):
-        mine = replace(
-            decided,
-            arrivals={
-                **decided.arrivals,
-                **{value.name: crossing[value.name] for value in piece.arriving},
-            },
-        )
-        flow = communication(piece.graph, mesh, mine)
-        for value in piece.leaving:
-            if value.name not in crossing:
-                crossing[value.name] = _departure(graph, value, flow, mesh, decided)
-        departures = {value.name: crossing[value.name] for value in piece.leaving}
-        if graph.loss is not None:
-            others = [v for v in piece.returned if v is not graph.loss]
-            for value in others:
-                departures.setdefault(value.name, flow.layout(value).axes)
-        found.append(
-            Part(
-                number,
-                pipeline.stage_of(number),
-                piece.graph,
-                replace(mine, departures={**decided.departures, **departures}),
-                piece.arriving,
-                piece.leaving,
-                piece.returned,
-            )
-        )
-    return tuple(found)
+    crossing = {
+        value.name: _crossing(graph, value, mesh, decided)
+        for piece in pieces
+        for value in piece.leaving
+        if value in graph.producer
+    }
+    return tuple(
+        _part(graph, mesh, decided, pipeline, number, piece, crossing)
+        for number, piece in enumerate(pieces)
+    )
+
+
+def _part(
+    graph: Graph,
+    mesh: Layout,
+    decided: Decided,
+    pipeline: Pipelining,
+    number: int,
+    piece: Piece,
+    crossing: dict[str, CutAxes],
+) -> Part:
+    arrivals = {value.name: crossing[value.name] for value in piece.arriving}
+    departures = {value.name: crossing[value.name] for value in piece.leaving}
+    if graph.loss is not None:
+        for value in piece.returned:
+            if value is not graph.loss and value in graph.producer:
+                departures.setdefault(value.name, _crossing(graph, value, mesh, decided))
+    mine = replace(
+        decided,
+        arrivals={**decided.arrivals, **arrivals},
+        departures={**decided.departures, **departures},
+    )
+    stage = pipeline.stage_of(number)
+    return Part(number, stage, piece.graph, mine, piece.arriving, piece.leaving, piece.returned)
 
 
 def random_operators(graph: Graph) -> frozenset[str]:
@@ -100,17 +99,73 @@ def random_operators(graph: Graph) -> frozenset[str]:
     return frozenset(name for name, rule in rules if rule is not None and rule.random)
 
 
-def _departure(
-    graph: Graph, value: Value, flow: Communication, mesh: Layout, decided: Decided
-) -> CutAxes:
+def holders(found: Sequence[Part]) -> dict[str, tuple[int, ...]]:
+    """For each parameter the stages whose parts read it."""
+    stages: dict[str, set[int]] = {}
+    for part in found:
+        for value in part.graph.parameters:
+            stages.setdefault(value.name, set()).add(part.stage)
+    return {name: tuple(sorted(numbers)) for name, numbers in stages.items()}
+
+
+def step_bytes(
+    found: Sequence[Part], flows: Sequence[Communication], mesh: Layout, pipeline: Pipelining
+) -> tuple[tuple[int, int], ...]:
+    """For each stage the bytes that one of its devices sends in a training step, forward and
+    backward: conversions, what crosses to other stages, and gradients of parameters that several
+    stages hold.
+
+    Args:
+        flows: the communication of each part.
+    """
+    count = pipeline.micro_batches
+    sent = [[0, 0] for _ in range(pipeline.stages)]
+    for part, flow in zip(found, flows, strict=True):
+        forward, backward = flow.step_bytes(count)
+        after, before = part.sent_bytes(mesh)
+        if part.number + 1 < len(found) and found[part.number + 1].stage != part.stage:
+            forward += count * after
+        if part.number and found[part.number - 1].stage != part.stage:
+            backward += count * before
+        sent[part.stage][0] += forward
+        sent[part.stage][1] += backward
+    values = {v.name: v for part in found for v in part.graph.parameters if v.requires_grad}
+    for name, stages in holders(found).items():
+        if name in values and len(stages) > 1:
+            axes = found[0].decided.storage[name]
+            shard = TensorLayout(mesh, axes).shard_shape(values[name].shape)
+            local = prod(shard) * values[name].stored_dtype.itemsize
+            for stage in stages:
+                sent[stage][1] += -(-2 * (len(stages) - 1) * local // len(stages))
+    return tuple((forward, backward) for forward, backward in sent)
+
+
+def _crossing(graph: Graph, value: Value, mesh: Layout, decided: Decided) -> CutAxes:
     """How a value leaves the part that makes it."""
-    made = flow.layout(value)
-    if not made.partial:
-        return made.axes
-    source = next(v for v in graph.producer if v.name == value.name)
-    consumer, index = graph.consumers[source][0]
-    rule = rule_of(consumer)
+    producer = graph.producer[value]
+    index = producer.outputs.index(value)
+    told = decided.outputs.get(producer.name, ())
+    axes = told[index] if index < len(told) else None
+    if axes is not None:
+        return axes
+    rule = rule_of(producer)
     if rule is None:
         return ((),) * len(value.shape)
-    inputs, _ = rule.layouts(mesh, decided.cuts.get(consumer.name, {}))
-    return inputs[index].axes
+    _, outputs = rule.layouts(mesh, decided.cuts.get(producer.name, {}))
+    if not outputs[index].partial:
+        return outputs[index].axes
+    return _as_read(graph, value, mesh, decided)
+
+
+def _as_read(graph: Graph, value: Value, mesh: Layout, decided: Decided) -> CutAxes:
+    """How its first consumer reads a value; whole if none does."""
+    for consumer, index in graph.consumers[value]:
+        rule = rule_of(consumer)
+        if rule is not None:
+            inputs, _ = rule.layouts(mesh, decided.cuts.get(consumer.name, {}))
+            return inputs[index].axes
+    return ((),) * len(value.shape)
+
+
+def _local_bytes(value: Value, axes: CutAxes, mesh: Layout) -> int:
+    return prod(TensorLayout(mesh, axes).shard_shape(value.shape)) * value.itemsize

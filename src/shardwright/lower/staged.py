@@ -15,17 +15,17 @@ from torch.utils import _pytree as pytree
 from shardwright.decided import Decided
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
+from shardwright.graph.neighbours import with_neighbours
 from shardwright.layout import TensorLayout
 from shardwright.lower.devices import Devices
 from shardwright.lower.micro_batches import micro_batch, most_micro_batches
 from shardwright.lower.norms import clip_grad_norm_
 from shardwright.lower.parallel import Bound, ParallelModule, key_of, place_of, template_of
 from shardwright.lower.program import Program
-from shardwright.lower.stages import Stages, holders
+from shardwright.lower.stages import Stages
 from shardwright.lower.storage import as_dtensor, with_stored_parameters
-from shardwright.parts import Part, parts
+from shardwright.parts import Part, holders, parts
 from shardwright.pipelining import Pipelining
-from shardwright.search.named_stages import with_neighbours
 
 
 @dataclass(frozen=True)

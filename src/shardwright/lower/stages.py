@@ -37,11 +37,12 @@ from shardwright.graph.graph import Graph, Value
 from shardwright.layout import Layout, TensorLayout
 from shardwright.lower.borders import border
 from shardwright.lower.devices import Devices
+from shardwright.lower.loss_weights import LossWeights, arrival_axes
 from shardwright.lower.micro_batches import micro_batch
 from shardwright.lower.program import Program, lower
 from shardwright.lower.random import seed_of
 from shardwright.lower.residents import Residents
-from shardwright.parts import Part
+from shardwright.parts import Part, holders
 from shardwright.pipelining import Pipelining
 
 Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
@@ -86,7 +87,7 @@ class StageModule(nn.Module):
             if leaf is value
         ]
 
-    def forward(self, *arrived: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *arrived: Tensor, number: Tensor | int) -> Tensor | tuple[Tensor, ...]:
         micro_batch = int(number)
         given = border(arrived)
         piece = self.step.pieces[micro_batch]
@@ -137,6 +138,7 @@ class Stages:
     micro_batches: int
     modules: tuple[StageModule, ...] = field(init=False)
     _shared: dict[str, dist.ProcessGroup] = field(init=False)
+    _weight: Sequence[float | Tensor] = ()
     _training: Schedule | None = None
     _forward: Schedule | None = None
 
@@ -153,6 +155,8 @@ class Stages:
             for part in self.parts
             if part.stage == self.devices.stage
         )
+        axes = arrival_axes(self.graph, self.parts[-1].decided)
+        self._weights = LossWeights(self.graph, self.devices, axes)
         self._stages: list[_PipelineStageBase] = [self._stage(m) for m in self.modules]
 
     def train(
@@ -219,11 +223,11 @@ class Stages:
         return step.kept, self._changed(step, buffers)
 
     def reduced(self, losses: Sequence[Tensor]) -> Tensor:
-        """The loss of the batch from those of the micro-batches."""
-        return torch.stack([self._weighted(loss, None) for loss in losses]).sum()
+        """The loss of the batch from those of its micro-batches, on the last stage."""
+        return torch.stack([self._weighted(loss, n) for n, loss in enumerate(losses)]).sum()
 
-    def _weighted(self, loss: Tensor, target: Any) -> Tensor:
-        return loss / self.micro_batches if self.pipeline.loss_reduction == "mean" else loss * 1
+    def _weighted(self, loss: Tensor, number: Tensor | int) -> Tensor:
+        return loss * self._weight[int(number)]
 
     def _begin(self, buffers: Mapping[str, Tensor], leaves: Sequence[Any], seed: int) -> Step:
         count = self.micro_batches
@@ -231,6 +235,10 @@ class Stages:
         step = Step(pieces, dict(buffers), seed)
         for module in self.modules:
             module.step = step
+        if self.pipeline.loss_reduction == "sum":
+            self._weight = [1.0] * count
+        elif self.devices.stage == self.parts[-1].stage:
+            self._weight = self._weights(pieces)
         return step
 
     def _changed(self, step: Step, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -241,7 +249,8 @@ class Stages:
     def _create_groups(self) -> None:
         """Every rank creates the groups of every stage, in the same order."""
         needed = groups_of(self.parts, self.devices.layout)
-        for axes in needed:
+        counted = arrival_axes(self.graph, self.parts[-1].decided)
+        for axes in dict.fromkeys((*needed, *([counted] if counted else []))):
             self.devices.group(axes)
         self._shared = {}
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -267,7 +276,7 @@ class Stages:
             input_args=arriving,
             output_args=leaving,
             group=self.devices.across,
-            dw_builder=None if _may_halve(module) else _at_once,
+            dw_builder=None if may_halve(module) else _at_once,
         )
 
     def _schedule(self, loss: Any) -> Schedule:
@@ -312,15 +321,6 @@ def groups_of(parts: Sequence[Part], mesh: Layout) -> tuple[tuple[int, ...], ...
     return devices.groups
 
 
-def holders(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
-    """For each parameter the stages whose parts read it."""
-    found: dict[str, set[int]] = {}
-    for part in parts:
-        for value in part.graph.parameters:
-            found.setdefault(value.name, set()).add(part.stage)
-    return {name: tuple(sorted(stages)) for name, stages in found.items()}
-
-
 def _like(value: Value, axes: CutAxes, mesh: Layout) -> Tensor:
     """A tensor like the one that crosses, without numbers."""
     shape = TensorLayout(mesh, axes).shard_shape(value.shape)
@@ -328,7 +328,7 @@ def _like(value: Value, axes: CutAxes, mesh: Layout) -> Tensor:
     return empty.requires_grad_(value.requires_grad)
 
 
-def _may_halve(module: StageModule) -> bool:
+def may_halve(module: StageModule) -> bool:
     """Whether a backward pass can come in two halves, first of inputs and then of parameters: some
     input must have a gradient, and no bucket join the parameters of operators apart."""
     part = module.part

@@ -26,6 +26,8 @@ def dump(plan: Plan) -> str:
     lines += ["", "operators"]
     for row in plan.operators:
         lines += [f"  {line}" for line in _operator(plan, row)]
+    if plan.crossings:
+        lines += ["", "from stage to stage, for one micro-batch", *_crossings(plan)]
     if plan.returned:
         lines += ["", "returned"]
         lines += [f"  {line}" for row in plan.returned for line in (row.value, _steps(row))]
@@ -37,11 +39,26 @@ def _head(plan: Plan) -> Iterator[str]:
     names = f", axes {' '.join(plan.mesh.alias_names)}" if plan.mesh.alias_names else ""
     options = ", ".join(f"{key}={value}" for key, value in plan.options.items())
     yield f"plan for {plan.devices} devices = {sizes}{names}"
+    if plan.pipeline.stages * plan.pipeline.micro_batches > 1:
+        pipeline = plan.pipeline
+        yield (
+            f"{pipeline.stages} stages of {plan.mesh.num_devices} devices,"
+            f" {pipeline.micro_batches} micro-batches, schedule {pipeline.schedule},"
+            f" {pipeline.chunks} chunks a stage"
+        )
     yield f"mode {plan.mode}({options}), for {'training' if plan.training else 'evaluation'}"
     yield (
         f"each device sends {plan.forward_bytes:,} bytes forward and {plan.backward_bytes:,}"
         f" backward a step, and keeps {plan.parameter_bytes:,} bytes of parameters"
     )
+
+
+def _crossings(plan: Plan) -> Iterator[str]:
+    for row in plan.crossings:
+        yield (
+            f"  {row.stage} to {row.to_stage}: {', '.join(row.values)}: {row.forward_bytes:,} bytes"
+            f" there, {row.backward_bytes:,} back"
+        )
 
 
 def _inputs(plan: Plan) -> Iterator[str]:
@@ -61,6 +78,8 @@ def _parameters(plan: Plan) -> Iterator[str]:
 
 def _operator(plan: Plan, row: OperatorRow) -> Iterator[str]:
     yield f"{row.name}: {row.operator}, {row.rule or 'no rule'}"
+    if plan.pipeline.stages > 1:
+        yield f"  in stage {row.stage}"
     if row.rule is None:
         yield "  computed whole on every device"
     if row.pinned:

@@ -11,7 +11,7 @@ from shardwright.errors import PlanError
 from shardwright.layout import Layout, TensorLayout
 from shardwright.pipelining import Pipelining
 from shardwright.plan.plan import Plan
-from shardwright.plan.rows import ConversionRow, OperatorRow
+from shardwright.plan.rows import ConversionRow, CrossingRow, OperatorRow
 from shardwright.strategy import OperatorStrategy
 
 VERSION = 3
@@ -26,6 +26,7 @@ def written(plan: Plan) -> str:
     }
     data["operators"] = [_row_data(row) for row in plan.operators]
     data["returned"] = [asdict(row) for row in plan.returned]
+    data["crossings"] = [asdict(row) for row in plan.crossings]
     data["sharding"] = None if plan.sharding is None else asdict(plan.sharding)
     data["recompute"] = {name: asdict(said) for name, said in plan.recompute.items()}
     data["pipeline"] = asdict(plan.pipeline)
@@ -76,6 +77,9 @@ def _plan(data: dict[str, Any]) -> Plan:
     rows = data["operators"]
     values["operators"] = tuple(_operator_row(row, values["mesh"]) for row in rows)
     values["returned"] = tuple(_conversion_row(row) for row in data["returned"])
+    values["crossings"] = tuple(
+        CrossingRow(**{**row, "values": tuple(row["values"])}) for row in data["crossings"]
+    )
     return Plan(**values)
 
 

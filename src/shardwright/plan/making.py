@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -13,9 +14,10 @@ from shardwright.communication import Communication, communication
 from shardwright.decided import Decided
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout import Layout
+from shardwright.parts import Part, parts, step_bytes
 from shardwright.pipelining import ONE_STAGE, Pipelining
 from shardwright.plan.plan import Plan, dtype_name, operator_name
-from shardwright.plan.rows import ConversionRow, OperatorRow
+from shardwright.plan.rows import ConversionRow, CrossingRow, OperatorRow
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts
 from shardwright.strategy import OperatorStrategy
@@ -36,9 +38,15 @@ def make_plan(
     pipeline: Pipelining = ONE_STAGE,
     pins: Mapping[str, OperatorStrategy] = NO_PINS,
 ) -> Plan:
-    """Joins what a search decided with what follows from it: conversions and their bytes."""
+    """Joins what a search decided with what follows from it: conversions and their bytes.
+
+    Raises:
+        PlanError: if the operators cannot be divided into the parts of `pipeline`.
+    """
     cuts = decided.cuts
-    flow = communication(graph, mesh, decided)
+    found = parts(graph, mesh, decided, pipeline)
+    flows = [communication(part.graph, mesh, part.decided) for part in found]
+    sent = max(step_bytes(found, flows, mesh, pipeline), key=sum)
     seen: set[int] = set()
     leaves = tuple(
         {"name": leaf.name, "shape": leaf.shape, "dtype": dtype_name(leaf)}
@@ -67,10 +75,11 @@ def make_plan(
         inputs=leaves,
         structure=pytree.treespec_dumps(graph.in_spec),
         fingerprint=graph.fingerprint,
-        operators=_rows(graph, mesh, cuts, flow, pins, seen),
-        returned=_returned(graph, flow, seen),
-        forward_bytes=flow.forward_bytes,
-        backward_bytes=flow.backward_bytes,
+        operators=_rows(graph, mesh, cuts, found, flows, pins, seen),
+        returned=_returned(found, flows, seen),
+        crossings=_crossings(found, mesh),
+        forward_bytes=sent[0],
+        backward_bytes=sent[1],
         training=training,
         search_seconds=search_seconds,
         capture_seconds=graph.capture_seconds,
@@ -82,12 +91,19 @@ def _rows(
     graph: Graph,
     mesh: Layout,
     cuts: Mapping[str, Cuts],
-    flow: Communication,
+    found: Sequence[Part],
+    flows: Sequence[Communication],
     pins: Mapping[str, OperatorStrategy],
     seen: set[int],
 ) -> tuple[OperatorRow, ...]:
-    rows = (_row(op, mesh, cuts.get(op.name, {}), flow, seen) for op in graph.ops)
-    return tuple(replace(row, pinned=row.name in pins) for row in rows)
+    """One row for each operator; of those that several parts compute that of the first."""
+    rows: dict[str, OperatorRow] = {}
+    for part, flow in zip(found, flows, strict=True):
+        for op in part.graph.ops:
+            if op.name not in rows:
+                row = _row(op, mesh, cuts.get(op.name, {}), flow, seen)
+                rows[op.name] = replace(row, pinned=op.name in pins, stage=part.stage)
+    return tuple(rows[op.name] for op in graph.ops)
 
 
 def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) -> OperatorRow:
@@ -118,11 +134,31 @@ def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) 
     )
 
 
-def _returned(graph: Graph, flow: Communication, seen: set[int]) -> tuple[ConversionRow, ...]:
+def _returned(
+    found: Sequence[Part], flows: Sequence[Communication], seen: set[int]
+) -> tuple[ConversionRow, ...]:
     """What becomes of the model's outputs, then of the new values of its buffers."""
-    ways = [(value, flow.output_routes[value]) for value in graph.output_values]
-    ways += [(value, flow.update_routes[value]) for _, value in graph.updates]
+    ways = [
+        (value, flow.output_routes[value])
+        for part, flow in zip(found, flows, strict=True)
+        for value in part.graph.output_values
+    ]
+    ways += [
+        (value, flow.update_routes[value])
+        for part, flow in zip(found, flows, strict=True)
+        for _, value in part.graph.updates
+    ]
     return tuple(_conversion(value, route, seen) for value, route in ways if route)
+
+
+def _crossings(found: Sequence[Part], mesh: Layout) -> tuple[CrossingRow, ...]:
+    rows = []
+    for part, after in pairwise(found):
+        if part.stage != after.stage:
+            names = tuple(value.name for value in part.leaving)
+            there, back = part.sent_bytes(mesh)[0], after.sent_bytes(mesh)[1]
+            rows.append(CrossingRow(part.stage, after.stage, names, there, back))
+    return tuple(rows)
 
 
 def _inside(op: Op, flow: Communication) -> ConversionRow:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout import Layout, TensorLayout
 from shardwright.pipelining import ONE_STAGE, Pipelining
-from shardwright.plan.rows import ConversionRow, OperatorRow, Shape, Strategy
+from shardwright.plan.rows import ConversionRow, CrossingRow, OperatorRow, Shape, Strategy
 from shardwright.strategy import OperatorStrategy
 
 
@@ -44,7 +45,9 @@ class Plan:
         fingerprint: of the graph that it was made for.
         operators: one row each, in order.
         returned: conversions of the model's outputs, and of new values of its buffers.
-        forward_bytes, backward_bytes: that one device sends in one step.
+        crossings: what goes from stage to stage.
+        forward_bytes, backward_bytes: that one device of the busiest stage sends in one step, with
+            all its micro-batches.
         search_seconds, capture_seconds: what planning took.
         graph: the captured model; a plan from a file has none until `parallelize` captures it.
     """
@@ -69,6 +72,7 @@ class Plan:
     bucket_bytes: int = BUCKET_BYTES
     recompute: dict[str, Recompute] = field(default_factory=dict)
     pipeline: Pipelining = ONE_STAGE
+    crossings: tuple[CrossingRow, ...] = ()
     pins: dict[str, OperatorStrategy] = field(default_factory=dict)
     search_seconds: float = 0.0
     capture_seconds: float = 0.0
@@ -110,15 +114,18 @@ class Plan:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of parameters that one device keeps."""
-        total = 0
-        for name, (shape, dtype) in self.parameters.items():
-            layout = TensorLayout(self.mesh, self.storage[name])
-            numel = 1
-            for extent in layout.shard_shape(shape):
-                numel *= extent
-            total += numel * _itemsize(dtype)
-        return total
+        """Bytes of parameters that one device keeps, of the stage that keeps most."""
+        kept: dict[int, set[str]] = {}
+        for row in self.operators:
+            names = (name for name, _, kind in row.inputs if kind == "parameter")
+            kept.setdefault(row.stage, set()).update(names)
+        return max((sum(map(self._stored_bytes, names)) for names in kept.values()), default=0)
+
+    def _stored_bytes(self, name: str) -> int:
+        shape, dtype = self.parameters[name]
+        return prod(TensorLayout(self.mesh, self.storage[name]).shard_shape(shape)) * _itemsize(
+            dtype
+        )
 
     def row(self, name: str) -> OperatorRow:
         """What was decided about the operator `name`.

@@ -32,6 +32,24 @@ class ConversionRow:
 
 
 @dataclass(frozen=True)
+class CrossingRow:
+    """What goes from one part of a model to the next, if they lie on different stages.
+
+    Args:
+        stage, to_stage: of the two parts.
+        values: names of what crosses.
+        forward_bytes, backward_bytes: that one device sends for one micro-batch: there the values,
+            back their gradients.
+    """
+
+    stage: int
+    to_stage: int
+    values: tuple[str, ...]
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True)
 class OperatorRow:
     """What was decided about one operator.
 
@@ -50,6 +68,7 @@ class OperatorRow:
         pinned: whether the user said how it is cut.
         segment: the operators that it is computed again with in the backward pass; empty if it is
             computed once.
+        stage: the pipeline stage that computes it.
     """
 
     name: str
@@ -65,6 +84,7 @@ class OperatorRow:
     main: bool
     pinned: bool = False
     segment: str = ""
+    stage: int = 0
 
     @property
     def strategy(self) -> Strategy:

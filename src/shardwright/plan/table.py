@@ -34,11 +34,16 @@ def table(plan: Plan, every: bool = False) -> Table:
     """
     sizes = "·".join(str(size) for size in plan.mesh.device_matrix) or "1"
     names = "".join(plan.mesh.alias_names)
-    title = f"Plan for {plan.devices} devices = {sizes}" + (f", axes {names}" if names else "")
+    staged = plan.pipeline.stages > 1
+    stages = f"{plan.pipeline.stages} stages x " if staged else ""
+    title = f"Plan for {plan.devices} devices = {stages}{sizes}"
+    title += f", axes {names}" if names else ""
     shown = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for column in ("operator", "shapes", "cuts", "strategy", "conversions: forward / backward"):
         shown.add_column(column, overflow="fold")
     shown.add_column("bytes", justify="right", no_wrap=True)
+    if staged:
+        shown.add_column("stage", justify="right", no_wrap=True)
     for row in folded(plan.operators):
         if not (every or _tells(row)):
             continue
@@ -49,6 +54,7 @@ def table(plan: Plan, every: bool = False) -> Table:
             _strategy(row),
             "\n".join(_conversions(row)),
             size(row.bytes) if row.bytes else "",
+            *([str(row.stage)] if staged else []),
             style="bold" if row.main else None,
         )
     return shown
@@ -68,7 +74,7 @@ def summary(plan: Plan, every: bool = False) -> list[str]:
         f"each device sends {size(plan.forward_bytes)} forward and {size(plan.backward_bytes)} "
         f"backward a step, and keeps {size(plan.parameter_bytes)} of parameters",
     ]
-    lines += [*_again(plan), *_idle(plan)]
+    lines += [*_pipeline(plan), *_again(plan), *_idle(plan)]
     silent = sum(not _tells(row) for row in plan.operators)
     if silent and not every:
         lines.append(
@@ -81,6 +87,28 @@ def summary(plan: Plan, every: bool = False) -> list[str]:
             + ", ".join(plan.without_rule)
         )
     return lines
+
+
+def _pipeline(plan: Plan) -> Iterable[str]:
+    """Stages, micro-batches, and what goes from stage to stage."""
+    pipeline = plan.pipeline
+    if pipeline.stages > 1:
+        chunks = f", {pipeline.chunks} chunks a stage" if pipeline.chunks > 1 else ""
+        yield (
+            f"{pipeline.stages} stages of {plan.mesh.num_devices} devices{chunks},"
+            f" {pipeline.micro_batches} micro-batches in the order {pipeline.schedule};"
+            " shapes and conversions are those of one micro-batch"
+        )
+    elif pipeline.micro_batches > 1:
+        yield (
+            f"{pipeline.micro_batches} micro-batches; shapes and conversions are those of one of"
+            " them"
+        )
+    for row in plan.crossings:
+        yield (
+            f"stage {row.stage} to {row.to_stage}: {', '.join(row.values)};"
+            f" {size(row.forward_bytes)} there and {size(row.backward_bytes)} back a micro-batch"
+        )
 
 
 def _again(plan: Plan) -> Iterable[str]:
@@ -192,7 +220,8 @@ def _pattern(row: OperatorRow) -> _Pattern:
     shapes = tuple(shape for _, shape, _ in row.inputs)
     cuts = tuple(row.cuts.items())
     again = bool(row.segment)
-    key = (name, row.operator, shapes, row.outputs, cuts, conversions, row.pinned, again)
+    said = (row.pinned, again, row.stage)
+    key = (name, row.operator, shapes, row.outputs, cuts, conversions, said)
     return _Pattern(key, numbers)
 
 
