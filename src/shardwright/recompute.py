@@ -121,25 +121,48 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
     _check_modules(graph, modules)
     found: dict[str, Recompute] = {}
     members: dict[str, list[Op]] = {}
-    places: dict[str, _Place] = {}
-    before = ""
+    selected: dict[Mark, list[Op]] = {}
     for op in graph.ops:
         place = _innermost(op, modules, functions)
-        if place is not None and _is_of(op, place.mark):
-            places[op.name] = place
-            segment = place.segment
-            if place.mark.kinds is not None:
-                makers = [graph.producer[v].name for v in op.inputs if v in graph.producer]
-                joined = [name for name in (*makers, before) if places.get(name) == place]
-                segment = found[joined[0]].segment if joined else op.name
-            found[op.name] = Recompute(segment, place.mark.communication)
-            members.setdefault(segment, []).append(op)
-        before = op.name
+        if place is None:
+            continue
+        if place.mark.kinds is None:
+            found[op.name] = Recompute(place.segment, place.mark.communication)
+            members.setdefault(place.segment, []).append(op)
+        elif operator_name(op.target) in place.mark.kinds:
+            selected.setdefault(place.mark, []).append(op)
+    place = _places(graph)
     for ops in members.values():
-        one = len([op for op in ops if not op.name.endswith(".bias")]) == 1
-        if one or places[ops[0].name].mark.kinds is not None:
-            _add_readers(graph, found, ops)
+        if len([op for op in ops if not op.name.endswith(".bias")]) == 1:
+            _add_readers(graph, found, ops, place)
+    for mark, ops in selected.items():
+        select(graph, found, ops, mark.communication)
     return found
+
+
+def select(
+    graph: Graph, found: dict[str, Recompute], ops: Sequence[Op], communication: bool
+) -> None:
+    """Adds to `found` chosen operators, in segments of those that follow each other or read each
+    other's results, with the operators that keep their results."""
+    members: dict[str, list[Op]] = {}
+    segments: dict[str, str] = {}
+    place = _places(graph)
+    for op in ops:
+        makers = [graph.producer[v].name for v in op.inputs if v in graph.producer]
+        number = place[op.name]
+        before = [graph.ops[number - 1].name] if number else []
+        joined = [segments[name] for name in (*makers, *before) if name in segments]
+        segments[op.name] = joined[0] if joined else op.name
+        members.setdefault(segments[op.name], []).append(op)
+    for segment, mine in members.items():
+        found.update((op.name, Recompute(segment, communication)) for op in mine)
+    for mine in members.values():
+        _add_readers(graph, found, mine, place)
+
+
+def _places(graph: Graph) -> dict[str, int]:
+    return {op.name: number for number, op in enumerate(graph.ops)}
 
 
 def _is_mark(tag: Any) -> bool:
@@ -191,10 +214,6 @@ def _innermost(
     return around.place if around else None
 
 
-def _is_of(op: Op, mark: Mark) -> bool:
-    return mark.kinds is None or operator_name(op.target) in mark.kinds
-
-
 def _check_modules(graph: Graph, modules: Mapping[str, Mark]) -> None:
     """Raises:
     StrategyError: if the module of a mark has no operator, or none of a kind that it names.
@@ -226,29 +245,36 @@ def _check_kinds(where: str, mark: Mark, ops: Sequence[Op]) -> None:
             )
 
 
-def _add_readers(graph: Graph, found: dict[str, Recompute], ops: Sequence[Op]) -> None:
+def _add_readers(
+    graph: Graph, found: dict[str, Recompute], ops: Sequence[Op], place: Mapping[str, int]
+) -> None:
     """Lets a segment of one operator, or of chosen kinds, also have those that keep its results.
 
     What only they keep need not be kept then. The last one is not run again itself: its inputs are
     enough. So there may be one operator of much work, as the last.
     """
-    said, last = found[ops[-1].name], graph.ops.index(ops[-1])
-    results = {value for op in ops for value in op.outputs}
-    readers = []
-    for op in graph.ops[last + 1 :]:
-        if results.isdisjoint(op.inputs):
-            continue
-        if _is_view(op):
-            readers.append(op)
-            results.update(op.outputs)
-        elif any(op.inputs[index] in results for index in saved(op).inputs):
-            readers.append(op)
-    while readers and _is_view(readers[-1]):
-        readers.pop()
-    if any(op.name in found or _works_hard(op) for op in readers[:-1]):
+    said = found[ops[-1].name]
+    results = [value for op in ops for value in op.outputs]
+    own = {op.name for op in ops}
+    keeping: set[str] = set()
+    views: set[str] = set()
+    for value in results:
+        for op, index in graph.consumers[value]:
+            if op.name in own:
+                continue
+            if _is_view(op):
+                views.add(op.name)
+                results += op.outputs
+            elif index in saved(op).inputs:
+                keeping.add(op.name)
+    if not keeping:
         return
-    if readers and readers[-1].name not in found:
-        found.update((op.name, said) for op in readers)
+    last = max(keeping, key=lambda name: place[name])
+    before = {name for name in keeping | views if place[name] < place[last]}
+    if last not in found and not any(
+        name in found or _works_hard(graph.by_name[name]) for name in before
+    ):
+        found.update(dict.fromkeys((*before, last), said))
 
 
 def _works_hard(op: Op) -> bool:
