@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shardwright.api.pipeline import Pipeline
 from shardwright.communication import communication
 from shardwright.deferred import values_of
+from shardwright.errors import PlanError
 from shardwright.graph.capture import capture
 from shardwright.graph.double import double, in_double
 from shardwright.graph.graph import Graph, Value
@@ -18,7 +20,9 @@ from shardwright.graph.interpret import interpret
 from shardwright.lower.devices import Devices
 from shardwright.lower.loss_weights import LossWeights
 from shardwright.lower.micro_batches import micro_batch
+from shardwright.lower.simulated_stages import StagesOutcome, simulate_stages
 from shardwright.lower.simulation import Outcome, simulate, simulate_step
+from shardwright.parts import parts, step_bytes
 from shardwright.plan import Plan
 
 
@@ -61,6 +65,7 @@ def check(
     Raises:
         PlanError: if the plan is for another model, or a process group is running.
     """
+    net = net.net if isinstance(net, Pipeline) else net
     captured = plan.graph if plan.graph is not None else _captured(net, args, kwargs, plan)
     plan.check_fits(captured)
     graph = in_double(captured)
@@ -74,6 +79,8 @@ def check(
     buffers = {v.name: double(state[v.name]) for v in graph.buffers}
     leaves = pytree.tree_map_only(Tensor, double, pytree.tree_leaves((args, kwargs or {})))
     if plan.pipeline.micro_batches > 1:
+        if graph.loss is None:
+            raise PlanError("the model returns no loss, one number that a gradient starts from")
         ends, outcome = _step(graph, plan, parameters, buffers, leaves)
     else:
         ends, outcome = _call(graph, plan, parameters, buffers, leaves)
@@ -84,7 +91,7 @@ def check(
         if parameter.grad is not None
     }
     worst = max(differences, key=lambda name: differences[name], default="")
-    flow = communication(graph, plan.mesh, plan.decided)
+    counted, planned = _bytes(graph, plan, outcome)
     return Check(
         loss=_loss(graph, ends),
         loss_difference=max(
@@ -93,9 +100,22 @@ def check(
         gradient_difference=differences.get(worst, 0.0),
         worst_parameter=worst,
         replica_difference=outcome.replica_difference,
-        counted_bytes=(outcome.forward_bytes, outcome.backward_bytes),
-        planned_bytes=flow.step_bytes(plan.pipeline.micro_batches),
+        counted_bytes=counted,
+        planned_bytes=planned,
     )
+
+
+def _bytes(graph: Graph, plan: Plan, outcome: Outcome) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes that one device sent, forward and backward, counted and as planned; with several stages
+    those of one where they differ, or else of the busiest."""
+    found = parts(graph, plan.mesh, plan.decided, plan.pipeline)
+    flows = [communication(part.graph, plan.mesh, part.decided) for part in found]
+    planned = step_bytes(found, flows, plan.mesh, plan.pipeline)
+    counted = [(outcome.forward_bytes, outcome.backward_bytes)]
+    if isinstance(outcome, StagesOutcome):
+        counted = [(forward, backward) for forward, backward in outcome.stage_bytes]
+    pairs = list(zip(counted, planned, strict=True))
+    return max(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair[1])))
 
 
 def _captured(
@@ -151,9 +171,8 @@ def _step(
         place = next(i for i, value in enumerate(graph.outputs) if value is graph.loss)
         total = total + outputs[place] * (weight if plan.pipeline.loss_reduction == "mean" else 1)
     torch.autograd.backward(total)
-    outcome = simulate_step(
-        graph, plan.mesh, plan.decided, plan.pipeline, parameters, buffers, leaves
-    )
+    run = simulate_stages if plan.pipeline.stages > 1 else simulate_step
+    outcome = run(graph, plan.mesh, plan.decided, plan.pipeline, parameters, buffers, leaves)
     return [(total, torch.ones_like(total))], outcome
 
 
