@@ -19,6 +19,7 @@ from shardwright.decided import OptimizerParallel
 from shardwright.deferred import materialise, no_init_parameters
 from shardwright.errors import (
     CaptureError,
+    CheckpointError,
     ConfigError,
     DataError,
     DeferredError,
@@ -34,12 +35,17 @@ from shardwright.pins import Op, shard
 from shardwright.plan import Plan
 from shardwright.recompute import recompute
 from shardwright.strategy_files import load_strategies
+from shardwright.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+from shardwright.train.position import Position
+from shardwright.train.state_dict_file import load_state_dict, save_state_dict
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
     "Check",
+    "CheckpointError",
+    "Checkpoints",
     "ConfigError",
     "DataError",
     "DeferredError",
@@ -51,6 +57,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "PlanError",
+    "Position",
     "ShardwrightError",
     "StrategyError",
     "TensorLayout",
@@ -59,11 +66,15 @@ __all__ = [
     "capture",
     "check",
     "examine",
+    "load_checkpoint",
+    "load_state_dict",
     "load_strategies",
     "materialise",
     "no_init_parameters",
     "parallelize",
     "plan",
     "recompute",
+    "save_checkpoint",
+    "save_state_dict",
     "shard",
 ]

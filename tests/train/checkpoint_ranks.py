@@ -1,6 +1,6 @@
 """What `test_checkpoint.py` runs on every rank: saves under one plan, loads under others.
 
-    checkpoint_ranks.py save|load FOLDER CASE...
+    checkpoint_ranks.py VERB,VERB... FOLDER CASE...
 
 A case is `plan:optimizer`. Every rank of a launch follows the cases whose plan is for its world.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -142,19 +143,63 @@ def check_loads(folder: Path, saved_case: str, case: str) -> None:
     torch.testing.assert_close(dict(contents(net, optimizer)), final, rtol=1e-9, atol=1e-12)
 
 
+def check_random_numbers_go_on(folder: Path) -> None:
+    """Dropout masks after loading are those that would have come."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).double()
+    x = torch.ones(16, 8, dtype=torch.float64)
+    plan = sw.plan(net, (x,), devices=dist.get_world_size(), mode="data_parallel")
+    parallel = sw.parallelize(net, plan)
+    for _ in range(2):
+        parallel(x)
+    sw.save_checkpoint(folder / "dropout", parallel, position=sw.Position(2), plan=plan)
+    wanted = whole(parallel(x))
+    torch.manual_seed(7)
+    again = sw.parallelize(net, plan)
+    assert not torch.equal(whole(again(x)), wanted)
+    assert sw.load_checkpoint(folder / "dropout", again) == sw.Position(2)
+    assert torch.equal(whole(again(x)), wanted)
+
+
+def check_files(folder: Path, case: str, other: str) -> None:
+    """One file for the whole model, written under one plan and read under another."""
+    net, optimizer, _ = made(case, seed=0)
+    train(net, optimizer, range(SAVED_AFTER))
+    wanted = {name: whole(value) for name, value in net.state_dict().items()}
+    for name in ("whole.safetensors", "whole.pt"):
+        sw.save_state_dict(net, folder / name)
+        loaded, _, _ = made(other, seed=1)
+        sw.load_state_dict(loaded, folder / name)
+        got = {name: whole(value) for name, value in loaded.state_dict().items()}
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+        assert loaded.head.weight is loaded.embedding.weight
+    if dist.get_rank() == 0:
+        torch.save(wanted, folder / "wanted.pt")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    verb, folder, cases = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    verbs, folder, cases = sys.argv[1].split(","), Path(sys.argv[2]), sys.argv[3:]
+
+    def passed(what: str) -> None:
+        if dist.get_rank() == 0:
+            print(f"passed {what}.", flush=True)
+
     mine = [case for case in cases if PLANS[case.partition(":")[0]][0] == dist.get_world_size()]
-    for case in mine:
-        if verb == "save":
-            save(folder, case)
-        for saved_case in cases if verb == "load" else ():
+    if "save" in verbs:
+        for number, case in enumerate(mine):
+            save(folder, case, asynchronous=number % 2 == 1)
+    if "load" in verbs:
+        for case, saved_case in product(mine, cases):
             if saved_case.partition(":")[2] == case.partition(":")[2]:
                 check_loads(folder, saved_case, case)
-                if dist.get_rank() == 0:
-                    print(f"passed {saved_case} to {case}", flush=True)
+                passed(f"{saved_case} to {case}")
+    if "others" in verbs:
+        check_random_numbers_go_on(folder)
+        passed("random numbers")
+        check_files(folder, mine[0], mine[1])
+        passed("files")
     dist.destroy_process_group()
 
 

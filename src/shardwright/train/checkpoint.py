@@ -11,7 +11,9 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -140,7 +143,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the optimizer has other parameters than the model, or state that is no
-                tensor.
+                tensor; or this checkpoint, or the one before, could not be written.
         """
         tensors = state.model_tensors(net)
         if optimizer is not None:
@@ -161,19 +164,24 @@ class Checkpoints:
             tensors = held_once(tensors, self._group)
         writer = _PublishingWriter(self.path(position.step), about, self._keep)
         target: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
-        if self._asynchronous:
-            pending = state_dict_saver.async_save(
-                dict(tensors), no_dist=self._group is None, **target
-            )
-            self._pending = cast("Future[Metadata]", pending)
-        else:
-            state_dict_saver.save(dict(tensors), no_dist=self._group is None, **target)
+        target["no_dist"] = self._group is None
+        with _saying(self.path(position.step)):
+            if self._asynchronous:
+                pending = state_dict_saver.async_save(dict(tensors), **target)
+                self._pending = cast("Future[Metadata]", pending)
+            else:
+                state_dict_saver.save(dict(tensors), **target)
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is complete; raises what went wrong in it."""
+        """Until the checkpoint that is being written is complete.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            with _saying(self.folder):
+                pending.result()
 
     def load(
         self,
@@ -209,9 +217,9 @@ class Checkpoints:
             optimized = state.places_for_optimizer(net, optimizer, saved)
         device = state.device_of(net)
         random = {k: v for k, v in state.random_tensors(device).items() if k in saved}
-        state_dict_loader.load(
-            {**model, **optimized, **random}, storage_reader=reader, no_dist=True
-        )
+        places = {**model, **optimized, **random}
+        with _saying(folder):
+            state_dict_loader.load(places, storage_reader=reader, no_dist=True)
         if optimizer is not None and about.groups is not None:
             state.restore_optimizer(net, optimizer, optimized, about.groups)
         state.restore_random(random, device)
@@ -295,6 +303,16 @@ class _PublishingWriter(FileSystemWriter):
         if self._keep is not None:
             for step in complete_steps(self._folder.parent)[: -self._keep]:
                 _remove(self._folder.with_name(f"step-{step}"))
+
+
+@contextmanager
+def _saying(where: Path) -> Iterator[None]:
+    """What went wrong on the ranks, a full disk for example, as one error."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise CheckpointError(f"{where}: rank {rank}: {type(cause).__name__}: {cause}") from error
 
 
 def _remove(folder: Path) -> None:
