@@ -69,3 +69,12 @@ def test_sizes_that_do_not_divide_are_refused_by_name() -> None:
         net = build("llama2_7b_tiny")
     with pytest.raises(ConfigError, match="model_parallel 7 does not divide its 320 entries"):
         pin_expert(net, data_parallel=1, model_parallel=7)
+
+
+def test_a_whole_embedding_table_looks_up_each_devices_positions() -> None:
+    torch.manual_seed(0)
+    net, batch = build("llama2_7b_tiny"), example_batch(LLAMA, 4)
+    pin_expert(net, data_parallel=2, model_parallel=4, seq_parallel=True, vocab_emb_dp=True)
+    plan = sw.plan(net, batch, devices=8, mode="sharding_propagation")
+    assert plan.row("model.embed_tokens").strategy == ((1, 1), (2, 4))
+    assert sw.check(net, batch, {}, plan).passes()

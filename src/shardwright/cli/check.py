@@ -22,7 +22,7 @@ def check_command(
 ) -> None:
     """Run the planned program on simulated ranks in this process, and compare it with one device:
     loss, every gradient, and the bytes sent. Exit status 1 where they differ."""
-    run = run_of(config, mem_coeff)
+    run = run_of(config, mem_coeff).on(devices)
     result = check(run.model(), run.example_batch(), {}, run.plan(devices))
     typer.echo(dumps(asdict(result), indent=1) if json else _check_text(result, devices))
     if not result.passes():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardwright.config import Run
+from shardwright.train.process_group import launched
 
 Config = Annotated[Path, typer.Argument(help="The YAML configuration.", show_default=False)]
 Devices = Annotated[int, typer.Option(help="Number of devices.", show_default=False)]
@@ -28,6 +30,7 @@ def run_of(
 ) -> Run:
     """The run of a configuration with the command line's options in place of its own."""
     run = Run.from_file(config)
+    _say_what_is_taken_otherwise(run, config)
     changes: dict[str, object] = {}
     if mem_coeff is not None:
         changes["mem_coeff"] = mem_coeff
@@ -37,4 +40,17 @@ def run_of(
     if parallel.log_costs:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     train = run.config.train.model_copy(update={"resume": resume or run.config.train.resume})
-    return Run(run.config.model_copy(update={"parallel": parallel, "train": train}), run.folder)
+    changed = run.config.model_copy(update={"parallel": parallel, "train": train})
+    return replace(run, config=changed)
+
+
+def _say_what_is_taken_otherwise(run: Run, config: Path) -> None:
+    """Keys of a file of the MindFormers shape that mean nothing here, or another thing than they
+    say, once."""
+    if run.language is None or launched():
+        return
+    for note in run.language.notes:
+        typer.echo(f"{config}: {note}", err=True)
+    if run.language.unused:
+        count, names = len(run.language.unused), ", ".join(run.language.unused)
+        typer.echo(f"{config}: {count} keys mean nothing here: {names}", err=True)

@@ -64,7 +64,7 @@ def train(
         raise PlanError(f"{plan} is for {given.devices} devices, not for {devices}")
     if bounds is not None and not bounds.minimum <= devices <= bounds.maximum:
         raise PlanError(f"--elastic {elastic} does not allow {devices} devices")
-    logs = LogFolder(log_dir)
+    logs, run = LogFolder(log_dir), run.on(devices)
     decided = given or run.plan(devices)
     if launched():
         record(_train_one_rank)(run, decided, world, logs)

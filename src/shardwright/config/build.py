@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.api import WithLoss, parallelize, plan
-from shardwright.config.load import load
+from shardwright.config.load import validated
+from shardwright.config.mindformers import LanguageRun, has_this_shape, language_run, translated
 from shardwright.config.parts import made_model, made_optimizer, made_schedule, made_tensors
 from shardwright.config.schema import Config
+from shardwright.config.yaml_text import parse_yaml, read_text
 from shardwright.errors import CheckpointError, PlanError, ShardwrightError
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
+from shardwright.lower.micro_batches import micro_batch
+from shardwright.models.expert import expert_stages, pin_expert
 from shardwright.plan import Plan
 from shardwright.saved_graphs import SavedGraphs
 from shardwright.strategy_files import load_strategies
@@ -33,15 +37,43 @@ from shardwright.train.trainer import train
 
 @dataclass(frozen=True)
 class Run:
-    """A configuration and the folder that its modules and paths are relative to."""
+    """A configuration and the folder that its modules and paths are relative to.
+
+    Args:
+        language: the run that a file of the MindFormers shape describes; the size of its batch
+            depends on the number of devices.
+    """
 
     config: Config
     folder: Path
+    language: LanguageRun | None = None
 
     @staticmethod
     def from_file(path: str | Path) -> Run:
-        """Raises: ConfigError: as `shardwright.config.load.load`."""
-        return Run(load(path), Path(path).parent)
+        """The run of a file of Shardwright's own shape, or of the MindFormers shape.
+
+        Raises:
+            ConfigError: as `shardwright.config.load.load`.
+        """
+        name, folder = str(path), Path(path).parent
+        content = parse_yaml(read_text(path), name)
+        if not has_this_shape(content):
+            return Run(validated(content, name), folder)
+        language = language_run(content, name)
+        return Run(translated(language, name, language.parallelism.devices), folder, language)
+
+    def on(self, devices: int) -> Run:
+        """The run on so many devices.
+
+        Raises:
+            ConfigError: the numbers of the file do not fit `devices`.
+        """
+        if self.language is None:
+            return self
+        self.language.parallelism.check_devices(devices)
+        size = self.language.batch.global_batch(devices)
+        data = self.config.data.model_copy(update={"batch_size": size})
+        return replace(self, config=self.config.model_copy(update={"data": data}))
 
     @cached_property
     def batches(self) -> Batches:
@@ -70,15 +102,20 @@ class Run:
         Args:
             files: where the graph is saved, and then the plan, or the error that there was.
         """
-        model, batch = self._model_to_plan(), self.example_batch()
-        strategies = self.config.parallel.strategies
+        return self.on(devices)._planned(devices, files)
+
+    def _planned(self, devices: int, files: SavedGraphs | None) -> Plan:
+        model, batch = self._model_to_plan(), self._micro_batch()
+        parallel = self.config.parallel
         try:
-            if strategies is not None:
-                load_strategies(model, self.folder / strategies)
+            if parallel.strategies is not None:
+                load_strategies(model, self.folder / parallel.strategies)
+            if parallel.expert is not None:
+                pin_expert(model, **parallel.expert.model_dump())
             graph = capture(model, batch)
             if files is not None:
                 files.graph(graph)
-            found = self._plan(graph, devices)
+            found = self._plan(model, graph, devices)
         except ShardwrightError as error:
             if files is not None:
                 files.error(error)
@@ -94,16 +131,32 @@ class Run:
         with torch.device("meta"):
             return self.model()
 
-    def _plan(self, graph: Graph, devices: int) -> Plan:
+    def _micro_batch(self) -> tuple[Tensor, ...]:
+        """An example of what the model is captured for; of texts only the shape is needed."""
+        data, pieces = self.config.data, self.config.parallel.micro_batches
+        if data.seq_length is not None:
+            ids = torch.empty((data.batch_size, data.seq_length), dtype=torch.long, device="meta")
+            batch: tuple[Tensor, ...] = (ids, ids)
+        else:
+            batch = self.example_batch()
+        return tuple(micro_batch(list(batch), 0, pieces))
+
+    def _plan(self, model: nn.Module, graph: Graph, devices: int) -> Plan:
+        """Operators that an expert has not pinned follow those that are."""
         parallel = self.config.parallel
+        expert, stages = parallel.expert is not None, parallel.stages
         return plan(
             graph,
             devices=devices,
-            mode=parallel.mode,
+            mode="sharding_propagation" if expert else parallel.mode,
             mem_coeff=parallel.mem_coeff,
             cost_model=parallel.cost_model,
             order=parallel.order,
             log_costs=parallel.log_costs,
+            stages=1 if expert and stages > 1 else stages,
+            micro_batches=parallel.micro_batches,
+            schedule=parallel.schedule,
+            stage_config=expert_stages(model, stages) if expert and stages > 1 else None,
         )
 
     def example_batch(self) -> tuple[Tensor, ...]:
@@ -206,4 +259,9 @@ class Run:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return {"float32": torch.float32, "float64": torch.float64}[self.config.train.dtype]
+        kinds = {
+            "float32": torch.float32,
+            "float64": torch.float64,
+            "bfloat16": torch.bfloat16,
+        }
+        return kinds[self.config.train.dtype]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -38,7 +38,11 @@ def load(path: str | Path) -> Config:
 
 def parse(text: str, name: str = "config") -> Config:
     """The configuration written in `text`; errors start with `name`. Raises: as `load`."""
-    content = parse_yaml(text, name)
+    return validated(parse_yaml(text, name), name)
+
+
+def validated(content: Any, name: str) -> Config:
+    """The configuration that is in the plain data of a file. Raises: as `load`."""
     if not isinstance(content, dict):
         valid = ", ".join(Config.model_fields)
         raise ConfigError(f"{name}: expected keys with values ({valid}), got {_shown(content)}")

@@ -145,6 +145,16 @@ class Optimizer(Section):
         return self
 
 
+class Expert(Section):
+    """How an expert would divide a language model, with `mode: semi_auto`; the arguments of
+    `shardwright.models.expert.pin_expert`."""
+
+    data_parallel: Count = 1
+    model_parallel: Count = 1
+    seq_parallel: bool = False
+    vocab_emb_dp: bool = False
+
+
 class Parallel(Section):
     """How the plan is searched; the arguments of `shardwright.plan`."""
 
@@ -156,6 +166,18 @@ class Parallel(Section):
     cost_model: Literal["symbolic"] = "symbolic"
     order: Literal["weight", "topology"] = "weight"
     log_costs: bool = False
+    stages: Count = 1
+    micro_batches: Count = 1
+    schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_v"] = "1f1b"
+    expert: Expert | None = None
+
+    @model_validator(mode="after")
+    def _expert_where_used(self) -> Self:
+        if self.expert is not None and self.mode != "semi_auto":
+            raise ValueError(f"expert is for mode: semi_auto, not {self.mode}")
+        if self.expert is not None and self.strategies is not None:
+            raise ValueError("give either expert or strategies, not both")
+        return self
 
 
 class Checkpoint(Section):
@@ -174,7 +196,7 @@ class Train(Section):
     steps: Count | None = None
     log_every: Count = 100
     seed: Seed = 1
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     checkpoint: Checkpoint | None = None
     resume: bool = False
     timeout_seconds: Positive = 600.0
@@ -200,4 +222,6 @@ class Config(Section):
     def _one_loss(self) -> Self:
         if self.model.is_language_model and self.loss_name != "none":
             raise ValueError(f"loss: {self.loss} is too much: a language model returns its loss")
+        if self.parallel.expert is not None and not self.model.is_language_model:
+            raise ValueError("parallel.expert is for language models, not for a target")
         return self

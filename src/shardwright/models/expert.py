@@ -65,10 +65,11 @@ def pin_expert(
         elif name in NORM:
             shard(module, (left, *(None for _ in module.parameters())))
         elif isinstance(module, nn.Embedding) and name == "embed_tokens":
-            parts = 1 if vocab_emb_dp else mp
-            _check(path, "entries", module.num_embeddings, parts)
-            table = lay("None", "None") if vocab_emb_dp else lay("mp", "None")
-            shard(module, (table, lay("dp", "None")), (left,))
+            if vocab_emb_dp:
+                shard(module, (lay("None", "None"), lay("dp", sequence)))
+                continue
+            _check(path, "entries", module.num_embeddings, mp)
+            shard(module, (lay("mp", "None"), lay("dp", "None")), (left,))
         elif isinstance(module, nn.Linear) and name == "lm_head":
             _check(path, "outputs", module.out_features, mp)
             shard(module, (lay("dp", "None", "None"), lay("mp", "None")))

@@ -5,5 +5,6 @@ from shardwright.config.mindformers.language_run import (
     has_this_shape,
     language_run,
 )
+from shardwright.config.mindformers.translated import translated
 
-__all__ = ["LanguageRun", "has_this_shape", "language_run"]
+__all__ = ["LanguageRun", "has_this_shape", "language_run", "translated"]

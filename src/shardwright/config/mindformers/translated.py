@@ -1,0 +1,93 @@
+"""A file of the MindFormers shape in the keys of Shardwright's own files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwright.config.load import validated
+from shardwright.config.mindformers.language_run import LanguageRun
+from shardwright.config.mindformers.parallelism import Parallelism
+from shardwright.config.mindformers.training import Optimizer, Training
+from shardwright.config.schema import Config
+
+
+def translated(run: LanguageRun, file: str, devices: int) -> Config:
+    """The run on so many devices as a configuration; `file` is its name in errors.
+
+    Raises:
+        ConfigError: the numbers of the file do not fit `devices`.
+    """
+    run.parallelism.check_devices(devices)
+    content: dict[str, Any] = {
+        "model": _model(run),
+        "data": {
+            "name": "text",
+            "seq_length": run.model.sizes.seq_length,
+            "batch_size": run.batch.global_batch(devices),
+            "seed": run.training.seed,
+        },
+        "optimizer": _optimizer(run.training.optimizer),
+        "parallel": _parallel(run.parallelism, run.batch.micro_batches()),
+        "train": _train(run.training, run.model.param_dtype),
+    }
+    if run.dataset:
+        content["data"]["path"] = run.dataset
+    return validated(content, file)
+
+
+def _model(run: LanguageRun) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "sizes": vars(run.model.sizes),
+        "arguments": {"attention": run.model.attention},
+    }
+    if run.model.lora is not None:
+        found["lora"] = vars(run.model.lora)
+    return found
+
+
+def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    schedule = {key: value for key, value in vars(optimizer.schedule).items() if key != "peak"}
+    return {
+        "name": "adamw",
+        "learning_rate": optimizer.schedule.peak,
+        "betas": list(optimizer.betas),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "clip_norm": optimizer.clip_norm,
+        "schedule": schedule,
+    }
+
+
+def _parallel(ways: Parallelism, micro_batches: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "mode": ways.mode,
+        "mem_coeff": ways.mem_coeff,
+        "stages": ways.stages,
+        "micro_batches": micro_batches,
+    }
+    if ways.mode == "semi_auto":
+        found["expert"] = {
+            "data_parallel": ways.data_parallel,
+            "model_parallel": ways.model_parallel,
+            "seq_parallel": ways.seq_parallel,
+            "vocab_emb_dp": ways.vocab_emb_dp,
+        }
+    return found
+
+
+def _train(training: Training, dtype: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "epochs": training.epochs,
+        "seed": training.seed,
+        "dtype": dtype,
+        "resume": training.resume,
+    }
+    kept = training.checkpoints
+    if kept is not None:
+        found["checkpoint"] = {
+            "folder": kept.folder,
+            "every": kept.every,
+            "keep": kept.keep,
+            "async": kept.asynchronous,
+        }
+    return found

@@ -1,0 +1,102 @@
+"""Files of the MindFormers shape are planned as Shardwright's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from config.mindformers.files import run_of, small
+from shardwright.cli import app
+from shardwright.config import Run
+from shardwright.config.mindformers import translated
+from shardwright.errors import ConfigError
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """JSON is YAML."""
+    file = folder / "run.yaml"
+    file.write_text(json.dumps(small(**changes)))
+    return file
+
+
+def test_every_part_has_its_place() -> None:
+    config = translated(
+        run_of(
+            seed=3,
+            output_dir="out",
+            runner_config__epochs=2,
+            runner_config__gradient_accumulation_steps=2,
+            model__model_config__pet_config={"pet_type": "lora", "lora_rank": 4},
+            lr_schedule={"type": "CosineWithWarmUpLR", "warmup_ratio": 0.03},
+            runner_wrapper__use_clip_grad=True,
+            callbacks=[{"type": "CheckpointMonitor", "save_checkpoint_steps": 10}],
+        ),
+        "run.yaml",
+        devices=8,
+    )
+    assert config.model.sizes is not None and config.model.lora is not None
+    assert (config.model.sizes["num_layers"], config.model.lora.rank) == (4, 4)
+    assert (config.data.seq_length, config.data.batch_size) == (32, 2 * 4 * 2)
+    assert config.optimizer.schedule is not None
+    assert (config.optimizer.schedule.warmup_ratio, config.optimizer.clip_norm) == (0.03, 1.0)
+    assert config.parallel.micro_batches == 2
+    assert (config.train.epochs, config.train.seed) == (2, 3)
+    assert config.train.checkpoint is not None
+    assert (config.train.checkpoint.folder, config.train.checkpoint.every) == ("out", 10)
+
+
+@pytest.mark.parametrize("search", ["recursive_programming", None])
+def test_a_file_is_planned_for_the_devices_that_there_are(tmp_path: Path, search: Any) -> None:
+    run = Run.from_file(written(tmp_path, parallel__search_mode=search))
+    plan = run.plan(devices=8)
+    assert (plan.devices, plan.mode) == (8, "recursive_programming")
+    assert plan.graph is not None
+    assert plan.graph.input_values[0].shape == (8, 32)
+
+
+def test_an_experts_numbers_become_pins(tmp_path: Path) -> None:
+    changes = {"parallel__parallel_mode": 1, "parallel_config__use_seq_parallel": True}
+    plan = Run.from_file(written(tmp_path, **changes)).plan(devices=8)
+    assert plan.row("model.layers.1.mlp.up_proj").strategy == ((4, 1, 1), (2, 1))
+    with pytest.raises(ConfigError, match="= 8, but there are 16 devices"):
+        Run.from_file(written(tmp_path, **changes)).plan(devices=16)
+
+
+def test_an_experts_stages_are_equally_many_layers(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        parallel__parallel_mode=1,
+        parallel_config={
+            "data_parallel": 2,
+            "model_parallel": 2,
+            "pipeline_stage": 2,
+            "micro_batch_num": 4,
+        },
+    )
+    plan = Run.from_file(file).plan(devices=8)
+    assert (plan.devices, plan.pipeline.stages, plan.pipeline.micro_batches) == (8, 2, 4)
+    stage = {f"model.layers.{n}.mlp.up_proj": plan.pipeline.part_of for n in range(4)}
+    assert [part[name] for name, part in stage.items()] == [0, 0, 1, 1]
+
+
+def test_where_every_device_counts_the_batch_grows_with_them(tmp_path: Path) -> None:
+    run = Run.from_file(written(tmp_path, parallel__full_batch=False))
+    assert [run.on(n).config.data.batch_size for n in (2, 8)] == [4, 16]
+
+
+def test_the_command_says_once_what_has_no_meaning(tmp_path: Path) -> None:
+    file = written(tmp_path, profile=True, metric={"type": "PerplexityMetric"})
+    found = CliRunner().invoke(app, ["plan", str(file), "--devices", "8", "--json"])
+    assert found.exit_code == 0
+    said = [line for line in found.stderr.splitlines() if "mean nothing here" in line]
+    assert said == [f"{file}: 2 keys mean nothing here: profile, metric"]
+    assert json.loads(found.stdout)["version"]
+
+
+def test_a_mistake_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.yaml: parallel_config\.pipeline_stage: 9 is more"):
+        Run.from_file(written(tmp_path, parallel_config__pipeline_stage=9))
