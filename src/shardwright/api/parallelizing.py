@@ -46,7 +46,7 @@ def parallelize(net: nn.Module, plan: Plan, device: str | torch.device | None = 
         if plan.pipeline.stages > 1:
             parallel = staged_module(net, graph, devices, plan.decided, plan.pipeline)
         else:
-            parallel = parallel_module(net, graph, devices, plan.decided)
+            parallel = parallel_module(net, graph, devices, plan.decided, plan.pipeline)
     return parallel if parallel.training == net.training else parallel.train(net.training)
 
 

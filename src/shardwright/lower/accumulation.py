@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwright.decided import Decided
+from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph
 from shardwright.lower.devices import Devices
 from shardwright.lower.loss_weights import LossWeights, arrival_axes
@@ -23,12 +25,17 @@ class Accumulation:
     """Runs the micro-batches of a batch and adds up their gradients.
 
     Args:
-        graph: the model's, for one micro-batch; it has a loss.
+        graph: the model's, for one micro-batch.
+
+    Raises:
+        PlanError: if the model has no loss.
     """
 
     def __init__(
         self, graph: Graph, devices: Devices, decided: Decided, pipeline: Pipelining
     ) -> None:
+        if graph.loss is None:
+            raise PlanError("the model returns no loss, one number that a gradient starts from")
         self.graph = graph
         self.micro_batches = pipeline.micro_batches
         self.program = lower(graph, devices, decided, resident=self.micro_batches > 1)
@@ -36,6 +43,10 @@ class Accumulation:
         self._weights = LossWeights(graph, devices, arrival_axes(graph, decided))
         self._sums = pipeline.loss_reduction == "sum"
         self._place = next(i for i, value in enumerate(graph.outputs) if value is graph.loss)
+
+    def compile(self, compiler: Callable[..., Any]) -> None:
+        """Runs the program as `compiler` makes it of its function."""
+        self.program = replace(self.program, function=compiler(self.program.function))
 
     def train(
         self,

@@ -17,10 +17,19 @@ from shardwright.deferred import deferred_attributes, value_of
 from shardwright.errors import PlanError
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph, Value
+from shardwright.lower.accumulation import Accumulation
 from shardwright.lower.adapt import adapted_cuts, adapted_outputs
 from shardwright.lower.devices import Devices
+from shardwright.lower.micro_batches import micro_batch, most_micro_batches
+from shardwright.lower.norms import clip_grad_norm_
 from shardwright.lower.program import Program, lower
-from shardwright.lower.storage import as_dtensor, local_shards, with_stored_parameters
+from shardwright.lower.storage import (
+    add_gradients,
+    as_dtensor,
+    local_shards,
+    stored_shards,
+    with_stored_parameters,
+)
 from shardwright.pipelining import ONE_STAGE, Pipelining
 
 log = logging.getLogger(__name__)
@@ -46,6 +55,9 @@ class ParallelModule(nn.Module):
     device its parameters are DTensors. Called with the whole batch on every rank, it returns what
     the model returns: its loss replicated; other tensors replicated if there is no loss, else as
     DTensors, which talk only when they are asked for (`full_tensor()`).
+
+    `train_step` runs forward and backward over all micro-batches of a batch, `clip_grad_norm_` is
+    that of all devices.
 
     Called in another mode (`eval()`) or with inputs of other shapes than the plan was made for, it
     captures the model once more and runs it with the plan's cuts as far as they divide.
@@ -82,7 +94,9 @@ class ParallelModule(nn.Module):
         self._compiler: Callable[..., Any] | None = None
         self._planned = self._made(graph, decided)
         leaves = [key_of(leaf) for leaf in graph.inputs]
-        self._bound = {self._situation(graph.in_spec, leaves): self._planned}
+        self._planned_situation = self._situation(graph.in_spec, leaves)
+        self._bound = {self._planned_situation: self._planned}
+        self._train_steps: dict[tuple[Any, ...], Accumulation] = {}
 
     @property
     def template(self) -> nn.Module:
@@ -112,11 +126,64 @@ class ParallelModule(nn.Module):
                 torch._foreach_copy_([state[b.name] for b, _ in bound.graph.updates], updates)
         return pytree.tree_unflatten(self._returned(bound, outputs), bound.graph.out_spec)
 
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward over all micro-batches; gradients are added to the parameters'.
+
+        Returns:
+            The loss of the whole batch, on every rank.
+
+        Raises:
+            PlanError: if the model returns no loss, or a call has other arguments than planned.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = [x.to(self.devices.device) if isinstance(x, Tensor) else x for x in leaves]
+        step = self._step_for(leaves, spec)
+        by_name = {value.name: value for value in (*step.graph.parameters, *step.graph.buffers)}
+        places = {name: place_of(self, value) for name, value in by_name.items()}
+        tensors = {name: getattr(owner, leaf) for name, (_, owner, leaf) in places.items()}
+        parameters = {value.name: tensors[value.name] for value in step.graph.parameters}
+        state = {value.name: tensors[value.name] for value in step.graph.buffers}
+        self.steps += 1
+        seed = self.seed + self.steps
+        loss, gradients, changed = step.train(stored_shards(parameters), state, leaves, seed)
+        add_gradients(parameters, gradients)
+        if changed:
+            with torch.no_grad():
+                torch._foreach_copy_([state[name] for name in changed], list(changed.values()))
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their norm over all devices is at most `max_norm`.
+
+        Returns:
+            The norm before, on every rank.
+        """
+        return clip_grad_norm_(self.named_parameters(), max_norm, self.devices)
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the programs with `torch.compile`, in place; takes its arguments. Conversions
         are part of the compiled graph."""
         self._compiler = lambda function: torch.compile(function, *args, **kwargs)
         self._bound = {key: self._compiled(bound) for key, bound in self._bound.items()}
+        for step in self._train_steps.values():
+            step.compile(self._compiler)
+
+    def _step_for(self, leaves: list[Any], spec: pytree.TreeSpec) -> Accumulation:
+        """What runs a training step in the situation of a call."""
+        count = most_micro_batches(leaves, self.pipeline)
+        piece = micro_batch(leaves, 0, count)
+        situation = (*self._situation(spec, [key_of(leaf) for leaf in piece]), count)
+        if situation not in self._train_steps:
+            graph, decided = self._planned.graph, self.decided
+            if situation[:-1] != self._planned_situation:
+                args, kwargs = pytree.tree_unflatten(piece, spec)
+                graph, decided = self._captured(args, kwargs)
+            pipeline = replace(self.pipeline, micro_batches=count)
+            step = Accumulation(graph, self.devices, decided, pipeline)
+            if self._compiler is not None:
+                step.compile(self._compiler)
+            self._train_steps[situation] = step
+        return self._train_steps[situation]
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """What a program depends on: the modes of all submodules and what the call is given."""
@@ -180,11 +247,11 @@ def place_of(module: nn.Module, value: Value) -> Place:
 
 
 def parallel_module(
-    module: nn.Module, graph: Graph, devices: Devices, decided: Decided
+    module: nn.Module, graph: Graph, devices: Devices, decided: Decided, pipeline: Pipelining
 ) -> ParallelModule:
     """`module`, split as planned over `devices`."""
     stored = with_stored_parameters(module, decided.storage, devices)
-    return ParallelModule(stored, template_of(module), graph, devices, decided)
+    return ParallelModule(stored, template_of(module), graph, devices, decided, pipeline)
 
 
 def template_of(module: nn.Module) -> nn.Module:

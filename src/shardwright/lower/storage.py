@@ -123,3 +123,29 @@ def local_shards(parameters: Mapping[str, Tensor], layout: Layout) -> dict[str, 
         return dict(parameters)
     shards = _Enter.apply(*parameters.values())  # type: ignore[no-untyped-call]
     return dict(zip(parameters, shards, strict=True))
+
+
+def stored_shards(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's shards, apart from autograd."""
+    return {
+        name: parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+        for name, parameter in parameters.items()
+    }
+
+
+def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """Adds gradients of this rank's shards to those that the parameters have."""
+    with torch.no_grad():
+        for name, gradient in gradients.items():
+            parameter = parameters[name]
+            found = gradient
+            if isinstance(parameter, DTensor):
+                found = DTensor.from_local(
+                    gradient,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+            parameter.grad = found if parameter.grad is None else parameter.grad + found
