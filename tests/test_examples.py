@@ -7,9 +7,14 @@ import re
 import subprocess
 import sys
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
+
+import shardwright as sw
+from shardwright.train import Batches, MeanAbsoluteError, mnist_or_digits
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LINE = re.compile(r"^epoch: (\d+), step: (\d+), loss is (\d+\.\d+)$", re.MULTILINE)
@@ -73,3 +78,35 @@ def test_the_loss_starts_at_ln_10_and_falls_below_1_within_100_steps(script: str
     assert values[0] == pytest.approx(2.30, abs=0.02)
     assert max(values[90:100]) < 1
     assert max(values[-50:]) < 0.3
+
+
+@pytest.mark.distributed
+def test_many_dimensions_at_once_have_the_loss_of_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DATA_PATH", raising=False)
+    logs = ("launch", "--devices", "8", "--log-dir", str(tmp_path))
+    script = (str(EXAMPLES / "multiple_mixed.py"), "--epochs", "1", "--steps", str(STEPS))
+    subprocess.run([sys.executable, "-m", "shardwright", *logs, *script], check=True, timeout=300)
+    texts = [(tmp_path / "1" / f"rank.{rank}" / "stdout").read_text() for rank in range(8)]
+    assert "2 stages of 4 devices, 4 micro-batches in the order 1f1b" in texts[0]
+    last = {text.splitlines()[-1] for text in texts}
+    assert len(last) == 1
+    found = re.fullmatch(rf"epoch: 1 step: {STEPS}, loss is (\d+\.\d+)", last.pop())
+    assert found is not None
+    assert float(found[1]) == pytest.approx(_multiple_mixed_on_one_device(), rel=1e-5)
+
+
+def _multiple_mixed_on_one_device() -> float:
+    sys.path.insert(0, str(EXAMPLES))
+    from multiple_mixed import Network
+
+    torch.manual_seed(1)
+    net = sw.WithLoss(Network(), MeanAbsoluteError())
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    for images, labels in islice(Batches(mnist_or_digits(), batch_size=32).epoch(0), STEPS):
+        loss = net(images, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()

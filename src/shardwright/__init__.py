@@ -6,6 +6,7 @@ and trains it there.
 """
 
 from shardwright.api import (
+    AutoParallel,
     Check,
     Examination,
     Pipeline,
@@ -42,6 +43,7 @@ from shardwright.train.state_dict_file import load_state_dict, save_state_dict
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoParallel",
     "CaptureError",
     "Check",
     "CheckpointError",

@@ -1,0 +1,248 @@
+"""The one-object form: a model that plans itself when it is first called."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwright.api.parallelizing import parallelize
+from shardwright.api.planning import plan
+from shardwright.decided import OptimizerParallel
+from shardwright.errors import PlanError, StrategyError
+from shardwright.layout import TensorLayout
+from shardwright.lower.parallel import ParallelModule
+from shardwright.pipelining import SCHEDULES
+from shardwright.plan import Plan
+from shardwright.strategy import DatasetStrategy, check_dataset_strategy
+from shardwright.strategy_files import load_strategies
+
+log = logging.getLogger("shardwright")
+
+PARALLEL_MODES = ("semi_auto", "sharding_propagation", "recursive_programming")
+NOT_PLANNED = "the model is not planned yet: call it, or call compile(*example) before"
+
+
+class AutoParallel(nn.Module):
+    """A model that is planned and split over all running processes when it is first called.
+
+    What is configured on it decides the plan; each instance has its own configuration. It bears the
+    parameters, buffers and names of the model it was made from, as DTensors from its first call (or
+    `compile`) on, so an optimizer is made after `compile`, or handed to `sw.adopt`.
+
+    Args:
+        network: a model that returns its loss, often a `Pipeline` or a `WithLoss`.
+        parallel_mode: `semi_auto`, `sharding_propagation` or `recursive_programming`.
+        options: further arguments of `plan`: `mem_coeff`, `cluster`, `memory_limit`, `recompute`, …
+
+    Raises:
+        StrategyError: for a mode that there is not.
+    """
+
+    def __init__(
+        self, network: nn.Module, parallel_mode: str = "semi_auto", **options: Any
+    ) -> None:
+        super().__init__()
+        if parallel_mode not in PARALLEL_MODES:
+            raise StrategyError(
+                f"parallel_mode={parallel_mode!r}: valid are {', '.join(PARALLEL_MODES)}"
+            )
+        self.options: dict[str, Any] = {"mode": parallel_mode, **options}
+        # In a tuple, so that it is no submodule: its parts are taken over under their own names.
+        self._network = (network,)
+        self._parallel: tuple[ParallelModule, ...] = ()
+        self._strategies: Path | None = None
+        self._plan: Plan | None = None
+        self._take_over(network)
+
+    # What is configured
+
+    def hsdp(
+        self, shard_size: int = -1, threshold: int = 64, optimizer_level: str = "level1"
+    ) -> None:
+        """Shards parameters and optimizer state over devices that hold them whole.
+
+        Args:
+            shard_size: over how many devices; -1 for all that hold a parameter whole.
+            threshold: parameters of fewer KB stay as they are used.
+            optimizer_level: `level1`, `level2` (gradients too) or `level3` (parameters are gathered
+                again for the backward pass).
+
+        Raises:
+            StrategyError: for a value that is not valid.
+        """
+        self._configure(hsdp=OptimizerParallel(optimizer_level, shard_size, threshold))
+
+    def pipeline(
+        self,
+        stages: int = 1,
+        output_broadcast: bool = True,
+        interleave: bool = False,
+        scheduler: str = "1f1b",
+    ) -> None:
+        """Divides the devices into pipeline stages; the network is then a `Pipeline`.
+
+        Args:
+            stages: groups of devices.
+            output_broadcast: results reach every stage; they always do.
+            interleave: several chunks of the model a stage: the schedule `interleaved_1f1b`.
+            scheduler: `1f1b`, `gpipe`, `interleaved_1f1b` or `zero_bubble_v`.
+
+        Raises:
+            StrategyError: for a value that is not valid.
+        """
+        if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+            raise StrategyError(f"stages={stages!r}: must be a whole number of at least 1")
+        if scheduler not in SCHEDULES:
+            raise StrategyError(f"scheduler={scheduler!r}: valid are {', '.join(SCHEDULES)}")
+        if interleave and scheduler not in ("1f1b", "interleaved_1f1b"):
+            raise StrategyError(
+                f"interleave=True is the schedule interleaved_1f1b, not {scheduler!r}"
+            )
+        if not output_broadcast:
+            log.info("output_broadcast=False has no effect: every stage is given the results")
+        schedule = "interleaved_1f1b" if interleave else scheduler
+        self._configure(stages=stages, schedule=schedule)
+
+    def dataset_strategy(self, config: DatasetStrategy) -> None:
+        """How inputs arrive: `full_batch`, `data_parallel`, or an entry for each tensor input.
+
+        Raises:
+            StrategyError: for another value.
+        """
+        check_dataset_strategy(config)
+        self._configure(dataset_strategy=config)
+
+    @property
+    def full_batch(self) -> bool:
+        """Whether every rank is given the whole batch; False: each its own part of it."""
+        return bool(self.options.get("dataset_strategy", "full_batch") == "full_batch")
+
+    @full_batch.setter
+    def full_batch(self, value: bool) -> None:
+        self.dataset_strategy("full_batch" if value else "data_parallel")
+
+    def load_operator_strategy_file(self, path: str | Path) -> None:
+        """Pins operators as a file says, when the model is planned."""
+        self._configure()
+        self._strategies = Path(path)
+
+    # What is done
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Plans and splits the model for an example of its call; only shapes and dtypes matter.
+
+        Raises: as `plan` and `parallelize`.
+        """
+        (network,) = self._network
+        if self._strategies is not None:
+            load_strategies(network, self._strategies)
+        devices = dist.get_world_size() if dist.is_initialized() else 1
+        self._plan = plan(network, args, kwargs, devices=devices, **self.options)
+        parallel = parallelize(network, self._plan)
+        assert isinstance(parallel, ParallelModule)
+        self._parallel = (parallel,)
+        self._network = (nn.Module(),)
+        self._take_over(parallel)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan.
+
+        Raises:
+            PlanError: if the model is not planned yet.
+        """
+        if self._plan is None:
+            raise PlanError(NOT_PLANNED)
+        return self._plan
+
+    def save_operator_strategy_file(self, path: str | Path) -> None:
+        """Writes how every operator is cut; rank 0 does."""
+        self._write(lambda plan: plan.save_strategies(path))
+
+    def save_plan(self, path: str | Path) -> None:
+        """Writes the plan; rank 0 does."""
+        self._write(lambda plan: plan.save(path))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._planned(args, kwargs)(*args, **kwargs)
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward over all micro-batches; gradients are in the parameters after it.
+
+        Returns:
+            The loss of the whole batch, on every rank.
+        """
+        return self._planned(args, kwargs).train_step(*args, **kwargs)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their norm over all devices and stages is at most
+        `max_norm`.
+
+        Returns:
+            The norm before.
+        """
+        if not self._parallel:
+            raise PlanError(NOT_PLANNED)
+        return self._parallel[0].clip_grad_norm_(max_norm)
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelModule:
+        """The model as planned; plans it for this call if it is not planned yet."""
+        if not self._parallel:
+            args, kwargs = self._whole(args, kwargs)
+            self.compile(*args, **kwargs)
+        return self._parallel[0]
+
+    def _whole(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """An example of the whole batch, of a call that is given this rank's part."""
+        said = self.options.get("dataset_strategy", "full_batch")
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        counts: list[tuple[int, ...]] = [(1,) * tensor.ndim for tensor in tensors]
+        if said == "data_parallel":
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            parts = world // int(self.options.get("stages", 1))
+            rows = next((t.shape[0] for t in tensors if t.ndim), None)
+            counts = [
+                (parts, *(1,) * (t.ndim - 1)) if t.ndim and t.shape[0] == rows else (1,) * t.ndim
+                for t in tensors
+            ]
+        elif not isinstance(said, str):
+            for index, (entry, tensor) in enumerate(zip(said, tensors, strict=False)):
+                given = entry.shard_counts if isinstance(entry, TensorLayout) else entry
+                if given is not None and len(given) == tensor.ndim:
+                    counts[index] = given
+        shapes = iter(counts)
+
+        def whole(tensor: Tensor) -> Tensor:
+            shape = [n * c for n, c in zip(tensor.shape, next(shapes), strict=True)]
+            return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+        leaves = [whole(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return args, kwargs
+
+    def _configure(self, **options: Any) -> None:
+        if self._parallel:
+            raise PlanError("the model is planned already: configure it before its first call")
+        self.options.update(options)
+
+    def _take_over(self, module: nn.Module) -> None:
+        """Bears the parameters, buffers and submodules of `module` under their own names."""
+        self._modules = module._modules
+        self._parameters = module._parameters
+        self._buffers = module._buffers
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+
+    def _write(self, write: Callable[[Plan], None]) -> None:
+        plan = self.plan
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write(plan)
