@@ -138,3 +138,8 @@ def test_tensors_that_give_no_batch_are_a_data_error() -> None:
         Batches((torch.zeros(3), torch.zeros(4)), 2)
     with pytest.raises(DataError, match="holds 3 samples, which do not fill one batch of 4"):
         Batches((torch.zeros(3),), 4)
+
+
+def test_an_epoch_goes_on_from_any_batch() -> None:
+    batches = Batches((torch.arange(10),), batch_size=3)
+    torch.testing.assert_close(list(batches.epoch(2, first=1)), list(batches.epoch(2))[1:])

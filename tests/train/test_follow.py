@@ -32,3 +32,15 @@ def test_a_file_that_never_comes_gives_no_lines(tmp_path: Path) -> None:
     with Follower({tmp_path / "absent": lines.append}):
         pass
     assert lines == []
+
+
+def test_a_file_in_the_place_of_another_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path, lines = tmp_path / "log", list[str]()
+    with Follower({path: lines.append}):
+        with path.open("w", buffering=1) as file:
+            file.write("one\n")
+            wait_for(lines, ["one"])
+            file.write("two\nunfinish")
+        path.rename(tmp_path / "log.before")
+        path.write_text("three\n")
+        wait_for(lines, ["one", "two", "unfinish", "three"])

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shardwright.train.launch import LogFolder, RankFailedError, launch
+from shardwright.train.launch import LogFolder, RankFailedError, launch, rank_failed
 
 pytestmark = pytest.mark.distributed
 
@@ -126,3 +127,49 @@ def test_an_earlier_runs_logs_are_removed(logs: LogFolder) -> None:
     logs.stdout(1).write_text("old")
     logs.clear(1)
     assert [path.name for path in logs.run.iterdir()] == ["rank.0"]
+
+
+def test_all_ranks_are_started_again_as_often_as_asked(logs: LogFolder) -> None:
+    program = (
+        "again = os.environ['TORCHELASTIC_RESTART_COUNT']; print(again, flush=True)\n"
+        "if rank == 1 and again != '2': time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if again != '2': time.sleep(100)"
+    )
+    restarts = list[int]()
+    launch(["-c", RANK + program], 2, logs, max_restarts=2, on_restart=restarts.append)
+    assert restarts == [1, 2]
+    for rank in range(2):
+        names = ("stdout.attempt-0", "stdout.attempt-1", "stdout")
+        assert [(logs.rank(rank) / name).read_text() for name in names] == ["0\n", "1\n", "2\n"]
+
+
+def test_the_last_failure_is_told_when_there_is_no_restart_left(logs: LogFolder) -> None:
+    with pytest.raises(RankFailedError, match=r"^rank 1 ended with exit status 3"):
+        launch(["-c", RANK + "if rank == 1: sys.exit(3)"], 2, logs, max_restarts=1)
+
+
+def test_the_record_of_steps_is_kept_where_a_run_goes_on(logs: LogFolder) -> None:
+    logs.steps(0).write_text("a step\n")
+    logs.clear(1, keep_steps=True)
+    assert logs.steps(0).read_text() == "a step\n"
+    logs.clear(1)
+    assert not logs.steps(0).exists()
+
+
+def test_a_rank_that_hears_no_signal_is_not_taken_for_the_one_that_failed() -> None:
+    """The launcher ends it by SIGKILL, half a minute later."""
+
+    def failure(rank: int, status: int, timestamp: int) -> ProcessFailure:
+        failed = ProcessFailure(local_rank=rank, pid=1, exitcode=status, error_file="")
+        failed.timestamp = timestamp
+        return failed
+
+    logs = LogFolder(Path("logs"))
+    hung = {0: failure(0, -9, 130), 1: failure(1, -15, 130), 2: failure(2, 1, 100)}
+    error = rank_failed(hung, logs)
+    assert str(error).startswith("rank 2 ended with exit status 1")
+    assert error.lost == frozenset()
+    killed = {0: failure(0, 1, 100), 2: failure(2, -9, 101), 1: failure(1, -15, 102)}
+    error = rank_failed(killed, logs)
+    assert str(error).startswith("rank 2 (process 1) was ended by SIGKILL")
+    assert error.lost == frozenset({2})

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardwright.train import Batches, MeanAbsoluteError, MeanSquaredError, Step, train
+from shardwright.train.position import Position
 
 
 class Loss(nn.Module):
@@ -106,3 +107,29 @@ def test_the_rate_is_that_of_each_step_and_large_gradients_are_scaled_down() -> 
     assert asked == [0, 1, 2]
     lengths = [(b - a).norm().item() for a, b in pairwise([before, *steps])]
     np.testing.assert_allclose(lengths, [0.1, 0.05, 0.025], rtol=1e-4)
+
+
+def test_it_goes_on_from_any_position_as_if_it_had_never_stopped() -> None:
+    x = torch.randn(10, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    batches = Batches((x, x.sum(1, keepdim=True)), batch_size=4)
+    torch.manual_seed(0)
+    net = Loss()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    every = list[Step]()
+    places = list[Position]()
+    copies = list[dict[str, torch.Tensor]]()
+
+    def after_step(place: Position) -> None:
+        places.append(place)
+        copies.append({name: value.clone() for name, value in net.state_dict().items()})
+
+    where = {"epochs": 3, "device": torch.device("cpu")}
+    train(net, optimizer, batches, on_step=every.append, after_step=after_step, **where)
+    assert places[2] == Position(step=3, epoch=1, batch=1)
+    for done, (place, copied) in enumerate(zip(places, copies, strict=True), 1):
+        net.load_state_dict(copied)
+        rest = list[Step]()
+        train(net, optimizer, batches, on_step=rest.append, start=place, max_steps=5, **where)
+        assert [(s.epoch, s.step, s.loss) for s in rest] == [
+            (s.epoch, s.step, s.loss) for s in every[done:5]
+        ]

@@ -147,7 +147,7 @@ def launch(
         try:
             launch_agent(config, sys.executable, list(command))
         except ChildFailedError as error:
-            raise _rank_failed(error.failures, logs) from None
+            raise rank_failed(error.failures, logs) from None
         except SignalException as error:
             raise StoppedError(error.sigval) from None
 
@@ -180,7 +180,7 @@ class _RankLogs(LogsSpecs):
         return str(self._logs.run)
 
 
-def _rank_failed(failures: dict[int, ProcessFailure], logs: LogFolder) -> RankFailedError:
+def rank_failed(failures: dict[int, ProcessFailure], logs: LogFolder) -> RankFailedError:
     """The failure that came first: a rank that dies makes the others fail in what waits for it."""
     start = min(failure.timestamp for failure in failures.values())
 
