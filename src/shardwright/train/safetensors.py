@@ -68,13 +68,13 @@ def read(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the file is not in this format, or has a dtype that is not known.
     """
-    content = np.memmap(path, np.uint8, "c")
     try:
+        content = np.memmap(path, np.uint8, "c")
         (length,) = struct.unpack("<Q", content[:8].tobytes())
         header = json.loads(content[8 : 8 + length].tobytes())
         header.pop("__metadata__", None)
         return {name: _tensor(content[8 + length :], entry) for name, entry in header.items()}
-    except (struct.error, ValueError, KeyError, RuntimeError) as error:
+    except (struct.error, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{path}: not a safetensors file that can be read: {error}") from None
 
 
