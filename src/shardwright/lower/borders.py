@@ -32,7 +32,8 @@ def border(tensors: Sequence[Tensor], follows: Sequence[Tensor] = ()) -> tuple[T
             pass in two halves, first of inputs and then of parameters, sees only parameters whose
             results meet what depends on an input; so each result is made to depend on one.
     """
-    if not tensors:
-        return ()
-    passed = _Border.apply(len(tensors), *tensors, *follows)  # type: ignore[no-untyped-call]
-    return tuple(tensor.contiguous() for tensor in passed)
+    with_gradient = [tensor for tensor in tensors if tensor.requires_grad]
+    passed = iter(())
+    if with_gradient:
+        passed = iter(_Border.apply(len(with_gradient), *with_gradient, *follows))  # type: ignore[no-untyped-call]
+    return tuple((next(passed) if t.requires_grad else t.detach()).contiguous() for t in tensors)

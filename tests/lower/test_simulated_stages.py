@@ -1,0 +1,147 @@
+"""Random models in random stages, on simulated ranks: one device's losses, gradients and bytes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwright as sw
+from random_graphs import random_net
+from random_plans import random_cuts, random_outputs, random_storage
+from shardwright.decided import Decided
+from shardwright.graph.graph import Graph
+from shardwright.layout import prime_mesh
+from shardwright.pipelining import Pipelining
+from shardwright.plan import make_plan
+
+
+def in_random_parts(graph: Graph, pipeline: Pipelining, draw: random.Random) -> dict[str, int]:
+    """Operators in order, cut at random places."""
+    places = sorted(draw.sample(range(1, len(graph.ops)), pipeline.parts - 1))
+    return {op.name: sum(i >= p for p in places) for i, op in enumerate(graph.ops)}
+
+
+def random_pipeline(graph: Graph, micro_batches: int, seed: int) -> Pipelining:
+    draw = random.Random(seed)
+    schedule, chunks = draw.choice(
+        [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("zero_bubble_v", 2)]
+    )
+    stages = 4 if chunks == 1 and draw.random() < 0.3 else 2
+    asked = Pipelining(stages, micro_batches, schedule, chunks)
+    part_of = in_random_parts(graph, asked, draw)
+    return Pipelining(stages, micro_batches, schedule, chunks, part_of)
+
+
+def staged_plan(graph: Graph, devices: int, seed: int) -> sw.Plan:
+    """Any cuts, any storage, any stages."""
+    mesh = prime_mesh(devices)
+    decided = Decided(
+        random_cuts(graph, mesh, seed),
+        random_storage(graph, mesh, seed),
+        random_outputs(graph, mesh, seed),
+    )
+    return make_plan(
+        graph,
+        mesh,
+        decided,
+        mode="random",
+        options={"seed": seed},
+        search_seconds=0.0,
+        training=True,
+        pipeline=random_pipeline(graph, 4, seed),
+    )
+
+
+def trained_net(seed: int) -> tuple[nn.Module, tuple[Any, ...]]:
+    """A random net that has parameters."""
+    tries = (random_net(1000 * seed + i) for i in range(1000))
+    return next((net, args) for net, args in tries if list(net.parameters()))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_models_in_random_stages_equal_one_device(seed: int) -> None:
+    net, args = trained_net(seed)
+    graph = sw.capture(net, tuple(x[:1] for x in args))
+    result = sw.check(net, args, {}, staged_plan(graph, (1, 2, 4)[seed % 3], seed))
+    assert result.passes(1e-9), str(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 250))
+def test_many_random_models_in_random_stages_equal_one_device(seed: int) -> None:
+    net, args = trained_net(seed)
+    graph = sw.capture(net, tuple(x[:1] for x in args))
+    result = sw.check(net, args, {}, staged_plan(graph, (1, 2, 4, 6)[seed % 4], seed))
+    assert result.passes(1e-9), str(result)
+
+
+class Tied(nn.Module):
+    """A tied table, a skip over the whole model, frozen weights, batch norm, ignored targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(6)
+        self.hidden = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.places = nn.Parameter(torch.randn(6, 8))
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        start = x = self.frozen(self.table(ids)) + self.places
+        x = self.norm(x)
+        for layer in self.hidden:
+            x = torch.tanh(layer(x)) + x
+        logits = self.head(x + start)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def tied() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 16, (8, 6))
+    labels = ids.clone()
+    labels[:3, 1:] = -100
+    labels[4] = -100
+    return Tied(), (ids, labels)
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule"),
+    [(2, "1f1b"), (4, "gpipe"), (2, "interleaved_1f1b"), (2, "zero_bubble_v")],
+)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_tied_weights_skips_and_unevenly_ignored_targets(
+    stages: int, schedule: str, reduction: str
+) -> None:
+    net, args = tied()
+    pipeline = sw.Pipeline(net, 4, loss_reduction=reduction)
+    plan = sw.plan(pipeline, args, devices=8, stages=stages, schedule=schedule, mem_coeff=10.0)
+    result = sw.check(pipeline, args, {}, plan)
+    assert result.passes(1e-9), str(result)
+    assert result.loss is not None
+
+
+def test_the_loss_is_that_of_the_whole_batch_though_targets_are_ignored_unevenly() -> None:
+    net, args = tied()
+    net.norm.eval()
+    plan = sw.plan(net, args, devices=2, stages=2, micro_batches=4)
+    loss = sw.check(net, args, {}, plan).loss
+    assert loss == pytest.approx(float(net(*args)[0].detach()), abs=1e-6)
+
+
+def test_every_stage_sends_what_is_planned() -> None:
+    """A wrong crossing layout would show as other bytes."""
+    net, args = tied()
+    plan = sw.plan(net, args, devices=4, stages=2, micro_batches=2)
+    assert [(row.stage, row.to_stage) for row in plan.crossings] == [(0, 1)]
+    row = plan.crossings[0]
+    assert 0 < row.backward_bytes <= row.forward_bytes
+    result = sw.check(net, args, {}, plan)
+    assert result.counted_bytes == result.planned_bytes
