@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from shardwright.cost.live import LiveBytes
 
@@ -22,6 +21,8 @@ class Rehearsing(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts bytes on the meta device. An operator is run once for each shape of its tensors; then
     only results like those are made: so a model whose blocks repeat is rehearsed fast.
 
+    What is sent is held until its collective is waited for, as process groups do.
+
     Args:
         known: results of operators that were met before.
     """
@@ -29,8 +30,11 @@ class Rehearsing(LiveBytes):  # type: ignore[no-untyped-call]
     def __init__(self, known: dict[Any, Any]) -> None:
         super().__init__()
         self._known = known
+        self._sent: dict[int, Any] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.namespace == "_c10d_functional":
+            return self._communicate(func, args, kwargs)
         if not _returns_new_tensors(func):
             return func(*args, **kwargs)
         try:
@@ -40,7 +44,18 @@ class Rehearsing(LiveBytes):  # type: ignore[no-untyped-call]
         if key in self._known:
             return _like(self._known[key])
         out = func(*args, **kwargs)
-        self._known[key] = _described(out)
+        results = out if isinstance(out, list | tuple) else (out,)
+        if all(result is None or result.is_meta for result in results):
+            self._known[key] = _described(out)
+        return out
+
+    def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out: Tensor = func(*args, **kwargs)
+        key = out.untyped_storage()._cdata
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            self._sent.pop(key, None)
+        else:
+            self._sent[key] = args[0]
         return out
 
 
@@ -78,31 +93,43 @@ class _Like(tuple[Any, ...]):
 
     def __new__(cls, tensor: Tensor) -> _Like:
         # A number among tensors is a tensor of the CPU, and promotes dtypes in its own way.
-        of = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type)
+        of = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_meta)
         return super().__new__(cls, of)
 
 
 def _like(described: Any) -> Any:
     if isinstance(described, _Like):
-        shape, stride, dtype, device = described
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        shape, stride, dtype, _ = described
+        return torch.empty_strided(shape, stride, dtype=dtype, device=META)
     if described and isinstance(described[0], type):
         return described[1]
     return tuple(map(_like, described))
 
 
-class FusedAttention(TorchFunctionMode):
-    """Takes attention's fused kernel, as CPU and CUDA do; the meta device has none and would hold
-    the scores of all pairs."""
+class FusedAttention:
+    """A context in which attention takes its fused kernel, as on CPU and CUDA; the meta device has
+    none and would hold the scores of all pairs.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.scaled_dot_product_attention.default:
-            found = _fused(*args, **(kwargs or {}))
-            if found is not None:
-                return found
-        return func(*args, **(kwargs or {}))
+    It is registered for the meta device and not a mode: modes are off while a backward pass runs,
+    which computes segments again.
+    """
+
+    def __enter__(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        self._library.impl(  # type: ignore[no-untyped-call]
+            "scaled_dot_product_attention", _attention, "AutogradMeta"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        self._library._destroy()  # type: ignore[no-untyped-call]
+
+
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    found = _fused(*args, **kwargs)
+    if found is None:
+        found, _ = torch.ops.aten._scaled_dot_product_attention_math.default(*args, **kwargs)
+    assert found is not None
+    return found
 
 
 def _fused(

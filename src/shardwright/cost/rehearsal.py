@@ -109,9 +109,11 @@ class _Run:
     gradients: list[Tensor]
     halves: bool
     live: LiveBytes
+    number: Tensor = field(default_factory=lambda: torch.tensor(0))
     outputs: tuple[Tensor, ...] = ()
     given: list[Tensor] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    left: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -187,14 +189,24 @@ class _Run:
         self.module.residents.begin(self.stored)
 
     def end(self) -> None:
-        self.module.residents.end()
+        self.left = self.module.residents.end()
 
     def forward(self) -> None:
         self.given = [
             tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.arriving
         ]
-        outputs = self.module(*self.given, number=torch.zeros((), dtype=torch.long))
+        if self.module.part.graph.loss is None and not self.module.part.leaving:
+            self.outputs = self._returned()
+            return
+        outputs = self.module(*self.given, number=self.number)
         self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def _returned(self) -> tuple[Tensor, ...]:
+        """The outputs of a model without a loss, which its user differentiates."""
+        module, step = self.module, self.module.step
+        tensors = module.residents.tensors()
+        outputs, _ = module.program(tensors, step.buffers, step.pieces[0])
+        return tuple(t for t in outputs if isinstance(t, Tensor) and t.requires_grad)
 
     def _taken(self) -> tuple[tuple[Tensor, ...], list[Tensor] | None, list[Tensor]]:
         taken = self.outputs, self.gradients or None, self.given
@@ -203,7 +215,10 @@ class _Run:
 
     def backward(self) -> None:
         outputs, gradients, given = self._taken()
-        stage_backward(outputs if gradients else outputs[0], gradients, given)
+        if gradients:
+            stage_backward(outputs, gradients, given)
+        elif outputs:
+            torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
     def of_input(self) -> None:
         if not self.halves:
