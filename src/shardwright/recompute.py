@@ -131,10 +131,10 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
             members.setdefault(place.segment, []).append(op)
         elif operator_name(op.target) in place.mark.kinds:
             selected.setdefault(place.mark, []).append(op)
-    place = _places(graph)
+    places = _places(graph)
     for ops in members.values():
         if len([op for op in ops if not op.name.endswith(".bias")]) == 1:
-            _add_readers(graph, found, ops, place)
+            _add_readers(graph, found, ops, places)
     for mark, ops in selected.items():
         select(graph, found, ops, mark.communication)
     return found

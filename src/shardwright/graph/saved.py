@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
-from shardwright.graph.graph import Op, Value
+from shardwright.graph.graph import Graph, Op, Value
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ def saved(op: Op) -> Saved:
     """Runs the operator on fake tensors, which compute nothing, and looks what it keeps.
 
     They are of the CPU: the meta device would take attention apart, where CPU and CUDA have one
-    kernel that keeps far less. Parameters among the inputs count too: they are kept, though they take no further memory.
+    kernel that keeps far less. Parameters among the inputs count too: they are kept, though they
+    take no further memory.
     """
     if not any(value.requires_grad for value in op.inputs):
         return Saved()
@@ -77,8 +79,24 @@ def _sorted(packed: list[Tensor], inputs: list[Tensor], outputs: list[Tensor]) -
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _leaves(results: Any) -> list[Any]:
     return list(results) if isinstance(results, list | tuple) else [results]
+
+
+def saved_by_all(graph: Graph) -> dict[str, Saved]:
+    """For each operator what it keeps; operators alike keep the same."""
+    known: dict[str, Saved] = {}
+    found = {}
+    for op in graph.ops:
+        key = repr((op.target, pytree.tree_map_only(Value, _described, (op.args, op.kwargs))))
+        if key not in known:
+            known[key] = saved(op)
+        found[op.name] = known[key]
+    return found
+
+
+def _described(value: Value) -> tuple[Any, ...]:
+    return value.shape, value.dtype, value.requires_grad

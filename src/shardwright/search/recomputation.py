@@ -1,0 +1,165 @@
+"""What could be computed again in the backward pass: blocks of a model, and ways to do it.
+
+The modules at one depth of the module tree are its blocks, at the depth where computing all of them
+again leaves least. Of each block there are three ways:
+
+| way | computed again | conversions inside |
+|---|---|---|
+| `cheap` | operators without matrix products | kept |
+| `kept` | the whole block | kept |
+| `again` | the whole block | made again |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from shardwright.communication import Communication, communication
+from shardwright.cost.flops import work_of
+from shardwright.decided import Decided, Recompute
+from shardwright.graph.graph import Graph, Op
+from shardwright.graph.saved import saved_by_all
+from shardwright.layout import Layout
+from shardwright.recompute import select
+from shardwright.rules import rule_of
+from shardwright.search.keeping import Keeping, Kept
+from shardwright.search.knapsack import Option
+
+FLOPS_PER_BYTE = 156.0
+"""Operations in the time in which a device moves one byte in its memory: an A100 does 312e12 a
+second in bfloat16, and moves 2e12 bytes (NVIDIA's data sheet)."""
+
+FLOPS_PER_BYTE_SENT = 1040.0
+"""Likewise for a byte that it sends: 300e9 a second over NVLink, one way."""
+
+WAYS = ("cheap", "kept", "again")
+Marks = Mapping[str, Recompute]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Operators of one module, in one stage.
+
+    Args:
+        ways: by name what is computed again, with what that frees on one device, and its work.
+    """
+
+    stage: int
+    name: str
+    ways: Mapping[str, tuple[Option, Marks]]
+
+
+class Candidates:
+    """The blocks of a planned model.
+
+    Args:
+        stage_of: for each operator the stage that runs it.
+    """
+
+    def __init__(
+        self, graph: Graph, mesh: Layout, decided: Decided, stage_of: Callable[[Op], int]
+    ) -> None:
+        self.graph, self.mesh, self.decided, self.stage_of = graph, mesh, decided, stage_of
+        self._saved = saved_by_all(graph)
+        self._keeping = Keeping(graph, self._saved)
+        self._free = [op for op in graph.ops if op.name not in decided.recompute]
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """At the best depth; operators that the user has marked are in none."""
+        deepest = max((len(op.calls) for op in self._free), default=0)
+        plain = self._kept({})
+        found = [self._divided(depth) for depth in range(1, deepest)] or [self._divided(0)]
+        return self._blocks(min(found, key=lambda names: self._left(names, plain)), plain)
+
+    def _divided(self, depth: int) -> dict[str, tuple[int, str]]:
+        """For each operator its block: the call of a module at this depth, if it is in one."""
+        return {
+            op.name: (self.stage_of(op), op.calls[depth] if depth < len(op.calls) else "")
+            for op in self._free
+        }
+
+    def _left(self, block_of: Mapping[str, tuple[int, str]], plain: Kept) -> int:
+        """What is kept with all blocks computed again, and at once while the largest is."""
+        kept = self._kept(self._whole(block_of, True))
+        inside: dict[tuple[int, str], int] = {}
+        for name, size in plain.items():
+            if name in block_of:
+                inside[block_of[name]] = inside.get(block_of[name], 0) + size
+        return sum(kept.values()) + max(inside.values(), default=0)
+
+    def _whole(self, block_of: Mapping[str, tuple[int, str]], again: bool) -> dict[str, Recompute]:
+        return {name: Recompute(block, again) for name, (_, block) in block_of.items() if block}
+
+    def _cheap(self, block_of: Mapping[str, tuple[int, str]]) -> dict[str, Recompute]:
+        found: dict[str, Recompute] = {}
+        ops = [op for op in self._free if work_of(op).forward_flops == 0]
+        select(self.graph, found, ops, communication=False)
+        return {name: said for name, said in found.items() if name in block_of}
+
+    def _blocks(self, block_of: Mapping[str, tuple[int, str]], plain: Kept) -> tuple[Block, ...]:
+        ways: dict[tuple[int, str], dict[str, tuple[Option, Marks]]] = {}
+        alternatives = {
+            "cheap": self._cheap(block_of),
+            "kept": self._whole(block_of, False),
+            "again": self._whole(block_of, True),
+        }
+        for way, marks in alternatives.items():
+            flow = self._flow(marks)
+            kept = self._keeping.kept(flow)
+            freed: dict[tuple[int, str], int] = {}
+            for name, block in block_of.items():
+                freed[block] = freed.get(block, 0) + plain.get(name, 0) - kept.get(name, 0)
+            work = self._work(flow, block_of)
+            for block, size in freed.items():
+                mine = {n: said for n, said in marks.items() if block_of[n] == block}
+                if size > 0 and mine:
+                    option = Option(size, work.get(block, 0.0))
+                    ways.setdefault(block, {})[way] = (option, mine)
+        return tuple(Block(stage, name, found) for (stage, name), found in ways.items())
+
+    def _flow(self, marks: Marks) -> Communication:
+        recompute = {**self.decided.recompute, **marks}
+        return communication(self.graph, self.mesh, replace(self.decided, recompute=recompute))
+
+    def _kept(self, marks: Marks) -> Kept:
+        return self._keeping.kept(self._flow(marks))
+
+    def _work(
+        self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
+    ) -> dict[tuple[int, str], float]:
+        """By block what one device does again, in operations."""
+        sent: dict[str, int] = {}
+        for transfer in flow.transfers:
+            if transfer.segment is not None:
+                size = sent.get(transfer.segment, 0)
+                sent[transfer.segment] = size + transfer.forward_bytes
+        found: dict[tuple[int, str], float] = {}
+        for segment in flow.segments:
+            block = block_of.get(segment.ops[0])
+            if block is None:
+                continue
+            work = sum(map(self._operations, self._run_again(segment.ops)))
+            work += FLOPS_PER_BYTE_SENT * sent.get(segment.name, 0)
+            found[block] = found.get(block, 0.0) + work
+        return found
+
+    def _run_again(self, names: Sequence[str]) -> list[str]:
+        """All up to the last that keeps something; that one only if it keeps what it makes."""
+        last = max(number for number, name in enumerate(names) if self._saved[name])
+        makes = self._saved[names[last]].outputs or self._saved[names[last]].others
+        return list(names[: last + 1 if makes else last])
+
+    def _operations(self, name: str) -> float:
+        """What one device does for an operator in the forward pass."""
+        op = self.graph.by_name[name]
+        rule, work = rule_of(op), work_of(op)
+        parts = rule.parts(self.mesh, self.decided.cuts.get(name, {})) if rule is not None else {}
+        moved = sum(
+            size / prod(parts.get(factor, 1) for factor in factors)
+            for size, factors in work.forward_bytes
+        )
+        return work.forward_flops / prod(parts.values()) + FLOPS_PER_BYTE * moved
