@@ -38,7 +38,7 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         (
             "parallel: {xyz: 3}",
             "parallel.xyz: unknown key; valid keys: mode, strategies, mem_coeff, cost_model, "
-            "order, log_costs, stages, micro_batches, schedule, expert",
+            "order, log_costs, stages, micro_batches, schedule, expert, hsdp, recompute",
         ),
         ("data: {batch_size: many}", "data.batch_size: expected an integer, got 'many' (text)"),
         ("data: {batch_size: '32'}", "data.batch_size: expected an integer, got '32' (text)"),
@@ -80,6 +80,10 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         (
             "parallel: {mode: semi_auto, expert: {}}",
             "parallel.expert is for language models, not for a target",
+        ),
+        (
+            "parallel: {recompute: {}}",
+            "parallel.recompute needs the key modules where the model is a target",
         ),
         ("data: {name: text}", "data: name: text needs the key seq_length, for example 64"),
         ("data: {seq_length: 8}", "data: seq_length and tokenizer are for name: text only"),

@@ -11,8 +11,14 @@ import torch
 from torch import nn
 
 from shardwright.config import Run, parse
-from shardwright.config.parts import made_model, made_optimizer, made_schedule, made_tensors
-from shardwright.config.schema import Data, Model, Optimizer
+from shardwright.config.parts import (
+    made_model,
+    made_optimizer,
+    made_schedule,
+    made_tensors,
+    mark_recomputed,
+)
+from shardwright.config.schema import Data, Model, Optimizer, Recompute
 from shardwright.errors import ConfigError
 from shardwright.models import MODELS
 from shardwright.train.schedule import Schedule
@@ -104,6 +110,15 @@ def test_a_schedule_starts_at_the_learning_rate() -> None:
     chosen = Optimizer.model_validate(said)
     assert made_schedule(chosen) == Schedule("linear", 0.1, warmup_ratio=0.1)
     assert made_schedule(Optimizer()) is None
+
+
+def test_modules_that_are_computed_again_must_be_there() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    mark_recomputed(net, Recompute(modules=["1"]))
+    with pytest.raises(ConfigError, match="the model has no module '7'; nearest is "):
+        mark_recomputed(net, Recompute(modules=["7"]))
+    with pytest.raises(ConfigError, match="no blocks: give the key modules"):
+        mark_recomputed(net, Recompute())
 
 
 def test_a_large_language_model_is_planned_without_memory_for_it() -> None:

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from shardwright.api import WithLoss, parallelize, plan
 from shardwright.config.load import validated
 from shardwright.config.mindformers import LanguageRun, has_this_shape, language_run, translated
-from shardwright.config.parts import made_model, made_optimizer, made_schedule, made_tensors
+from shardwright.config.parts import (
+    made_model,
+    made_optimizer,
+    made_schedule,
+    made_tensors,
+    mark_recomputed,
+)
 from shardwright.config.schema import Config
 from shardwright.config.yaml_text import parse_yaml, read_text
 from shardwright.errors import CheckpointError, PlanError, ShardwrightError
@@ -112,6 +118,8 @@ class Run:
                 load_strategies(model, self.folder / parallel.strategies)
             if parallel.expert is not None:
                 pin_expert(model, **parallel.expert.model_dump())
+            if parallel.recompute is not None:
+                mark_recomputed(model, parallel.recompute)
             graph = capture(model, batch)
             if files is not None:
                 files.graph(graph)
@@ -156,6 +164,7 @@ class Run:
             stages=1 if expert and stages > 1 else stages,
             micro_batches=parallel.micro_batches,
             schedule=parallel.schedule,
+            hsdp=None if parallel.hsdp is None else parallel.hsdp.model_dump(),
             stage_config=expert_stages(model, stages) if expert and stages > 1 else None,
         )
 

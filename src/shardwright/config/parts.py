@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ from shardwright.config import schema
 from shardwright.config.target import call_target
 from shardwright.errors import ConfigError
 from shardwright.models import Dimensions, LoRA, build, build_hf
+from shardwright.models.expert import paths_of_blocks
+from shardwright.recompute import recompute
 from shardwright.train.data import DIGITS_SIZE, digits, mnist
 from shardwright.train.schedule import Schedule
 from shardwright.train.text import packed_text
@@ -53,6 +56,26 @@ def _called(key: str, function: Callable[..., Made], *args: Any, **kwargs: Any) 
         return function(*args, **kwargs)
     except TypeError as error:
         raise ConfigError(f"{key}: {error}") from None
+
+
+def mark_recomputed(net: nn.Module, chosen: schema.Recompute) -> None:
+    """Marks what is computed again in the backward pass.
+
+    Raises:
+        ConfigError: the model has no such module, or no blocks.
+    """
+    modules = dict(net.named_modules())
+    paths = list(paths_of_blocks(net)) if chosen.modules is None else chosen.modules
+    if not paths:
+        raise ConfigError("parallel.recompute: the model has no blocks: give the key modules")
+    for path in paths:
+        if path not in modules:
+            near = get_close_matches(path, modules, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"parallel.recompute.modules: the model has no module {path!r};"
+                f" nearest is {near[0]}"
+            )
+        recompute(modules[path], chosen.communication, operators=chosen.operators)
 
 
 def made_tensors(data: schema.Data, folder: Path) -> tuple[Tensor, ...]:

@@ -155,6 +155,27 @@ class Expert(Section):
     vocab_emb_dp: bool = False
 
 
+class OptimizerParallel(Section):
+    """Parameters and optimizer state stored sharded; the fields of
+    `shardwright.decided.OptimizerParallel`."""
+
+    level: Literal["level1", "level2", "level3"] = "level1"
+    shard_size: int = -1
+    threshold: Annotated[int, Field(ge=0)] = 64
+
+
+class Recompute(Section):
+    """What is computed again in the backward pass; the arguments of `shardwright.recompute`.
+
+    `modules` are paths; where none is given it is every block of a language model. With `operators`
+    only those of these kinds are computed again.
+    """
+
+    modules: list[str] | None = None
+    operators: list[str] | None = None
+    communication: bool = True
+
+
 class Parallel(Section):
     """How the plan is searched; the arguments of `shardwright.plan`."""
 
@@ -170,6 +191,8 @@ class Parallel(Section):
     micro_batches: Count = 1
     schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_v"] = "1f1b"
     expert: Expert | None = None
+    hsdp: OptimizerParallel | None = None
+    recompute: Recompute | None = None
 
     @model_validator(mode="after")
     def _expert_where_used(self) -> Self:
@@ -224,4 +247,7 @@ class Config(Section):
             raise ValueError(f"loss: {self.loss} is too much: a language model returns its loss")
         if self.parallel.expert is not None and not self.model.is_language_model:
             raise ValueError("parallel.expert is for language models, not for a target")
+        again = self.parallel.recompute
+        if again is not None and again.modules is None and not self.model.is_language_model:
+            raise ValueError("parallel.recompute needs the key modules where the model is a target")
         return self

@@ -87,7 +87,7 @@ def expert_stages(net: nn.Module, stages: int) -> dict[str, int]:
     Raises:
         ConfigError: fewer blocks than stages.
     """
-    blocks = list(_blocks(net))
+    blocks = list(paths_of_blocks(net))
     if len(blocks) < stages:
         raise ConfigError(
             f"pipeline_stage: {len(blocks)} layers cannot be divided into {stages} stages; valid is"
@@ -105,7 +105,7 @@ def expert_stages(net: nn.Module, stages: int) -> dict[str, int]:
     return found
 
 
-def _blocks(net: nn.Module) -> Iterator[str]:
+def paths_of_blocks(net: nn.Module) -> Iterator[str]:
     """Paths of the transformer blocks, in their order."""
     for path, module in net.named_modules():
         if hasattr(module, "self_attn") and hasattr(module, "mlp"):

@@ -13,7 +13,9 @@ from config.mindformers.files import run_of, small
 from shardwright.cli import app
 from shardwright.config import Run
 from shardwright.config.mindformers import translated
+from shardwright.decided import OptimizerParallel
 from shardwright.errors import ConfigError
+from shardwright.graph.names import operator_name
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -81,6 +83,45 @@ def test_an_experts_stages_are_equally_many_layers(tmp_path: Path) -> None:
     assert (plan.devices, plan.pipeline.stages, plan.pipeline.micro_batches) == (8, 2, 4)
     stage = {f"model.layers.{n}.mlp.up_proj": plan.pipeline.part_of for n in range(4)}
     assert [part[name] for name, part in stage.items()] == [0, 0, 1, 1]
+
+
+def test_where_the_optimizer_is_parallel_parameters_are_stored_sharded(tmp_path: Path) -> None:
+    file = written(tmp_path, parallel__enable_parallel_optimizer=True)
+    plan = Run.from_file(file).plan(devices=8)
+    assert plan.sharding == OptimizerParallel("level1", -1, 64)
+    stored = plan.decided.storage["model.embed_tokens.weight"]
+    assert sum(len(axes) for axes in stored) == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "kinds"),
+    [
+        ({"recompute": True}, {"linear", "silu", "scaled_dot_product_attention"}),
+        ({"select_recompute": True}, {"silu", "mul"}),
+    ],
+)
+def test_blocks_or_what_is_cheap_in_them_are_computed_again(
+    tmp_path: Path, said: Any, kinds: set[str]
+) -> None:
+    changes = {"model__model_config__use_flash_attention": True, "recompute_config": said}
+    plan = Run.from_file(written(tmp_path, **changes)).plan(devices=8)
+    assert plan.graph is not None
+    again = {operator_name(plan.graph.by_name[name].target) for name in plan.decided.recompute}
+    assert kinds <= again
+    assert ("embedding" in again, "rms_norm" in again) == (False, "recompute" in said)
+
+
+def test_gathers_that_are_made_again_free_what_was_gathered() -> None:
+    config = translated(
+        run_of(
+            parallel__enable_parallel_optimizer=True,
+            recompute_config={"parallel_optimizer_comm_recompute": True},
+        ),
+        "run.yaml",
+        devices=8,
+    )
+    assert config.parallel.hsdp is not None
+    assert config.parallel.hsdp.level == "level3"
 
 
 def test_where_every_device_counts_the_batch_grows_with_them(tmp_path: Path) -> None:

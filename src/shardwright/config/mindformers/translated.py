@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from shardwright.config.load import validated
 from shardwright.config.mindformers.language_run import LanguageRun
+from shardwright.config.mindformers.model import Model
 from shardwright.config.mindformers.parallelism import Parallelism
 from shardwright.config.mindformers.training import Optimizer, Training
 from shardwright.config.schema import Config
@@ -27,7 +29,10 @@ def translated(run: LanguageRun, file: str, devices: int) -> Config:
             "seed": run.training.seed,
         },
         "optimizer": _optimizer(run.training.optimizer),
-        "parallel": _parallel(run.parallelism, run.batch.micro_batches()),
+        "parallel": {
+            **_parallel(run.parallelism, run.batch.micro_batches()),
+            **_kept(run),
+        },
         "train": _train(run.training, run.model.param_dtype),
     }
     if run.dataset:
@@ -73,6 +78,26 @@ def _parallel(ways: Parallelism, micro_batches: int) -> dict[str, Any]:
             "vocab_emb_dp": ways.vocab_emb_dp,
         }
     return found
+
+
+def _kept(run: LanguageRun) -> dict[str, Any]:
+    """What is stored sharded and what is computed again: with gathers that are made again sharded
+    parameters are freed after their use."""
+    sharding, again = run.parallelism.sharding, run.training.recompute
+    found: dict[str, Any] = {}
+    if sharding is not None:
+        found["hsdp"] = vars(replace(sharding, level="level3") if again.gathers else sharding)
+    if again.blocks or again.selective:
+        found["recompute"] = {"communication": again.communication}
+        if not again.blocks:
+            found["recompute"]["operators"] = _selected(run.model)
+    return found
+
+
+def _selected(model: Model) -> list[str]:
+    """Kinds of operators in a block that are cheap to compute again and large if kept."""
+    activation = "sigmoid" if model.sizes.family == "pangualpha" else "silu"
+    return [activation, "mul", *(["softmax"] if model.attention == "explicit" else [])]
 
 
 def _train(training: Training, dtype: str) -> dict[str, Any]:
