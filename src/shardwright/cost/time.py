@@ -202,13 +202,15 @@ def step_time(
     forward = backward = 0.0
     for op in graph.ops:
         there, back = model.operator(op, cuts.get(op.name, {}))
-        forward, backward = forward + there, backward + back
+        again = there if op.name in flow.segment_of else 0.0
+        forward, backward = forward + there, backward + back + again
     there, back = _inside(graph, flow, model)
     bucketed = {id(t) for b in flow.buckets for member in b.members for t in member.transfers}
     for transfer in flow.transfers:
         if id(transfer) not in bucketed:
             sent, returned = model.step(transfer.step, transfer.value, transfer.differentiable)
-            there, back = there + sent, back + returned
+            again = 0.0 if transfer.segment is None else sent
+            there, back = there + sent, back + returned + again
     once, each = _parameters(flow, model)
     stored = sum(_stored_bytes(flow, value) for value in graph.parameters if value.requires_grad)
     return StepTime(
@@ -233,7 +235,8 @@ def _inside(graph: Graph, flow: Communication, model: TimeModel) -> Seconds:
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         for one in inner:
             there, back = model.inside(one.reduction, one.axes, differentiable)
-            forward, backward = forward + there, backward + back
+            again = there if name in flow.segment_of else 0.0
+            forward, backward = forward + there, backward + back + again
     return forward, backward
 
 
