@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import groupby, product
 from math import gcd, prod
 
 from shardwright import route
@@ -182,10 +182,10 @@ def steps(
     """The cheapest steps that bring a tensor of `shape` from `source` to `target`.
 
     Fewest bytes (forward and backward; forward only if not `differentiable`), then fewest steps,
-    then slices first and gathers last: the cheapest of all ways that change only the dimensions
-    and axes in which the layouts differ where these are three axes at most; else a good one, and
-    never dearer than to reduce, gather and slice. Where nothing differentiable flows, varying
-    axes of the target are taken as replicated.
+    then slices first and gathers last (those over the outermost axes before others): the cheapest
+    of all ways that change only the dimensions and axes in which the layouts differ where these
+    are three axes at most; else a good one, and never dearer than to reduce, gather and slice.
+    Where nothing differentiable flows, varying axes of the target are taken as replicated.
 
     Raises:
         LayoutError: if the layouts are of different device matrices or numbers of dimensions, do
@@ -204,7 +204,36 @@ def steps(
         there = table.after(here, move)
         found.append(_step(move, table, here, there))
         here = there
-    return tuple(found)
+    return tuple(_slow_links_on_small_tensors(found))
+
+
+def _slow_links_on_small_tensors(path: list[Step]) -> list[Step]:
+    """Gathers in a row over the outermost axes first, reduce-scatters in a row over them last.
+
+    The order of such steps changes no bytes in total, but which link carries most of them; outer
+    axes lie over slower links.
+    """
+    found: list[Step] = []
+    for kind, group in groupby(path, key=lambda step: step.kind):
+        row = list(group)
+        if kind not in ("all_gather", "reduce_scatter") or len({s.dim for s in row}) < len(row):
+            found += row
+            continue
+        here = row[0].source
+        for step in sorted(row, key=lambda s: min(s.axes), reverse=kind == "reduce_scatter"):
+            found.append(_from(here, step))
+            here = found[-1].target
+    return found
+
+
+def _from(here: TensorLayout, step: Step) -> Step:
+    """`step`, which changes one dimension, made from `here` on."""
+    axes = tuple(
+        step.target.axes[dim] if dim == step.dim else mine for dim, mine in enumerate(here.axes)
+    )
+    partial = here.partial - (step.source.partial - step.target.partial)
+    varying = here.varying | (step.target.varying - step.source.varying)
+    return replace(step, source=here, target=TensorLayout(here.layout, axes, partial, varying))
 
 
 def _check(source: TensorLayout, target: TensorLayout, shape: Shape) -> None:

@@ -22,6 +22,7 @@ from shardwright.conversion import Shape, Step
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.flops import Work, work_of
 from shardwright.cost.links import Links
+from shardwright.decided import OptimizerParallel
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout import Axes, Layout
 from shardwright.rules import rule_of
@@ -106,15 +107,23 @@ class TimeModel:
 
     Args:
         stages: number of pipeline stages, each with such a matrix.
+        sharding: how optimizer state is shared between devices that use a parameter alike.
 
     Raises:
         ConfigError: if the cluster has not so many devices.
     """
 
-    def __init__(self, cluster: Cluster, mesh: Layout, stages: int = 1) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        mesh: Layout,
+        stages: int = 1,
+        sharding: OptimizerParallel | None = None,
+    ) -> None:
         self.mesh = mesh
         self.links = Links(cluster, mesh, stages)
         self.device = cluster.device.among(mesh.num_devices * stages)
+        self.sharding = sharding
         self._operators: dict[tuple[object, ...], Seconds] = {}
         self._steps: dict[tuple[Step, Shape, int], Seconds] = {}
 
@@ -179,6 +188,16 @@ class TimeModel:
     def update(self, num_bytes: float) -> float:
         """The optimizer's step over stored parameters of so many bytes."""
         return UPDATE_PASSES * num_bytes / self.device.stream
+
+    def update_of(self, num_bytes: float, parts: int) -> float:
+        """The optimizer's step over a parameter that is used in so many bytes, cut in `parts`; the
+        devices that use the same part share it as `sharding` says."""
+        if self.sharding is None:
+            return self.update(num_bytes)
+        sharers = self.mesh.num_devices // parts
+        if self.sharding.shard_size > 0:
+            sharers = min(sharers, self.sharding.shard_size)
+        return self.update(num_bytes / sharers)
 
 
 def step_time(

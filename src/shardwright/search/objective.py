@@ -1,0 +1,159 @@
+"""What cuts cost altogether, with the conversions as they will be made over all axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwright.conversion import steps
+from shardwright.cost.time import TimeModel
+from shardwright.layout import TensorLayout
+from shardwright.rules.rule import Cuts, no_reductions
+from shardwright.search.network import Network, Node, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one micro-batch and of one step, and the bytes of parameters that are kept.
+
+    Args:
+        forward, backward: computation.
+        conversions: of activations, both ways.
+        gradients: communication of parameters and their gradients, once a step.
+        update: the optimizer's.
+        kept: bytes.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    conversions: float = 0.0
+    gradients: float = 0.0
+    update: float = 0.0
+    kept: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return self.plus(other, 1)
+
+    def plus(self, other: Cost, times: float) -> Cost:
+        return Cost(
+            self.forward + times * other.forward,
+            self.backward + times * other.backward,
+            self.conversions + times * other.conversions,
+            self.gradients + times * other.gradients,
+            self.update + times * other.update,
+            self.kept + times * other.kept,
+        )
+
+    def total(self, micro_batches: int, kept: float) -> float:
+        """Seconds of a step, and `kept` seconds for each byte that is kept."""
+        busy = micro_batches * (self.forward + self.backward + self.conversions)
+        exposed = max(0.0, self.gradients - self.backward)
+        return busy + exposed + self.update + kept * self.kept
+
+
+class Objective:
+    """Costs of operators and of values for given cuts; equal ones once."""
+
+    def __init__(self, network: Network, model: TimeModel) -> None:
+        self.network = network
+        self.model = model
+        self._operators: dict[object, Cost] = {}
+        self._streams: dict[object, Cost] = {}
+        self._layouts: dict[object, tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]] = {}
+
+    def cost(self, cuts: Sequence[Cuts]) -> Cost:
+        """Of all nodes cut so, each as often as it occurs."""
+        total = Cost()
+        for node, cut in zip(self.network.nodes, cuts, strict=True):
+            total = total.plus(self.operator(node, cut), node.count)
+        for stream in self.network.streams:
+            total = total.plus(self.stream(stream, cuts), stream.count)
+        return total
+
+    def operator(self, node: Node, cuts: Cuts) -> Cost:
+        """Of one operator by itself, with the parameters that only it reads."""
+        key = (id(node), tuple(cuts.items()))
+        if key not in self._operators:
+            self._operators[key] = self._operator(node, cuts)
+        return self._operators[key]
+
+    def _operator(self, node: Node, cuts: Cuts) -> Cost:
+        forward, backward = self.model.operator(node.op, cuts)
+        inside = 0.0
+        if node.rule is not None and node.rule.reductions is not no_reductions:
+            parts = node.rule.parts(self.model.mesh, cuts)
+            for reduction in node.rule.reductions(node.op, parts):
+                axes = tuple(axis for f in reduction.factors for axis in cuts.get(f, ()))
+                inside += sum(self.model.inside(reduction, axes, node.differentiable))
+        total = Cost(forward, backward, inside)
+        read, _ = self.layouts(node, cuts)
+        for place in node.own:
+            value, layout = node.op.inputs[place], read[place]
+            parts_of_value = self.model.mesh.size(layout.sharded)
+            kept = value.numel * value.stored_dtype.itemsize / parts_of_value
+            gradients = update = 0.0
+            if value.requires_grad:
+                update = self.model.update_of(kept, parts_of_value)
+                if layout.varying and node.differentiable:
+                    sent = value.numel * value.itemsize / parts_of_value
+                    gradients = self.model.bucketed(tuple(layout.varying), sent)
+            total += Cost(gradients=gradients, update=update, kept=kept)
+        return total
+
+    def layouts(
+        self, node: Node, cuts: Cuts
+    ) -> tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]:
+        """How a node reads its inputs and makes its outputs."""
+        key = (id(node.rule) if node.rule is not None else id(node), tuple(cuts.items()))
+        if key not in self._layouts:
+            if node.rule is not None:
+                self._layouts[key] = node.rule.layouts(self.model.mesh, cuts)
+            else:
+                whole = self.model.mesh.replicated
+                self._layouts[key] = (
+                    tuple(whole(len(value.shape)) for value in node.op.inputs),
+                    tuple(whole(len(value.shape)) for value in node.op.outputs),
+                )
+        return self._layouts[key]
+
+    def stream(self, stream: Stream, cuts: Sequence[Cuts]) -> Cost:
+        """Of one value: its conversions, and where several operators read a parameter, that."""
+        nodes = self.network.nodes
+        reads = [self.layouts(nodes[node], cuts[node])[0][place] for node, place in stream.readers]
+        made = self._made(stream, cuts, reads)
+        if stream.returned:
+            reads.append(self.model.mesh.replicated(len(stream.value.shape)))
+        key = (id(stream), made, frozenset(reads))
+        if key not in self._streams:
+            self._streams[key] = self._stream(stream, made, reads)
+        return self._streams[key]
+
+    def _made(
+        self, stream: Stream, cuts: Sequence[Cuts], reads: Sequence[TensorLayout]
+    ) -> TensorLayout:
+        mesh = self.model.mesh
+        if stream.stored:
+            axes = next((read.axes for read in reads if read.sharded), None)
+            return TensorLayout(mesh, axes) if axes else mesh.replicated(len(stream.value.shape))
+        if stream.made is not None:
+            return TensorLayout(mesh, stream.made)
+        if stream.source is None:
+            return mesh.replicated(len(stream.value.shape))
+        number, slot = stream.source
+        return self.layouts(self.network.nodes[number], cuts[number])[1][slot]
+
+    def _stream(self, stream: Stream, made: TensorLayout, reads: Sequence[TensorLayout]) -> Cost:
+        value, seconds = stream.value, 0.0
+        known: set[object] = set()
+        for target in reads:
+            path = steps(made, target, value.shape, stream.differentiable)
+            for length, step in enumerate(path, start=1):
+                if path[:length] not in known:
+                    known.add(path[:length])
+                    seconds += sum(self.model.step(step, value, stream.differentiable))
+        if not stream.stored:
+            return Cost(conversions=seconds)
+        parts = self.model.mesh.size(made.sharded)
+        kept = value.numel * value.stored_dtype.itemsize / parts
+        update = self.model.update_of(kept, parts) if value.requires_grad else 0.0
+        return Cost(gradients=seconds, update=update, kept=kept)
