@@ -124,7 +124,8 @@ def _captured(
     """The model for one micro-batch."""
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
     leaves = micro_batch(leaves, 0, plan.pipeline.micro_batches)
-    return capture(net, *pytree.tree_unflatten(leaves, spec))
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return capture(net, args, kwargs, plan.computed_in)
 
 
 Ends = list[tuple[Tensor, Tensor | None]]

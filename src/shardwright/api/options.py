@@ -6,13 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+
 from shardwright.api.pipeline import Asked
 from shardwright.decided import BUCKET_BYTES, OptimizerParallel
 from shardwright.errors import StrategyError
+from shardwright.graph.capture import capture
+from shardwright.graph.graph import Graph
 from shardwright.search.modes import MODES
 from shardwright.strategy import DatasetStrategy, check_dataset_strategy
 
 MB = 2**20
+
+COMPUTE_DTYPES = ("float32", "bfloat16")
+"""In which parameters and inputs in single precision may be computed."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class Options:
     asked: Asked = field(default_factory=Asked)
     hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None
     bucket_mb: float = BUCKET_BYTES / MB
+    compute_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if not _is_count(self.devices):
@@ -41,6 +49,7 @@ class Options:
             ("mode", self.mode, tuple(MODES)),
             ("cost_model", self.cost_model, ("symbolic",)),
             ("order", self.order, ("weight", "topology")),
+            ("compute_dtype", self.compute_dtype or "float32", COMPUTE_DTYPES),
         ):
             if given not in valid:
                 raise StrategyError(f"{what}={given!r}: valid are {', '.join(valid)}")
@@ -50,6 +59,23 @@ class Options:
         check_dataset_strategy(self.dataset_strategy)
         # Its own checks are made once, here.
         object.__setattr__(self, "hsdp", _sharding(self.hsdp))
+
+    def captured(self, net: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Graph:
+        """The graph of a model for one micro-batch; a graph that is given as it is.
+
+        Raises:
+            StrategyError: if a graph is given that is computed in another dtype than asked.
+            CaptureError: if the model cannot be captured.
+        """
+        asked = None if self.compute_dtype in (None, "float32") else torch.bfloat16
+        if not isinstance(net, Graph):
+            return capture(net, *self.asked.example(args, kwargs), compute_dtype=asked)
+        if self.compute_dtype is not None and net.compute_dtype != asked:
+            raise StrategyError(
+                f"compute_dtype={self.compute_dtype!r}, but the graph was captured with"
+                f" compute_dtype={net.compute_dtype}: capture the model with it, or plan the model"
+            )
+        return net
 
     @property
     def sharding(self) -> OptimizerParallel | None:

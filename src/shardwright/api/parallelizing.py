@@ -39,7 +39,9 @@ def parallelize(net: nn.Module, plan: Plan, device: str | torch.device | None = 
     where = torch.device(device) if device is not None else _own_device()
     devices = Devices.of_process(plan.mesh, where, plan.pipeline.stages)
     with _in_mode(net, plan.training):
-        graph = plan.graph if plan.graph is not None else capture(net, *_example(plan))
+        graph = plan.graph
+        if graph is None:
+            graph = capture(net, *_example(plan), compute_dtype=plan.computed_in)
         plan.check_fits(graph)
         _check_parameters(net, plan)
         parallel: ParallelModule

@@ -13,7 +13,6 @@ from shardwright.api.options import MB, Options
 from shardwright.api.pipeline import Asked
 from shardwright.communication import as_used
 from shardwright.decided import BUCKET_BYTES, Decided, OptimizerParallel, Storage
-from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout
 from shardwright.pins import Pins, pins_of
@@ -44,6 +43,7 @@ def plan(
     stage_config: StageConfig | None = None,
     hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None,
     bucket_mb: float = BUCKET_BYTES / MB,
+    compute_dtype: str | None = None,
 ) -> Plan:
     """Decides how every operator of `net` is split over `devices` devices.
 
@@ -73,6 +73,8 @@ def plan(
         hsdp: stores parameters sharded that are used whole (optimizer parallel): True, an
             `OptimizerParallel`, or a mapping with its fields.
         bucket_mb: up to how many MiB collectives of parameters are joined.
+        compute_dtype: `bfloat16` computes and sends what is stored in single precision in half of
+            it; parameters and optimizer state stay in single precision.
 
     Raises:
         StrategyError: if an option is not valid, nothing can be cut, an operator cannot be cut
@@ -92,16 +94,18 @@ def plan(
         asked=Asked(stages, micro_batches, schedule, stage_config),
         hsdp=hsdp,
         bucket_mb=bucket_mb,
+        compute_dtype=compute_dtype,
     )
     net, asked = options.asked.of(net)
-    graph = net if isinstance(net, Graph) else capture(net, *asked.example(args, kwargs))
+    options = replace(options, asked=asked)
+    graph = options.captured(net, args, kwargs)
     model = Model(
         graph,
         pins_of(graph),
         () if isinstance(net, Graph) else tuple(name for name, _ in net.named_modules()),
         net.training if isinstance(net, nn.Module) else True,
     )
-    return decide(model, replace(options, asked=asked))
+    return decide(model, options)
 
 
 @dataclass(frozen=True)

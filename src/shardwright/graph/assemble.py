@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,11 +45,13 @@ def assemble(
     ends = [loss] if loss is not None else [n for n in outputs if is_tensor(n)]
     values = _Values(signature, reached_by_gradients(graph, sources, ends))
 
+    stored = {name: p.dtype for name, p in call.module.named_parameters(remove_duplicate=False)}
+
     def used(named: dict[str, str], kind: Kind) -> tuple[Value, ...]:
         kept = [
             (name, node) for name, node in named.items() if nodes[node].users or node in updates
         ]
-        return tuple(values.add(nodes[node], name, kind) for name, node in kept)
+        return tuple(values.add(nodes[node], name, kind, stored.get(name)) for name, node in kept)
 
     parameters = used(signature.parameters, Kind.PARAMETER)
     buffers = used(signature.buffers, Kind.BUFFER)
@@ -59,7 +61,9 @@ def assemble(
         if nodes[name].users
     }
     inputs = tuple(
-        values.add(nodes[node], name, Kind.INPUT) if isinstance(leaf, torch.Tensor) else leaf
+        values.add(nodes[node], name, Kind.INPUT, leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
         for node, name, leaf in zip(signature.inputs, input_names(call), leaves, strict=True)
     )
     modules = call.module.named_modules()
@@ -97,10 +101,12 @@ class _Values:
         self.values: dict[fx.Node, Value] = {}
         self.names: set[str] = {*signature.parameters, *signature.buffers}
 
-    def add(self, node: fx.Node, name: str, kind: Kind) -> Value:
+    def add(self, node: fx.Node, name: str, kind: Kind, given: torch.dtype | None = None) -> Value:
         if kind not in (Kind.PARAMETER, Kind.BUFFER):
             name = self._unique(name, "input" if kind is Kind.INPUT else "output")
         value = self._value(name, tensor(node), kind, node in self.requires_grad)
+        if given not in (None, value.dtype):
+            value = replace(value, given_dtype=given)
         self.values[node] = value
         return value
 

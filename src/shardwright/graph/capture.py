@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardwright.graph.gradients import drop_needless_detach
 from shardwright.graph.graph import Graph
 from shardwright.graph.inline import inline
 from shardwright.graph.isolation import isolated
+from shardwright.graph.precision import LossesInSinglePrecision
 from shardwright.graph.shadow import shadow
 from shardwright.graph.signature import Signature, add_updates, gradient_sources, join_tied
 from shardwright.graph.source import line_of, line_of_error
@@ -27,12 +29,20 @@ from shardwright.graph.tags import attached, keeping_tags, tagged_calls
 
 
 def capture(
-    module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> Graph:
     """Captures what `module(*args, **kwargs)` computes, for the shapes of these arguments.
 
     The module is neither run nor changed, and no memory is used for its weights: parameters and
     arguments may be real tensors or on the meta device. `module.training` is respected.
+
+    Args:
+        compute_dtype: in which parameters and inputs in single precision are read. Buffers, and the
+            parameters of modules that own floating buffers, stay as they are; losses are computed
+            in single precision.
 
     Raises:
         CaptureError: where the forward pass depends on the values of tensors, or uses what
@@ -40,12 +50,17 @@ def capture(
     """
     started = time.perf_counter()
     with isolated():
-        graph = _capture(module, args, dict(kwargs or {}))
+        graph = _capture(module, args, dict(kwargs or {}), compute_dtype)
     return replace(graph, capture_seconds=time.perf_counter() - started)
 
 
-def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    exported = _export(module, args, kwargs)
+def _capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    compute_dtype: torch.dtype | None,
+) -> Graph:
+    exported = _export(module, args, kwargs, compute_dtype)
     signature = Signature.of(exported)
     inline(exported.graph_module)
     calls = tagged_calls(exported.graph)
@@ -63,15 +78,25 @@ def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     made = assemble(call, graph, signature, sources)
     read = {value.name for value in (*made.parameters, *made.buffers)}
     tied = {name: first for name, first in tied.items() if first in read}
-    return replace(made, tied=tied, module_tags=attached(module), call_tags=calls)
+    return replace(
+        made,
+        tied=tied,
+        module_tags=attached(module),
+        call_tags=calls,
+        compute_dtype=compute_dtype,
+    )
 
 
 def _export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    compute_dtype: torch.dtype | None,
 ) -> torch.export.ExportedProgram:
-    twin, fake_args, fake_kwargs = shadow(module, args, kwargs)
+    twin, fake_args, fake_kwargs = shadow(module, args, kwargs, compute_dtype)
+    losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:
-        with keeping_tags():
+        with keeping_tags(), losses:
             return torch.export.export(twin, fake_args, fake_kwargs, strict=False)
     except CaptureError as error:
         raise CaptureError(f"{line_of_error(error)}: {error}") from error

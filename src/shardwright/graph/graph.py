@@ -143,6 +143,7 @@ class Graph:
         module_tags: what the user attached to modules, by path.
         call_tags: what the user attached to calls of functions, each with the user's line; also
             where no operator of the call is left.
+        compute_dtype: in which parameters and inputs in single precision are read, if in another.
     """
 
     ops: tuple[Op, ...]
@@ -159,6 +160,7 @@ class Graph:
     capture_seconds: float = 0.0
     module_tags: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     call_tags: tuple[tuple[Any, str], ...] = ()
+    compute_dtype: torch.dtype | None = None
 
     @cached_property
     def by_name(self) -> dict[str, Op]:

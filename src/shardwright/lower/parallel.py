@@ -19,6 +19,7 @@ from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph, Value
 from shardwright.lower.accumulation import Accumulation
 from shardwright.lower.adapt import adapted_cuts, adapted_outputs
+from shardwright.lower.arriving import whole_leaves
 from shardwright.lower.devices import Devices
 from shardwright.lower.micro_batches import micro_batch, most_micro_batches
 from shardwright.lower.norms import clip_grad_norm_
@@ -110,8 +111,10 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, spec = pytree.tree_flatten((args, kwargs))
-        situation = self._situation(spec, [key_of(leaf) for leaf in inputs])
+        given = self._whole_leaves(inputs)
+        situation = self._situation(spec, [key_of(leaf) for leaf in given])
         if situation not in self._bound:
+            args, kwargs = pytree.tree_unflatten(given, spec)
             self._bound[situation] = self._compiled(self._made(*self._captured(args, kwargs)))
         bound = self._bound[situation]
         parameters = {n: getattr(owner, leaf) for n, owner, leaf in bound.parameters}
@@ -171,7 +174,7 @@ class ParallelModule(nn.Module):
     def _step_for(self, leaves: list[Any], spec: pytree.TreeSpec) -> Accumulation:
         """What runs a training step in the situation of a call."""
         count = most_micro_batches(leaves, self.pipeline)
-        piece = micro_batch(leaves, 0, count)
+        piece = self._whole_leaves(micro_batch(leaves, 0, count))
         situation = (*self._situation(spec, [key_of(leaf) for leaf in piece]), count)
         if situation not in self._train_steps:
             graph, decided = self._planned.graph, self.decided
@@ -184,6 +187,10 @@ class ParallelModule(nn.Module):
                 step.compile(self._compiler)
             self._train_steps[situation] = step
         return self._train_steps[situation]
+
+    def _whole_leaves(self, leaves: list[Any]) -> list[Any]:
+        arrivals = self.decided.arrivals
+        return whole_leaves(self._planned.graph, self.devices.layout, arrivals, leaves)
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """What a program depends on: the modes of all submodules and what the call is given."""
@@ -200,7 +207,7 @@ class ParallelModule(nn.Module):
         (template,) = self._template
         for mine, its in zip(self.modules(), template.modules(), strict=True):
             its.training = mine.training
-        graph = capture(template, args, kwargs)
+        graph = capture(template, args, kwargs, self._planned.graph.compute_dtype)
         shapes = ", ".join(str(value) for value in graph.input_values)
         log.info("captured the model for %s, training=%s", shapes, self.training)
         mesh = self.devices.layout
@@ -271,7 +278,9 @@ def template_of(module: nn.Module) -> nn.Module:
 
 def key_of(leaf: Any) -> Any:
     """What the program depends on of one argument."""
-    if isinstance(leaf, Tensor | Value):
+    if isinstance(leaf, Value):
+        return leaf.shape, leaf.stored_dtype
+    if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype
     return type(leaf), leaf
 
@@ -292,9 +301,9 @@ def _check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 raise PlanError(f"an argument is {leaf!r}, planned for {wanted!r}")
         elif not isinstance(leaf, Tensor):
             raise PlanError(f"input {wanted.name!r} is {leaf!r}, planned for a tensor")
-        elif leaf.dtype != wanted.dtype:
+        elif leaf.dtype != wanted.stored_dtype:
             raise PlanError(
-                f"input {wanted.name!r} has dtype {leaf.dtype}, planned for {wanted.dtype}"
+                f"input {wanted.name!r} has dtype {leaf.dtype}, planned for {wanted.stored_dtype}"
             )
         elif leaf.ndim != len(wanted.shape):
             raise PlanError(

@@ -69,6 +69,7 @@ def make_plan(
         sharding=decided.sharding,
         bucket_bytes=decided.bucket_bytes,
         recompute=dict(decided.recompute),
+        compute_dtype=None if graph.compute_dtype is None else str(graph.compute_dtype)[6:],
         pipeline=pipeline,
         pins=dict(pins),
         parameters={v.name: (v.shape, dtype_name(v)) for v in graph.parameters},

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwright.cost.cluster import Cluster
+from shardwright.cost.memory import Memory, memory
+from shardwright.cost.schedule import Timeline
+from shardwright.cost.stage_time import planned_timeline
 from shardwright.decided import BUCKET_BYTES, CutAxes, Decided, OptimizerParallel, Recompute
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Op, Value
@@ -37,6 +42,8 @@ class Plan:
         sharding: of parameters and optimizer state, if asked for.
         bucket_bytes: up to which collectives of parameters are joined.
         recompute: the operators that are computed again in the backward pass.
+        compute_dtype: in which parameters and inputs in single precision are read, if in another;
+            `parameters` and `inputs` say how they are stored and given.
         pipeline: stages and micro-batches; shapes are those of one micro-batch.
         pins: what users said of operators, by name.
         parameters: shape and dtype of each, by name.
@@ -71,6 +78,7 @@ class Plan:
     sharding: OptimizerParallel | None = None
     bucket_bytes: int = BUCKET_BYTES
     recompute: dict[str, Recompute] = field(default_factory=dict)
+    compute_dtype: str | None = None
     pipeline: Pipelining = ONE_STAGE
     crossings: tuple[CrossingRow, ...] = ()
     pins: dict[str, OperatorStrategy] = field(default_factory=dict)
@@ -95,6 +103,11 @@ class Plan:
             bucket_bytes=self.bucket_bytes,
             recompute=self.recompute,
         )
+
+    @property
+    def computed_in(self) -> torch.dtype | None:
+        """`compute_dtype` as PyTorch's."""
+        return None if self.compute_dtype is None else getattr(torch, self.compute_dtype)
 
     @property
     def bytes(self) -> int:
@@ -126,6 +139,46 @@ class Plan:
         return prod(TensorLayout(self.mesh, self.storage[name]).shard_shape(shape)) * _itemsize(
             dtype
         )
+
+    @cached_property
+    def memory(self) -> Memory:
+        """What each device needs at most in a training step with AdamW, found without devices by
+        rehearsing the program; `memory_with` takes other optimizers.
+
+        Raises:
+            PlanError: if the plan comes from a file, and so has no graph.
+        """
+        return self.memory_with("adamw")
+
+    def memory_with(self, optimizer: str | torch.optim.Optimizer) -> Memory:
+        """What each device needs at most in a training step with an optimizer.
+
+        Args:
+            optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer like the one to be used.
+
+        Raises:
+            PlanError: if there is no such optimizer, or the plan has no graph.
+        """
+        return memory(self._graph(), self.mesh, self.decided, self.pipeline, optimizer)
+
+    def timeline(self, cluster: Cluster | None = None) -> Timeline:
+        """When each pipeline stage does what in a step, and when it waits; `print` shows it.
+
+        Args:
+            cluster: whose devices and links say how long parts take; without one, as long as they
+                have operations in their matrix products.
+
+        Raises:
+            PlanError: if the plan comes from a file, and so has no graph.
+        """
+        return planned_timeline(self._graph(), self.mesh, self.decided, self.pipeline, cluster)
+
+    def _graph(self) -> Graph:
+        if self.graph is None:
+            raise PlanError(
+                "a plan from a file has no graph to rehearse: plan the model again with its options"
+            )
+        return self.graph
 
     def row(self, name: str) -> OperatorRow:
         """What was decided about the operator `name`.
@@ -249,7 +302,8 @@ def operator_name(op: Op) -> str:
 
 
 def dtype_name(value: Value) -> str:
-    return str(value.dtype).removeprefix("torch.")
+    """Of a parameter the dtype in which it is stored, of an input that in which it is given."""
+    return str(value.stored_dtype).removeprefix("torch.")
 
 
 def _itemsize(dtype: str) -> int:
