@@ -50,12 +50,12 @@ class Rehearsing(LiveBytes):  # type: ignore[no-untyped-call]
         return out
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out: Tensor = func(*args, **kwargs)
-        key = out.untyped_storage()._cdata
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            self._sent.pop(key, None)
-        else:
-            self._sent[key] = args[0]
+            # On the meta device it would return another tensor.
+            self._sent.pop(args[0].untyped_storage()._cdata, None)
+            return args[0]
+        out: Tensor = func(*args, **kwargs)
+        self._sent[out.untyped_storage()._cdata] = args[0]
         return out
 
 

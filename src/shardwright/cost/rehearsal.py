@@ -150,7 +150,7 @@ class _Run:
         )
         read = set(part.graph.input_values)
         leaves = [
-            local(leaf) if isinstance(leaf, Value) and leaf in read else leaf
+            local(leaf, leaf.stored_dtype) if isinstance(leaf, Value) and leaf in read else leaf
             for leaf in whole.inputs
         ]
         buffers = {value.name: local(value) for value in part.graph.buffers}
