@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardwright as sw
 from models import Model, gpt2, llama, mlp, resnet
 from random_plans import random_plan
+from shardwright.train import local_part
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -166,6 +167,35 @@ def check_dropout_on_ranks_seeded_apart() -> None:
     assert 0 < int((mine == 0).sum()) < 64
 
 
+def check_inputs_that_arrive_cut() -> None:
+    """Each rank gives its own part, to one program, to micro-batches, and to pipeline stages."""
+    torch.manual_seed(0)
+    net = sw.WithLoss(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), nn.MSELoss())
+    batch, other = ((torch.randn(rows, 6), torch.randn(rows, 4)) for rows in (16, 8))
+    wanted = net(*batch)
+    gradients = torch.autograd.grad(wanted, list(net.parameters()))
+    for stages, pieces in ((1, 1), (1, 2), (2, 2)):
+        plan = sw.plan(
+            net,
+            batch,
+            devices=4,
+            stages=stages,
+            micro_batches=pieces,
+            dataset_strategy="data_parallel",
+        )
+        parallel = sw.parallelize(net, plan)
+        loss = parallel.train_step(*local_part(plan, dist.get_rank(), batch))
+        torch.testing.assert_close(loss, wanted.detach())
+        for name, gradient in zip(dict(net.named_parameters()), gradients, strict=True):
+            owner, _, leaf = name.rpartition(".")
+            mine = getattr(parallel.get_submodule(owner), leaf)
+            if mine is not None:
+                torch.testing.assert_close(mine.grad.full_tensor(), gradient, msg=name)
+        with torch.no_grad():
+            smaller = parallel(*local_part(plan, dist.get_rank(), other))
+        torch.testing.assert_close(smaller, net(*other).detach())
+
+
 def check_world_size() -> None:
     net, args, kwargs = mlp()
     try:
@@ -189,6 +219,7 @@ def main() -> None:
         check_compiled,
         check_other_modes_and_batches,
         check_dropout_on_ranks_seeded_apart,
+        check_inputs_that_arrive_cut,
     ):
         check()
         if dist.get_rank() == 0:

@@ -36,6 +36,7 @@ def output() -> str:
         "check_compiled",
         "check_other_modes_and_batches",
         "check_dropout_on_ranks_seeded_apart",
+        "check_inputs_that_arrive_cut",
     ],
 )
 def test_real_processes_train_as_one_device_does(check: str, output: str) -> None:

@@ -116,7 +116,8 @@ class StagedModule(ParallelModule):
             for name, stages in holders(planned.stages.parts).items()
             if min(stages) < self.devices.stage
         }
-        return clip_grad_norm_(self.named_parameters(), max_norm, self.devices, elsewhere)
+        dtype = next((v.stored_dtype for v in planned.graph.parameters), None)
+        return clip_grad_norm_(self.named_parameters(), max_norm, self.devices, elsewhere, dtype)
 
     def _bound_for(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -124,7 +125,7 @@ class StagedModule(ParallelModule):
         """The stages for the situation of a call, and its leaves on the device."""
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         count = most_micro_batches(leaves, self.pipeline)
-        piece = micro_batch(leaves, 0, count)
+        piece = self._whole_leaves(micro_batch(leaves, 0, count))
         situation = (*self._situation(spec, [key_of(leaf) for leaf in piece]), count)
         if situation not in self._bound:
             mine, named_ones = pytree.tree_unflatten(piece, spec)
