@@ -1,0 +1,46 @@
+"""The files in `configs/tiny/`: each trains alike on one device and on eight."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from config.tiny_ranks import NAMES, TINY, history, run_of
+from shardwright.models import MODELS
+
+
+def test_every_published_model_has_a_tiny_file() -> None:
+    published = {name for name in MODELS if not name.endswith("_tiny")}
+    assert {path.stem for path in TINY.glob("*.yaml")} == published
+    assert all(run_of(name, lora=False).config.model.name == f"{name}_tiny" for name in published)
+
+
+def test_a_tiny_model_learns() -> None:
+    losses = history("llama2_7b", lora=False, world=1)
+    assert losses[-1] < losses[0] - 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ten_steps_on_eight_processes_have_the_losses_of_one_device(tmp_path: Path) -> None:
+    script, out = Path(__file__).with_name("tiny_ranks.py"), tmp_path / "losses.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=8", str(script)]
+    done = subprocess.run(
+        [*command, str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    found = json.loads(out.read_text())
+    for name in NAMES:
+        for lora in (False, True):
+            wanted = history(name, lora, world=1)
+            assert found[f"{name} {lora}"] == pytest.approx(wanted, rel=1e-9), (name, lora)
