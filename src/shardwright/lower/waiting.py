@@ -108,7 +108,7 @@ def _where(error: RuntimeError) -> str | None:
     words = []
     for frame, line in frames:
         held = getattr(frame.f_locals.get("ctx"), "place", None)
-        if isinstance(held, Place):
+        if isinstance(held, Place) and frame.f_code.co_name == "backward":
             words.append(f"the gradient of {held}")
         elif frame.f_code.co_filename == PROGRAM:
             words.append(str(Place(frame.f_globals[TEXT], line)))

@@ -1,0 +1,51 @@
+"""What `test_faults.py` runs on two ranks, of which one does not come to a collective.
+
+hanging_ranks.py forward|backward
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import shardwright as sw
+from shardwright.train import World, process_group
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+        self.outer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.relu(self.inner(x))).square().sum()
+
+
+@record
+def main(where: str) -> None:
+    """Features are cut in one layer and the batch in the next: conversions lie between, forward and
+    backward."""
+    net, x = Loss(), torch.ones(4, 4, requires_grad=True)
+    sw.shard(net.inner, in_strategy=((1, 1), (2, 1)))
+    sw.shard(net.outer, in_strategy=((1, 2), (1, 2)))
+    plan = sw.plan(net, (x,), devices=2, mode="semi_auto")
+    world = World.from_environment()
+    with process_group(world, timeout=timedelta(seconds=3)) as device:
+        parallel = sw.parallelize(net, plan, device)
+        parallel(x).backward()
+        if world.rank == 1 and where == "forward":
+            time.sleep(100)
+        loss = parallel(x)
+        if world.rank == 1:
+            time.sleep(100)
+        loss.backward()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

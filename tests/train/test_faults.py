@@ -1,0 +1,259 @@
+"""Runs that are stopped, killed or left hanging, from the command line."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright import cli
+from shardwright.config import Run
+from shardwright.train.launch import LogFolder, RankFailedError, launch
+
+MODEL = """
+import torch
+from torch import nn
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 16, generator=generator)
+    return x, torch.randint(4, (64,), generator=generator)
+
+class Perceptron(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.first = nn.Linear(16, 32, bias=False)
+        self.norm = nn.BatchNorm1d(32)
+        self.dropout = nn.Dropout(dropout)
+        self.second = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.second(self.dropout(torch.relu(self.norm(self.first(x)))))
+"""
+CONFIG = """
+model: {{target: "model_of_the_faults:Perceptron", arguments: {{dropout: {dropout}}}}}
+data: {{target: "model_of_the_faults:data", batch_size: 8}}
+optimizer: {{name: adamw, learning_rate: 0.003}}
+train:
+  {{epochs: 1000, steps: {steps}, dtype: float64, checkpoint: {{folder: {folder}, every: {every}}}}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "model_of_the_faults", raising=False)
+    (tmp_path / "model_of_the_faults.py").write_text(MODEL)
+    return tmp_path
+
+
+def configure(name: str, steps: int, every: int, dropout: float = 0.0) -> str:
+    text = CONFIG.format(steps=steps, every=every, dropout=dropout, folder=name)
+    Path(f"{name}.yaml").write_text(text)
+    return f"{name}.yaml"
+
+
+def train(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """`shardwright train` in this process; its exit status."""
+    monkeypatch.setattr(sys, "argv", ["shardwright", "train", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+def steps(logs: str) -> list[tuple[int, int, float]]:
+    lines = (LogFolder(Path(logs)).steps(0)).read_text().splitlines()
+    return [(s["epoch"], s["step"], s["loss"]) for s in map(json.loads, lines)]
+
+
+def assert_same_steps(got: str, wanted: str, tolerance: float) -> None:
+    """Each step once, in order, with equal losses."""
+    mine, theirs = steps(got), steps(wanted)
+    assert [place[:2] for place in mine] == [place[:2] for place in theirs]
+    assert [loss for *_, loss in mine] == pytest.approx(
+        [loss for *_, loss in theirs], rel=tolerance, abs=tolerance
+    )
+
+
+def final(config: str) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of the newest checkpoint."""
+    run = Run.from_file(config)
+    net = run.model()
+    checkpoints = run.checkpoints()
+    assert checkpoints is not None
+    sw.load_checkpoint(checkpoints.folder, net)
+    return net.state_dict()
+
+
+def test_a_run_that_is_resumed_is_the_run_that_was_not_stopped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped in the middle of an epoch, with dropout, and batch norm."""
+    assert train(monkeypatch, configure("a", 20, 7, dropout=0.5), "--log-dir", "one") == 0
+    assert train(monkeypatch, configure("b", 11, 7, dropout=0.5), "--log-dir", "two") == 0
+    assert sorted(path.name for path in Path("b").iterdir()) == ["step-11", "step-7"]
+    resumed = configure("b", 20, 7, dropout=0.5)
+    capsys.readouterr()
+    assert train(monkeypatch, resumed, "--log-dir", "two", "--resume") == 0
+    assert capsys.readouterr().out.startswith("going on after step 11\n")
+    assert_same_steps("two", "one", tolerance=0)
+    torch.testing.assert_close(final("b.yaml"), final("a.yaml"), rtol=0, atol=0)
+    assert train(monkeypatch, resumed, "--log-dir", "two", "--resume") == 0
+    assert_same_steps("two", "one", tolerance=0)
+
+
+def test_another_runs_checkpoints_are_neither_taken_nor_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configure("a", 3, 2)
+    assert train(monkeypatch, config) == 0
+    capsys.readouterr()
+    assert train(monkeypatch, config) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "error: a holds the checkpoints of a run, up to step 3: go on from there with --resume, or "
+        "name another folder\n"
+    )
+    without = Path(config).read_text().replace(", checkpoint: {folder: a, every: 2}", "")
+    Path("without.yaml").write_text(without)
+    assert train(monkeypatch, "without.yaml", "--resume") == 2
+    assert "nothing to resume: the key train.checkpoint" in capsys.readouterr().err
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "shardwright", "train", *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=-1
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def ranks(process: subprocess.Popen[str]) -> list[int]:
+    """The ranks' processes, while the launching process is there."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    try:
+        return [int(pid) for pid in children.read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def wait_for_steps(process: subprocess.Popen[str], logs: str, count: int) -> None:
+    """Until so many steps are recorded that no later restart takes back."""
+    path = LogFolder(Path(logs)).steps(0)
+    while process.poll() is None:
+        if path.exists() and len(path.read_text().splitlines()) >= count:
+            return
+        time.sleep(0.01)
+
+
+@pytest.mark.distributed
+def test_a_killed_rank_costs_no_step_and_none_is_done_twice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(monkeypatch, configure("one", 120, 40), "--log-dir", "logs_one") == 0
+    config = configure("two", 120, 40)
+    arguments = (config, "--log-dir", "logs_two", "--devices", "2", "--max-restarts", "1")
+    with running(*arguments) as process:
+        wait_for_steps(process, "logs_two", 50)
+        os.kill(ranks(process)[1], 9)
+        output, error = process.communicate(timeout=120)
+    assert (process.returncode, error) == (0, "")
+    assert "a rank failed: restart 1 of 1; its log: logs_two/1/rank.*/stderr.attempt-0" in output
+    assert "going on after step " in output
+    assert_same_steps("logs_two", "logs_one", tolerance=1e-11)
+    torch.testing.assert_close(final("two.yaml"), final("one.yaml"), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [
+        ("forward", r"in `inner_bias_output = all_to_all_dim1_to_dim0_a\(inner\)`"),
+        (
+            "backward",
+            r"in the gradient of `outer_bias_output_1 = slice_dim0_a\(outer_bias_output\)`",
+        ),
+    ],
+)
+def test_a_rank_that_does_not_come_is_told_by_the_conversion_that_waited(
+    tmp_path: Path, where: str, named: str
+) -> None:
+    script, logs = Path(__file__).with_name("hanging_ranks.py"), LogFolder(tmp_path)
+    logs.clear(2)
+    with pytest.raises(RankFailedError) as caught:
+        launch([str(script), where], 2, logs)
+    place = rf"{named} \(line \d+ of the program, (relu|square)\)"
+    said = rf"^rank 0: communication failed {place}: Timed out waiting 3000ms for .*; its log: .*$"
+    assert caught.match(said)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_twenty_killed_ranks_leave_the_parameters_of_an_undisturbed_run(
+    folder: Path,
+) -> None:
+    """Killed at random moments: while processes start, while they train, while files are written.
+    With dropout, to the last bit."""
+    config = configure("calm", 4000, 50, dropout=0.3)
+    with running(config, "--log-dir", "logs_calm", "--devices", "4") as process:
+        process.communicate(timeout=500)
+    assert process.returncode == 0
+    config = configure("wild", 4000, 50, dropout=0.3)
+    text = Path(config).read_text()
+    Path(config).write_text(text.replace("every: 50", "every: 50, async: true"))
+    draw, killed = random.Random(0), 0
+    arguments = (config, "--log-dir", "logs_wild", "--devices", "4", "--max-restarts", "20")
+    with running(*arguments) as process:
+        while killed < 20 and process.poll() is None:
+            if draw.random() < 0.3:
+                time.sleep(draw.uniform(0, 10))
+            else:
+                done = (
+                    len(steps("logs_wild")) if LogFolder(Path("logs_wild")).steps(0).exists() else 0
+                )
+                wait_for_steps(process, "logs_wild", done + draw.randrange(1, 150))
+            alive = ranks(process)
+            if len(alive) == 4:
+                victim = draw.choice(alive)
+                os.kill(victim, 9)
+                killed += 1
+                while victim in ranks(process):
+                    time.sleep(0.01)
+        output, error = process.communicate(timeout=500)
+    assert (killed, process.returncode, error) == (20, 0, "")
+    assert "restart 20 of 20" in output
+    assert_same_steps("logs_wild", "logs_calm", tolerance=0)
+    torch.testing.assert_close(final("wild.yaml"), final("calm.yaml"), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_it_goes_on_with_the_devices_that_are_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(monkeypatch, configure("one", 600, 20), "--log-dir", "logs_one") == 0
+    config = configure("fewer", 600, 20)
+    with running(config, "--log-dir", "logs_fewer", "--elastic", "2:4") as process:
+        wait_for_steps(process, "logs_fewer", 100)
+        os.kill(ranks(process)[3], 9)
+        output, error = process.communicate(timeout=200)
+    assert (process.returncode, error) == (0, "")
+    assert "was ended by SIGKILL; devices left: 3; going on with 2" in output
+    assert_same_steps("logs_fewer", "logs_one", tolerance=1e-9)
+    torch.testing.assert_close(final("fewer.yaml"), final("one.yaml"), rtol=1e-8, atol=1e-10)
