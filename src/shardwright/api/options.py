@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwright.api.pipeline import Asked
+from shardwright.cost.cluster import LOCAL, Cluster, load_cluster
 from shardwright.decided import BUCKET_BYTES, OptimizerParallel
 from shardwright.errors import StrategyError
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
+from shardwright.pipelining import Pipelining
 from shardwright.search.modes import MODES
+from shardwright.search.timed import Pricing
 from shardwright.strategy import DatasetStrategy, check_dataset_strategy
 
 MB = 2**20
@@ -28,12 +32,14 @@ class Options:
 
     Raises:
         StrategyError: if one is not valid.
+        ConfigError: if there is no such cluster.
     """
 
     devices: int
     mode: str = "recursive_programming"
     mem_coeff: float = 0.1
-    cost_model: str = "symbolic"
+    cost_model: str | None = None
+    cluster: Cluster | str | Path | None = None
     order: str = "weight"
     log_costs: bool = False
     dataset_strategy: DatasetStrategy = "full_batch"
@@ -47,7 +53,7 @@ class Options:
             raise StrategyError(f"devices={self.devices!r}: must be a whole number of at least 1")
         for what, given, valid in (
             ("mode", self.mode, tuple(MODES)),
-            ("cost_model", self.cost_model, ("symbolic",)),
+            ("cost_model", self.cost_model or "symbolic", ("symbolic", "time")),
             ("order", self.order, ("weight", "topology")),
             ("compute_dtype", self.compute_dtype or "float32", COMPUTE_DTYPES),
         ):
@@ -57,6 +63,13 @@ class Options:
             if not isinstance(number, int | float) or isinstance(number, bool) or not number > 0:
                 raise StrategyError(f"{what}={number!r}: must be a positive number")
         check_dataset_strategy(self.dataset_strategy)
+        if self.cost_model == "time" and self.cluster is None:
+            object.__setattr__(self, "cluster", LOCAL)
+        if self.cluster is not None and not isinstance(self.cluster, Cluster):
+            object.__setattr__(self, "cluster", load_cluster(self.cluster))
+        if self.cost_model is None:
+            known = "symbolic" if self.cluster is None else "time"
+            object.__setattr__(self, "cost_model", known)
         # Its own checks are made once, here.
         object.__setattr__(self, "hsdp", _sharding(self.hsdp))
 
@@ -88,7 +101,28 @@ class Options:
         """What the search of the mode takes."""
         if self.mode != "recursive_programming":
             return {}
-        return {"mem_coeff": self.mem_coeff, "cost_model": self.cost_model, "order": self.order}
+        model = {"cost_model": self.cost_model}
+        if self.cost_model == "symbolic":
+            return {"mem_coeff": self.mem_coeff, "order": self.order, **model}
+        return {"mem_coeff": self.mem_coeff, **model, "cluster": self.on.name}
+
+    @property
+    def on(self) -> Cluster:
+        """The cluster, where there is one."""
+        assert isinstance(self.cluster, Cluster)
+        return self.cluster
+
+    def pricing(self, pipeline: Pipelining) -> Pricing | None:
+        """What a search by time counts; None where the search is another."""
+        if self.cost_model != "time":
+            return None
+        return Pricing(
+            self.on,
+            self.mem_coeff,
+            stages=pipeline.stages,
+            micro_batches=pipeline.micro_batches,
+            sharding=self.sharding,
+        )
 
 
 def _is_count(given: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from shardwright.api.options import MB, Options
 from shardwright.api.pipeline import Asked
 from shardwright.communication import as_used
+from shardwright.cost.cluster import Cluster
 from shardwright.decided import BUCKET_BYTES, Decided, OptimizerParallel, Storage
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout
@@ -33,7 +35,8 @@ def plan(
     devices: int,
     mode: str = "recursive_programming",
     mem_coeff: float = 0.1,
-    cost_model: str = "symbolic",
+    cost_model: str | None = None,
+    cluster: Cluster | str | Path | None = None,
     order: str = "weight",
     log_costs: bool = False,
     dataset_strategy: DatasetStrategy = "full_batch",
@@ -57,7 +60,9 @@ def plan(
             `semi_auto` (operators that `shard` has pinned as pinned, all others along the batch),
             `data_parallel` (everything follows the batch) or `stand_alone` (nothing is cut).
         mem_coeff: small values favour data parallel, large ones model parallel.
-        cost_model: `symbolic`, the relative costs of the published search.
+        cost_model: `symbolic`, the relative costs of the published search, or `time`, the seconds
+            of a step on a cluster; by default `time` where a cluster is named.
+        cluster: `local` (this machine), a built-in one (`h100`, `ascend910b`, …), or a YAML file.
         order: in which the search takes operators, by `weight` or `topology`.
         log_costs: log every decision at level INFO of the logger `shardwright.search`.
         dataset_strategy: `full_batch` (every device is given the whole batch and keeps its part),
@@ -79,6 +84,7 @@ def plan(
     Raises:
         StrategyError: if an option is not valid, nothing can be cut, an operator cannot be cut
             as it is pinned, or stages cannot be as asked.
+        ConfigError: if there is no such cluster, or it has fewer devices.
         PlanError: if the batch cannot be cut into so many micro-batches.
         LayoutError: if pinned layouts are not of this number of devices, or do not fit together.
         CaptureError: if the model cannot be captured.
@@ -88,6 +94,7 @@ def plan(
         mode=mode,
         mem_coeff=mem_coeff,
         cost_model=cost_model,
+        cluster=cluster,
         order=order,
         log_costs=log_costs,
         dataset_strategy=dataset_strategy,
@@ -132,7 +139,13 @@ def decide(model: Model, options: Options) -> Plan:
     of_stage = options.devices // pipeline.stages
     fixed = fix(graph, of_stage, pins.strategies, {**pins.parameters, **entries})
     started = time.perf_counter()
-    cuts = MODES[options.mode](graph, fixed, {**options.of_search, "log_costs": options.log_costs})
+    asked = {
+        **options.of_search,
+        "log_costs": options.log_costs,
+        "pricing": options.pricing(pipeline),
+        "arrivals": arrivals(graph, fixed.mesh, options.dataset_strategy),
+    }
+    cuts = MODES[options.mode](graph, fixed, asked)
     seconds = time.perf_counter() - started
     return make_plan(
         graph,
@@ -141,7 +154,7 @@ def decide(model: Model, options: Options) -> Plan:
             cuts,
             _storage(model, fixed.mesh, cuts, options),
             fixed.outputs,
-            arrivals(graph, fixed.mesh, options.dataset_strategy),
+            asked["arrivals"],
             sharding=options.sharding,
             bucket_bytes=int(options.bucket_mb * MB),
             recompute=recompute_of(graph),

@@ -11,12 +11,22 @@ from shardwright.rules.rule import Cuts
 from shardwright.search.presets import data_parallel, semi_auto, stand_alone
 from shardwright.search.propagation import propagate
 from shardwright.search.recursive import search
+from shardwright.search.timed import search_by_time
 from shardwright.strategy import Fixed
 
 Search = Callable[[Graph, Fixed, Mapping[str, Any]], Mapping[str, Cuts]]
 
 
 def _recursive(graph: Graph, fixed: Fixed, options: Mapping[str, Any]) -> Mapping[str, Cuts]:
+    if options["pricing"] is not None:
+        return search_by_time(
+            graph,
+            fixed.mesh,
+            options["pricing"],
+            pinned=fixed.cuts,
+            outputs=fixed.outputs,
+            arrivals=options["arrivals"],
+        )
     return search(
         graph,
         fixed.mesh,
