@@ -67,6 +67,7 @@ class Devices:
     stages: int = 1
     across: dist.ProcessGroup | None = None
     _names: dict[tuple[int, ...], str] = field(default_factory=dict)
+    _among: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     @classmethod
     def of_process(cls, layout: Layout, device: torch.device, stages: int = 1) -> Devices:
@@ -141,13 +142,15 @@ class Devices:
         return tuple(sorted(self._names, key=lambda axes: (len(axes), axes)))
 
     def among(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """This rank's peers in some of the stages; None on ranks of other stages. Every rank must
-        ask for the same stages in the same order."""
+        """This rank's peers in some of the stages; None on ranks of other stages. Made at the first
+        request, so every rank must ask for the same stages in the same order."""
         if len(stages) == self.stages:
             return self.across
-        size = self.layout.num_devices
-        peers = [[stage * size + place for stage in stages] for place in range(size)]
-        return _subgroup(peers)
+        if stages not in self._among:
+            size = self.layout.num_devices
+            peers = [[stage * size + place for stage in stages] for place in range(size)]
+            self._among[stages] = _subgroup(peers)
+        return self._among[stages]
 
     def _create(self, axes: tuple[int, ...]) -> str:
         layout = self.layout

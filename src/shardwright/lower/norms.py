@@ -18,6 +18,7 @@ def clip_grad_norm_(
     max_norm: float,
     devices: Devices,
     counted_elsewhere: Collection[str] = (),
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Scales gradients so that their 2-norm over all devices and stages is at most `max_norm`.
 
@@ -27,6 +28,7 @@ def clip_grad_norm_(
     Args:
         named: the parameters of this rank's stage.
         counted_elsewhere: names of those that an earlier stage holds too and counts.
+        dtype: of the norm; by default that of the gradients, of which a stage may have none.
 
     Returns:
         The norm before, the same on every rank.
@@ -46,7 +48,7 @@ def clip_grad_norm_(
     if devices.several:
         dist.all_reduce(squares)
     found = next((gradient.dtype for gradient in shards.values()), torch.float32)
-    norm = squares.sqrt().to(found)
+    norm = squares.sqrt().to(dtype or found)
     if shards:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(list(shards.values()), scale)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from shardwright.decided import Decided
@@ -23,7 +22,12 @@ from shardwright.lower.norms import clip_grad_norm_
 from shardwright.lower.parallel import Bound, ParallelModule, key_of, place_of, template_of
 from shardwright.lower.program import Program
 from shardwright.lower.stages import Stages
-from shardwright.lower.storage import as_dtensor, with_stored_parameters
+from shardwright.lower.storage import (
+    add_gradients,
+    as_dtensor,
+    stored_shards,
+    with_stored_parameters,
+)
 from shardwright.parts import Part, holders, parts
 from shardwright.pipelining import Pipelining
 
@@ -98,8 +102,7 @@ class StagedModule(ParallelModule):
         loss, gradients, changed = bound.stages.train(shards, buffers, leaves, seed)
         self._write(bound, changed)
         parameters = {name: getattr(owner, leaf) for name, owner, leaf in bound.parameters}
-        for name, gradient in gradients.items():
-            _add_gradient(parameters[name], gradient)
+        add_gradients(parameters, gradients)
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -181,13 +184,9 @@ class StagedModule(ParallelModule):
     def _read(self, bound: Bound) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """This rank's shards of parameters, and its buffers, by name."""
         parameters = {n: getattr(owner, leaf) for n, owner, leaf in bound.parameters}
-        shards = {
-            name: p._local_tensor if isinstance(p, DTensor) else p.detach()
-            for name, p in parameters.items()
+        return stored_shards(parameters), {
+            n: getattr(owner, leaf) for n, owner, leaf in bound.buffers
         }
-        for name, parameter in parameters.items():
-            shards[name] = shards[name].detach().requires_grad_(parameter.requires_grad)
-        return shards, {n: getattr(owner, leaf) for n, owner, leaf in bound.buffers}
 
     def _write(self, bound: Bound, changed: Mapping[str, Tensor]) -> None:
         if changed:
@@ -208,12 +207,23 @@ class StagedModule(ParallelModule):
             if value is stages.graph.loss:
                 whole = stages.reduced(pieces)
             else:
-                whole = torch.cat(pieces) if joined else pieces[0]
+                whole = self._in_order(torch.cat(pieces), count) if joined else pieces[0]
             whole = whole.contiguous()
         else:
             whole = torch.empty(shape, dtype=value.dtype, device=self.devices.device)
         dist.broadcast(whole, group=self.devices.across, group_src=part.stage)
         return whole
+
+    def _in_order(self, rows: Tensor, count: int) -> Tensor:
+        """The rows of the batch: where each rank is given its own part of it, each micro-batch has
+        some of each rank's."""
+        arrivals = self.decided.arrivals.values()
+        layouts = (TensorLayout(self.devices.layout, axes) for axes in arrivals if axes)
+        ranks = max((layout.shard_counts[0] for layout in layouts), default=1)
+        if ranks == 1 or rows.shape[0] % (count * ranks):
+            return rows
+        pieces = rows.reshape(count, ranks, -1, *rows.shape[1:])
+        return pieces.transpose(0, 1).reshape(rows.shape)
 
     def _gathered(self, part: Part, value: Value, tensor: Tensor) -> Tensor:
         axes = part.decided.departures.get(value.name, ((),) * len(value.shape))
@@ -247,18 +257,3 @@ def held(found: Sequence[Part], stage: int) -> tuple[list[Value], list[Value]]:
             parameters |= dict.fromkeys(part.graph.parameters)
             buffers |= dict.fromkeys(part.graph.buffers)
     return list(parameters), list(buffers)
-
-
-def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Adds a local gradient to what a parameter has."""
-    found: Tensor = gradient
-    if isinstance(parameter, DTensor):
-        found = DTensor.from_local(
-            gradient,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    parameter.grad = found if parameter.grad is None else parameter.grad + found

@@ -253,12 +253,10 @@ class Stages:
         for axes in dict.fromkeys((*needed, *([counted] if counted else []))):
             self.devices.group(axes)
         self._shared = {}
-        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._trained = {v.name for v in self.graph.parameters if v.requires_grad}
         for name, stages in sorted(holders(self.parts).items()):
             if len(stages) > 1:
-                if stages not in made:
-                    made[stages] = self.devices.among(stages)
-                group = made[stages]
+                group = self.devices.among(stages)
                 if self.devices.stage in stages and group is not None:
                     self._shared[name] = group
 
@@ -296,7 +294,7 @@ class Stages:
     def _sum_shared(self, shards: Mapping[str, Tensor], gradients: dict[str, Tensor]) -> None:
         """Sums the gradients of parameters that several stages hold."""
         for name, group in self._shared.items():
-            if shards[name].requires_grad:
+            if name in self._trained:
                 gradient = gradients.get(name)
                 total = (
                     torch.zeros_like(shards[name]) if gradient is None else gradient.contiguous()
