@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.communication import communication
 from shardwright.cost.cluster import Cluster
-from shardwright.cost.schedule import Seconds, Timeline, timeline
-from shardwright.cost.time import StepTime, TimeModel, step_time
+from shardwright.cost.schedule import Timeline, timeline
+from shardwright.cost.stage_time import on_cluster
+from shardwright.cost.time import StepTime, TimeModel
 from shardwright.decided import Decided
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout
-from shardwright.parts import Part, parts
+from shardwright.parts import parts
 from shardwright.pipelining import ONE_STAGE, Pipelining
 
 
@@ -77,34 +77,13 @@ def predict(
         ConfigError: if the cluster has not so many devices.
     """
     model = model or TimeModel(cluster, mesh, pipeline.stages)
-    found, times = parts(graph, mesh, decided, pipeline), []
-    for part in found:
-        flow = communication(part.graph, mesh, part.decided)
-        count = pipeline.micro_batches
-        times.append(step_time(part.graph, flow, decided.cuts, model, micro_batches=count))
+    found = parts(graph, mesh, decided, pipeline)
+    times = [on_cluster(part, mesh, pipeline, model) for part in found]
+    steps = tuple(step for step, _ in times)
     if pipeline.stages == 1:
-        return Predicted(tuple(times), None, times[0].seconds)
-    seconds = [
-        Seconds(t.forward_seconds, t.backward_seconds, send=_send(part, mesh, cluster, pipeline))
-        for part, t in zip(found, times, strict=True)
-    ]
-    stages = timeline(pipeline, seconds)
+        return Predicted(steps, None, steps[0].seconds)
+    stages = timeline(pipeline, [seconds for _, seconds in times])
     after = [0.0] * pipeline.stages
-    for part, t in zip(found, times, strict=True):
-        after[part.stage] += t.exposed + t.update
-    return Predicted(tuple(times), stages, stages.seconds + max(after))
-
-
-def _send(part: Part, mesh: Layout, cluster: Cluster, pipeline: Pipelining) -> float:
-    """Seconds in which what a part leaves reaches the next one."""
-    if part.number + 1 == pipeline.parts:
-        return 0.0
-    stage, other = part.stage, pipeline.stage_of(part.number + 1)
-    if stage == other:
-        return 0.0
-    num_bytes, _ = part.sent_bytes(mesh)
-    size = mesh.num_devices
-    links = [
-        cluster.level_between(stage * size + place, other * size + place) for place in range(size)
-    ]
-    return max(link.latency + num_bytes / link.bandwidth for link in links)
+    for part, step in zip(found, steps, strict=True):
+        after[part.stage] += step.exposed + step.update
+    return Predicted(steps, stages, stages.seconds + max(after))

@@ -6,7 +6,7 @@ from shardwright.communication import communication
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.flops import work_of
 from shardwright.cost.schedule import Seconds, Timeline, timeline
-from shardwright.cost.time import TimeModel, step_time
+from shardwright.cost.time import StepTime, TimeModel, step_time
 from shardwright.decided import Decided
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout
@@ -36,7 +36,7 @@ def planned_timeline(
     if cluster is None:
         return timeline(pipeline, [_by_operations(part) for part in found])
     model = TimeModel(cluster, mesh, pipeline.stages)
-    return timeline(pipeline, [_on(cluster, part, mesh, pipeline, model) for part in found])
+    return timeline(pipeline, [on_cluster(part, mesh, pipeline, model)[1] for part in found])
 
 
 def _by_operations(part: Part) -> Seconds:
@@ -46,15 +46,17 @@ def _by_operations(part: Part) -> Seconds:
     return Seconds(forward, max(sum(each.backward_flops for each in work) / 1e9, forward))
 
 
-def _on(
-    cluster: Cluster, part: Part, mesh: Layout, pipeline: Pipelining, model: TimeModel
-) -> Seconds:
-    flow = communication(part.graph, mesh, part.decided)
-    found = step_time(part.graph, flow, part.decided.cuts, model)
+def on_cluster(
+    part: Part, mesh: Layout, pipeline: Pipelining, model: TimeModel
+) -> tuple[StepTime, Seconds]:
+    """What a part takes on the cluster of `model`: in a step, and for one micro-batch."""
+    flow, count = communication(part.graph, mesh, part.decided), pipeline.micro_batches
+    found = step_time(part.graph, flow, part.decided.cuts, model, micro_batches=count)
     send = 0.0
     if part.leaving:
         target = pipeline.stage_of(part.number + 1)
-        link = cluster.level_between(part.stage * mesh.num_devices, target * mesh.num_devices)
+        first, other = part.stage * mesh.num_devices, target * mesh.num_devices
+        link = model.links.cluster.level_between(first, other)
         sent, _ = part.sent_bytes(mesh)
         send = link.latency + sent / link.bandwidth
-    return Seconds(found.forward_seconds, found.backward_seconds, send=send)
+    return found, Seconds(found.forward_seconds, found.backward_seconds, send=send)

@@ -11,7 +11,7 @@ from shardwright.errors import PlanError
 from shardwright.layout import Layout, TensorLayout
 from shardwright.pipelining import Pipelining
 from shardwright.plan.plan import Plan
-from shardwright.plan.rows import ConversionRow, CrossingRow, OperatorRow
+from shardwright.plan.rows import ConversionRow, CrossingRow, OperatorRow, StepRow
 from shardwright.strategy import OperatorStrategy
 
 VERSION = 3
@@ -27,6 +27,7 @@ def written(plan: Plan) -> str:
     data["operators"] = [_row_data(row) for row in plan.operators]
     data["returned"] = [asdict(row) for row in plan.returned]
     data["crossings"] = [asdict(row) for row in plan.crossings]
+    data["step"] = None if plan.step is None else asdict(plan.step)
     data["sharding"] = None if plan.sharding is None else asdict(plan.sharding)
     data["recompute"] = {name: asdict(said) for name, said in plan.recompute.items()}
     data["pipeline"] = asdict(plan.pipeline)
@@ -64,6 +65,7 @@ def _plan(data: dict[str, Any]) -> Plan:
     values["storage"] = {name: _tuples(axes) for name, axes in data["storage"].items()}
     values["outputs"] = {name: _tuples(left) for name, left in data["outputs"].items()}
     values["arrivals"] = {name: _tuples(axes) for name, axes in data["arrivals"].items()}
+    values["step"] = None if data["step"] is None else StepRow(**data["step"])
     sharding = data["sharding"]
     values["sharding"] = None if sharding is None else OptimizerParallel(**sharding)
     values["recompute"] = {name: Recompute(**said) for name, said in data["recompute"].items()}

@@ -11,13 +11,15 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from shardwright.communication import Communication, communication
+from shardwright.cost.cluster import Cluster
+from shardwright.cost.predicted import predict
 from shardwright.decided import Decided
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout import Layout
 from shardwright.parts import Part, parts, step_bytes
 from shardwright.pipelining import ONE_STAGE, Pipelining
 from shardwright.plan.plan import Plan, dtype_name, operator_name
-from shardwright.plan.rows import ConversionRow, CrossingRow, OperatorRow
+from shardwright.plan.rows import ConversionRow, CrossingRow, OperatorRow, StepRow
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts
 from shardwright.strategy import OperatorStrategy
@@ -37,8 +39,10 @@ def make_plan(
     training: bool,
     pipeline: Pipelining = ONE_STAGE,
     pins: Mapping[str, OperatorStrategy] = NO_PINS,
+    cluster: Cluster | None = None,
 ) -> Plan:
-    """Joins what a search decided with what follows from it: conversions and their bytes.
+    """Joins what a search decided with what follows from it: conversions, their bytes, and on a
+    cluster the seconds of a step.
 
     Raises:
         PlanError: if the operators cannot be divided into the parts of `pipeline`.
@@ -79,12 +83,22 @@ def make_plan(
         operators=_rows(graph, mesh, cuts, found, flows, pins, seen),
         returned=_returned(found, flows, seen),
         crossings=_crossings(found, mesh),
+        step=None if cluster is None else _step(graph, mesh, decided, cluster, pipeline),
         forward_bytes=sent[0],
         backward_bytes=sent[1],
         training=training,
         search_seconds=search_seconds,
         capture_seconds=graph.capture_seconds,
         graph=graph,
+    )
+
+
+def _step(
+    graph: Graph, mesh: Layout, decided: Decided, cluster: Cluster, pipeline: Pipelining
+) -> StepRow:
+    found = predict(graph, mesh, decided, cluster, pipeline)
+    return StepRow(
+        cluster.name, found.seconds, found.computation, found.communication, found.bubble
     )
 
 

@@ -24,7 +24,7 @@ from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout import Layout, TensorLayout
 from shardwright.pipelining import ONE_STAGE, Pipelining
-from shardwright.plan.rows import ConversionRow, CrossingRow, OperatorRow, Shape, Strategy
+from shardwright.plan.rows import ConversionRow, CrossingRow, OperatorRow, Shape, StepRow, Strategy
 from shardwright.strategy import OperatorStrategy
 
 
@@ -53,6 +53,7 @@ class Plan:
         operators: one row each, in order.
         returned: conversions of the model's outputs, and of new values of its buffers.
         crossings: what goes from stage to stage.
+        step: what a step takes on the cluster that was named.
         forward_bytes, backward_bytes: that one device of the busiest stage sends in one step, with
             all its micro-batches.
         search_seconds, capture_seconds: what planning took.
@@ -81,6 +82,7 @@ class Plan:
     compute_dtype: str | None = None
     pipeline: Pipelining = ONE_STAGE
     crossings: tuple[CrossingRow, ...] = ()
+    step: StepRow | None = None
     pins: dict[str, OperatorStrategy] = field(default_factory=dict)
     search_seconds: float = 0.0
     capture_seconds: float = 0.0
@@ -113,6 +115,11 @@ class Plan:
     def bytes(self) -> int:
         """Bytes that one device sends in one training step."""
         return self.forward_bytes + self.backward_bytes
+
+    @property
+    def step_time(self) -> float | None:
+        """Predicted seconds of a training step; None if no cluster was named."""
+        return None if self.step is None else self.step.seconds
 
     @property
     def strategies(self) -> dict[str, Strategy]:

@@ -95,3 +95,22 @@ class OperatorRow:
     def bytes(self) -> int:
         """Bytes that one device sends for the conversions of its inputs, forward and backward."""
         return sum(c.forward_bytes + c.backward_bytes for c in self.conversions)
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """What a training step takes on a cluster, in seconds.
+
+    Args:
+        cluster: its name.
+        seconds: the whole step.
+        computation: what the busiest stage computes.
+        communication: what a stage waits at most for communication within it.
+        bubble: the share of all stages' time in which they wait for another.
+    """
+
+    cluster: str
+    seconds: float
+    computation: float
+    communication: float
+    bubble: float = 0.0

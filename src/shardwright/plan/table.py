@@ -74,7 +74,7 @@ def summary(plan: Plan, every: bool = False) -> list[str]:
         f"each device sends {size(plan.forward_bytes)} forward and {size(plan.backward_bytes)} "
         f"backward a step, and keeps {size(plan.parameter_bytes)} of parameters",
     ]
-    lines += [*_pipeline(plan), *_again(plan), *_idle(plan)]
+    lines += [*_pipeline(plan), *_seconds(plan), *_again(plan), *_idle(plan)]
     silent = sum(not _tells(row) for row in plan.operators)
     if silent and not every:
         lines.append(
@@ -108,6 +108,18 @@ def _pipeline(plan: Plan) -> Iterable[str]:
         yield (
             f"stage {row.stage} to {row.to_stage}: {', '.join(row.values)};"
             f" {size(row.forward_bytes)} there and {size(row.backward_bytes)} back a micro-batch"
+        )
+
+
+def _seconds(plan: Plan) -> Iterable[str]:
+    """What a step takes, where a cluster was named."""
+    step = plan.step
+    if step is not None:
+        bubble = f", {step.bubble:.1%} of the stages' time in bubbles" if step.bubble else ""
+        yield (
+            f"a step takes {seconds(step.seconds)} on {step.cluster}: computation"
+            f" {seconds(step.computation)}, communication that it waits for"
+            f" {seconds(step.communication)}{bubble}"
         )
 
 
@@ -290,3 +302,11 @@ def size(number: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def seconds(number: float) -> str:
+    """`1.24 s`, `35.1 ms`, `210 μs`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if number * scale >= 1:
+            return f"{number * scale:.3g} {unit}"
+    return f"{number * 1e6:.3g} μs"
