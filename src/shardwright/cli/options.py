@@ -19,6 +19,10 @@ MemCoeff = Annotated[
     float | None,
     typer.Option(help="Weight of memory against communication, instead of the configuration's."),
 ]
+Cluster = Annotated[
+    str | None,
+    typer.Option(help="Plan by the seconds of a step on it: `local`, `h100`, …, or a YAML file."),
+]
 LogCosts = Annotated[bool, typer.Option("--log-costs", help="Log what each cut would cost.")]
 
 
@@ -27,6 +31,7 @@ def run_of(
     mem_coeff: float | None = None,
     log_costs: bool = False,
     resume: bool = False,
+    cluster: str | None = None,
 ) -> Run:
     """The run of a configuration with the command line's options in place of its own."""
     run = Run.from_file(config)
@@ -36,6 +41,10 @@ def run_of(
         changes["mem_coeff"] = mem_coeff
     if log_costs:
         changes["log_costs"] = True
+    if cluster is not None:
+        # A path on the command line is relative to where it is typed.
+        path = Path(cluster)
+        changes["cluster"] = str(path.absolute()) if path.is_file() else cluster
     parallel = run.config.parallel.model_copy(update=changes)
     if parallel.log_costs:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.app import app
-from shardwright.cli.options import Config, Devices, LogCosts, MemCoeff, run_of
+from shardwright.cli.options import Cluster, Config, Devices, LogCosts, MemCoeff, run_of
 from shardwright.saved_graphs import SavedGraphs
 
 
@@ -24,9 +24,10 @@ def plan_command(
     ] = None,
     mem_coeff: MemCoeff = None,
     log_costs: LogCosts = False,
+    cluster: Cluster = None,
 ) -> None:
     """Search a plan and print it. Needs no devices and starts no processes."""
-    run = run_of(config, mem_coeff, log_costs)
+    run = run_of(config, mem_coeff, log_costs, cluster=cluster)
     plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -159,6 +159,7 @@ class Run:
             mode="sharding_propagation" if expert else parallel.mode,
             mem_coeff=parallel.mem_coeff,
             cost_model=parallel.cost_model,
+            cluster=self._cluster(),
             order=parallel.order,
             log_costs=parallel.log_costs,
             stages=1 if expert and stages > 1 else stages,
@@ -167,6 +168,13 @@ class Run:
             hsdp=None if parallel.hsdp is None else parallel.hsdp.model_dump(),
             stage_config=expert_stages(model, stages) if expert and stages > 1 else None,
         )
+
+    def _cluster(self) -> str | None:
+        """The name of the cluster, or the path of its file, which is relative to the folder."""
+        named = self.config.parallel.cluster
+        if named is not None and (self.folder / named).is_file():
+            return str(self.folder / named)
+        return named
 
     def example_batch(self) -> tuple[Tensor, ...]:
         return next(self.batches.epoch(0))

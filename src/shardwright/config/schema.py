@@ -184,7 +184,8 @@ class Parallel(Section):
     ] = "recursive_programming"
     strategies: str | None = None
     mem_coeff: Positive = 0.1
-    cost_model: Literal["symbolic"] = "symbolic"
+    cost_model: Literal["symbolic", "time"] | None = None
+    cluster: str | None = None
     order: Literal["weight", "topology"] = "weight"
     log_costs: bool = False
     stages: Count = 1
