@@ -11,7 +11,7 @@ their way at each moment (`cost/schedule.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from shardwright.cost.crossing import Crossing, crossing
 from shardwright.cost.live import PARAMETERS, WEIGHTS
 from shardwright.cost.optimizer import OptimizerBytes, optimizer_bytes, optimizer_name
 from shardwright.cost.rehearsal import (
@@ -33,7 +34,7 @@ from shardwright.cost.rehearsal import (
     plus,
     rehearse,
 )
-from shardwright.cost.schedule import BACKWARD, FORWARD, OF_WEIGHT, Action, actions
+from shardwright.cost.schedule import BACKWARD, FORWARD, OF_INPUT, OF_WEIGHT, Action, actions
 from shardwright.decided import Decided
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout, TensorLayout
@@ -163,7 +164,9 @@ def memory(
         several = pipeline.micro_batches > 1
         needs = {part.number: rehearse(part, graph, mesh, kinds, several, known) for part in mine}
         kept = optimizer_bytes(optimizer, _trained(mine, mesh))
-        stages.append(_stage(number, order, needs, kept, pipeline.micro_batches))
+        crossings = {part.number: crossing(part, mesh, pipeline) for part in mine}
+        moments = _moments(order, needs, crossings, kept, pipeline.micro_batches)
+        stages.append(_stage(number, moments, kept))
     return Memory(tuple(stages), optimizer_name(optimizer))
 
 
@@ -180,13 +183,8 @@ def _trained(mine: Sequence[Part], mesh: Layout) -> list[tuple[tuple[int, ...], 
 
 
 def _stage(
-    number: int,
-    order: Sequence[Action],
-    needs: dict[int, Rehearsal],
-    optimizer: OptimizerBytes,
-    micro_batches: int,
+    number: int, moments: Iterable[tuple[str, Kinds]], optimizer: OptimizerBytes
 ) -> StageMemory:
-    moments = list(_moments(order, needs, optimizer, micro_batches))
     moment, kinds = max(moments, key=lambda entry: sum(entry[1].values()))
     return StageMemory(
         stage=number,
@@ -203,7 +201,8 @@ def _stage(
 
 def _moments(
     order: Sequence[Action],
-    needs: dict[int, Rehearsal],
+    needs: Mapping[int, Rehearsal],
+    crossings: Mapping[int, Crossing],
     optimizer: OptimizerBytes,
     micro_batches: int,
 ) -> Iterator[tuple[str, Kinds]]:
@@ -213,18 +212,36 @@ def _moments(
     for each in needs.values():
         yield "begin of the step", plus(now, each.begin.height)
         now = plus(now, each.begin.change)
-    yet: set[int] = set()
+    done: set[tuple[int, str]] = set()
     for action in order:
-        each = needs[action.part]
-        phase = (each.later if action.part in yet else each.first)[action.kind]
+        each, key = needs[action.part], (action.part, action.kind)
+        phase = (each.later if key in done else each.first)[action.kind]
         yield _name(action, len(needs)), plus(now, phase.height)
-        now = plus(now, phase.change)
-        if action.kind in (BACKWARD, OF_WEIGHT):
-            yet.add(action.part)
+        held = _held(action, crossings[action.part], key in done)
+        now = plus(now, phase.change, {ACTIVATIONS: held})
+        done.add(key)
     for each in needs.values():
         yield "end of the step", plus(now, each.end.height)
         now = plus(now, each.end.change)
+    # No message is held any more.
+    now = {**now, ACTIVATIONS: 0}
     yield "optimizer step", plus(now, {TEMPORARY: optimizer.temporary})
+
+
+def _held(action: Action, crossing: Crossing, again: bool) -> int:
+    """Bytes that an action leaves of what crosses, beyond what its rehearsal says.
+
+    Args:
+        again: whether its part has run such an action before.
+    """
+    held, sends = 0, not (crossing.once and again)
+    if action.kind == FORWARD:
+        held -= crossing.shared
+    if action.kind in (BACKWARD, OF_INPUT) and sends:
+        held += crossing.returned
+    if action.kind in (BACKWARD, OF_WEIGHT):
+        held += crossing.shared + (crossing.sent if sends else 0)
+    return held
 
 
 def _name(action: Action, owned: int) -> str:

@@ -30,7 +30,7 @@ class Rehearsing(LiveBytes):  # type: ignore[no-untyped-call]
     def __init__(self, known: dict[Any, Any]) -> None:
         super().__init__()
         self._known = known
-        self._sent: dict[int, Any] = {}
+        self._sent: dict[int, list[Tensor]] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace == "_c10d_functional":
@@ -55,7 +55,12 @@ class Rehearsing(LiveBytes):  # type: ignore[no-untyped-call]
             self._sent.pop(args[0].untyped_storage()._cdata, None)
             return args[0]
         out: Tensor = func(*args, **kwargs)
-        self._sent[out.untyped_storage()._cdata] = args[0]
+        sent = [args[0]]
+        if func is torch.ops._c10d_functional.reduce_scatter_tensor.default:
+            # Gloo adds up in a copy. Other backends need less, by what is under way at a time.
+            sent.append(torch.empty_like(args[0]))
+            self._see(sent[-1], "")
+        self._sent[out.untyped_storage()._cdata] = sent
         return out
 
 
