@@ -51,26 +51,27 @@ def launch(ranks: int, verbs: str, folder: Path, cases: list[str]) -> str:
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     """The folder and the output of a launch that finds the checkpoint of one device."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    save(folder, "one:adamw")
-    cases = ["model4:adamw", "random4:adamw", "one:adamw"]
+    save(folder, "one:adamw:batch")
+    cases = ["model4:adamw:batch", "random4:adamw:batch", "one:adamw:batch"]
     yield folder, launch(4, "save,load,others", folder, cases)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("saved", ["model4:adamw", "random4:adamw", "one:adamw"])
-@pytest.mark.parametrize("loaded", ["model4:adamw", "random4:adamw"])
+@pytest.mark.parametrize("saved", ["model4", "random4", "one"])
+@pytest.mark.parametrize("loaded", ["model4", "random4"])
 def test_four_devices_go_on_from_what_another_plan_saved(
     four_ranks: tuple[Path, str], saved: str, loaded: str
 ) -> None:
-    assert f"passed {saved} to {loaded}." in four_ranks[1], four_ranks[1]
+    case = f"passed {saved}:adamw:batch to {loaded}:adamw:batch."
+    assert case in four_ranks[1], four_ranks[1]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("saved", ["model4:adamw", "random4:adamw"])
+@pytest.mark.parametrize("saved", ["model4:adamw:batch", "random4:adamw:batch"])
 def test_one_device_goes_on_from_what_four_saved(four_ranks: tuple[Path, str], saved: str) -> None:
     folder, output = four_ranks
     assert (folder / saved.replace(":", "-") / "step-3").is_dir(), output
-    check_loads(folder, saved, "one:adamw")
+    check_loads(folder, saved, "one:adamw:batch")
 
 
 @pytest.mark.distributed
@@ -97,15 +98,15 @@ def test_an_ordinary_model_loads_the_files_that_four_devices_wrote(
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_every_plan_goes_on_from_what_every_plan_saved(tmp_path: Path) -> None:
-    """6 plans × 6 plans × 2 optimizers, on 1, 2, 4 and 8 devices."""
-    cases = [f"{plan}:{optimizer}" for plan in PLANS for optimizer in OPTIMIZERS]
+    """9 plans × 9 plans × 2 optimizers, on 1, 2, 4 and 8 devices, in 1, 2 and 4 stages."""
+    cases = [f"{plan}:{optimizer}:layer" for plan in PLANS for optimizer in OPTIMIZERS]
     worlds = sorted({world for world, _ in PLANS.values()})
     for verb in ("save", "load"):
         output = "".join(launch(world, verb, tmp_path, cases) for world in worlds)
     for optimizer in OPTIMIZERS:
         for saved in PLANS:
             for loaded in PLANS:
-                case = f"passed {saved}:{optimizer} to {loaded}:{optimizer}."
+                case = f"passed {saved}:{optimizer}:layer to {loaded}:{optimizer}:layer."
                 assert case in output, f"not {case}\n{output}"
 
 
@@ -114,8 +115,9 @@ def test_every_plan_goes_on_from_what_every_plan_saved(tmp_path: Path) -> None:
 def test_one_device_goes_on_from_its_own(
     tmp_path: Path, optimizer: str, asynchronous: bool
 ) -> None:
-    save(tmp_path, f"one:{optimizer}", asynchronous)
-    check_loads(tmp_path, f"one:{optimizer}", f"one:{optimizer}")
+    case = f"one:{optimizer}:batch"
+    save(tmp_path, case, asynchronous)
+    check_loads(tmp_path, case, case)
 
 
 def test_a_module_without_a_plan_is_saved_and_loaded_too(tmp_path: Path) -> None:
@@ -192,7 +194,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 
 def test_it_says_which_plan_it_was_saved_under(tmp_path: Path) -> None:
-    plan = PLANS["one"][1]()
+    plan = PLANS["one"][1](model(0))
     sw.save_checkpoint(tmp_path, model(0), position=HERE, plan=plan)
     about = json.loads((tmp_path / "step-3" / ABOUT).read_text())
     assert (about["fingerprint"], about["devices"], about["version"]) == (plan.fingerprint, 1, 1)

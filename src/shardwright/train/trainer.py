@@ -1,14 +1,15 @@
-"""The training loop. It knows nothing of devices: `net` may be any module that returns a loss."""
+"""The training loop, for what `parallelize` returns and for any module that returns a loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.lower.parallel import ParallelModule
 from shardwright.train.data import Batches
 from shardwright.train.position import BEGINNING, Position
 from shardwright.train.steps import Step
@@ -43,10 +44,7 @@ def train(
     left = None if max_steps is None else max(0, max_steps - start.step)
     for place, batch in islice(_steps(batches, epochs, start), left):
         started = perf_counter()
-        loss = net(*(tensor.to(device) for tensor in batch))
-        loss.backward()
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
+        loss = _with_gradients(net, [tensor.to(device) for tensor in batch], clip_norm)
         if rate is not None:
             for group in optimizer.param_groups:
                 group["lr"] = rate(place.step)
@@ -56,6 +54,21 @@ def train(
         on_step(Step(place.epoch, place.batch, loss.item(), speed))
         if after_step is not None:
             after_step(place.next(len(batches)))
+
+
+def _with_gradients(net: nn.Module, batch: Sequence[Tensor], clip_norm: float | None) -> Tensor:
+    """The loss of a batch, with its gradients in the parameters; over all micro-batches and stages
+    where the net is run as planned."""
+    if isinstance(net, ParallelModule):
+        planned = net.train_step(*batch)
+        if clip_norm is not None:
+            net.clip_grad_norm_(clip_norm)
+        return planned
+    loss: Tensor = net(*batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
+    return loss
 
 
 def _steps(
