@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from shardwright.graph.graph import Graph, Op, Value
+from shardwright.graph.graph import Op, Value
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,35 @@ def saved(op: Op) -> Saved:
 
     They are of the CPU: the meta device would take attention apart, where CPU and CUDA have one
     kernel that keeps far less. Parameters among the inputs count too: they are kept, though they
-    take no further memory.
+    take no further memory. Operators that are alike are run once.
     """
     if not any(value.requires_grad for value in op.inputs):
         return Saved()
+    return _found(_Alike(op))
+
+
+class _Alike:
+    """An operator, equal to others with the same arguments, shapes, dtypes and gradients."""
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        described = pytree.tree_map_only(Value, _described, (op.args, op.kwargs))
+        self._key = (op.target, repr(described))
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Alike) and self._key == other._key
+
+
+def _described(value: Value) -> tuple[Any, ...]:
+    return value.shape, value.dtype, value.requires_grad
+
+
+@lru_cache(maxsize=1 << 12)
+def _found(alike: _Alike) -> Saved:
+    op = alike.op
     fake, inputs = FakeTensorMode(), list[Tensor]()
 
     def tensor(value: Value) -> Tensor:
@@ -84,19 +110,3 @@ def _storage(tensor: Tensor) -> int:
 
 def _leaves(results: Any) -> list[Any]:
     return list(results) if isinstance(results, list | tuple) else [results]
-
-
-def saved_by_all(graph: Graph) -> dict[str, Saved]:
-    """For each operator what it keeps; operators alike keep the same."""
-    known: dict[str, Saved] = {}
-    found = {}
-    for op in graph.ops:
-        key = repr((op.target, pytree.tree_map_only(Value, _described, (op.args, op.kwargs))))
-        if key not in known:
-            known[key] = saved(op)
-        found[op.name] = known[key]
-    return found
-
-
-def _described(value: Value) -> tuple[Any, ...]:
-    return value.shape, value.dtype, value.requires_grad

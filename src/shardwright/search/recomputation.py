@@ -21,7 +21,7 @@ from shardwright.communication import Communication, communication
 from shardwright.cost.flops import work_of
 from shardwright.decided import Decided, Recompute
 from shardwright.graph.graph import Graph, Op
-from shardwright.graph.saved import saved_by_all
+from shardwright.graph.saved import saved
 from shardwright.layout import Layout
 from shardwright.recompute import select
 from shardwright.rules import rule_of
@@ -63,7 +63,7 @@ class Candidates:
         self, graph: Graph, mesh: Layout, decided: Decided, stage_of: Callable[[Op], int]
     ) -> None:
         self.graph, self.mesh, self.decided, self.stage_of = graph, mesh, decided, stage_of
-        self._saved = saved_by_all(graph)
+        self._saved = {op.name: saved(op) for op in graph.ops}
         self._keeping = Keeping(graph, self._saved)
         self._free = [op for op in graph.ops if op.name not in decided.recompute]
 
