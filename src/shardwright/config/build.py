@@ -120,7 +120,8 @@ class Run:
                 pin_expert(model, **parallel.expert.model_dump())
             if parallel.recompute is not None:
                 mark_recomputed(model, parallel.recompute)
-            graph = capture(model, batch)
+            half = torch.bfloat16 if parallel.compute_dtype == "bfloat16" else None
+            graph = capture(model, batch, compute_dtype=half)
             if files is not None:
                 files.graph(graph)
             found = self._plan(model, graph, devices)

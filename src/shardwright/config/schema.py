@@ -194,6 +194,7 @@ class Parallel(Section):
     expert: Expert | None = None
     hsdp: OptimizerParallel | None = None
     recompute: Recompute | None = None
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
 
     @model_validator(mode="after")
     def _expert_where_used(self) -> Self:

@@ -111,6 +111,24 @@ def test_blocks_or_what_is_cheap_in_them_are_computed_again(
     assert ("embedding" in again, "rms_norm" in again) == (False, "recompute" in said)
 
 
+@pytest.mark.parametrize(
+    ("stored", "computed", "found"),
+    [
+        ("float32", "float16", ("float32", "bfloat16")),
+        ("float16", "float16", ("bfloat16", None)),
+        ("float32", "float32", ("float32", None)),
+    ],
+)
+def test_parameters_may_be_stored_in_another_dtype_than_they_are_computed(
+    stored: str, computed: str, found: tuple[str, str | None]
+) -> None:
+    run = run_of(
+        model__model_config__param_init_type=stored, model__model_config__compute_dtype=computed
+    )
+    config = translated(run, "run.yaml", devices=8)
+    assert (config.train.dtype, config.parallel.compute_dtype) == found
+
+
 def test_gathers_that_are_made_again_free_what_was_gathered() -> None:
     config = translated(
         run_of(

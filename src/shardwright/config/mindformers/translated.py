@@ -32,6 +32,7 @@ def translated(run: LanguageRun, file: str, devices: int) -> Config:
         "parallel": {
             **_parallel(run.parallelism, run.batch.micro_batches()),
             **_kept(run),
+            **_computed(run.model),
         },
         "train": _train(run.training, run.model.param_dtype),
     }
@@ -92,6 +93,13 @@ def _kept(run: LanguageRun) -> dict[str, Any]:
         if not again.blocks:
             found["recompute"]["operators"] = _selected(run.model)
     return found
+
+
+def _computed(model: Model) -> dict[str, str]:
+    """What is stored in single precision may be computed in half of it."""
+    if model.param_dtype == "float32" and model.compute_dtype != "float32":
+        return {"compute_dtype": model.compute_dtype}
+    return {}
 
 
 def _selected(model: Model) -> list[str]:
