@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwright.api.pipeline import Pipeline
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
 from shardwright.rules import rule_of
@@ -49,6 +50,7 @@ def examine(
     Raises:
         CaptureError: if the model cannot be captured.
     """
+    net = net.net if isinstance(net, Pipeline) else net
     graph = net if isinstance(net, Graph) else capture(net, args, kwargs)
     found = [(op, rule_of(op)) for op in graph.ops]
     return Examination(

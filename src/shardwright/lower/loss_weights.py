@@ -48,7 +48,9 @@ class LossWeights:
             counts = torch.stack([self._count(piece) for piece in pieces])
             if self._arrivals:
                 counts = all_reduce(counts, self._devices.group(self._arrivals))
-            return (counts / counts.sum()).unbind()
+            loss = self._graph.loss
+            double = loss is not None and loss.dtype == torch.float64
+            return (counts / counts.sum()).to(torch.float64 if double else torch.float32).unbind()
 
     def _count(self, leaves: Sequence[Any]) -> Tensor:
         assert self._target is not None and self._ops is not None
@@ -57,7 +59,7 @@ class LossWeights:
         tensors |= {v: t.to(self._devices.device) for v, t in self._graph.constants.items()}
         for op in self._ops:
             tensors.update(zip(op.outputs, run(op, tensors, self._devices.device), strict=True))
-        count: Tensor = (tensors[self._target] != self._ignored).sum(dtype=torch.float32)
+        count: Tensor = (tensors[self._target] != self._ignored).sum(dtype=torch.float64)
         return count
 
 

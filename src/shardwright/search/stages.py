@@ -111,7 +111,9 @@ def _cheapest_ends(
     for part in range(count):
         reached, came = [never] * places, [0] * places
         for start in range(places):
-            if best[start] == never:
+            # What is left must fit into the parts that are left.
+            left = total[-1] - total[start]
+            if best[start] == never or left > (count - part) * limit * (1 + 1e-9):
                 continue
             for end in range(start + 1, places):
                 weight = total[end] - total[start]
