@@ -35,3 +35,15 @@ class CheckpointError(ShardwrightError):
 
 class DeferredError(ShardwrightError):
     """A parameter made inside `no_init_parameters` that has no values yet, or cannot get them."""
+
+
+class MemoryLimitError(ShardwrightError):
+    """A model that does not fit into the memory of its devices, whatever is done.
+
+    Args:
+        needed: the smallest limit, in bytes, that would work.
+    """
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_v")
 
 CHUNKED = ("interleaved_1f1b", "zero_bubble_v")
 """Schedules with several chunks a stage; the V has two."""
+
+AUTO: Literal["auto"] = "auto"
+"""A number of stages that the planner chooses."""
 
 REDUCTIONS = ("mean", "sum")
 

@@ -11,16 +11,19 @@ import torch
 
 from shardwright.api.pipeline import Asked
 from shardwright.cost.cluster import LOCAL, Cluster, load_cluster
+from shardwright.cost.quantity import BYTES, quantity
 from shardwright.decided import BUCKET_BYTES, OptimizerParallel
 from shardwright.errors import StrategyError
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
-from shardwright.pipelining import Pipelining
+from shardwright.pipelining import AUTO, Pipelining
 from shardwright.search.modes import MODES
 from shardwright.search.timed import Pricing
 from shardwright.strategy import DatasetStrategy, check_dataset_strategy
 
 MB = 2**20
+
+AUTO_RECOMPUTE = "auto"
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 """In which parameters and inputs in single precision may be computed."""
@@ -47,6 +50,9 @@ class Options:
     hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None
     bucket_mb: float = BUCKET_BYTES / MB
     compute_dtype: str | None = None
+    memory_limit: int | str | None = None
+    recompute: str | None = None
+    optimizer: str | torch.optim.Optimizer = "adamw"
 
     def __post_init__(self) -> None:
         if not _is_count(self.devices):
@@ -62,6 +68,7 @@ class Options:
         for what, number in (("mem_coeff", self.mem_coeff), ("bucket_mb", self.bucket_mb)):
             if not isinstance(number, int | float) or isinstance(number, bool) or not number > 0:
                 raise StrategyError(f"{what}={number!r}: must be a positive number")
+        _check_memory(self.memory_limit, self.recompute)
         check_dataset_strategy(self.dataset_strategy)
         if self.cost_model == "time" and self.cluster is None:
             object.__setattr__(self, "cluster", LOCAL)
@@ -70,6 +77,8 @@ class Options:
         if self.cost_model is None:
             known = "symbolic" if self.cluster is None else "time"
             object.__setattr__(self, "cost_model", known)
+        if self.asked.stages == AUTO and self.cluster is None:
+            object.__setattr__(self, "cluster", load_cluster(LOCAL))
         # Its own checks are made once, here.
         object.__setattr__(self, "hsdp", _sharding(self.hsdp))
 
@@ -95,6 +104,20 @@ class Options:
         """Optimizer parallel, if it is asked for."""
         assert self.hsdp is None or isinstance(self.hsdp, OptimizerParallel)
         return self.hsdp
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes that a device has for a step; None if that does not matter."""
+        if self.memory_limit is not None:
+            return _bytes(self.memory_limit)
+        if self.recompute is None:
+            return None
+        if self.cluster is None:
+            raise StrategyError(
+                f"recompute={self.recompute!r} fits a plan into memory: give a memory_limit, as in"
+                " '24GiB', or a cluster, whose devices have one"
+            )
+        return int(self.on.device.memory)
 
     @property
     def of_search(self) -> dict[str, Any]:
@@ -123,6 +146,23 @@ class Options:
             micro_batches=pipeline.micro_batches,
             sharding=self.sharding,
         )
+
+
+def _check_memory(limit: int | str | None, recompute: str | None) -> None:
+    if recompute not in (None, AUTO_RECOMPUTE):
+        raise StrategyError(
+            f"recompute={recompute!r}: valid are None and {AUTO_RECOMPUTE!r}; operators of your"
+            " choice are marked by sw.recompute(module)"
+        )
+    if limit is not None and _bytes(limit) is None:
+        raise StrategyError(
+            f"memory_limit={limit!r}: must be a number of bytes, or a text like '24GiB' or '2GB'"
+        )
+
+
+def _bytes(limit: int | str) -> int | None:
+    found = quantity(limit, BYTES)
+    return int(found) if found is not None and found >= 1 else None
 
 
 def _is_count(given: Any) -> bool:

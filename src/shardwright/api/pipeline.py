@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.lower.micro_batches import micro_batch
-from shardwright.pipelining import CHUNKED, REDUCTIONS, SCHEDULES, Pipelining
+from shardwright.pipelining import AUTO, CHUNKED, REDUCTIONS, SCHEDULES, Pipelining
 from shardwright.search.named_stages import StageConfig, named
 from shardwright.search.stages import balanced
 
@@ -92,14 +92,16 @@ class Asked:
     """What a call of `plan` asks of stages and micro-batches.
 
     Args:
-        stages, micro_batches, schedule, stage_config, loss_reduction: see `plan` and `Pipeline`.
+        stages, micro_batches, schedule, stage_config, max_stages, loss_reduction: see `plan` and
+            `Pipeline`.
     """
 
-    stages: int = 1
+    stages: int | Literal["auto"] = 1
     micro_batches: int = 1
     schedule: str = "1f1b"
     stage_config: StageConfig | None = None
     loss_reduction: str = "mean"
+    max_stages: int | None = None
 
     def of(self, net: Any) -> tuple[Any, Asked]:
         """The model itself, and what is asked with what its `Pipeline` says.
@@ -107,10 +109,16 @@ class Asked:
         Raises:
             StrategyError: if both say something else, or a value is not valid.
         """
-        _check_count("stages", self.stages)
+        if self.stages != AUTO:
+            _check_count("stages", self.stages)
+        if self.max_stages is not None:
+            _check_count("max_stages", self.max_stages)
         _check_count("micro_batches", self.micro_batches)
         if self.schedule not in SCHEDULES:
             raise StrategyError(f"schedule={self.schedule!r}: valid are {', '.join(SCHEDULES)}")
+        named_stages = isinstance(net, Pipeline) and net.stage_config is not None
+        if self.stages == AUTO and (named_stages or self.stage_config is not None):
+            raise StrategyError("stages='auto', but stage_config names stages: give one of them")
         if not isinstance(net, Pipeline):
             return net, self
         if self.micro_batches not in (1, net.micro_batches):
@@ -159,6 +167,7 @@ class Asked:
                 )
             self._check_numbers(stages, devices)
         else:
+            assert isinstance(self.stages, int)
             stages = self.stages
             self._check_numbers(stages, devices)
             chunks = 2 if self.schedule in CHUNKED and stages > 1 else 1

@@ -6,23 +6,29 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
+from shardwright.api.automatic_stages import with_best_stages
+from shardwright.api.fitting import within_memory
 from shardwright.api.options import MB, Options
 from shardwright.api.pipeline import Asked
 from shardwright.communication import as_used
 from shardwright.cost.cluster import Cluster
+from shardwright.cost.time import TimeModel, operator_seconds
 from shardwright.decided import BUCKET_BYTES, Decided, OptimizerParallel, Storage
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout
 from shardwright.pins import Pins, pins_of
+from shardwright.pipelining import AUTO
 from shardwright.plan import Plan, make_plan
 from shardwright.recompute import recompute_of
 from shardwright.rules.rule import Cuts
 from shardwright.search.modes import MODES, check_takes_pins
 from shardwright.search.named_stages import StageConfig
+from shardwright.search.stages import balanced
 from shardwright.search.storage import sharded_storage
 from shardwright.strategy import DatasetStrategy, arrivals, fix, input_entries, storage_as_said
 
@@ -40,13 +46,17 @@ def plan(
     order: str = "weight",
     log_costs: bool = False,
     dataset_strategy: DatasetStrategy = "full_batch",
-    stages: int = 1,
+    stages: int | Literal["auto"] = 1,
+    max_stages: int | None = None,
     micro_batches: int = 1,
     schedule: str = "1f1b",
     stage_config: StageConfig | None = None,
     hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None,
     bucket_mb: float = BUCKET_BYTES / MB,
     compute_dtype: str | None = None,
+    memory_limit: int | str | None = None,
+    recompute: str | None = None,
+    optimizer: str | torch.optim.Optimizer = "adamw",
 ) -> Plan:
     """Decides how every operator of `net` is split over `devices` devices.
 
@@ -69,7 +79,9 @@ def plan(
             `data_parallel` (every device of a stage is given its own equal part of the batch), or a
             tuple with an entry (counts, a layout, or None) for each tensor input.
         stages: into how many groups of equal size the devices are divided; each runs a part of the
-            model, cut where parts are nearly equal in work.
+            model, cut where parts are nearly equal in work, or on a cluster in time. `auto` takes
+            the number whose step takes the least time, at most `max_stages` and not more than
+            micro-batches.
         micro_batches: pieces of the batch that follow each other; at least as many as stages. A
             graph that is given is that of one micro-batch.
         schedule: in which order stages work on micro-batches: `1f1b`, `gpipe`, `interleaved_1f1b`
@@ -80,12 +92,21 @@ def plan(
         bucket_mb: up to how many MiB collectives of parameters are joined.
         compute_dtype: `bfloat16` computes and sends what is stored in single precision in half of
             it; parameters and optimizer state stay in single precision.
+        memory_limit: bytes of a device, or a text like `24GiB`. A plan that needs more in a step is
+            changed until it fits: parameters and optimizer state are sharded (`hsdp`), then
+            operators are computed again in the backward pass, then `mem_coeff` grows, then there
+            are more stages.
+        recompute: `auto` computes as much again as the memory limit asks for, before anything else
+            is changed; without a limit, that of the devices of the cluster.
+        optimizer: for which memory is reckoned: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer
+            like the one to be used.
 
     Raises:
         StrategyError: if an option is not valid, nothing can be cut, an operator cannot be cut
             as it is pinned, or stages cannot be as asked.
         ConfigError: if there is no such cluster, or it has fewer devices.
         PlanError: if the batch cannot be cut into so many micro-batches.
+        MemoryLimitError: if nothing fits into `memory_limit`; says what would.
         LayoutError: if pinned layouts are not of this number of devices, or do not fit together.
         CaptureError: if the model cannot be captured.
     """
@@ -98,10 +119,13 @@ def plan(
         order=order,
         log_costs=log_costs,
         dataset_strategy=dataset_strategy,
-        asked=Asked(stages, micro_batches, schedule, stage_config),
+        asked=Asked(stages, micro_batches, schedule, stage_config, max_stages=max_stages),
         hsdp=hsdp,
         bucket_mb=bucket_mb,
         compute_dtype=compute_dtype,
+        memory_limit=memory_limit,
+        recompute=recompute,
+        optimizer=optimizer,
     )
     net, asked = options.asked.of(net)
     options = replace(options, asked=asked)
@@ -112,7 +136,11 @@ def plan(
         () if isinstance(net, Graph) else tuple(name for name, _ in net.named_modules()),
         net.training if isinstance(net, nn.Module) else True,
     )
-    return decide(model, options)
+
+    def fitting(each: Options) -> Plan:
+        return within_memory(each, lambda one: decide(model, one))
+
+    return with_best_stages(options, fitting) if asked.stages == AUTO else fitting(options)
 
 
 @dataclass(frozen=True)
@@ -147,6 +175,9 @@ def decide(model: Model, options: Options) -> Plan:
     }
     cuts = MODES[options.mode](graph, fixed, asked)
     seconds = time.perf_counter() - started
+    if pipeline.stages > 1 and options.asked.stage_config is None and options.cluster is not None:
+        work = operator_seconds(graph, TimeModel(options.on, fixed.mesh, pipeline.stages), cuts)
+        pipeline = replace(pipeline, part_of=balanced(graph, pipeline.parts, work))
     return make_plan(
         graph,
         fixed.mesh,
@@ -165,6 +196,7 @@ def decide(model: Model, options: Options) -> Plan:
         training=model.training,
         pipeline=pipeline,
         pins=pins.strategies,
+        cluster=None if options.cluster is None else options.on,
     )
 
 

@@ -200,6 +200,11 @@ class TimeModel:
         return self.update(num_bytes / sharers)
 
 
+def operator_seconds(graph: Graph, model: TimeModel, cuts: Mapping[str, Cuts]) -> list[float]:
+    """Computation of each operator on one device, forward and backward."""
+    return [sum(model.operator(op, cuts.get(op.name, {}))) for op in graph.ops]
+
+
 def step_time(
     graph: Graph,
     flow: Communication,
