@@ -171,3 +171,26 @@ def test_a_buffer_that_another_part_updates_is_refused() -> None:
     part_of = {op.name: int(i > 2) for i, op in enumerate(graph.ops)}
     with pytest.raises(sw.PlanError, match="put both into one stage"):
         split(graph, part_of)
+
+
+class EarlyLoss(nn.Module):
+    """Something is returned that is made after the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.two = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.one(x)
+        return x.square().mean(), self.two(x)
+
+
+def test_the_loss_goes_on_to_the_last_part() -> None:
+    graph = sw.capture(EarlyLoss(), (torch.randn(3, 4),))
+    part_of = {op.name: int(op.module == "two") for op in graph.ops}
+    first, last = split(graph, part_of)
+    assert graph.loss is not None and graph.loss in first.leaving
+    assert first.graph.loss is None and last.graph.loss is not None
+    assert last.graph.loss.name == graph.loss.name
+    assert last.graph.loss in last.graph.outputs

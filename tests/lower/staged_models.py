@@ -69,6 +69,21 @@ class FrozenStart(nn.Module):
         return F.cross_entropy(self.last(self.three(x)).flatten(0, 1), labels.flatten())
 
 
+class EarlyLoss(nn.Module):
+    """Something is returned that is made after the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Embedding(16, 8)
+        self.two = nn.Linear(8, 16)
+        self.three = nn.Linear(16, 4)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.two(self.one(ids))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return loss, self.three(logits)
+
+
 class Dropping(nn.Module):
     """Twice the same dropout."""
 

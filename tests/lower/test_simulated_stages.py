@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from staged_models import Tied, batch
+from staged_models import EarlyLoss, Tied, batch
 from torch import nn
 
 import shardwright as sw
@@ -109,6 +109,14 @@ def test_the_loss_is_that_of_the_whole_batch_though_targets_are_ignored_unevenly
     plan = sw.plan(net, args, devices=2, stages=2, micro_batches=4)
     loss = sw.check(net, args, {}, plan).loss
     assert loss == pytest.approx(float(net(*args)[0].detach()), rel=1e-5)
+
+
+def test_the_loss_may_be_made_before_the_last_stage() -> None:
+    net, args = EarlyLoss(), batch()
+    config = {"one": 0, "two": 0, "three": 1}
+    plan = sw.plan(net, args, devices=4, micro_batches=2, stage_config=config)
+    result = sw.check(net, args, {}, plan)
+    assert result.passes(1e-9), str(result)
 
 
 def test_every_stage_sends_what_is_planned() -> None:

@@ -23,7 +23,8 @@ class Piece:
 
     Args:
         graph: what it computes. Its inputs are inputs of the whole that it reads, then `arriving`;
-            its outputs are `leaving`, then outputs of the whole that are made in it, each once.
+            its outputs are `leaving`, then outputs of the whole that are made in it, each once. The
+            last part has the loss.
         arriving: what comes from the part before, as inputs of this graph.
         leaving: what the next part is given, in the order in which it arrives there.
         returned: outputs of the whole model that are made in this part.
@@ -145,6 +146,9 @@ def _crossing(
                         f" {part_of[producer.name]}; stages must ascend in the order of execution"
                     )
                 last[value] = number
+    if graph.loss is not None and graph.loss in graph.producer:
+        # Gradients start in the last part.
+        last[graph.loss] = max(part_of.values())
     found = {}
     for op in graph.ops:
         for value in op.outputs:
@@ -181,7 +185,9 @@ def _piece(
     used = read | set(returned) | {v for pair in updates for v in pair}
     inputs = (*(v for v in graph.input_values if v in used), *given.values())
     passed = tuple(given.get(value, value) for value in leaving)
-    outputs = tuple(dict.fromkeys((*passed, *returned)))
+    ends = graph.loss is not None and number == max(part_of.values())
+    loss = given.get(graph.loss, graph.loss) if ends and graph.loss is not None else None
+    outputs = tuple(dict.fromkeys((*passed, *returned, *([loss] if loss is not None else []))))
     part = replace(
         graph,
         ops=ops,
@@ -193,7 +199,7 @@ def _piece(
         buffers=tuple(v for v in graph.buffers if v in used),
         constants={v: tensor for v, tensor in graph.constants.items() if v in used},
         updates=updates,
-        loss=graph.loss if graph.loss in returned else None,
+        loss=loss,
     )
     return Piece(part, tuple(given.values()), passed, returned)
 

@@ -104,7 +104,7 @@ class StageModule(nn.Module):
         if self.step.kept is not None:
             for value in self.part.returned:
                 self.step.kept.setdefault(value.name, []).append(made[value].detach())
-        if self.part.graph.loss is not None and not self.part.leaving:
+        if self.part.graph.loss is not None:
             loss: Tensor = made[self.part.graph.loss]
             return loss
         leaving = [_with_gradient(value, made[value]) for value in self.part.leaving]
