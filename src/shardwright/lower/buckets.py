@@ -179,9 +179,10 @@ class BoundBucket:
         if self._alone:
             return known.reshape(-1)
         if not self.gathers:
-            zeros = (known.new_zeros(size) for size in self.sizes)
-            pairs = zip(gradients, zeros, strict=True)
-            return torch.cat([zero if g is None else g.reshape(-1) for g, zero in pairs])
+            pairs = zip(gradients, self.sizes, strict=True)
+            return torch.cat(
+                [known.new_zeros(size) if g is None else g.reshape(-1) for g, size in pairs]
+            )
         flat = known.new_empty(*self._parts, self.numel)
         for number, piece in enumerate(torch.split(flat, self.sizes, -1)):
             gradient, order, shape = gradients[number], self._orders[number], self.shapes[number]

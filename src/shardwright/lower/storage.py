@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardwright.decided import Storage
 from shardwright.deferred import Deferred, deferred_attributes, value_of, values_of
@@ -102,19 +103,13 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.specs = [(p.device_mesh, p.placements, p.shape, p.stride()) for p in parameters]
+        ctx.specs = [p._spec for p in parameters]
         return tuple(p._local_tensor.view_as(p._local_tensor) for p in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
-        return tuple(
-            None
-            if gradient is None
-            else DTensor.from_local(
-                gradient, mesh, placed, run_check=False, shape=shape, stride=stride
-            )
-            for gradient, (mesh, placed, shape, stride) in zip(gradients, ctx.specs, strict=True)
-        )
+        pairs = zip(gradients, ctx.specs, strict=True)
+        return tuple(None if g is None else _stored_like(g, spec) for g, spec in pairs)
 
 
 def local_shards(parameters: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
@@ -138,14 +133,15 @@ def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tens
     with torch.no_grad():
         for name, gradient in gradients.items():
             parameter = parameters[name]
-            found = gradient
-            if isinstance(parameter, DTensor):
-                found = DTensor.from_local(
-                    gradient,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-            parameter.grad = found if parameter.grad is None else parameter.grad + found
+            before = parameter.grad
+            if before is not None:
+                (before._local_tensor if isinstance(before, DTensor) else before).add_(gradient)
+            elif isinstance(parameter, DTensor):
+                parameter.grad = _stored_like(gradient, parameter._spec)
+            else:
+                parameter.grad = gradient
+
+
+def _stored_like(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor like a parameter; `DTensor.from_local` would take longer than small operators."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
