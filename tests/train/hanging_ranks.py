@@ -1,6 +1,6 @@
 """What `test_faults.py` runs on two ranks, of which one does not come to a collective.
 
-hanging_ranks.py forward|backward
+hanging_ranks.py forward|backward|stages
 """
 
 from __future__ import annotations
@@ -32,13 +32,20 @@ def main(where: str) -> None:
     """Features are cut in one layer and the batch in the next: conversions lie between, forward and
     backward."""
     net, x = Loss(), torch.ones(4, 4, requires_grad=True)
-    sw.shard(net.inner, in_strategy=((1, 1), (2, 1)))
-    sw.shard(net.outer, in_strategy=((1, 2), (1, 2)))
-    plan = sw.plan(net, (x,), devices=2, mode="semi_auto")
+    if where == "stages":
+        plan = sw.plan(net, (x,), devices=2, stages=2, micro_batches=2)
+    else:
+        sw.shard(net.inner, in_strategy=((1, 1), (2, 1)))
+        sw.shard(net.outer, in_strategy=((1, 2), (1, 2)))
+        plan = sw.plan(net, (x,), devices=2, mode="semi_auto")
     world = World.from_environment()
     with process_group(world, timeout=timedelta(seconds=3)) as device:
         parallel = sw.parallelize(net, plan, device)
-        parallel(x).backward()
+        parallel.train_step(x)
+        if world.rank == 1 and where == "stages":
+            time.sleep(100)
+        if where == "stages":
+            parallel.train_step(x)
         if world.rank == 1 and where == "forward":
             time.sleep(100)
         loss = parallel(x)

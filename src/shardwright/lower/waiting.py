@@ -90,20 +90,25 @@ def naming_conversions() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        where = _where(error)
+        # The schedules of pipelines raise errors of their own from that of the collective.
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        where = _where(first)
         if where is None:
             raise
         # Gloo begins with the place in its own source.
-        reason = re.sub(r"^\[[^\]]*\] ", "", str(error))
+        reason = re.sub(r"^\[[^\]]*\] ", "", str(first))
         raise CommunicationError(
             f"communication failed in {where}: {reason} (another rank is gone or stuck)"
         ) from error
 
 
-def _where(error: RuntimeError) -> str | None:
+def _where(error: BaseException) -> str | None:
     """In words where the collective was that failed; None if the error came from elsewhere."""
     frames = list(walk_tb(error.__traceback__))
-    if not any(frame.f_globals.get("__name__") in _COMMUNICATING for frame, _ in frames):
+    rooms = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    if not (_CONVERTING.intersection(rooms) or rooms[-1].startswith("torch.distributed.")):
         return None
     words = []
     for frame, line in frames:
@@ -115,6 +120,8 @@ def _where(error: RuntimeError) -> str | None:
         bound = frame.f_locals.get("self")
         if frame.f_globals.get("__name__") == _BUCKETS and bound is not None:
             words.append(_described(bound.bucket))
+    if not words and _STAGES.intersection(rooms):
+        words = ["an exchange between pipeline stages"]
     return ", ".join(dict.fromkeys(words)) or None
 
 
@@ -125,4 +132,5 @@ def _described(bucket: Bucket) -> str:
 
 
 _BUCKETS = "shardwright.lower.buckets"
-_COMMUNICATING = ("shardwright.lower.collectives", _BUCKETS)
+_CONVERTING = {"shardwright.lower.collectives", _BUCKETS}
+_STAGES = {"shardwright.lower.stages", "shardwright.lower.staged"}
