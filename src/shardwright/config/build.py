@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +112,7 @@ class Run:
         return self.on(devices)._planned(devices, files)
 
     def _planned(self, devices: int, files: SavedGraphs | None) -> Plan:
-        model, batch = self._model_to_plan(), self._micro_batch()
+        model, batch = self.model_to_plan(), self.micro_batch_to_plan()
         parallel = self.config.parallel
         try:
             if parallel.strategies is not None:
@@ -133,14 +134,14 @@ class Run:
             files.plan(found)
         return found
 
-    def _model_to_plan(self) -> nn.Module:
+    def model_to_plan(self) -> nn.Module:
         """A language model needs no memory for its parameters to be planned."""
         if not self.config.model.is_language_model:
             return self.model()
         with torch.device("meta"):
             return self.model()
 
-    def _micro_batch(self) -> tuple[Tensor, ...]:
+    def micro_batch_to_plan(self) -> tuple[Tensor, ...]:
         """An example of what the model is captured for; of texts only the shape is needed."""
         data, pieces = self.config.data, self.config.parallel.micro_batches
         if data.seq_length is not None:
@@ -152,30 +153,31 @@ class Run:
 
     def _plan(self, model: nn.Module, graph: Graph, devices: int) -> Plan:
         """Operators that an expert has not pinned follow those that are."""
-        parallel = self.config.parallel
-        expert, stages = parallel.expert is not None, parallel.stages
+        parallel, cluster = self.config.parallel, self.config.parallel.cluster
+        stages: int | Literal["auto"] = parallel.stages
+        stage_config = None
+        if parallel.expert is not None and isinstance(stages, int) and stages > 1:
+            stages, stage_config = 1, expert_stages(model, stages)
+        if cluster is not None and Path(cluster).suffix:
+            cluster = str(self.folder / cluster)
         return plan(
             graph,
             devices=devices,
-            mode="sharding_propagation" if expert else parallel.mode,
+            mode="sharding_propagation" if parallel.expert is not None else parallel.mode,
             mem_coeff=parallel.mem_coeff,
             cost_model=parallel.cost_model,
-            cluster=self._cluster(),
+            cluster=cluster,
             order=parallel.order,
             log_costs=parallel.log_costs,
-            stages=1 if expert and stages > 1 else stages,
+            stages=stages,
+            max_stages=parallel.max_stages,
             micro_batches=parallel.micro_batches,
             schedule=parallel.schedule,
             hsdp=None if parallel.hsdp is None else parallel.hsdp.model_dump(),
-            stage_config=expert_stages(model, stages) if expert and stages > 1 else None,
+            memory_limit=parallel.memory_limit,
+            optimizer=self.config.optimizer.name,
+            stage_config=stage_config,
         )
-
-    def _cluster(self) -> str | None:
-        """The name of the cluster, or the path of its file, which is relative to the folder."""
-        named = self.config.parallel.cluster
-        if named is not None and (self.folder / named).is_file():
-            return str(self.folder / named)
-        return named
 
     def example_batch(self) -> tuple[Tensor, ...]:
         return next(self.batches.epoch(0))

@@ -188,13 +188,15 @@ class Parallel(Section):
     cluster: str | None = None
     order: Literal["weight", "topology"] = "weight"
     log_costs: bool = False
-    stages: Count = 1
+    stages: Count | Literal["auto"] = 1
+    max_stages: Count | None = None
     micro_batches: Count = 1
     schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_v"] = "1f1b"
     expert: Expert | None = None
     hsdp: OptimizerParallel | None = None
     recompute: Recompute | None = None
     compute_dtype: Literal["float32", "bfloat16"] | None = None
+    memory_limit: Count | str | None = None
 
     @model_validator(mode="after")
     def _expert_where_used(self) -> Self:
@@ -202,6 +204,8 @@ class Parallel(Section):
             raise ValueError(f"expert is for mode: semi_auto, not {self.mode}")
         if self.expert is not None and self.strategies is not None:
             raise ValueError("give either expert or strategies, not both")
+        if self.expert is not None and self.stages == "auto":
+            raise ValueError("stages: auto is for a search; expert needs their number")
         return self
 
 

@@ -129,6 +129,17 @@ def test_parameters_may_be_stored_in_another_dtype_than_they_are_computed(
     assert (config.train.dtype, config.parallel.compute_dtype) == found
 
 
+def test_stages_are_chosen_up_to_the_servers_and_memory_is_a_limit() -> None:
+    run = run_of(
+        parallel__auto_pipeline=True,
+        parallel_config={"pipeline_stage": 2, "micro_batch_num": 8},
+        context__max_device_memory="1GB",
+    )
+    parallel = translated(run, "run.yaml", devices=32).parallel
+    assert (parallel.stages, parallel.max_stages) == ("auto", 4)
+    assert parallel.memory_limit == 2**30
+
+
 def test_gathers_that_are_made_again_free_what_was_gathered() -> None:
     config = translated(
         run_of(

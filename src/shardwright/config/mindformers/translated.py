@@ -8,9 +8,12 @@ from typing import Any
 from shardwright.config.load import validated
 from shardwright.config.mindformers.language_run import LanguageRun
 from shardwright.config.mindformers.model import Model
-from shardwright.config.mindformers.parallelism import Parallelism
+from shardwright.config.mindformers.parallelism import AUTO
 from shardwright.config.mindformers.training import Optimizer, Training
 from shardwright.config.schema import Config
+
+_DEVICES_OF_A_SERVER = 8
+"""The published files are for servers of eight devices."""
 
 
 def translated(run: LanguageRun, file: str, devices: int) -> Config:
@@ -30,9 +33,10 @@ def translated(run: LanguageRun, file: str, devices: int) -> Config:
         },
         "optimizer": _optimizer(run.training.optimizer),
         "parallel": {
-            **_parallel(run.parallelism, run.batch.micro_batches()),
+            **_parallel(run, -(-devices // _DEVICES_OF_A_SERVER)),
             **_kept(run),
             **_computed(run.model),
+            "memory_limit": run.memory_limit,
         },
         "train": _train(run.training, run.model.param_dtype),
     }
@@ -64,13 +68,16 @@ def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _parallel(ways: Parallelism, micro_batches: int) -> dict[str, Any]:
+def _parallel(run: LanguageRun, servers: int) -> dict[str, Any]:
+    ways = run.parallelism
     found: dict[str, Any] = {
         "mode": ways.mode,
         "mem_coeff": ways.mem_coeff,
         "stages": ways.stages,
-        "micro_batches": micro_batches,
+        "micro_batches": run.batch.micro_batches(),
     }
+    if ways.auto_pipeline and ways.mode in AUTO:
+        found |= {"stages": "auto", "max_stages": ways.most_stages(servers)}
     if ways.mode == "semi_auto":
         found["expert"] = {
             "data_parallel": ways.data_parallel,
