@@ -102,6 +102,23 @@ def _step(
     )
 
 
+def changed_plan(plan: Plan, decided: Decided, cluster: Cluster | None = None) -> Plan:
+    """A plan with other decisions, found in the same search."""
+    assert plan.graph is not None
+    return make_plan(
+        plan.graph,
+        plan.mesh,
+        decided,
+        mode=plan.mode,
+        options=plan.options,
+        search_seconds=plan.search_seconds,
+        training=plan.training,
+        pipeline=plan.pipeline,
+        pins=plan.pins,
+        cluster=cluster,
+    )
+
+
 def _rows(
     graph: Graph,
     mesh: Layout,

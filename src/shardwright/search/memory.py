@@ -17,6 +17,9 @@ from shardwright.search.recomputation import Block, Candidates
 ATTEMPTS = 6
 """How often more is computed again after a rehearsal has shown that it is not enough."""
 
+EVERYTHING = 2**62
+"""More bytes than can be freed: all that is possible."""
+
 Measure = Callable[[Decided], Memory]
 """What every device needs at most under a plan."""
 
@@ -40,7 +43,7 @@ def fit_by_recomputation(
     """Computes again in the backward pass what costs least work and frees enough.
 
     What a choice frees is estimated; each is then rehearsed, and more is freed where that was not
-    enough. What the user has marked stays as it is.
+    enough, in the end all that can be. What the user has marked stays as it is.
 
     Args:
         limit: bytes of a device.
@@ -55,10 +58,12 @@ def fit_by_recomputation(
     flights = _micro_batches(pipeline)
     needed = dict.fromkeys(range(pipeline.stages), 0)
     memory = best.memory
-    for _ in range(ATTEMPTS):
+    for attempt in range(ATTEMPTS + 1):
         for stage in memory.stages:
             over = stage.peak - limit
-            if over > 0:
+            if over > 0 and attempt == ATTEMPTS:
+                needed[stage.stage] = EVERYTHING
+            elif over > 0:
                 needed[stage.stage] += -(-over // flights[stage.stage])
         marks, more = _chosen(candidates.blocks, needed)
         tried = replace(decided, recompute={**decided.recompute, **marks})
