@@ -1,0 +1,85 @@
+"""Bubbles predicted against measured
+
+The share of all stages' time in which they wait, of 4 stages on 4 local processes. Parts of the
+model sleep instead of computing, 0.1 s forward and 0.2 s backward for a whole stage (chunks share
+this), half of the backward pass for inputs and half for parameters; *uneven*: the second stage
+takes twice as long. *Predicted*: from the order of PyTorch's schedules and these seconds.
+*Measured*: one minus the seconds slept by those of the step, from a barrier to the end of the
+slowest process; the median of 2 steps after a first one. Sending, and what PyTorch does around each
+action, are in the measured share only. Goal: off by at most 5 points.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.bubble_ranks import described
+from benchmarks.page import ROOT
+from benchmarks.table import Table
+from shardwright.cost.schedule import Seconds, timeline
+from shardwright.pipelining import Pipelining
+
+STAGES = 4
+FORWARD, BACKWARD = 0.1, 0.2
+GOAL = 0.05
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble_v", 2))
+
+Case = tuple[Pipelining, list[Seconds]]
+
+
+def run() -> list[Table]:
+    table = Table(
+        f"Share of the time in which {STAGES} stages wait",
+        ("schedule", "chunks", "micro-batches", "parts", "predicted", "measured"),
+    )
+    found = cases()
+    for (pipeline, parts), measured in zip(found, measure(found), strict=True):
+        predicted = timeline(pipeline, parts).bubble
+        kind = "even" if len(set(parts)) == 1 else "uneven"
+        table.add(
+            *(pipeline.schedule, pipeline.chunks, pipeline.micro_batches, kind),
+            *(f"{predicted:.1%}", f"{measured:.1%}"),
+        )
+        if abs(measured - predicted) > GOAL:
+            table.missed.append(
+                f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches, {kind}:"
+                f" {measured:.1%} is more than {100 * GOAL:.0f} points off {predicted:.1%}"
+            )
+    return [table]
+
+
+def cases() -> list[Case]:
+    """Every schedule with few and many micro-batches, and with an uneven stage."""
+    found = []
+    for schedule, chunks in SCHEDULES:
+        for pieces, slow in ((4, 1), (12, 1), (8, 2)):
+            pipeline = Pipelining(STAGES, pieces, schedule, chunks)
+            parts = []
+            for number in range(pipeline.parts):
+                times = (slow if pipeline.stage_of(number) == 1 else 1) / chunks
+                parts.append(Seconds(times * FORWARD, times * BACKWARD))
+            found.append((pipeline, parts))
+    return found
+
+
+def measure(cases: Sequence[Case]) -> list[float]:
+    """For each case the share of the time in which stages wait.
+
+    Raises:
+        RuntimeError: if a process fails.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={STAGES}"]
+    text = json.dumps([described(pipeline, parts) for pipeline, parts in cases])
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "measured.json"
+        command = [*launcher, "-m", "benchmarks.bubble_ranks", str(file), text]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"a process failed:\n{done.stderr[-4000:]}")
+        found: list[float] = json.loads(file.read_text())
+    return found

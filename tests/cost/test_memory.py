@@ -1,0 +1,150 @@
+"""Predicted memory is what PyTorch's allocator counts, and adds up as it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from benchmarks.allocations import peak_of_second_step
+from torch.utils import _pytree as pytree
+
+import shardwright as sw
+from models import Model, bert, encoder, gpt2, llama, mlp, resnet
+from shardwright.cost.memory import Memory, StageMemory, binary, memory
+from shardwright.decided import OptimizerParallel
+from shardwright.graph.graph import Graph
+from shardwright.pipelining import Pipelining
+
+SIZES = {"batch": 8, "sequence": 64, "width": 64, "vocabulary": 512, "layers": 2}
+
+
+def of_plan(plan: sw.Plan, optimizer: str = "adamw") -> Memory:
+    assert plan.graph is not None
+    return memory(plan.graph, plan.mesh, plan.decided, plan.pipeline, optimizer)
+
+
+def measured(model: Model, plan: sw.Plan, optimizer: type[torch.optim.Optimizer]) -> int:
+    """The peak of the second step on one device, in this process."""
+    net, *example = model
+
+    def prepare() -> Callable[[], None]:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, example)
+        parallel = sw.parallelize(net, plan, "cpu")
+        updating = optimizer(parallel.parameters(), lr=1e-3)
+
+        def step() -> None:
+            parallel.train_step(*args, **kwargs)
+            updating.step()
+            updating.zero_grad()
+
+        return step
+
+    return peak_of_second_step(prepare)
+
+
+@pytest.mark.parametrize(
+    ("build", "tolerance"),
+    [
+        (lambda: mlp(batch=256, sizes=(64, 256, 256, 8)), 0.02),
+        # Convolutions take some memory inside, which only the allocator sees.
+        (lambda: resnet(batch=8, blocks=(1, 1)), 0.08),
+        (lambda: encoder(batch=16, sequence=32, width=64), 0.02),
+        (lambda: llama(**SIZES), 0.02),
+        (lambda: gpt2(**SIZES), 0.02),
+        (lambda: bert(**SIZES), 0.02),
+    ],
+    ids=["mlp", "resnet", "encoder", "llama", "gpt2", "bert"],
+)
+def test_the_prediction_is_what_the_allocator_counts(
+    build: Callable[[], Model], tolerance: float
+) -> None:
+    net, args, kwargs = build()
+    plan = sw.plan(net, args, kwargs, devices=1, mode="stand_alone")
+    found = measured((net, args, kwargs), plan, torch.optim.AdamW)
+    assert of_plan(plan).peak == pytest.approx(found, rel=tolerance)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_micro_batches_are_predicted_too(micro_batches: int) -> None:
+    net, args, kwargs = llama(**SIZES)
+    plan = sw.plan(net, args, kwargs, devices=1, mode="stand_alone", micro_batches=micro_batches)
+    found = measured((net, args, kwargs), plan, torch.optim.SGD)
+    assert of_plan(plan, "sgd").peak == pytest.approx(found, rel=0.02)
+
+
+def test_recomputed_layers_are_predicted_too() -> None:
+    net, args, kwargs = llama(**SIZES)
+    whole = of_plan(sw.plan(net, args, kwargs, devices=1, mode="stand_alone")).peak
+    sw.recompute(net.model.layers)
+    plan = sw.plan(net, args, kwargs, devices=1, mode="stand_alone")
+    found = measured((net, args, kwargs), plan, torch.optim.AdamW)
+    assert of_plan(plan).peak == pytest.approx(found, rel=0.02)
+    assert of_plan(plan).peak < 0.7 * whole
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    net, args, kwargs = llama(**SIZES)
+    return sw.capture(net, args, kwargs)
+
+
+def test_a_cut_batch_cuts_activations_and_not_parameters(graph: Graph) -> None:
+    one, four = (
+        of_plan(sw.plan(graph, devices=n, mode=mode)).stages[0]
+        for n, mode in ((1, "stand_alone"), (4, "data_parallel"))
+    )
+    assert four.parameters == one.parameters
+    assert four.activations == pytest.approx(one.activations / 4, rel=0.01)
+
+
+def test_each_level_of_optimizer_parallel_needs_less(graph: Graph) -> None:
+    peaks, stored = [], []
+    for level in (None, "level1", "level2", "level3"):
+        hsdp = None if level is None else OptimizerParallel(level, threshold=0)
+        plan = sw.plan(graph, devices=4, mode="data_parallel", hsdp=hsdp, bucket_mb=0.1)
+        # Shapes of the graph are those of one of its micro-batches.
+        plan = replace(plan, pipeline=Pipelining(micro_batches=2))
+        found = of_plan(plan).stages[0]
+        peaks.append(found.peak)
+        stored.append(found.parameters + found.optimizer)
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == 4
+    assert stored[1] == stored[2] == stored[3] < 0.3 * stored[0]
+
+
+def test_gpipe_keeps_more_than_1f1b_and_the_first_stage_more_than_the_last() -> None:
+    net, args, kwargs = llama(**{**SIZES, "layers": 4})
+    found = {}
+    for schedule in ("gpipe", "1f1b"):
+        plan = sw.plan(
+            *(net, args, kwargs),
+            devices=2,
+            mode="stand_alone",
+            stages=2,
+            micro_batches=8,
+            schedule=schedule,
+        )
+        found[schedule] = of_plan(plan).stages
+    assert found["gpipe"][0].activations > 3 * found["1f1b"][0].activations
+    assert found["1f1b"][0].activations > 1.5 * found["1f1b"][1].activations
+
+
+def test_a_model_without_a_loss_is_predicted_from_its_outputs() -> None:
+    net = torch.nn.Linear(64, 32, bias=False)
+    found = of_plan(sw.plan(net, (torch.zeros(16, 64),), devices=1, mode="stand_alone"), "sgd")
+    (stage,) = found.stages
+    assert (stage.parameters, stage.inputs) == (64 * 32 * 4, 16 * 64 * 4)
+    # Output, its gradient, and that of the weight.
+    assert found.peak == stage.parameters + stage.inputs + 2 * 16 * 32 * 4 + 64 * 32 * 4
+
+
+def test_the_table_shows_every_stage_and_sizes_in_binary_units() -> None:
+    stage = StageMemory(0, 1024, 2048, 0, 0, 3 * 2**20, 5, 0, "backward of micro-batch 0")
+    found = Memory((stage, replace(stage, stage=1, temporary=2**30)), "adamw")
+    assert found.peak == 1024 + 2048 + 3 * 2**20 + 5 + 2**30
+    text = str(found)
+    for part in ("with adamw", "1.0 KiB", "2.0 KiB", "3.0 MiB", "1.0 GiB", "micro-batch 0"):
+        assert part in text
+    assert binary(1536) == "1.5 KiB"
