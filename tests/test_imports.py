@@ -31,6 +31,7 @@ ORDER = [
     ["train"],
     ["models"],
     ["config"],
+    ["compare"],
     ["__init__"],
     ["cli"],
     ["__main__"],
