@@ -6,15 +6,14 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 
 from models import bert, encoder, gpt2, llama, mlp, resnet
+from search.toy import TOY, captured, searcher
 from shardwright.communication import as_used, communication
-from shardwright.cost.cluster import Cluster, Device, Level, load_cluster
+from shardwright.cost.cluster import Cluster, Level, load_cluster
 from shardwright.cost.time import StepTime, TimeModel, step_time
 from shardwright.decided import Decided, OptimizerParallel
 from shardwright.errors import ConfigError, StrategyError
-from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout, prime_mesh
 from shardwright.rules.rule import Cuts
@@ -23,19 +22,7 @@ from shardwright.search.elimination import minimum
 from shardwright.search.network import network
 from shardwright.search.objective import Objective
 from shardwright.search.presets import data_parallel
-from shardwright.search.timed import Pricing, TimedSearch, cuts_of_graph, search_by_time
-
-TOY = Cluster(
-    "toy",
-    Device(1, {"float32": 1e9}, memory_bandwidth=1e9),
-    (Level("node", 1e8, 1e-5, devices=4), Level("network", 1e7, 5e-5)),
-)
-
-
-def captured(model: Any, **sizes: Any) -> Graph:
-    with torch.device("meta"):
-        net, args, kwargs = model(**sizes)
-    return capture(net, args, kwargs)
+from shardwright.search.timed import Pricing, cuts_of_graph, search_by_time
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +36,6 @@ def language_model() -> Graph:
 def timed(graph: Graph, mesh: Layout, cuts: dict[str, Cuts], cluster: Cluster) -> StepTime:
     flow = communication(graph, mesh, Decided(cuts, as_used(graph, mesh, cuts)))
     return step_time(graph, flow, cuts, TimeModel(cluster, mesh))
-
-
-def searcher(graph: Graph, mesh: Layout, cluster: Cluster, fold: bool = True) -> TimedSearch:
-    found = network(graph, {}, fold=fold)
-    return TimedSearch(found, TimeModel(cluster, mesh), Pricing(cluster, 0.1))
 
 
 MODELS = [mlp, resnet, encoder, llama, gpt2, bert]

@@ -70,7 +70,9 @@ class Options:
                 raise StrategyError(f"{what}={number!r}: must be a positive number")
         _check_memory(self.memory_limit, self.recompute)
         check_dataset_strategy(self.dataset_strategy)
-        if self.cost_model == "time" and self.cluster is None:
+        if self.mode == "exact" and self.cost_model == "symbolic":
+            raise StrategyError("mode='exact' weighs seconds: cost_model must be 'time'")
+        if (self.cost_model == "time" or self.mode == "exact") and self.cluster is None:
             object.__setattr__(self, "cluster", LOCAL)
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             object.__setattr__(self, "cluster", load_cluster(self.cluster))
@@ -122,7 +124,7 @@ class Options:
     @property
     def of_search(self) -> dict[str, Any]:
         """What the search of the mode takes."""
-        if self.mode != "recursive_programming":
+        if self.mode not in ("recursive_programming", "exact"):
             return {}
         model = {"cost_model": self.cost_model}
         if self.cost_model == "symbolic":

@@ -65,10 +65,11 @@ def plan(
     Args:
         net: a model, or a graph that was captured before.
         args, kwargs: an example of its call, with the whole batch; only shapes and dtypes matter.
-        mode: `recursive_programming` (the double recursive search), `sharding_propagation` (from
-            the operators that `shard` has pinned outwards, with the least redistribution),
-            `semi_auto` (operators that `shard` has pinned as pinned, all others along the batch),
-            `data_parallel` (everything follows the batch) or `stand_alone` (nothing is cut).
+        mode: `recursive_programming` (the double recursive search), `exact` (all operators and
+            axes together, for small models), `sharding_propagation` (from the operators that
+            `shard` has pinned outwards, with the least redistribution), `semi_auto` (operators
+            that `shard` has pinned as pinned, all others along the batch), `data_parallel`
+            (everything follows the batch) or `stand_alone` (nothing is cut).
         mem_coeff: small values favour data parallel, large ones model parallel.
         cost_model: `symbolic`, the relative costs of the published search, or `time`, the seconds
             of a step on a cluster; by default `time` where a cluster is named.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.rules.rule import Cuts
+from shardwright.search.exact import search_exactly
 from shardwright.search.presets import data_parallel, semi_auto, stand_alone
 from shardwright.search.propagation import propagate
 from shardwright.search.recursive import search
 from shardwright.search.timed import search_by_time
 from shardwright.strategy import Fixed
+
+logger = logging.getLogger("shardwright.search")
 
 Search = Callable[[Graph, Fixed, Mapping[str, Any]], Mapping[str, Cuts]]
 
@@ -37,8 +41,22 @@ def _recursive(graph: Graph, fixed: Fixed, options: Mapping[str, Any]) -> Mappin
     )
 
 
+def _exact(graph: Graph, fixed: Fixed, options: Mapping[str, Any]) -> Mapping[str, Cuts]:
+    found = search_exactly(
+        graph,
+        fixed.mesh,
+        options["pricing"],
+        pinned=fixed.cuts,
+        outputs=fixed.outputs,
+        arrivals=options["arrivals"],
+    )
+    logger.info("the plan is within %.3g%% of the optimum", 100 * found.gap)
+    return found.cuts
+
+
 MODES: dict[str, Search] = {
     "recursive_programming": _recursive,
+    "exact": _exact,
     "sharding_propagation": lambda graph, fixed, options: propagate(
         graph, fixed.mesh, fixed.cuts, fixed.outputs
     ),
