@@ -210,6 +210,7 @@ def main() -> None:
     if "save" in verbs:
         for number, case in enumerate(mine):
             save(folder, case, asynchronous=number % 2 == 1)
+            passed(f"{case} saved")
     if "load" in verbs:
         for case, saved_case in product(mine, cases):
             if saved_case.partition(":")[2] == case.partition(":")[2]:
