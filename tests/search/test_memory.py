@@ -1,0 +1,77 @@
+"""Recomputation that makes plans fit: within the limit, cheaper for larger limits, and right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import shardwright as sw
+from models import llama
+from shardwright.communication import communication
+from shardwright.cost.flops import work_of
+from shardwright.cost.memory import Memory, memory
+from shardwright.decided import Decided, Recompute
+from shardwright.plan import changed_plan
+from shardwright.search.memory import Fitted, fit_by_recomputation
+from shardwright.search.recomputation import Candidates
+
+NET, ARGS, KWARGS = llama(layers=3)
+GRAPH = sw.capture(NET, ARGS, KWARGS)
+
+
+def measured(plan: sw.Plan, decided: Decided) -> Memory:
+    return memory(GRAPH, plan.mesh, decided, plan.pipeline)
+
+
+def fitted(plan: sw.Plan, limit: int) -> Fitted:
+    return fit_by_recomputation(
+        GRAPH, plan.mesh, plan.decided, plan.pipeline, limit, lambda d: measured(plan, d)
+    )
+
+
+def work_again(plan: sw.Plan, decided: Decided) -> float:
+    """Operations that a device does twice."""
+    flow = communication(GRAPH, plan.mesh, decided)
+    return sum(work_of(GRAPH.by_name[name]).forward_flops for s in flow.segments for name in s.ops)
+
+
+def test_less_memory_takes_more_work() -> None:
+    plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
+    plain = measured(plan, plan.decided)
+    floor = fitted(plan, 1).memory.peak
+    assert floor < plain.peak
+    work = []
+    for share in (1.0, 0.6, 0.2):
+        limit = int(floor + share * (plain.peak - floor))
+        found = fitted(plan, limit)
+        assert found.memory.peak <= limit
+        assert found.memory == measured(plan, found.decided), "what is said is what it needs"
+        work.append(work_again(plan, found.decided))
+    assert work[0] == 0 < work[1] < work[2]
+
+
+def test_a_fitted_plan_computes_the_same() -> None:
+    plan = sw.plan(GRAPH, devices=2, mem_coeff=10.0)
+    found = changed_plan(plan, fitted(plan, 1).decided)
+    assert found.recompute
+    result = sw.check(NET, ARGS, KWARGS, found)
+    assert result.passes(1e-9), result
+
+
+def test_layers_are_blocks_and_gathers_make_the_difference_between_ways() -> None:
+    plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
+    found = Candidates(GRAPH, plan.mesh, plan.decided, lambda op: 0)
+    blocks = {block.name: block for block in found.blocks}
+    assert {"model.layers.0", "model.layers.1"} <= set(blocks)
+    ways = blocks["model.layers.1"].ways
+    cheap, kept, again = (ways[name][0] for name in ("cheap", "kept", "again"))
+    assert cheap.freed < kept.freed < again.freed
+    assert cheap.cost < kept.cost < again.cost
+
+
+def test_what_the_user_marked_stays() -> None:
+    plan = sw.plan(GRAPH, devices=1)
+    said = {"model.layers.0.mlp.act_fn": Recompute("mine", communication=False)}
+    marked = replace(plan, recompute=said)
+    found = fitted(marked, 1).decided.recompute
+    assert found["model.layers.0.mlp.act_fn"] == said["model.layers.0.mlp.act_fn"]
+    assert len(found) > 1
