@@ -148,3 +148,14 @@ def test_a_file_is_read_as_its_text(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(MODEL)
     assert load(path) == parse(MODEL)
+
+
+def test_checkpoints_are_kept_where_the_section_is_given() -> None:
+    assert parse(MODEL).train.checkpoint is None
+    said = parse(f"{MODEL}train: {{checkpoint: {{async: true, every: 5}}}}").train.checkpoint
+    assert said is not None
+    assert (said.folder, said.every, said.keep, said.asynchronous) == ("checkpoints", 5, 3, True)
+    assert problems(f"{MODEL}train: {{checkpoint: {{asynk: true, keep: 0}}}}") == [
+        "c.yaml: train.checkpoint.keep: value should be greater than 0, got 0",
+        "c.yaml: train.checkpoint.asynk: unknown key; did you mean async?",
+    ]

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from shardwright.cli.app import app
 from shardwright.cli.options import Config, MemCoeff, run_of
 from shardwright.config import Run
-from shardwright.errors import PlanError, StrategyError
+from shardwright.errors import LayoutError, PlanError, StrategyError
 from shardwright.plan import Plan
 from shardwright.train.elastic import Range, launch_elastic
 from shardwright.train.follow import Follower
@@ -116,7 +116,7 @@ class _Ranks:
         for devices in range(left, minimum, -1):
             try:
                 plan = self.run.plan(devices)
-            except StrategyError:
+            except (StrategyError, LayoutError):
                 continue
             break
         else:
