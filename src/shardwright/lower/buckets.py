@@ -127,7 +127,9 @@ class BoundBucket:
 
     def shard_gradients(self, flat: Tensor) -> list[Tensor]:
         """Waits, and gives the gradients of the stored shards."""
-        flat = wait(flat).to(self.stored_dtype)
+        if self.replicas is not None:
+            flat = wait(flat)
+        flat = flat.to(self.stored_dtype)
         if len(self.sizes) == 1:
             return [flat.view(self.shapes[0])]
         pieces = torch.split(flat, self.sizes)
