@@ -160,7 +160,10 @@ class Checkpoints:
         self.wait()
         if dist.is_initialized() and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _clear_leftovers(self.folder)
         if self._group is not None:
+            # Every rank waits in it for rank 0, before any begins to write.
             tensors = held_once(tensors, self._group)
         writer = _PublishingWriter(self.path(position.step), about, self._keep)
         target: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
@@ -282,14 +285,6 @@ class _PublishingWriter(FileSystemWriter):
         super().__init__(folder.with_name(f"{folder.name}.partial"))
         self._folder, self._about, self._keep = folder, about, keep
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Removes what crashes have left, before any rank writes."""
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if is_coordinator:
-            for pattern in ("step-*.partial", "step-*.removed"):
-                for leftover in self._folder.parent.glob(pattern):
-                    shutil.rmtree(leftover)
-
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Called on one rank, when all have written."""
         super().finish(metadata, results)
@@ -313,6 +308,13 @@ def _saying(where: Path) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointError(f"{where}: rank {rank}: {type(cause).__name__}: {cause}") from error
+
+
+def _clear_leftovers(folder: Path) -> None:
+    """Remove what crashes have left."""
+    for pattern in ("step-*.partial", "step-*.removed"):
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover)
 
 
 def _remove(folder: Path) -> None:
