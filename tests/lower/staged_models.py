@@ -69,6 +69,22 @@ class FrozenStart(nn.Module):
         return F.cross_entropy(self.last(self.three(x)).flatten(0, 1), labels.flatten())
 
 
+class Twice(nn.Module):
+    """A layer that is called twice within a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Embedding(16, 8)
+        self.two = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.three = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.two(self.norm(torch.tanh(self.two(self.one(ids)))))
+        return F.cross_entropy(self.last(self.three(x)).flatten(0, 1), labels.flatten())
+
+
 class EarlyLoss(nn.Module):
     """Something is returned that is made after the loss."""
 

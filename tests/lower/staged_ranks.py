@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from staged_models import Dropping, FrozenStart, Orphans, Tied, batch
+from staged_models import Dropping, EarlyLoss, FrozenStart, Orphans, Tied, Twice, batch
 from test_simulated_stages import staged_plan, trained_net
 
 import shardwright as sw
@@ -123,16 +123,25 @@ def check_schedules() -> None:
         assert all(len(names) < len(set.union(*every)) for names in every), every
 
 
-def check_parameters_that_no_input_leads_to() -> None:
-    for make in (Orphans, FrozenStart):
+def check_parameters_in_unusual_places() -> None:
+    for make in (Orphans, FrozenStart, Twice):
         for schedule in ("zero_bubble_v", "interleaved_1f1b"):
             nets, args = built(make), batch()
             names = ["one", "two", "three", "last"]
             turn = [0, 1, 1, 0] if schedule == "zero_bubble_v" else [0, 1, 0, 1]
-            config = {**dict(zip(names, turn, strict=True)), "table": 0, "mid": 1}
+            config = {**dict(zip(names, turn, strict=True)), "table": 0, "mid": 1, "norm": 1}
             config = {name: s for name, s in config.items() if hasattr(nets[0], name)}
             plan = planned(nets[0], args, 1, schedule, stage_config=config)
             check_training(nets, plan, args)
+
+
+def check_a_loss_before_the_last_stage() -> None:
+    nets, args = built(EarlyLoss), batch()
+    plan = planned(nets[0], args, 1, "1f1b", stage_config={"one": 0, "two": 0, "three": 1})
+    parallel = check_training(nets, plan, args)
+    with torch.no_grad():
+        for mine, its in zip(parallel(*args), nets[1](*args), strict=True):
+            torch.testing.assert_close(mine, its)
 
 
 def check_random_models() -> None:
@@ -187,6 +196,19 @@ def check_outputs_reach_every_rank() -> None:
         torch.testing.assert_close(loss, reference_step(nets[1], smaller, {}, 3))
 
 
+def check_compiled() -> None:
+    for stages, schedule in ((2, "1f1b"), (2, "interleaved_1f1b")):
+        nets, args = built(Tied), batch()
+        parallel = sw.parallelize(nets[0], planned(nets[0], args, stages, schedule))
+        parallel.compile(backend="aot_eager")
+        loss = parallel.train_step(*args)
+        torch.testing.assert_close(loss, reference_step(nets[1], args, {}, 4))
+        for name, parameter in parallel.named_parameters():
+            wanted = nets[1].get_parameter(name).grad
+            if wanted is not None:
+                torch.testing.assert_close(whole(parameter.grad), wanted, rtol=1e-8, atol=1e-8)
+
+
 def check_dropout() -> None:
     """One mask for each micro-batch, operator and step; the same after the same seed."""
     x = torch.ones(8, 8, dtype=torch.float64)
@@ -219,8 +241,10 @@ def check_what_is_refused() -> None:
 
 CHECKS = (
     check_schedules,
-    check_parameters_that_no_input_leads_to,
+    check_parameters_in_unusual_places,
+    check_a_loss_before_the_last_stage,
     check_random_models,
+    check_compiled,
     check_language_model,
     check_outputs_reach_every_rank,
     check_dropout,

@@ -28,8 +28,10 @@ def output() -> str:
     "check",
     [
         "check_schedules",
-        "check_parameters_that_no_input_leads_to",
+        "check_parameters_in_unusual_places",
+        "check_a_loss_before_the_last_stage",
         "check_random_models",
+        "check_compiled",
         "check_language_model",
         "check_outputs_reach_every_rank",
         "check_dropout",

@@ -23,11 +23,10 @@ class Piece:
 
     Args:
         graph: what it computes. Its inputs are inputs of the whole that it reads, then `arriving`;
-            its outputs are `leaving`, then outputs of the whole that are made in it, each once. The
-            last part has the loss.
+            its outputs are `leaving`, then `returned`, each once.
         arriving: what comes from the part before, as inputs of this graph.
         leaving: what the next part is given, in the order in which it arrives there.
-        returned: outputs of the whole model that are made in this part.
+        returned: outputs of the whole model that are made in this part; the loss in the last.
     """
 
     graph: Graph
@@ -168,26 +167,17 @@ def _piece(
     given = {value: replace(value, kind=Kind.INPUT) for value in arriving}
     ops = tuple(_reading(op, given) for op in ops)
     read = {value for op in ops for value in op.inputs}
-    made = {value for op in ops for value in op.outputs}
-
-    def here(value: Value) -> bool:
-        producer = graph.producer.get(value)
-        return value in made if producer is None else part_of[producer.name] == number
-
-    # What the model returns as it was given to it is returned by its first part.
-    given_back = set() if number else {v for v in graph.output_values if v not in graph.producer}
-    returned = tuple(dict.fromkeys(v for v in graph.output_values if v in given_back or here(v)))
+    loss = _loss(graph, part_of, number, given)
+    returned = _returned(graph, part_of, number, loss)
     updates = tuple(
         (buffer, value)
         for buffer, value in graph.updates
-        if (here(value) if value in graph.producer else number == 0)
+        if _made_in(graph, part_of, value) == number
     )
     used = read | set(returned) | {v for pair in updates for v in pair}
     inputs = (*(v for v in graph.input_values if v in used), *given.values())
     passed = tuple(given.get(value, value) for value in leaving)
-    ends = graph.loss is not None and number == max(part_of.values())
-    loss = given.get(graph.loss, graph.loss) if ends and graph.loss is not None else None
-    outputs = tuple(dict.fromkeys((*passed, *returned, *([loss] if loss is not None else []))))
+    outputs = tuple(dict.fromkeys((*passed, *returned)))
     part = replace(
         graph,
         ops=ops,
@@ -202,6 +192,33 @@ def _piece(
         loss=loss,
     )
     return Piece(part, tuple(given.values()), passed, returned)
+
+
+def _made_in(graph: Graph, part_of: Mapping[str, int], value: Value) -> int:
+    """The part that makes a value; the first for what is given to the model."""
+    producer = graph.producer.get(value)
+    return 0 if producer is None else part_of[producer.name]
+
+
+def _loss(
+    graph: Graph, part_of: Mapping[str, int], number: int, given: Mapping[Value, Value]
+) -> Value | None:
+    """The loss, in the last part."""
+    if graph.loss is None or number != max(part_of.values()):
+        return None
+    return given.get(graph.loss, graph.loss)
+
+
+def _returned(
+    graph: Graph, part_of: Mapping[str, int], number: int, loss: Value | None
+) -> tuple[Value, ...]:
+    """What the model returns from one part: what is made in it, and the loss from the last."""
+    found = [
+        value
+        for value in graph.output_values
+        if value is not graph.loss and _made_in(graph, part_of, value) == number
+    ]
+    return tuple(dict.fromkeys((*found, *([] if loss is None else [loss]))))
 
 
 def _reading(op: Op, given: Mapping[Value, Value]) -> Op:

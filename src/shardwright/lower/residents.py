@@ -70,7 +70,9 @@ class Residents:
         for bound in self._once:
             tensors: Sequence[Tensor] = self._as_used(bound)
             if bound.dtype != bound.stored_dtype:
-                tensors = _Summed.apply(len(tensors), *tensors, *self._sums_of(bound))  # type: ignore[no-untyped-call]
+                # One by one: a backward pass in two halves must not find them joined.
+                sums = zip(tensors, self._sums_of(bound), strict=True)
+                tensors = [_Summed.apply(tensor, total) for tensor, total in sums]  # type: ignore[no-untyped-call]
             for member, tensor in zip(bound.bucket.members, tensors, strict=True):
                 given[used_name(member)] = tensor
         for bound in self._held:
@@ -147,15 +149,13 @@ class Residents:
 
 
 class _Summed(torch.autograd.Function):
-    """Gives out the first tensors; their gradients go to the others, which are as many."""
+    """Gives out the first tensor; its gradient goes to the second, in the dtype of that."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.count, ctx.dtype = count, tensors[-1].dtype
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+    def forward(ctx: Any, tensor: Tensor, total: Tensor) -> Tensor:
+        ctx.dtype = total.dtype
+        return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        cast = (None if gradient is None else gradient.to(ctx.dtype) for gradient in gradients)
-        return None, *(None for _ in range(ctx.count)), *cast
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0].to(ctx.dtype)

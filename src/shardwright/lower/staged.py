@@ -197,7 +197,7 @@ class StagedModule(ParallelModule):
     def _whole(self, stages: Stages, value: Value, kept: Mapping[str, list[Tensor]]) -> Tensor:
         """A value that the model returns, for the whole batch, on every rank: a tensor of the
         batch's rows is joined, the loss reduced, and of others the first micro-batch's is taken."""
-        part = next(part for part in stages.parts if value in part.returned)
+        part = next(p for p in stages.parts if value.name in {v.name for v in p.returned})
         rows = [v.shape[0] for v in stages.graph.input_values if v.shape]
         joined = bool(value.shape) and bool(rows) and value.shape[0] == rows[0]
         count = stages.micro_batches if joined else 1

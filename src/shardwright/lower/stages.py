@@ -328,9 +328,13 @@ def _like(value: Value, axes: CutAxes, mesh: Layout) -> Tensor:
 
 def may_halve(module: StageModule) -> bool:
     """Whether a backward pass can come in two halves, first of inputs and then of parameters: some
-    input must have a gradient, and no bucket join the parameters of operators apart."""
+    input must have a gradient, no bucket join the parameters of operators apart, and no parameter
+    be read twice, as PyTorch would run what lies between the two again."""
     part = module.part
-    apart = all(bound.bucket.once for bound in module.program.buckets)
+    uses = part.graph.consumers
+    apart = all(bound.bucket.once for bound in module.program.buckets) and all(
+        len(uses[value]) == 1 for value in part.graph.parameters if value.requires_grad
+    )
     return apart and (part.number == 0 or any(v.requires_grad for v in part.arriving))
 
 
