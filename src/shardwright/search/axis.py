@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from math import prod
 
 import numpy as np
@@ -20,13 +19,7 @@ from shardwright.rules.rule import no_reductions
 from shardwright.search.elimination import Factor, Table, TooWideError, min_fill, minimum
 from shardwright.search.indexed import NO_CUT
 from shardwright.search.network import Network, Node, Stream
-
-SUMMED, WHOLE = -2, -1
-"""How a value is made or read on the axis: as terms of a sum (read: with a gradient that is one),
-whole on every device, or (0 and up) cut along that dimension."""
-
-LARGEST_SET = 3
-"""A value is read in at most so many ways on one axis."""
+from shardwright.search.ways import SUMMED, WHOLE, Ways, joined, prices, sets_of
 
 CONDITIONED = 4
 """How many more operators keep their first guess each time that a table would be too large."""
@@ -79,6 +72,7 @@ class Axis:
         self.weights = weights
         self._key = (model.links.levels[axis], self.size, weights)
         self._tables = tables
+        self._ways: dict[object, Ways] = {}
         self.parts = [self._parts(n, node) for n, node in enumerate(network.nodes)]
         self.options = [self._options(n, node) for n, node in enumerate(network.nodes)]
 
@@ -207,11 +201,10 @@ class Axis:
             )
             if not costs[[code + 2 for code in made]].any():
                 continue
-            reads: dict[int, tuple[frozenset[int], ...]] = {}
+            reads: dict[int, Ways] = {}
             for node, place in readers:
                 ways = self._reading(stream, node, place)
-                before = reads.get(node, (frozenset(),) * len(ways))
-                reads[node] = tuple(b | {w} for b, w in zip(before, ways, strict=True))
+                reads[node] = joined(reads[node], ways) if node in reads else ways
             ends = frozenset({WHOLE} if returned else ())
             self._group(costs * stream.count, maker, made, reads, ends, sizes, factors)
 
@@ -287,13 +280,17 @@ class Axis:
             for axis, choice in enumerate(self.choices[node])
         )
 
-    def _reading(self, stream: Stream, node: int, place: int) -> tuple[int, ...]:
-        kind, ways = self.network.nodes[node].kind, []
-        for choice in self.options[node]:
-            dim = kind.read[choice][place]
-            varies = dim == NO_CUT and choice != NO_CUT and stream.differentiable
-            ways.append(SUMMED if varies else dim)
-        return tuple(ways)
+    def _reading(self, stream: Stream, node: int, place: int) -> Ways:
+        kind, options = self.network.nodes[node].kind, self.options[node]
+        key = (id(kind), options, place, stream.differentiable)
+        if key not in self._ways:
+            found = []
+            for choice in options:
+                dim = kind.read[choice][place]
+                varies = dim == NO_CUT and choice != NO_CUT and stream.differentiable
+                found.append(frozenset((SUMMED if varies else dim,)))
+            self._ways[key] = tuple(found)
+        return self._ways[key]
 
     def _conversions(self, ndim: int, num_bytes: int, differentiable: bool, stored: bool) -> Table:
         """Seconds from each way in which a value is made (row) to each in which it is read, both
@@ -330,37 +327,24 @@ class Axis:
         costs: Table,
         maker: int | None,
         made: tuple[int, ...],
-        reads: dict[int, tuple[frozenset[int], ...]],
+        reads: dict[int, Ways],
         ends: frozenset[int],
         sizes: list[int],
         factors: list[Factor],
     ) -> None:
         """The tables of one value and the readers that may share its conversions."""
         rows = costs[[code + 2 for code in made]]
-        several = len(reads) + bool(ends) > 1
-        if not reads:
-            self._add(factors, maker, None, _of_set(rows, ends)[:, None])
+        if len(reads) + bool(ends) < 2:
+            node = next(iter(reads), None)
+            ways = reads[node] if node is not None else (ends,)
+            self._add(factors, maker, node, rows @ prices(ways, costs.shape[1]))
             return
-        if not several:
-            ((node, ways),) = reads.items()
-            table = np.stack([_of_set(rows, way) for way in ways], axis=1)
-            self._add(factors, maker, node, table)
-            return
-        every = sorted(frozenset().union(ends, *(way for ways in reads.values() for way in ways)))
-        most = max(LARGEST_SET, max(len(way) for ways in reads.values() for way in ways))
-        sets = [
-            chosen
-            for length in range(1, min(most, len(every)) + 1)
-            for chosen in map(frozenset, combinations(every, length))
-            if ends <= chosen
-        ]
+        sets, fits = sets_of(tuple(sorted(reads.values(), key=repr)), ends)
         variable = len(sizes)
         sizes.append(len(sets))
-        table = np.stack([_of_set(rows, chosen) for chosen in sets], axis=1)
-        self._add(factors, maker, variable, table)
+        self._add(factors, maker, variable, rows @ prices(sets, costs.shape[1]))
         for node, ways in reads.items():
-            fits = [[0.0 if way <= chosen else np.inf for chosen in sets] for way in ways]
-            self._add(factors, node, variable, np.array(fits))
+            self._add(factors, node, variable, fits[ways])
 
     def _add(
         self, factors: list[Factor], row: int | None, column: int | None, table: Table
@@ -375,11 +359,3 @@ class Axis:
             factors.append(((row, column), table))
         else:
             factors.append(((column, row), table.T))
-
-
-def _of_set(rows: Table, ways: frozenset[int]) -> Table:
-    """The cost of reading a value in each of `ways`, for each way in which it is made."""
-    total: Table = rows[:, [way + 2 for way in ways]].sum(axis=1)
-    if SUMMED in ways and WHOLE in ways:
-        total = total - rows[:, -1]
-    return total

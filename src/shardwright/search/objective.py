@@ -118,15 +118,25 @@ class Objective:
 
     def stream(self, stream: Stream, cuts: Sequence[Cuts]) -> Cost:
         """Of one value: its conversions, and where several operators read a parameter, that."""
+        key, made, reads = self._between(stream, cuts)
+        if key not in self._streams:
+            self._streams[key] = self._stream(stream, made, reads)
+        return self._streams[key]
+
+    def known(self, stream: Stream, cuts: Sequence[Cuts]) -> Cost | None:
+        """What `stream` gives, if it was asked for before."""
+        return self._streams.get(self._between(stream, cuts)[0])
+
+    def _between(
+        self, stream: Stream, cuts: Sequence[Cuts]
+    ) -> tuple[object, TensorLayout, list[TensorLayout]]:
+        """How a value is made and read, and a key that says so."""
         nodes = self.network.nodes
         reads = [self.layouts(nodes[node], cuts[node])[0][place] for node, place in stream.readers]
         made = self._made(stream, cuts, reads)
         if stream.returned:
             reads.append(self.model.mesh.replicated(len(stream.value.shape)))
-        key = (id(stream), made, frozenset(reads))
-        if key not in self._streams:
-            self._streams[key] = self._stream(stream, made, reads)
-        return self._streams[key]
+        return (id(stream), made, frozenset(reads)), made, reads
 
     def _made(
         self, stream: Stream, cuts: Sequence[Cuts], reads: Sequence[TensorLayout]

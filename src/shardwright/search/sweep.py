@@ -65,8 +65,15 @@ class _Here:
     def added(self, rest: Cost, cuts: list[Cuts], total: Total, bound: float) -> Cost | None:
         """`rest` and all that depends on the cuts of this operator; None if not below `bound`."""
         found = rest.plus(self.objective.operator(self.node, cuts[self.number]), self.node.count)
+        unknown = []
         for stream in self.streams:
-            # Finding the conversions of a value takes longest: not where they are too late.
+            known = self.objective.known(stream, cuts)
+            if known is None:
+                unknown.append(stream)
+            else:
+                found = found.plus(known, stream.count)
+        for stream in unknown:
+            # Finding the conversions of a value takes longest: not where they come too late.
             if total(found) >= bound:
                 return None
             found = found.plus(self.objective.stream(stream, cuts), stream.count)
