@@ -136,6 +136,24 @@ def check_compiled() -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=1e-4, atol=1e-5)
 
 
+def check_recomputed() -> None:
+    """Layers computed again with their conversions and gathers, eager; a model compiled."""
+    net, args, kwargs = llama()
+    sw.recompute(net.model.layers)
+    plan = sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0, hsdp={"level": "level3"})
+    assert plan.recompute
+    check_training((net, args, kwargs), plan, adamw)
+    net, args, _ = mlp()
+    sw.recompute(net, communication=False)
+    parallel = sw.parallelize(net, sw.plan(net, args, devices=4, mem_coeff=10.0))
+    parallel.compile(fullgraph=True, backend="aot_eager")
+    for module in (parallel, net):
+        module(*args).backward()
+    for name, parameter in parallel.named_parameters():
+        got = parameter.grad.full_tensor()
+        torch.testing.assert_close(got, net.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+
+
 def check_other_modes_and_batches() -> None:
     """After a step in training: eval, and a last batch that nothing divides."""
     net, (images, labels), _ = resnet(batch=8, blocks=(1,))
@@ -217,6 +235,7 @@ def main() -> None:
         check_searched_plans,
         check_random_plans,
         check_compiled,
+        check_recomputed,
         check_other_modes_and_batches,
         check_dropout_on_ranks_seeded_apart,
         check_inputs_that_arrive_cut,

@@ -34,6 +34,7 @@ def output() -> str:
         "check_searched_plans",
         "check_random_plans",
         "check_compiled",
+        "check_recomputed",
         "check_other_modes_and_batches",
         "check_dropout_on_ranks_seeded_apart",
         "check_inputs_that_arrive_cut",
