@@ -94,7 +94,7 @@ class Devices:
         stage, rank = divmod(dist.get_rank(), layout.num_devices)
         place = layout.coordinates(rank)
         mesh, across = _meshes(layout, device.type, stages)
-        timeout = _timeout()
+        timeout = world_timeout()
         for group in (*(mesh.get_all_groups() if mesh is not None else ()), across):
             if group is not None and timeout is not None:
                 _set_pg_timeout(timeout, group)
@@ -183,7 +183,7 @@ def device_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, layout.device_matrix, mesh_dim_names=layout.alias_names)
 
 
-def _timeout() -> timedelta | None:
+def world_timeout() -> timedelta | None:
     """How long a collective of all processes waits; PyTorch lets new groups wait by a default of
     their own."""
     world = dist.group.WORLD
@@ -195,7 +195,7 @@ def _timeout() -> timedelta | None:
 def _subgroup(ranks: list[list[int]]) -> dist.ProcessGroup | None:
     """The group of this rank, of those with these ranks; None if it is in none. Every rank of the
     process group must ask for it."""
-    mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=_timeout())  # type: ignore[no-untyped-call]
+    mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=world_timeout())  # type: ignore[no-untyped-call]
     return mine  # type: ignore[no-any-return]
 
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
+from shardwright.lower.devices import world_timeout
 from shardwright.lower.parallel import ParallelModule
 from shardwright.plan import Plan
 from shardwright.train import state
@@ -41,9 +41,6 @@ NAME = re.compile(r"step-(\d+)")
 
 # That one process saves or loads on its own, also in a thread, is no mistake here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
-# A rank waits in the group of the checkpoints while others write their files.
-WRITE_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,8 @@ class Checkpoints:
         )
         self.wait()
         if dist.is_initialized() and self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+            # Ranks also wait in it while others write their files.
+            self._group = dist.new_group(backend="gloo", timeout=world_timeout())
         if not dist.is_initialized() or dist.get_rank() == 0:
             _clear_leftovers(self.folder)
         if self._group is not None:
