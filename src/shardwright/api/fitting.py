@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwright.api.options import AUTO_RECOMPUTE, Options
+from shardwright.api.options import AUTO_RECOMPUTE, MEM_COEFFS, Options
 from shardwright.cost.memory import Memory, StageMemory, binary, memory
 from shardwright.cost.schedule import check_pipelining
 from shardwright.decided import LEVELS, Decided, OptimizerParallel
@@ -40,7 +40,7 @@ class Attempt:
         words = [
             f"hsdp {sharding.level}" if sharding is not None else "",
             "recompute" if self.recompute else "",
-            f"mem_coeff={self.options.mem_coeff:g}" if self.options.of_search else "",
+            f"mem_coeff={self.options.coefficient:g}" if self.options.of_search else "",
             f"{asked.stages} stages" if asked.stages != 1 else "",
         ]
         return ", ".join(word for word in words if word) or "as asked"
@@ -50,16 +50,22 @@ def within_memory(options: Options, decide: Decide) -> Plan:
     """The plan that `options` ask for if it fits into their memory limit, else the first that does
     after these changes, each on top of those before: parameters and optimizer state are stored
     sharded (`level1` to `level3`), operators are computed again, `mem_coeff` grows, there are more
-    stages. With `recompute="auto"`, operators are computed again first.
+    stages. With `recompute="auto"`, operators are computed again first. With `mem_coeff="auto"` it
+    is the smallest with which the plan fits without other changes; where there is none, the changes
+    begin with the smallest.
 
     Raises:
         MemoryLimitError: if none fits; says the smallest limit that would do.
     """
-    if options.limit is None:
+    limit = options.limit
+    if limit is None:
         return decide(options)
     best: tuple[Memory, Attempt] | None = None
     seen: list[tuple[Any, ...]] = []
-    for attempt in _attempts(options):
+    coefficients = MEM_COEFFS if options.has_auto_mem_coeff else ()
+    if coefficients:
+        options = replace(options, mem_coeff=coefficients[0], memory_limit=limit)
+    for attempt in _attempts(options, coefficients[1:]):
         try:
             plan = decide(attempt.options)
         except (PlanError, StrategyError):
@@ -71,8 +77,8 @@ def within_memory(options: Options, decide: Decide) -> Plan:
             continue
         seen.append(needed_by)
         plan, needs = _fitted(plan, attempt)
-        log.info("%s: %s of %s", attempt, binary(needs.peak), binary(options.limit))
-        if needs.peak <= options.limit:
+        log.info("%s: %s of %s", attempt, binary(needs.peak), binary(limit))
+        if needs.peak <= limit:
             return plan
         if best is None or needs.peak < best[0].peak:
             best = needs, attempt
@@ -97,11 +103,13 @@ def _fitted(plan: Plan, attempt: Attempt) -> tuple[Plan, Memory]:
     return changed_plan(plan, fitted.decided, cluster), fitted.memory
 
 
-def _attempts(options: Options) -> Iterator[Attempt]:
+def _attempts(options: Options, coefficients: Sequence[float]) -> Iterator[Attempt]:
     first = options.recompute == AUTO_RECOMPUTE
     yield Attempt(options, False)
     if first:
         yield Attempt(options, True)
+    for coefficient in coefficients:
+        yield Attempt(replace(options, mem_coeff=coefficient), first)
     stored = options
     for stored in _more_sharded(options):
         yield Attempt(stored, first)
@@ -124,7 +132,7 @@ def _more_sharded(options: Options) -> Iterator[Options]:
 def _larger_mem_coeff(options: Options) -> Iterator[Options]:
     if "mem_coeff" not in options.of_search:
         return
-    coefficient = options.mem_coeff * FACTOR
+    coefficient = options.coefficient * FACTOR
     while coefficient <= LARGEST_MEM_COEFF:
         yield replace(options, mem_coeff=coefficient)
         coefficient *= FACTOR

@@ -23,7 +23,11 @@ from shardwright.strategy import DatasetStrategy, check_dataset_strategy
 
 MB = 2**20
 
-AUTO_RECOMPUTE = "auto"
+AUTO_RECOMPUTE = AUTO_MEM_COEFF = "auto"
+
+MEM_COEFFS = tuple(0.1 * 4.0**power for power in range(-2, 9))
+"""Values of `mem_coeff` that are tried, from 0.00625 to 6553.6. Below them even reducing the
+gradients of a small layer looks too dear to cut anything; above them nothing changes any more."""
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 """In which parameters and inputs in single precision may be computed."""
@@ -40,7 +44,7 @@ class Options:
 
     devices: int
     mode: str = "recursive_programming"
-    mem_coeff: float = 0.1
+    mem_coeff: float | str = 0.1
     cost_model: str | None = None
     cluster: Cluster | str | Path | None = None
     order: str = "weight"
@@ -65,9 +69,12 @@ class Options:
         ):
             if given not in valid:
                 raise StrategyError(f"{what}={given!r}: valid are {', '.join(valid)}")
-        for what, number in (("mem_coeff", self.mem_coeff), ("bucket_mb", self.bucket_mb)):
-            if not isinstance(number, int | float) or isinstance(number, bool) or not number > 0:
-                raise StrategyError(f"{what}={number!r}: must be a positive number")
+        if not self.has_auto_mem_coeff and not _is_positive(self.mem_coeff):
+            raise StrategyError(
+                f"mem_coeff={self.mem_coeff!r}: must be a positive number, or {AUTO_MEM_COEFF!r}"
+            )
+        if not _is_positive(self.bucket_mb):
+            raise StrategyError(f"bucket_mb={self.bucket_mb!r}: must be a positive number")
         _check_memory(self.memory_limit, self.recompute)
         check_dataset_strategy(self.dataset_strategy)
         if self.mode == "exact" and self.cost_model == "symbolic":
@@ -83,6 +90,13 @@ class Options:
             object.__setattr__(self, "cluster", load_cluster(LOCAL))
         # Its own checks are made once, here.
         object.__setattr__(self, "hsdp", _sharding(self.hsdp))
+        if self.has_auto_mem_coeff and not self.weighs_memory:
+            object.__setattr__(self, "mem_coeff", MEM_COEFFS[0])
+        if self.has_auto_mem_coeff and self.limit is None:
+            raise StrategyError(
+                f"mem_coeff={AUTO_MEM_COEFF!r} is the smallest that fits into memory: give a"
+                " memory_limit, as in '24GiB', or a cluster, whose devices have one"
+            )
 
     def captured(self, net: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Graph:
         """The graph of a model for one micro-batch; a graph that is given as it is.
@@ -113,7 +127,8 @@ class Options:
         if self.memory_limit is not None:
             return _bytes(self.memory_limit)
         if self.recompute is None:
-            return None
+            known = self.has_auto_mem_coeff and self.cluster is not None
+            return int(self.on.device.memory) if known else None
         if self.cluster is None:
             raise StrategyError(
                 f"recompute={self.recompute!r} fits a plan into memory: give a memory_limit, as in"
@@ -122,9 +137,25 @@ class Options:
         return int(self.on.device.memory)
 
     @property
+    def has_auto_mem_coeff(self) -> bool:
+        """Whether `mem_coeff` is to be chosen."""
+        return self.mem_coeff == AUTO_MEM_COEFF
+
+    @property
+    def weighs_memory(self) -> bool:
+        """Whether the mode is a search that `mem_coeff` guides."""
+        return self.mode in ("recursive_programming", "exact")
+
+    @property
+    def coefficient(self) -> float:
+        """`mem_coeff`, where it is not to be chosen."""
+        assert not isinstance(self.mem_coeff, str)
+        return self.mem_coeff
+
+    @property
     def of_search(self) -> dict[str, Any]:
         """What the search of the mode takes."""
-        if self.mode not in ("recursive_programming", "exact"):
+        if not self.weighs_memory:
             return {}
         model = {"cost_model": self.cost_model}
         if self.cost_model == "symbolic":
@@ -143,7 +174,7 @@ class Options:
             return None
         return Pricing(
             self.on,
-            self.mem_coeff,
+            self.coefficient,
             stages=pipeline.stages,
             micro_batches=pipeline.micro_batches,
             sharding=self.sharding,
@@ -169,6 +200,10 @@ def _bytes(limit: int | str) -> int | None:
 
 def _is_count(given: Any) -> bool:
     return isinstance(given, int) and not isinstance(given, bool) and given >= 1
+
+
+def _is_positive(given: Any) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool) and given > 0
 
 
 def _sharding(given: Any) -> OptimizerParallel | None:

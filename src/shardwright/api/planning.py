@@ -40,7 +40,7 @@ def plan(
     *,
     devices: int,
     mode: str = "recursive_programming",
-    mem_coeff: float = 0.1,
+    mem_coeff: float | Literal["auto"] = 0.1,
     cost_model: str | None = None,
     cluster: Cluster | str | Path | None = None,
     order: str = "weight",
@@ -70,7 +70,8 @@ def plan(
             `shard` has pinned outwards, with the least redistribution), `semi_auto` (operators
             that `shard` has pinned as pinned, all others along the batch), `data_parallel`
             (everything follows the batch) or `stand_alone` (nothing is cut).
-        mem_coeff: small values favour data parallel, large ones model parallel.
+        mem_coeff: small values favour data parallel, large ones model parallel. `auto` is the
+            smallest that fits `memory_limit`, or the memory of the devices of the cluster.
         cost_model: `symbolic`, the relative costs of the published search, or `time`, the seconds
             of a step on a cluster; by default `time` where a cluster is named.
         cluster: `local` (this machine), a built-in one (`h100`, `ascend910b`, …), or a YAML file.
