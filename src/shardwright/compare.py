@@ -119,8 +119,9 @@ class _Course:
         self.net = run.model_to_plan()
         half = torch.bfloat16 if run.config.parallel.compute_dtype == "bfloat16" else None
         self.graph = capture(self.net, run.micro_batch_to_plan(), compute_dtype=half)
-        if run.config.parallel.recompute is not None:
-            mark_recomputed(self.net, run.config.parallel.recompute)
+        parallel = run.config.parallel
+        if parallel.recompute is not None and not parallel.recomputes_as_needed:
+            mark_recomputed(self.net, parallel.recompute)
         data = run.config.data
         assert data.seq_length is not None
         self.tokens = data.batch_size * data.seq_length

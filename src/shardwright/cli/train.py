@@ -66,6 +66,10 @@ def train(
         raise PlanError(f"--elastic {elastic} does not allow {devices} devices")
     logs, run = LogFolder(log_dir), run.on(devices)
     decided = given or run.plan(devices)
+    if world.rank == 0 and plan is None:
+        saved = run.save_strategies(decided)
+        if saved is not None:
+            typer.echo(f"the strategies of the plan are in {saved}", err=True)
     if launched():
         record(_train_one_rank)(run, decided, world, logs)
         return
@@ -111,14 +115,15 @@ class _Ranks:
         return [*command, "--resume"] if resume else command
 
     def planned_for(self, left: int, minimum: int) -> tuple[list[str], int]:
-        """The command with a plan for the largest number of devices, of those `left`, for which
-        there is one; and that number."""
+        """The command with a plan for the largest number of devices, of those `left`, among which
+        there is work to share; and that number."""
         for devices in range(left, minimum, -1):
             try:
                 plan = self.run.plan(devices)
             except (StrategyError, LayoutError):
                 continue
-            break
+            if any(plan.cuts.values()) or plan.pipeline.stages > 1:
+                break
         else:
             plan = self.run.plan(minimum)
         return self.command(plan, self.run.checkpoints() is not None), plan.devices

@@ -40,6 +40,7 @@ from shardwright.train.position import BEGINNING, Position
 from shardwright.train.process_group import World, process_group
 from shardwright.train.steps import Step
 from shardwright.train.trainer import train
+from shardwright.train.weights import load_weights
 
 
 @dataclass(frozen=True)
@@ -112,20 +113,11 @@ class Run:
         return self.on(devices)._planned(devices, files)
 
     def _planned(self, devices: int, files: SavedGraphs | None) -> Plan:
-        model, batch = self.model_to_plan(), self.micro_batch_to_plan()
-        parallel = self.config.parallel
         try:
-            if parallel.strategies is not None:
-                load_strategies(model, self.folder / parallel.strategies)
-            if parallel.expert is not None:
-                pin_expert(model, **parallel.expert.model_dump())
-            if parallel.recompute is not None:
-                mark_recomputed(model, parallel.recompute)
-            half = torch.bfloat16 if parallel.compute_dtype == "bfloat16" else None
-            graph = capture(model, batch, compute_dtype=half)
+            model, graph = self.captured()
             if files is not None:
                 files.graph(graph)
-            found = self._plan(model, graph, devices)
+            found = self.plan_of(model, graph, devices)
         except ShardwrightError as error:
             if files is not None:
                 files.error(error)
@@ -133,6 +125,23 @@ class Run:
         if files is not None:
             files.plan(found)
         return found
+
+    def captured(self) -> tuple[nn.Module, Graph]:
+        """The model with all that the configuration says of its operators, and its graph.
+
+        Raises:
+            ShardwrightError: it cannot be built or captured, or what is said does not fit it.
+        """
+        model, batch = self.model_to_plan(), self.micro_batch_to_plan()
+        parallel = self.config.parallel
+        if parallel.strategies is not None:
+            load_strategies(model, self.folder / parallel.strategies)
+        if parallel.expert is not None:
+            pin_expert(model, **parallel.expert.model_dump())
+        if parallel.recompute is not None and not parallel.recomputes_as_needed:
+            mark_recomputed(model, parallel.recompute)
+        half = torch.bfloat16 if parallel.compute_dtype == "bfloat16" else None
+        return model, capture(model, batch, compute_dtype=half)
 
     def model_to_plan(self) -> nn.Module:
         """A language model needs no memory for its parameters to be planned."""
@@ -151,22 +160,21 @@ class Run:
             batch = self.example_batch()
         return tuple(micro_batch(list(batch), 0, pieces))
 
-    def _plan(self, model: nn.Module, graph: Graph, devices: int) -> Plan:
-        """Operators that an expert has not pinned follow those that are."""
-        parallel, cluster = self.config.parallel, self.config.parallel.cluster
+    def plan_of(self, model: nn.Module, graph: Graph, devices: int) -> Plan:
+        """The plan of what `captured` gave. Operators that an expert has not pinned follow those
+        that are."""
+        parallel = self.config.parallel
         stages: int | Literal["auto"] = parallel.stages
         stage_config = None
         if parallel.expert is not None and isinstance(stages, int) and stages > 1:
             stages, stage_config = 1, expert_stages(model, stages)
-        if cluster is not None and Path(cluster).suffix:
-            cluster = str(self.folder / cluster)
         return plan(
             graph,
             devices=devices,
             mode="sharding_propagation" if parallel.expert is not None else parallel.mode,
             mem_coeff=parallel.mem_coeff,
             cost_model=parallel.cost_model,
-            cluster=cluster,
+            cluster=self.cluster,
             order=parallel.order,
             log_costs=parallel.log_costs,
             stages=stages,
@@ -175,9 +183,16 @@ class Run:
             schedule=parallel.schedule,
             hsdp=None if parallel.hsdp is None else parallel.hsdp.model_dump(),
             memory_limit=parallel.memory_limit,
+            recompute="auto" if parallel.recomputes_as_needed else None,
             optimizer=self.config.optimizer.name,
             stage_config=stage_config,
         )
+
+    @property
+    def cluster(self) -> str | None:
+        """The name of the cluster, or the path of its file."""
+        given = self.config.parallel.cluster
+        return given if given is None or not Path(given).suffix else str(self.folder / given)
 
     def example_batch(self) -> tuple[Tensor, ...]:
         return next(self.batches.epoch(0))
@@ -190,9 +205,12 @@ class Run:
     def check_resumes(self) -> None:
         """Raises:
         CheckpointError: the run is to start anew, but its folder holds the checkpoints of another;
-            or it is to go on, but keeps none.
+            or it is to go on, but keeps none; or there is nothing at `train.load`.
         """
         checkpoints = self.checkpoints()
+        weights = self._weights
+        if weights is not None and not weights.exists():
+            raise CheckpointError(f"train.load: {weights}: there is no such file or folder")
         if self.resumes and checkpoints is None:
             raise CheckpointError(
                 "there is nothing to resume: the key train.checkpoint is not given, for example "
@@ -238,9 +256,7 @@ class Run:
         with process_group(world, timeout) as device, self._saving() as checkpoints:
             net = parallelize(self.model().to(device), plan, device)
             optimizer = self.optimizer(net.parameters())
-            start = BEGINNING
-            if checkpoints is not None and self.resumes and checkpoints.newest() is not None:
-                start = checkpoints.load(net, optimizer)
+            start = self._start(net, optimizer, checkpoints)
             on_start(start)
 
             def after_step(place: Position) -> None:
@@ -260,6 +276,32 @@ class Run:
                 rate=self._rate(),
                 clip_norm=self.config.optimizer.clip_norm,
             )
+
+    def _start(
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, checkpoints: Checkpoints | None
+    ) -> Position:
+        """Where the run goes on: after its newest checkpoint; else at the beginning, with the
+        weights that it is told to load."""
+        if checkpoints is not None and self.resumes and checkpoints.newest() is not None:
+            return checkpoints.load(net, optimizer)
+        if self._weights is not None:
+            load_weights(net, self._weights)
+        return BEGINNING
+
+    @property
+    def _weights(self) -> Path | None:
+        given = self.config.train.load
+        return None if given is None else self.folder / given
+
+    def save_strategies(self, plan: Plan) -> Path | None:
+        """Writes the strategies of `plan` where the configuration says; None where it does not."""
+        given = self.config.parallel.save_strategies
+        if given is None:
+            return None
+        path = self.folder / given
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plan.save_strategies(path)
+        return path
 
     def _saving(self) -> AbstractContextManager[Checkpoints | None]:
         return self.checkpoints() or nullcontext()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -12,6 +13,19 @@ Count = Annotated[int, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
 # "package.module:callable", imported from the configuration's folder first.
 Target = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+
+
+def _coefficient(given: Any) -> float | str:
+    if given == "auto":
+        return "auto"
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not number or not 0 < given < inf:
+        raise ValueError(f"expected a positive number, or auto, got {given!r}")
+    return float(given)
+
+
+# One error for both of what it may be.
+MemCoeff = Annotated[float | Literal["auto"], PlainValidator(_coefficient)]
 
 
 class Section(BaseModel):
@@ -168,12 +182,26 @@ class Recompute(Section):
     """What is computed again in the backward pass; the arguments of `shardwright.recompute`.
 
     `modules` are paths; where none is given it is every block of a language model. With `operators`
-    only those of these kinds are computed again.
+    only those of these kinds are computed again. The word `auto` in place of the section is as much
+    as the memory limit asks for.
     """
+
+    auto: bool = False
 
     modules: list[str] | None = None
     operators: list[str] | None = None
     communication: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_word(cls, given: Any) -> Any:
+        return {"auto": True} if given == "auto" else given
+
+    @model_validator(mode="after")
+    def _auto_or_marked(self) -> Self:
+        if self.auto and (self.modules is not None or self.operators is not None):
+            raise ValueError("give either auto, or modules and operators")
+        return self
 
 
 class Parallel(Section):
@@ -183,7 +211,7 @@ class Parallel(Section):
         "recursive_programming", "sharding_propagation", "semi_auto", "data_parallel", "stand_alone"
     ] = "recursive_programming"
     strategies: str | None = None
-    mem_coeff: Positive = 0.1
+    mem_coeff: MemCoeff = 0.1
     cost_model: Literal["symbolic", "time"] | None = None
     cluster: str | None = None
     order: Literal["weight", "topology"] = "weight"
@@ -197,6 +225,12 @@ class Parallel(Section):
     recompute: Recompute | None = None
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     memory_limit: Count | str | None = None
+    save_strategies: str | None = None
+
+    @property
+    def recomputes_as_needed(self) -> bool:
+        """Whether what is computed again follows from the memory limit."""
+        return self.recompute is not None and self.recompute.auto
 
     @model_validator(mode="after")
     def _expert_where_used(self) -> Self:
@@ -228,6 +262,7 @@ class Train(Section):
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     checkpoint: Checkpoint | None = None
     resume: bool = False
+    load: str | None = None
     timeout_seconds: Positive = 600.0
 
 
@@ -254,6 +289,7 @@ class Config(Section):
         if self.parallel.expert is not None and not self.model.is_language_model:
             raise ValueError("parallel.expert is for language models, not for a target")
         again = self.parallel.recompute
-        if again is not None and again.modules is None and not self.model.is_language_model:
+        marks = again is not None and not again.auto and again.modules is None
+        if marks and not self.model.is_language_model:
             raise ValueError("parallel.recompute needs the key modules where the model is a target")
         return self

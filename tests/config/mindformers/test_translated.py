@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from config.mindformers.files import run_of, small
+from shardwright.api.options import MEM_COEFFS
 from shardwright.cli import app
 from shardwright.config import Run
 from shardwright.config.mindformers import translated
@@ -58,6 +60,39 @@ def test_a_file_is_planned_for_the_devices_that_there_are(tmp_path: Path, search
     assert (plan.devices, plan.mode) == (8, "recursive_programming")
     assert plan.graph is not None
     assert plan.graph.input_values[0].shape == (8, 32)
+
+
+def test_what_is_loaded_and_saved_has_its_place() -> None:
+    saved = [{"type": "CheckpointMonitor", "save_checkpoint_steps": 10}]
+    tuned = run_of(load_checkpoint="old", run_mode="finetune", callbacks=saved)
+    config = translated(tuned, "run.yaml", devices=8)
+    assert (config.train.load, config.train.resume) == ("old", False)
+    assert config.train.checkpoint is not None and config.train.checkpoint.folder == "output"
+    resumed = run_of(load_checkpoint="old", resume_training=True, callbacks=saved)
+    train = translated(resumed, "run.yaml", devices=8).train
+    assert train.checkpoint is not None
+    assert (train.load, train.resume, train.checkpoint.folder) == (None, True, "old")
+    named = run_of(parallel__strategy_ckpt_save_file="./strategy.ckpt")
+    config = translated(named, "run.yaml", devices=8)
+    assert config.parallel.save_strategies == "./strategy.ckpt"
+    assert "./strategy.ckpt is written as JSON, the strategies of the plan" in named.notes
+
+
+def test_mem_coeff_auto_is_the_smallest_that_fits_the_memory_of_a_device(tmp_path: Path) -> None:
+    changes = {"parallel_config__mem_coeff": "auto", "context__max_device_memory": "1GB"}
+    plan = Run.from_file(written(tmp_path, **changes)).plan(devices=8)
+    assert plan.options["mem_coeff"] == MEM_COEFFS[0]
+
+
+@pytest.mark.parametrize("cluster", [None, "h100"])
+def test_a_batch_that_does_not_divide_ends_in_a_plan_that_works(
+    tmp_path: Path, cluster: str | None
+) -> None:
+    run = Run.from_file(written(tmp_path))
+    parallel = run.config.parallel.model_copy(update={"cluster": cluster})
+    run = replace(run, config=run.config.model_copy(update={"parallel": parallel}))
+    plan = run.plan(devices=7)
+    assert (plan.devices, plan.bytes) == (7, 0)
 
 
 def test_an_experts_numbers_become_pins(tmp_path: Path) -> None:

@@ -54,6 +54,9 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
     keys, notes = Keys(content, "", file), list[str]()
     made = model(keys, notes)
     ways = parallelism(keys, made.sizes, notes)
+    strategy_file = _strategy_file(keys)
+    if strategy_file:
+        notes.append(f"{strategy_file} is written as JSON, the strategies of the plan")
     found = LanguageRun(
         name=keys.section("trainer").text("model_name", made.sizes.family),
         model=made,
@@ -62,7 +65,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         training=training(keys),
         memory_limit=keys.section("context").size("max_device_memory"),
         dataset=keys.section("train_dataset").section("data_loader").text("dataset_dir"),
-        strategy_file=_strategy_file(keys),
+        strategy_file=strategy_file,
         notes=tuple(notes),
         unused=(),
     )

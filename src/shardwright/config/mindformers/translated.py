@@ -37,6 +37,7 @@ def translated(run: LanguageRun, file: str, devices: int) -> Config:
             **_kept(run),
             **_computed(run.model),
             "memory_limit": run.memory_limit,
+            "save_strategies": run.strategy_file or None,
         },
         "train": _train(run.training, run.model.param_dtype),
     }
@@ -121,11 +122,14 @@ def _train(training: Training, dtype: str) -> dict[str, Any]:
         "seed": training.seed,
         "dtype": dtype,
         "resume": training.resume,
+        "load": None if training.resume else training.load_checkpoint or None,
     }
     kept = training.checkpoints
+    if training.resume:
+        found["checkpoint"] = {"folder": training.load_checkpoint}
     if kept is not None:
         found["checkpoint"] = {
-            "folder": kept.folder,
+            "folder": training.load_checkpoint if training.resume else kept.folder,
             "every": kept.every,
             "keep": kept.keep,
             "async": kept.asynchronous,

@@ -1,0 +1,75 @@
+"""Keys that take a word in place of a number or a section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright.config import Run, parse
+from shardwright.errors import CheckpointError, ConfigError, StrategyError
+
+MODEL = "model: {name: llama2_7b_tiny}\ndata: {name: text, seq_length: 32, batch_size: 8}\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    text = f"{MODEL}train: {{load: weights.pt}}\nparallel: {{save_strategies: out/cuts.json}}\n"
+    (tmp_path / "run.yaml").write_text(text)
+    return Run.from_file(tmp_path / "run.yaml")
+
+
+def test_mem_coeff_is_a_positive_number_or_auto() -> None:
+    found = [
+        parse(f"{MODEL}parallel: {{mem_coeff: {each}}}").parallel.mem_coeff
+        for each in ("2", "1e-3", "auto")
+    ]
+    assert found == [2.0, 0.001, "auto"]
+    for wrong in ("0", "none", "[1]", "true"):
+        with pytest.raises(ConfigError, match="mem_coeff: expected a positive number, or auto"):
+            parse(f"{MODEL}parallel: {{mem_coeff: {wrong}}}")
+
+
+def test_recompute_is_a_section_or_auto() -> None:
+    assert parse(f"{MODEL}parallel: {{recompute: auto}}").parallel.recomputes_as_needed
+    assert not parse(f"{MODEL}parallel: {{recompute: {{}}}}").parallel.recomputes_as_needed
+    with pytest.raises(ConfigError, match="recompute: expected keys with values, got 'all'"):
+        parse(f"{MODEL}parallel: {{recompute: all}}")
+    with pytest.raises(ConfigError, match="give either auto, or modules and operators"):
+        parse(f"{MODEL}parallel: {{recompute: {{auto: true, operators: [silu]}}}}")
+
+
+def test_recompute_auto_asks_the_plan_to_fit_into_memory(tmp_path: Path) -> None:
+    def planned(parallel: str) -> sw.Plan:
+        file = tmp_path / "run.yaml"
+        file.write_text(f"{MODEL}parallel: {{mode: data_parallel, {parallel}}}\n")
+        return Run.from_file(file).plan(devices=2)
+
+    assert planned("recompute: {}").recompute
+    assert not planned("recompute: auto, memory_limit: 1GB").recompute
+    with pytest.raises(StrategyError, match="recompute='auto' fits a plan into memory"):
+        planned("recompute: auto")
+
+
+def test_weights_are_loaded_before_the_first_step(run: Run) -> None:
+    with pytest.raises(CheckpointError, match=r"train.load: .*weights.pt: there is no such file"):
+        run.check_resumes()
+    torch.manual_seed(5)
+    given = run.model()
+    with torch.no_grad():
+        for parameter in given.parameters():
+            parameter.add_(1.0)
+    sw.save_state_dict(given, run.folder / "weights.pt")
+    run.check_resumes()
+    net = run.model()
+    run._start(net, torch.optim.SGD(net.parameters()), None)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, given.state_dict()[name]), name
+
+
+def test_the_strategies_of_the_plan_are_saved_where_it_says(run: Run) -> None:
+    path = run.save_strategies(run.plan(devices=2))
+    assert path == run.folder / "out/cuts.json"
+    assert "lm_head" in path.read_text()
