@@ -37,6 +37,10 @@ class DeferredError(ShardwrightError):
     """A parameter made inside `no_init_parameters` that has no values yet, or cannot get them."""
 
 
+class IndivisibleError(StrategyError):
+    """No size of the model is divisible by the number of devices."""
+
+
 class MemoryLimitError(ShardwrightError):
     """A model that does not fit into the memory of its devices, whatever is done.
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardwright.errors import StrategyError
+from shardwright.errors import IndivisibleError, StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.rules.rule import Cuts
 from shardwright.search.exact import search_exactly
@@ -31,14 +31,19 @@ def _recursive(graph: Graph, fixed: Fixed, options: Mapping[str, Any]) -> Mappin
             outputs=fixed.outputs,
             arrivals=options["arrivals"],
         )
-    return search(
-        graph,
-        fixed.mesh,
-        pinned=fixed.cuts,
-        mem_coeff=options["mem_coeff"],
-        order=options["order"],
-        log_costs=options["log_costs"],
-    )
+    try:
+        return search(
+            graph,
+            fixed.mesh,
+            pinned=fixed.cuts,
+            mem_coeff=options["mem_coeff"],
+            order=options["order"],
+            log_costs=options["log_costs"],
+        )
+    except IndivisibleError as error:
+        # A plan that works on any number of devices, as the search by time finds it.
+        logger.warning("every device computes the whole: %s", error)
+        return {}
 
 
 def _exact(graph: Graph, fixed: Fixed, options: Mapping[str, Any]) -> Mapping[str, Cuts]:

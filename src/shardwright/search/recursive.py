@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shardwright.cost.symbolic import IMPOSSIBLE, cut_cost, no_cut_cost, redistribution_cost
-from shardwright.errors import StrategyError
+from shardwright.errors import IndivisibleError, StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout
 from shardwright.search.indexed import NO_CUT, IndexedGraph, OpKind, index_graph
@@ -82,7 +82,9 @@ def search(
 
     Raises:
         StrategyError: `mem_coeff` is not positive, `order` or a pinned operator is unknown, or
-            there are several devices and no operator has a dimension that they divide.
+            there are several devices and no operator can be cut at all.
+        IndivisibleError: there are several devices, and no operator has a dimension that they
+            divide.
     """
     _check(graph, mem_coeff, order, pinned or {})
     indexed = index_graph(graph)
@@ -96,7 +98,7 @@ def search(
     # Axes of a pinned operator may stand in another order than the one in which they are decided.
     cuts.update({name: dict(factors) for name, factors in (pinned or {}).items() if factors})
     if not cuts and not pins and mesh.num_devices > 1 and not recursion.had_a_choice:
-        raise StrategyError(_nothing_divides(indexed, mesh))
+        raise _nothing_divides(indexed, mesh)
     return cuts
 
 
@@ -261,10 +263,10 @@ def _check(
         raise StrategyError(f"pinned operators that the model does not have: {', '.join(unknown)}")
 
 
-def _nothing_divides(indexed: IndexedGraph, mesh: Layout) -> str:
+def _nothing_divides(indexed: IndexedGraph, mesh: Layout) -> StrategyError:
     devices = mesh.num_devices
     if not any(limit > 1 for kind in indexed.kinds for limit in kind.limits):
-        return (
+        return StrategyError(
             f"none of the {len(indexed.names)} operators can be cut at all:"
             " none has a sharding rule with a dimension greater than 1"
         )
@@ -272,9 +274,11 @@ def _nothing_divides(indexed: IndexedGraph, mesh: Layout) -> str:
     where = f"nothing can be cut over {devices} devices ({sizes})"
     others = "no matrix product or other operator with a cost has a dimension that they divide"
     if indexed.batch_size is None:
-        return f"{where}: {others}, and the model has no tensor input that has a batch"
+        return IndivisibleError(
+            f"{where}: {others}, and the model has no tensor input that has a batch"
+        )
     valid = " or ".join(map(str, nearest_multiples(indexed.batch_size, devices)))
-    return (
+    return IndivisibleError(
         f"{where}: the batch size {indexed.batch_size} is not divisible, and {others};"
         f" valid is for example a batch size of {valid}"
     )
