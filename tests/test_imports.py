@@ -31,7 +31,7 @@ ORDER = [
     ["train"],
     ["models"],
     ["config"],
-    ["compare"],
+    ["compare", "tune"],
     ["__init__"],
     ["cli"],
     ["__main__"],

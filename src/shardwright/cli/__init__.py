@@ -1,6 +1,6 @@
 """The command `shardwright`: each of its commands reads its arguments and calls the library."""
 
-from shardwright.cli import calibrate, check, compare, launch, plan, train
+from shardwright.cli import calibrate, check, compare, launch, plan, train, tune
 from shardwright.cli.app import app, main
 
-__all__ = ["app", "calibrate", "check", "compare", "launch", "main", "plan", "train"]
+__all__ = ["app", "calibrate", "check", "compare", "launch", "main", "plan", "train", "tune"]
