@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import shardwright as sw
 from benchmarks.allocations import peak_of_second_step
@@ -31,14 +29,11 @@ def main(file: str, *names: str) -> None:
 
 def peak(case: Case) -> int:
     """Bytes of this process' tensors when the second step needs most."""
-    model = [case.model()]
-    net, args, kwargs = model[0]
-    plan = sw.plan(net, args, kwargs, devices=dist.get_world_size(), **case.options)
-    del net
+    plan = case.plan(dist.get_world_size())
 
     def prepare() -> Callable[[], None]:
-        mine, args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, model.pop())
-        parallel = sw.parallelize(mine, plan, "cpu")
+        net, args, kwargs = case.model()
+        parallel = sw.parallelize(net, plan, "cpu")
         optimizer = case.optimizer([p for p in parallel.parameters() if p is not None])
 
         def step() -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmarks.allocations import peak_of_second_step
-from torch.utils import _pytree as pytree
 
 import shardwright as sw
 from models import Model, bert, encoder, gpt2, llama, mlp, resnet
@@ -27,10 +26,10 @@ def of_plan(plan: sw.Plan, optimizer: str = "adamw") -> Memory:
 
 def measured(model: Model, plan: sw.Plan, optimizer: type[torch.optim.Optimizer]) -> int:
     """The peak of the second step on one device, in this process."""
-    net, *example = model
+    net, args, kwargs = model
 
     def prepare() -> Callable[[], None]:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, example)
+        inputs = [t.clone() for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
         parallel = sw.parallelize(net, plan, "cpu")
         updating = optimizer(parallel.parameters(), lr=1e-3)
 
@@ -38,6 +37,7 @@ def measured(model: Model, plan: sw.Plan, optimizer: type[torch.optim.Optimizer]
             parallel.train_step(*args, **kwargs)
             updating.step()
             updating.zero_grad()
+            assert inputs
 
         return step
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console
@@ -57,6 +57,11 @@ class StageMemory:
         moment: when that is.
     """
 
+    NAMES: ClassVar[tuple[str, ...]] = (
+        *("parameters", "optimizer", "gradients", "gathered"),
+        *("activations", "inputs", "temporary"),
+    )
+
     stage: int
     parameters: int
     optimizer: int
@@ -70,15 +75,7 @@ class StageMemory:
     @property
     def peak(self) -> int:
         """All of them together."""
-        return (
-            self.parameters
-            + self.optimizer
-            + self.gradients
-            + self.gathered
-            + self.activations
-            + self.inputs
-            + self.temporary
-        )
+        return sum(getattr(self, name) for name in self.NAMES)
 
 
 @dataclass(frozen=True)
@@ -106,22 +103,16 @@ class Memory:
         return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
-COLUMNS = (
-    *("parameters", "optimizer", "gradients", "gathered", "activations", "inputs", "temporary"),
-    "peak",
-)
-
-
 def memory_table(memory: Memory) -> Table:
     """One row for each stage."""
     title = f"Memory of one device at its peak, with {memory.optimizer}"
     shown = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     shown.add_column("stage")
-    for column in COLUMNS:
+    for column in (*StageMemory.NAMES, "peak"):
         shown.add_column(column, justify="right", no_wrap=True)
     shown.add_column("when")
     for stage in memory.stages:
-        sizes = (binary(getattr(stage, column)) for column in COLUMNS)
+        sizes = (binary(getattr(stage, name)) for name in (*StageMemory.NAMES, "peak"))
         shown.add_row(str(stage.stage), *sizes, stage.moment)
     return shown
 

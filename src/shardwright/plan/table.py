@@ -74,7 +74,7 @@ def summary(plan: Plan, every: bool = False) -> list[str]:
         f"each device sends {size(plan.forward_bytes)} forward and {size(plan.backward_bytes)} "
         f"backward a step, and keeps {size(plan.parameter_bytes)} of parameters",
     ]
-    lines += [*_pipeline(plan), *_seconds(plan), *_again(plan), *_idle(plan)]
+    lines += [*_pipeline(plan), *_seconds(plan), *_again(plan), *_needs(plan), *_idle(plan)]
     silent = sum(not _tells(row) for row in plan.operators)
     if silent and not every:
         lines.append(
@@ -121,6 +121,26 @@ def _seconds(plan: Plan) -> Iterable[str]:
             f" {seconds(step.computation)}, communication that it waits for"
             f" {seconds(step.communication)}{bubble}"
         )
+
+
+def _needs(plan: Plan) -> Iterable[str]:
+    """How much memory a device of each stage needs, where the plan has its graph to find it out."""
+    if plan.graph is None or not plan.training:
+        return
+    several = len(plan.memory.stages) > 1
+    for stage in plan.memory.stages:
+        sizes = ((getattr(stage, name), name) for name in stage.NAMES)
+        parts = ", ".join(
+            f"{name} {size(number)}" for number, name in sorted(sizes, reverse=True) if number
+        )
+        who = f"each device of stage {stage.stage}" if several else "each device"
+        yield (
+            f"{who} needs {size(stage.peak)} at most in a training step with"
+            f" {plan.memory.optimizer}: {parts}"
+        )
+    if several:
+        bubbles = plan.timeline().bubble
+        yield f"stages wait for {bubbles:.1%} of the time, if operations say how long parts take"
 
 
 def _again(plan: Plan) -> Iterable[str]:

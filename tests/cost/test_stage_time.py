@@ -1,0 +1,58 @@
+"""Timelines of plans: parts take as long as their operations, or as a cluster says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright.cost.cluster import load_cluster
+from shardwright.errors import PlanError
+
+
+@pytest.fixture(scope="module")
+def plan() -> sw.Plan:
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+        x = torch.empty(4096, 1024)
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x).mean()
+
+    return sw.plan(Mean(), (x,), devices=2, mode="stand_alone", stages=2, micro_batches=4)
+
+
+def test_equal_parts_wait_as_the_literature_says(plan: sw.Plan) -> None:
+    # 1F1B of two stages and four micro-batches. The first part has one gradient less to compute.
+    assert plan.timeline().bubble == pytest.approx(1 / 5, abs=0.05)
+    forward = plan.timeline().stages[0][0]
+    assert forward.end == pytest.approx(2 * 2 * 1024 * 1024 * 1024 / 1e9)
+
+
+def test_on_a_cluster_actions_take_seconds_and_messages_take_time(plan: sw.Plan) -> None:
+    line = plan.timeline(load_cluster("h100"))
+    first, second = (spans[0] for spans in line.stages)
+    assert 0 < first.end < 1e-3
+    assert second.start > first.end
+    assert 0 < line.bubble < 0.5
+
+
+def test_the_text_of_a_plan_says_what_each_stage_needs_and_waits(plan: sw.Plan) -> None:
+    text = str(plan)
+    for part in ("each device of stage 0 needs", "each device of stage 1 needs", "stages wait for"):
+        assert part in text
+
+
+def test_a_plan_from_a_file_has_nothing_to_rehearse(plan: sw.Plan) -> None:
+    loaded = sw.Plan.from_json(plan.to_json())
+    assert "needs" not in str(loaded)
+    with pytest.raises(PlanError, match="has no graph to rehearse"):
+        loaded.timeline()
+    with pytest.raises(PlanError, match="has no graph to rehearse"):
+        _ = loaded.memory
