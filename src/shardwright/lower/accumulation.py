@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwright.decided import Decided
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph
+from shardwright.lower.collectives import wait
 from shardwright.lower.devices import Devices
 from shardwright.lower.loss_weights import LossWeights, arrival_axes
 from shardwright.lower.micro_batches import micro_batch
@@ -38,7 +39,8 @@ class Accumulation:
             raise PlanError("the model returns no loss, one number that a gradient starts from")
         self.graph = graph
         self.micro_batches = pipeline.micro_batches
-        self.program = lower(graph, devices, decided, resident=self.micro_batches > 1)
+        resident = self.micro_batches > 1
+        self.program = lower(graph, devices, decided, resident, pending_loss=True)
         self.residents = Residents(self.program)
         self._weights = LossWeights(graph, devices, arrival_axes(graph, decided))
         self._sums = pipeline.loss_reduction == "sum"
@@ -81,7 +83,7 @@ class Accumulation:
         pieces = [micro_batch(leaves, number, count) for number in range(count)]
         self.residents.begin(shards)
         weights = [1.0] * count if self._sums else self._weights(pieces)
-        state, total = dict(buffers), []
+        state, losses = dict(buffers), []
         for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
             parameters = self.residents.tensors()
             outputs, updates = self.program(parameters, state, piece, seed_of(seed, number))
@@ -90,7 +92,8 @@ class Accumulation:
             del outputs
             if loss.requires_grad:
                 loss.backward(torch.ones_like(loss) * weight)  # type: ignore[no-untyped-call]
-            total.append(loss.detach() * weight)
+            losses.append((loss.detach(), weight))
             state.update((b.name, t) for (b, _), t in zip(self.graph.updates, updates, strict=True))
         changed = {name: tensor for name, tensor in state.items() if tensor is not buffers[name]}
-        return torch.stack(total).sum(), changed
+        # All ranks meet here first: no backward pass waits for the loss of others.
+        return torch.stack([wait(loss) * weight for loss, weight in losses]).sum(), changed

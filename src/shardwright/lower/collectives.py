@@ -153,6 +153,12 @@ def bind(step: Step, devices: Devices) -> Conversion:
     )
 
 
+def start_all_reduce(step: Step, devices: Devices) -> Conversion:
+    """As `bind`, for an all-reduce whose result is waited for by who reads it."""
+    group = devices.group(step.axes)
+    return Conversion(lambda x: _c10d.all_reduce(x.contiguous(), "sum", group.name), identity)
+
+
 def _bind_permute(step: Step, devices: Devices) -> Conversion:
     group = devices.group(tuple(sorted(step.axes)))
     to = step.permutation()

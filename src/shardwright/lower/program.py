@@ -20,7 +20,7 @@ from shardwright.decided import Decided
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.lower.bucket_lines import BucketLines
 from shardwright.lower.buckets import BoundBucket
-from shardwright.lower.collectives import bind, reduction
+from shardwright.lower.collectives import bind, reduction, start_all_reduce
 from shardwright.lower.devices import Devices
 from shardwright.lower.random import Seeded, number_of
 from shardwright.lower.recomputation import recompute, recompute_drawing
@@ -85,15 +85,23 @@ class Program:
         return self.source
 
 
-def lower(graph: Graph, devices: Devices, decided: Decided, resident: bool = False) -> Program:
+def lower(
+    graph: Graph,
+    devices: Devices,
+    decided: Decided,
+    resident: bool = False,
+    pending_loss: bool = False,
+) -> Program:
     """The program of this rank for `graph`, split as decided.
 
     Args:
         resident: whether the program reads parameters that `Residents` keep through the
             micro-batches of a step, instead of bringing them from storage to use by itself.
+        pending_loss: whether the sum of the loss over the devices is only started, as its gradient
+            does not need it; it must be waited for before it is read (`collectives.wait`).
     """
     flow = communication(graph, devices.layout, decided)
-    return _Lowering(graph, devices, decided.cuts, flow, resident).program()
+    return _Lowering(graph, devices, decided.cuts, flow, resident, pending_loss).program()
 
 
 @dataclass
@@ -103,6 +111,7 @@ class _Lowering:
     cuts: Mapping[str, Cuts]
     flow: Communication
     resident: bool
+    pending_loss: bool
     ways: BucketLines = field(init=False)
     source: Source = field(default_factory=Source)
     variables: dict[Value, str] = field(default_factory=dict)
@@ -191,12 +200,23 @@ class _Lowering:
         key = (step.kind, step.axes, step.dim, step.to_dim, step.backward)
         if step.kind == "permute":
             key = (*key, step.source.axes, step.target.axes)  # type: ignore[assignment]
-        function = self._bound.setdefault(key, bind(step, self.devices))
+        if self._is_pending_loss(transfer):
+            wanted, key = f"start_{wanted}", ("start", *key)  # type: ignore[assignment]
+            function = self._bound[key] = start_all_reduce(step, self.devices)
+        else:
+            function = self._bound.setdefault(key, bind(step, self.devices))
         conversion = self.source.refer(wanted, function)
         name = self.source.name(transfer.value.name)
         segment = transfer.segment
         self.source.add([name], f"{conversion}({before})", [before], segment=segment)
         self.converted[id(transfer)] = name
+
+    def _is_pending_loss(self, transfer: Transfer) -> bool:
+        loss = self.graph.loss
+        if not self.pending_loss or transfer.value is not loss or self.graph.consumers[loss]:
+            return False
+        route = self.flow.output_routes[loss]
+        return transfer is route[-1] and transfer.step.kind == "all_reduce"
 
     _bound: dict[Any, Any] = field(default_factory=dict)
 
