@@ -1,0 +1,37 @@
+"""Every legal combination of the dimensions of hybrid parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+ROWS, MICRO_BATCHES, STEPS = 8, 4, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    stages: int
+    schedule: str
+    level: str
+    recompute: bool
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        again = "recompute" if self.recompute else "keep"
+        return f"{self.stages}-{self.schedule}-{self.level}-{again}-{self.dtype}"
+
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_v")
+
+CASES = tuple(
+    Case(stages, schedule, level, recompute, dtype)
+    for (stages, schedule), level, recompute, dtype in product(
+        [(1, "1f1b"), *product((2, 4), SCHEDULES)],
+        ("off", "level1", "level2", "level3"),
+        (False, True),
+        ("fp64", "bf16"),
+    )
+)
+"""A single stage has no order of stages. `fp64` computes as stored, in double precision, so that
+equality is meant; `bf16` stores in single precision and computes in bfloat16."""
