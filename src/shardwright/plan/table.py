@@ -138,7 +138,7 @@ def _needs(plan: Plan) -> Iterable[str]:
             f"{who} needs {size(stage.peak)} at most in a training step with"
             f" {plan.memory.optimizer}: {parts}"
         )
-    if several:
+    if several and plan.step is None:
         bubbles = plan.timeline().bubble
         yield f"stages wait for {bubbles:.1%} of the time, if operations say how long parts take"
 
