@@ -123,6 +123,11 @@ class Objective:
             self._streams[key] = self._stream(stream, made, reads)
         return self._streams[key]
 
+    @property
+    def priced(self) -> int:
+        """How many values were priced, between how they are made and read."""
+        return len(self._streams)
+
     def known(self, stream: Stream, cuts: Sequence[Cuts]) -> Cost | None:
         """What `stream` gives, if it was asked for before."""
         return self._streams.get(self._between(stream, cuts)[0])

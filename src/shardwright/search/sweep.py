@@ -11,6 +11,10 @@ from shardwright.search.objective import Cost, Objective
 
 Total = Callable[[Cost], float]
 
+SOUGHT = 500
+"""So many values may be priced between layouts that were not met before: finding conversions takes
+nearly all of a sweep's time."""
+
 WORTH = 1e-4
 """An operator is tried where conversions around it take at least this share of the step."""
 
@@ -24,16 +28,23 @@ def sweep(objective: Objective, cuts: list[Cuts], total: Total, rounds: int, gai
         gain: relative; less is none.
     """
     around = objective.network.streams_of()
+    tried = [
+        _Here(objective, number, node, around[number])
+        for number, node in enumerate(objective.network.nodes)
+        if node.pinned is None and node.kind.factors
+    ]
     whole = objective.cost(cuts)
     best = total(whole)
+    most = objective.priced + SOUGHT
     for _ in range(rounds):
         before = best
-        for number, node in enumerate(objective.network.nodes):
-            if node.pinned is not None or not node.kind.factors:
-                continue
-            here = _Here(objective, number, node, around[number])
+        # Those with most to gain first: of blocks that repeat, the one that stands for most.
+        for here in sorted(tried, key=lambda one: -one.conversions(cuts)):
             if here.conversions(cuts) <= WORTH * best:
                 continue
+            if objective.priced > most:
+                return
+            number = here.number
             rest = whole.plus(here.cost(cuts), -1)
             for other in list(here.changes(cuts)):
                 kept, cuts[number] = cuts[number], other
