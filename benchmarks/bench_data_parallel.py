@@ -1,0 +1,60 @@
+"""Training steps against PyTorch's own parallel modules
+
+A LLaMA of 4 layers (width 256, batch 8 × 128 tokens), forward, backward and SGD update, float32, on
+4 local processes with gloo and one thread each. Ours and PyTorch's are built from the same model in
+the same processes and run in turn, round after round; a step takes as long as its slowest rank.
+*PyTorch / ours* is the median of the ratios within a round, with their quartiles: above 1 where
+ours is faster. `level1` and `level3` are compared with `fully_shard` of each layer, their buckets
+of the size of a layer; tensor parallel cuts the same layers the same way. Goal: at least 1 within
+the quartiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from benchmarks.page import ROOT
+from benchmarks.table import Table
+from benchmarks.timing import Sample
+
+RANKS, ROUNDS = 4, 30
+TIMEOUT = 1800
+
+
+def run() -> list[Table]:
+    table = Table(
+        f"A training step on {RANKS} processes, {ROUNDS} rounds, median (quartiles)",
+        ("ours / PyTorch's", "ours, ms", "PyTorch's, ms", "PyTorch / ours"),
+    )
+    for name, pairs in measured(ROUNDS).items():
+        ours, theirs = (Sample(tuple(values)) for values in zip(*pairs, strict=True))
+        ratio = Sample(tuple(b / a for a, b in pairs))
+        table.add(name, f"{1e3 * ours.median:.0f}", f"{1e3 * theirs.median:.0f}", ratio.ratio())
+        if ratio.quartiles[1] < 1:
+            table.missed.append(f"{name}: {ratio.ratio()} is below 1")
+    return [table]
+
+
+def measured(rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """For each case the seconds of both, round by round.
+
+    Raises:
+        RuntimeError: if the processes fail.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
+    done = subprocess.run(
+        [*launcher, "-m", "benchmarks.data_parallel_ranks", "--rounds", str(rounds)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the processes failed:\n{done.stderr[-4000:]}")
+    found: dict[str, list[tuple[float, float]]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
