@@ -328,13 +328,15 @@ def _like(value: Value, axes: CutAxes, mesh: Layout) -> Tensor:
 
 def may_halve(module: StageModule) -> bool:
     """Whether a backward pass can come in two halves, first of inputs and then of parameters: some
-    input must have a gradient, no bucket join the parameters of operators apart, and no parameter
-    be read twice, as PyTorch would run what lies between the two again."""
+    input must have a gradient, no bucket join the parameters of operators apart, no parameter be
+    read twice, as PyTorch would run what lies between the two again, and no operators be computed
+    again in the backward pass, as each half would do so."""
     part = module.part
     uses = part.graph.consumers
     apart = all(bound.bucket.once for bound in module.program.buckets) and all(
         len(uses[value]) == 1 for value in part.graph.parameters if value.requires_grad
     )
+    apart = apart and not module.program.communication.segments
     return apart and (part.number == 0 or any(v.requires_grad for v in part.arriving))
 
 
