@@ -470,3 +470,16 @@ def test_layouts_without_common_axes_do_not_convert() -> None:
         a.conversion_to(b, (6,))
     with pytest.raises(LayoutError, match="'half' is no dtype"):
         a.conversion_to(a, (6,), "half")
+
+
+def test_gathers_over_outer_axes_come_first_and_reduce_scatters_over_them_last():
+    mesh = Layout((2, 2), ("outer", "inner"))
+    cut = mesh("inner", "outer")
+    whole = mesh.replicated(2)
+    gathers = steps(cut, whole, (8, 8))
+    assert [step.axes for step in gathers] == [(0,), (1,)]
+    assert (gathers[0].source, gathers[-1].target) == (cut, whole)
+    summed = TensorLayout(mesh, ((), ()), partial=frozenset({0, 1}))
+    scatters = steps(summed, cut, (8, 8))
+    assert [step.axes for step in scatters] == [(1,), (0,)]
+    assert (scatters[0].source, scatters[-1].target) == (summed, cut)

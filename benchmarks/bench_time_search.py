@@ -1,0 +1,119 @@
+"""The search by seconds against the joint optimum
+
+Two layers of LLaMA 2 7B of `transformers`, bfloat16, sequence 4096, on four devices. *Bound*: no
+plan takes less (`search/exact.py`: the elimination over all axes together, where readers of one
+value are charged a part each of its conversion). The others are shares of it: the plan of
+`mode="exact"`, of the recursion by seconds (`cost_model="time"`), of the published symbolic costs,
+and data parallel where the batch can be divided. Seconds are those of a step and what kept bytes
+count with `mem_coeff=0.1`. Goal: the recursion within 3% of the bound.
+
+Then the search alone on all layers, CPU time on one core, in a fork of a process that captured the
+graph and nothing else. Goal: under 1 s.
+"""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+
+import torch
+
+from benchmarks.models import llama_2
+from benchmarks.table import Table
+from benchmarks.timing import Sample, cpu_seconds, in_fork
+from shardwright.cost.cluster import load_cluster
+from shardwright.cost.time import TimeModel
+from shardwright.graph.capture import capture
+from shardwright.graph.graph import Graph
+from shardwright.layout import Layout, prime_mesh
+from shardwright.search.exact import search_exactly
+from shardwright.search.network import network
+from shardwright.search.objective import Objective
+from shardwright.search.presets import data_parallel
+from shardwright.search.recursive import CutsOfGraph, search
+from shardwright.search.timed import Pricing, search_by_time
+
+SEQUENCE, DEVICES, MEM_COEFF = 4096, 4, 0.1
+CLUSTERS = ("h100", "ascend910b")
+BATCHES = (1, 8)
+NEAR = 1.03
+"""The recursion's plan may take so many times the bound."""
+
+MODELS = (("7B", 256), ("70B", 1024))
+MANY = (8, 64, 1024)
+PROCESSES = 3
+GOAL = 1.0
+"""Seconds for one search."""
+
+
+def run() -> list[Table]:
+    near = Table(
+        "Plans relative to the lower bound, two layers of LLaMA 2 7B on 4 devices",
+        ("cluster", "batch", "bound, ms", "exact", "by seconds", "symbolic", "data parallel"),
+    )
+    for batch in BATCHES:
+        graph = _captured("7B", batch, 2)
+        for cluster in CLUSTERS:
+            _compare(near, graph, batch, cluster)
+    fast = Table(
+        "The search by seconds alone, in ms, median (smallest–largest)",
+        ("model", "operators", "batch", *(f"{n} devices" for n in MANY)),
+    )
+    for name, batch in MODELS:
+        _time(fast, name, batch)
+    return [near, fast]
+
+
+def _compare(table: Table, graph: Graph, batch: int, cluster: str) -> None:
+    mesh = prime_mesh(DEVICES)
+    pricing = Pricing(load_cluster(cluster), MEM_COEFF)
+    exact = search_exactly(graph, mesh, pricing)
+    plans = {
+        "seconds": search_by_time(graph, mesh, pricing),
+        "symbolic": search(graph, mesh, mem_coeff=MEM_COEFF),
+    }
+    if batch % DEVICES == 0:
+        plans["data parallel"] = data_parallel(graph, mesh)
+    share = {name: total(graph, mesh, pricing, cuts) / exact.bound for name, cuts in plans.items()}
+    parallel = f"{share['data parallel']:.3f}" if "data parallel" in share else "–"
+    table.add(
+        *(cluster, batch, f"{1e3 * exact.bound:.2f}", f"{1 + exact.gap:.3f}"),
+        *(f"{share['seconds']:.3f}", f"{share['symbolic']:.3f}", parallel),
+    )
+    if share["seconds"] > NEAR:
+        table.missed.append(
+            f"{cluster}, batch {batch}: {share['seconds']:.3f} of the bound, above {NEAR}"
+        )
+
+
+def total(graph: Graph, mesh: Layout, pricing: Pricing, cuts: CutsOfGraph) -> float:
+    """What the search by seconds counts for these cuts."""
+    every = network(graph, {}, fold=False)
+    objective = Objective(every, TimeModel(pricing.cluster, mesh))
+    cost = objective.cost([cuts.get(node.op.name, {}) for node in every.nodes])
+    return cost.total(pricing.micro_batches, pricing.kept)
+
+
+def _time(table: Table, name: str, batch: int) -> None:
+    graph = _captured(name, batch, None)
+    pricing = Pricing(load_cluster("h100"), MEM_COEFF)
+    gc.collect()
+    gc.freeze()
+    samples = {}
+    for devices in MANY:
+        one = partial(search_by_time, graph, prime_mesh(devices), pricing)
+        samples[devices] = Sample(
+            tuple(in_fork(partial(cpu_seconds, one)) for _ in range(PROCESSES))
+        )
+    gc.unfreeze()
+    table.add(name, len(graph.ops), batch, *(s.milliseconds() for s in samples.values()))
+    table.missed += [
+        f"{name} on {devices} devices: {sample.median:.2f} s, not under {GOAL} s"
+        for devices, sample in samples.items()
+        if sample.median >= GOAL
+    ]
+
+
+def _captured(name: str, batch: int, layers: int | None) -> Graph:
+    net, args, kwargs = llama_2(name, batch, SEQUENCE, layers)
+    return capture(net.to(torch.bfloat16), args, kwargs)
