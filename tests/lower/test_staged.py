@@ -30,6 +30,7 @@ def output() -> str:
         "check_schedules",
         "check_parameters_in_unusual_places",
         "check_a_loss_before_the_last_stage",
+        "check_own_parts_of_the_batch",
         "check_random_models",
         "check_compiled",
         "check_language_model",
