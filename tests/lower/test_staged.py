@@ -17,7 +17,7 @@ def output() -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=570,
         check=False,
     )
     return done.stdout + done.stderr[-6000:]
