@@ -1,11 +1,11 @@
 """Lines of a program, and those that the backward pass runs again as functions inside it.
 
-    # layers.0: computed again in the backward pass
-    def compute_layers_0(x, layers_0_weight):
-        layers_0 = aten.linear.default(x, layers_0_weight)
-        layers_0_act = aten.gelu.default(layers_0)
-        return layers_0_act
-    layers_0_act = recompute(compute_layers_0, x, layers_0_weight)
+# layers.0: computed again in the backward pass
+def compute_layers_0(x, layers_0_weight):
+    layers_0 = aten.linear.default(x, layers_0_weight)
+    layers_0_act = aten.gelu.default(layers_0)
+    return layers_0_act
+layers_0_act = recompute(compute_layers_0, x, layers_0_weight)
 """
 
 from __future__ import annotations
