@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 from shardwright.graph.graph import Op, Value
 from shardwright.layout import Layout, TensorLayout
 from shardwright.rules import rule_of
-from shardwright.rules.rule import Cuts, Local, Reduction, ShardingRule
+from shardwright.rules.rule import Cuts, Local, Reduce, Reduction, ShardingRule
 
 Index = Callable[[str], int | torch.SymInt]
-Reduce = tuple[Callable[[Tensor], Tensor], ...]
+Reduces = tuple[Reduce, ...]
 
 
 def op_of(target: Any, *args: Any, **kwargs: Any) -> Op:
@@ -162,7 +162,7 @@ class Case:
         tensors: list[Tensor],
         output_gradients: list[Tensor | None],
         index: Index,
-        reduce: Reduce,
+        reduce: Reduces,
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         layouts = self.rule.layouts(mesh, cuts)[1]
         shapes = tuple(
@@ -254,7 +254,7 @@ def _simulated(mesh: Layout) -> Iterator[LocalTensorMode]:
         dist.destroy_process_group()
 
 
-def _all_reduce(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Callable[[Tensor], Tensor]:
+def _all_reduce(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
     axes = {axis for factor in reduction.factors for axis in cuts.get(factor, ())}
     if mesh.size(frozenset(axes)) == 1:
         return lambda tensor: tensor
@@ -273,7 +273,7 @@ def _all_reduce(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Callable[[Ten
             return _reduced(tensor.detach(), reduction.kind, group)
         return _AllReduce.apply(tensor, reduction.kind, group, reduction.varying)
 
-    return reduce
+    return Reduce(reduce, reduce, lambda tensor: tensor)
 
 
 def _reduced(tensor: Tensor, kind: str, group: str) -> Tensor:

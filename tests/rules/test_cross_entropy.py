@@ -8,7 +8,7 @@ from torch.nn import Buffer
 
 from shardwright.graph.functional import cross_entropy
 from shardwright.rules import rule_of
-from shardwright.rules.rule import Local
+from shardwright.rules.rule import Local, Reduce
 
 F64 = torch.float64
 
@@ -124,7 +124,8 @@ def test_a_mean_of_half_precision_does_not_overflow_as_its_sum_would() -> None:
     found = rule_of(op)
     assert found is not None
     assert found.kernel is not None
-    local = Local({"b": 2, "v": 1}, lambda factor: 0, ((),), (lambda count: count * 2,))
+    twice = Reduce(lambda count: count * 2, lambda count: count * 2, lambda count: count)
+    local = Local({"b": 2, "v": 1}, lambda factor: 0, ((),), (twice,))
     term = found.kernel(op, local)(logits[:3], torch.zeros(3, dtype=torch.int64))
     assert term.dtype == torch.float16
     assert term.item() == 2.0e4

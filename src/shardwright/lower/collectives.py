@@ -16,7 +16,6 @@ collectives; one autograd function joins any pair. The gradient of each step is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +25,9 @@ from torch import Tensor
 from shardwright.conversion import Step
 from shardwright.lower.devices import Devices, Group, Index, block
 from shardwright.lower.waiting import place
+from shardwright.rules.rule import Function, Reduce
 
 _c10d = torch.ops._c10d_functional
-
-Function = Callable[[Tensor], Tensor]
 
 
 def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
@@ -176,9 +174,16 @@ def _one_where(devices: Devices, group: Group, position: int) -> Index:
     return devices.per_rank(lambda place: int(block(devices.layout, place, group.axes) == position))
 
 
-def reduction(group: Group, kind: str, varying: bool) -> Function:
+def reduction(group: Group, kind: str, varying: bool) -> Reduce:
     """An all-reduce inside a kernel; its gradient too is all-reduced if it is `varying`."""
+
+    def start(x: Tensor) -> Tensor:
+        return _c10d.all_reduce(x.detach().contiguous(), kind, group.name)  # type: ignore[no-any-return]
+
+    def whole(x: Tensor) -> Tensor:
+        return wait(start(x))
+
     if kind != "sum":
-        return lambda x: all_reduce(x.detach(), group, kind)
+        return Reduce(whole, start, wait)
     backward: Function = (lambda g: all_reduce(g, group)) if varying else identity
-    return Conversion(lambda x: all_reduce(x, group), backward)
+    return Reduce(Conversion(whole, backward), start, wait)

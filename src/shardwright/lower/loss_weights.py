@@ -10,8 +10,9 @@ from torch import Tensor
 
 from shardwright.decided import Decided
 from shardwright.graph.functional import MEAN
-from shardwright.graph.graph import Graph, Kind, Op, Value
+from shardwright.graph.graph import Graph, Op, Value
 from shardwright.graph.interpret import run
+from shardwright.graph.leading import made_of_inputs
 from shardwright.lower.collectives import all_reduce
 from shardwright.lower.devices import Devices
 from shardwright.rules.arguments import arguments
@@ -34,7 +35,7 @@ class LossWeights:
     def __init__(self, graph: Graph, devices: Devices, arrivals: tuple[int, ...] = ()) -> None:
         self._graph, self._devices, self._arrivals = graph, devices, arrivals
         self._target, self._ignored = _counted(graph)
-        self._ops = _leading_to(graph, self._target) if self._target is not None else None
+        self._ops = made_of_inputs(graph, [self._target]) if self._target is not None else None
 
     def __call__(self, pieces: Sequence[Sequence[Any]]) -> Sequence[float | Tensor]:
         """The weights, together 1.
@@ -66,7 +67,7 @@ class LossWeights:
 def arrival_axes(graph: Graph, decided: Decided) -> tuple[int, ...]:
     """The axes that cut the loss' targets as they arrive."""
     target, _ = _counted(graph)
-    ops = _leading_to(graph, target) if target is not None else None
+    ops = made_of_inputs(graph, [target]) if target is not None else None
     read = {target, *(value for op in ops or () for value in op.inputs)}
     cut = (decided.arrivals.get(v.name, ()) for v in graph.input_values if v in read)
     return tuple(sorted({axis for dims in cut for axes in dims for axis in axes}))
@@ -83,7 +84,7 @@ def _counted(graph: Graph) -> tuple[Value | None, int]:
     target = given["target"]
     if given["reduction"] != MEAN or given["weight"] is not None or target.dtype.is_floating_point:
         return None, 0
-    if _leading_to(graph, target) is None:
+    if made_of_inputs(graph, [target]) is None:
         return None, 0
     return target, int(given["ignore_index"])
 
@@ -92,15 +93,3 @@ def _name(op: Op) -> str:
     if isinstance(op.target, torch._ops.OpOverload):
         return op.target._overloadpacket.__name__
     return op.target.__name__
-
-
-def _leading_to(graph: Graph, target: Value) -> list[Op] | None:
-    """The operators that make `target` of the inputs; None if it depends on anything else."""
-    needed, found = {target}, list[Op]()
-    for op in reversed(graph.ops):
-        if needed.intersection(op.outputs):
-            found.append(op)
-            needed.update(op.inputs)
-    if any(value.kind in (Kind.PARAMETER, Kind.BUFFER) for value in needed):
-        return None
-    return found[::-1]

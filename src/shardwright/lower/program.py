@@ -18,16 +18,18 @@ from shardwright.buckets import bucketed_steps
 from shardwright.communication import Communication, communication
 from shardwright.decided import Decided
 from shardwright.graph.graph import Graph, Kind, Op, Value
+from shardwright.graph.leading import made_of_inputs
 from shardwright.lower.bucket_lines import BucketLines
 from shardwright.lower.buckets import BoundBucket
-from shardwright.lower.collectives import bind, reduction, start_all_reduce
+from shardwright.lower.collectives import bind, start_all_reduce
 from shardwright.lower.devices import Devices
+from shardwright.lower.kernels import Kernels
 from shardwright.lower.random import Seeded, number_of
 from shardwright.lower.recomputation import recompute, recompute_drawing
 from shardwright.lower.regather import Regathering
 from shardwright.lower.source import Source, expression
 from shardwright.rules import rule_of
-from shardwright.rules.rule import Cuts, Local, ShardingRule
+from shardwright.rules.rule import Ahead, Cuts, ShardingRule
 from shardwright.transfer import Transfer
 
 aten = torch.ops.aten
@@ -117,13 +119,19 @@ class _Lowering:
     variables: dict[Value, str] = field(default_factory=dict)
     converted: dict[int, str] = field(default_factory=dict)
     fused: dict[Value, Op] = field(default_factory=dict)
+    kernels: Kernels = field(init=False)
+    started: dict[Op, str] = field(default_factory=dict)
 
     def program(self) -> Program:
         for name in ("parameters", "buffers", "inputs", "seed", "device"):
             self.source.name(name)
         self.ways = BucketLines(self.flow, self.devices, self.resident, self.source)
+        self.kernels = Kernels(self.devices, self.cuts, self.flow)
+        early = self._start_ahead()
         self.ways.enter()
         for op in self.graph.ops:
+            if op in early:
+                continue
             if self._waits_for_bias(op):
                 self.fused[op.output] = op
             else:
@@ -222,6 +230,28 @@ class _Lowering:
 
     # Operators
 
+    def _start_ahead(self) -> set[Op]:
+        """Starts kernels of two halves as soon as the inputs are there, if the first half needs no
+        more. Returns the operators that this took."""
+        early: set[Op] = set()
+        for op in self.graph.ops:
+            kernel = self.kernels.of(op)
+            if not isinstance(kernel, Ahead) or self._segment(op) is not None:
+                continue
+            makers = made_of_inputs(self.graph, [op.inputs[i] for i in kernel.reads])
+            if makers is None or any(self._segment(maker) is not None for maker in makers):
+                continue
+            for maker in makers:
+                if maker not in early:
+                    self._operator(maker)
+            early.update(makers)
+            routes = [(op.inputs[i], self.flow.routes[op.name, i]) for i in kernel.reads]
+            reads = [self._converted(value, route) for value, route in routes]
+            name = self.started[op] = self.source.name(f"{op.name}_ahead")
+            start = self.source.refer(f"start_{_short(op)}", kernel.start)
+            self.source.add([name], f"{start}({', '.join(reads)})", reads, f"{op.name}: ahead")
+        return early
+
     def _operator(self, op: Op) -> None:
         mine: dict[int, str] = {}
         variables = []
@@ -247,6 +277,9 @@ class _Lowering:
         function = self._function(op, found)
         if found is not None and found.random and self.devices.several:
             texts.insert(0, "seed")
+        if op in self.started:
+            texts.insert(0, self.started[op])
+            variables.append(self.started[op])
         names = [self.source.name(value.name) for value in op.outputs]
         self.variables.update(zip(op.outputs, names, strict=True))
         call, comment = f"{function}({', '.join(texts)})", self._comment(op, found)
@@ -261,7 +294,7 @@ class _Lowering:
         """The operator's own arguments, sizes of its output made local."""
         args, kwargs = list(op.args), dict(op.kwargs)
         if found is not None and found.sizes is not None:
-            args[found.sizes] = list(self._local_shape(op.output))
+            args[found.sizes] = list(self.flow.made[op.output].shard_shape(op.output.shape))
         if not op.inputs and isinstance(op.target, torch._ops.OpOverload):
             names = {argument.name for argument in op.target._schema.arguments}
             if "device" in names:
@@ -270,10 +303,10 @@ class _Lowering:
 
     def _function(self, op: Op, found: ShardingRule | None) -> str:
         """The name of what computes `op` on local tensors."""
-        function: Callable[..., Any] = op.target
-        cut = any(self.cuts.get(op.name, {}).values())
-        if found is not None and found.kernel is not None and cut:
-            function = found.kernel(op, self._local(op, found))
+        function = self.kernels.of(op)
+        if op in self.started:
+            assert isinstance(function, Ahead)
+            function = function.finish
         if found is not None and found.random and self.devices.several:
             axes = tuple(dict.fromkeys(a for dim in self.flow.made[op.output].axes for a in dim))
             function = Seeded(function, number_of(op.name), self.devices.index(axes))
@@ -285,22 +318,6 @@ class _Lowering:
         return self.source.refer(
             f"local_{_short(op)}" if function is not op.target else _short(op), function
         )
-
-    def _local(self, op: Op, found: ShardingRule) -> Local:
-        cuts = self.cuts.get(op.name, {})
-        functions = tuple(
-            reduction(self.devices.group(inner.axes), inner.reduction.kind, inner.reduction.varying)
-            for inner in self.flow.reductions.get(op.name, ())
-        )
-        return Local(
-            parts=found.parts(self.devices.layout, cuts),
-            index=lambda factor: self.devices.index(tuple(cuts.get(factor, ()))),
-            output_shapes=tuple(self._local_shape(value) for value in op.outputs),
-            reduce=functions,
-        )
-
-    def _local_shape(self, value: Value) -> tuple[int, ...]:
-        return self.flow.made[value].shard_shape(value.shape)
 
     def _comment(self, op: Op, found: ShardingRule | None) -> str:
         if found is None:

@@ -14,9 +14,11 @@ from shardwright.graph.graph import Op
 from shardwright.rules.arguments import arguments, binder, input_dims, parameters
 from shardwright.rules.notation import NAMES, aligned, overloads, sharding_rule
 from shardwright.rules.rule import (
+    Ahead,
     Dims,
     Kernel,
     Local,
+    Reduce,
     Reduction,
     ShardingRule,
     no_reductions,
@@ -87,28 +89,31 @@ def _kernel_of_nll(op: Op, local: Local) -> Callable[..., Any]:
     return divided_by_targets(op, local.reduce[0]) if local.reduce else op.target
 
 
-def divided_by_targets(op: Op, reduce_count: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """The local sum over rows / the weight of the valid targets of all devices.
+def divided_by_targets(op: Op, reduce_count: Reduce) -> Ahead:
+    """The local sum over rows / the weight of the valid targets of all devices. These are counted
+    ahead, so that no device waits for others before its backward pass.
 
     The sum may be too large for the half precision that the mean has.
     """
+    named = arguments(op)
     scores, dtype = next(iter(parameters(op.target))), accumulated(op.output.dtype)
+    ignored, bind = named["ignore_index"], binder(op)
+    counted = [named[name] for name in ("target", "weight") if named[name] is not None]
 
-    bind = binder(op)
+    def count(target: Tensor, weight: Tensor | None = None) -> Tensor:
+        valid = target != ignored
+        if weight is not None:
+            valid = weight.to(dtype)[target.masked_fill(~valid, 0)].masked_fill(~valid, 0)
+        return reduce_count.start(valid.sum(dtype=dtype))
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def mean(count: Tensor, *args: Any, **kwargs: Any) -> Any:
         given = {**bind(args, kwargs), "reduction": SUM}
         given[scores] = given[scores].to(dtype)
         if given["weight"] is not None:
             given["weight"] = given["weight"].to(dtype)
-        target, weight = given["target"], given["weight"]
-        valid = target != given["ignore_index"]
-        if weight is not None:
-            valid = weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0)
-        count = reduce_count(valid.sum(dtype=dtype))
-        return (op.target(**given) / count).to(op.output.dtype)
+        return (op.target(**given) / reduce_count.end(count)).to(op.output.dtype)
 
-    return run
+    return Ahead(tuple(op.inputs.index(value) for value in counted), count, mean)
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:

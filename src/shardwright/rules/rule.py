@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from shardwright.graph.graph import Op
 from shardwright.layout import Layout, TensorLayout
@@ -63,6 +64,46 @@ class Reduction:
     differentiable: bool = True
 
 
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """What carries out a `Reduction`; called on the tensor of one device.
+
+    Args:
+        run: all of it, with its gradient.
+        start, end: the two halves of one without gradient; between them other work may be done.
+    """
+
+    run: Function
+    start: Function
+    end: Function
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A kernel that begins early: what `start` does needs few inputs, such as the targets of a
+    loss, and other devices need not be waited for until `finish`.
+
+    Args:
+        reads: which of `Op.inputs` the first half takes.
+        start: of their local tensors.
+        finish: takes what `start` gave, and then the arguments of the kernel.
+    """
+
+    reads: tuple[int, ...]
+    start: Callable[..., torch.Tensor]
+    finish: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        return self.finish(self.start(*(inputs[i] for i in self.reads)), *args, **kwargs)
+
+
 @dataclass(frozen=True)
 class Local:
     """What a kernel may know about the device it runs on.
@@ -78,7 +119,7 @@ class Local:
     parts: Mapping[str, int]
     index: Callable[[str], int | torch.SymInt]
     output_shapes: tuple[tuple[int, ...], ...]
-    reduce: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
+    reduce: tuple[Reduce, ...] = ()
 
 
 Kernel = Callable[[Op, Local], Callable[..., Any]]

@@ -1,0 +1,46 @@
+"""What computes each operator on local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwright.communication import Communication
+from shardwright.graph.graph import Op
+from shardwright.lower.collectives import reduction
+from shardwright.lower.devices import Devices
+from shardwright.rules import rule_of
+from shardwright.rules.rule import Cuts, Local, ShardingRule
+
+
+@dataclass
+class Kernels:
+    """The kernels of the operators of a program, each made once."""
+
+    devices: Devices
+    cuts: Mapping[str, Cuts]
+    flow: Communication
+    _made: dict[Op, Callable[..., Any]] = field(default_factory=dict)
+
+    def of(self, op: Op) -> Callable[..., Any]:
+        """The kernel that the rule of `op` asks for where it is cut, else its own target."""
+        if op not in self._made:
+            self._made[op] = op.target
+            found, cut = rule_of(op), any(self.cuts.get(op.name, {}).values())
+            if found is not None and found.kernel is not None and cut:
+                self._made[op] = found.kernel(op, self._local(op, found))
+        return self._made[op]
+
+    def _local(self, op: Op, found: ShardingRule) -> Local:
+        cuts, made = self.cuts.get(op.name, {}), self.flow.made
+        functions = tuple(
+            reduction(self.devices.group(inner.axes), inner.reduction.kind, inner.reduction.varying)
+            for inner in self.flow.reductions.get(op.name, ())
+        )
+        return Local(
+            parts=found.parts(self.devices.layout, cuts),
+            index=lambda factor: self.devices.index(tuple(cuts.get(factor, ()))),
+            output_shapes=tuple(made[value].shard_shape(value.shape) for value in op.outputs),
+            reduce=functions,
+        )
