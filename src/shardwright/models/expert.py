@@ -46,6 +46,8 @@ def pin_expert(
         ConfigError: if the model has none of the layers, or they cannot be cut in so many parts.
     """
     mp = model_parallel
+    for path, what, size in cut_by_model_parallel(net, vocab_emb_dp):
+        _check(path, what, size, mp)
     lay = Layout((data_parallel, mp), ("dp", "mp"))
     sequence = "mp" if seq_parallel else "None"
     left = lay("dp", sequence, "None")
@@ -53,13 +55,11 @@ def pin_expert(
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
         if name in COLUMN:
-            _check(path, "outputs", _linear(module).weight.shape[0], mp)
             # The top query layer asks for all samples alike: its queries have no batch.
             same_for_all = path.endswith("query_layer.self_attn.q_proj")
             read = lay("None", "None") if same_for_all else lay("dp", "None", "None")
             shard(_linear(module), (read, lay("mp", "None")))
         elif name in ROW:
-            _check(path, "inputs", _linear(module).weight.shape[1], mp)
             shard(_linear(module), (lay("dp", "None", "mp"), lay("None", "mp")), (left,))
             found = True
         elif name in NORM:
@@ -68,16 +68,31 @@ def pin_expert(
             if vocab_emb_dp:
                 shard(module, (lay("None", "None"), lay("dp", sequence)))
                 continue
-            _check(path, "entries", module.num_embeddings, mp)
             shard(module, (lay("mp", "None"), lay("dp", "None")), (left,))
         elif isinstance(module, nn.Linear) and name == "lm_head":
-            _check(path, "outputs", module.out_features, mp)
             shard(module, (lay("dp", "None", "None"), lay("mp", "None")))
     if not found:
         raise ConfigError(
             f"{type(net).__name__} has no layers {', '.join(ROW)}, so there is no expert's"
             " configuration for it"
         )
+
+
+def cut_by_model_parallel(
+    net: nn.Module, vocab_emb_dp: bool = False
+) -> Iterator[tuple[str, str, int]]:
+    """The layers that `pin_expert` cuts: the path of each, what of it is cut, and its size, which
+    model parallel must divide."""
+    for path, module in net.named_modules():
+        name = path.rpartition(".")[2]
+        if name in COLUMN:
+            yield path, "outputs", _linear(module).weight.shape[0]
+        elif name in ROW:
+            yield path, "inputs", _linear(module).weight.shape[1]
+        elif isinstance(module, nn.Embedding) and name == "embed_tokens" and not vocab_emb_dp:
+            yield path, "entries", module.num_embeddings
+        elif isinstance(module, nn.Linear) and name == "lm_head":
+            yield path, "outputs", module.out_features
 
 
 def expert_stages(net: nn.Module, stages: int) -> dict[str, int]:

@@ -1,0 +1,227 @@
+"""The automatic plan against what experts configure by hand, by the predicted time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.api.planning import plan
+from shardwright.compare.bound import least_seconds
+from shardwright.compare.ways import (
+    AUTO,
+    DATA_PARALLEL,
+    EXPERT,
+    GRID,
+    TENSOR_PARALLEL,
+    Comparison,
+    Parts,
+    Way,
+)
+from shardwright.config.build import Run
+from shardwright.config.parts import mark_recomputed
+from shardwright.cost.cluster import load_cluster
+from shardwright.errors import ConfigError, MemoryLimitError
+from shardwright.graph.capture import capture
+from shardwright.graph.graph import Graph
+from shardwright.graph.tags import attached
+from shardwright.models.expert import (
+    cut_by_model_parallel,
+    expert_stages,
+    paths_of_blocks,
+    pin_expert,
+)
+from shardwright.pipelining import Pipelining
+from shardwright.plan import Plan
+
+
+def compare(expert: str | Path, cluster: str, devices: int | None = None) -> Comparison:
+    """Plans a language model automatically, as its expert's configuration says, and in all ways of
+    data × tensor × pipeline parallel, with the same batch, micro-batches and memory.
+
+    Args:
+        expert: a configuration in `semi_auto` mode.
+        devices: by default as many as the configuration has.
+
+    Raises:
+        ConfigError: the configuration is not an expert's of a language model.
+    """
+    run = expert_run(expert)
+    assert run.language is not None
+    number = devices or run.language.parallelism.devices
+    course = Course(run, cluster, number, run.language.memory_limit)
+    return Comparison(
+        run.language.name, number, cluster, run.config.data.batch_size, tuple(course.ways())
+    )
+
+
+def expert_run(file: str | Path) -> Run:
+    """The run of an expert's configuration of a language model.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    run = Run.from_file(file)
+    if run.language is None or run.config.parallel.expert is None:
+        raise ConfigError(
+            f"{file}: compare takes an expert's configuration of a language model:"
+            " parallel_mode 1 with data_parallel, model_parallel and pipeline_stage"
+        )
+    return run
+
+
+class Course:
+    """The ways of one model, on one captured graph.
+
+    Args:
+        run: an expert's.
+        limit: bytes of a device.
+    """
+
+    def __init__(self, run: Run, cluster: str, devices: int, limit: int | None = None) -> None:
+        self.run, self.cluster, self.devices, self.limit = run, cluster, devices, limit
+        self.net = run.model_to_plan()
+        half = torch.bfloat16 if run.config.parallel.compute_dtype == "bfloat16" else None
+        self.batch = run.micro_batch_to_plan()
+        self.graph = capture(self.net, self.batch, compute_dtype=half)
+        parallel = run.config.parallel
+        if parallel.recompute is not None and not parallel.recomputes_as_needed:
+            mark_recomputed(self.net, parallel.recompute)
+        data = run.config.data
+        assert data.seq_length is not None
+        self.tokens = data.batch_size * data.seq_length
+
+    def ways(self) -> Iterator[Way]:
+        """All ways, priced."""
+        parts, found = self.expert()
+        expert = self._way(EXPERT, parts, found)
+        yield expert
+        yield self._way(AUTO, None, self.automatic())
+        known: dict[Parts, Plan] = {}
+        for kind, parts in (
+            (DATA_PARALLEL, (self.devices, 1, 1)),
+            (TENSOR_PARALLEL, (1, self.devices, 1)),
+        ):
+            if self.divides(parts):
+                known[parts] = self.by_hand(parts)
+                yield self._way(kind, parts, known[parts])
+        yield self._best_of_grid(expert, known)
+
+    def expert(self) -> tuple[Parts, Plan]:
+        """What the configuration says."""
+        said = self.run.config.parallel
+        assert said.expert is not None
+        parts = said.expert.data_parallel, said.expert.model_parallel, int(said.stages)
+        plan = self.by_hand(
+            parts, seq_parallel=said.expert.seq_parallel, vocab_emb_dp=said.expert.vocab_emb_dp
+        )
+        return parts, plan
+
+    def _best_of_grid(self, expert: Way, known: dict[Parts, Plan]) -> Way:
+        """The fastest that fits, the expert's own among them. What a plan needs is known only after
+        a rehearsal, and what it takes only when it is made: neither is found out of ways that
+        cannot be faster than one that fits."""
+        cluster, micro_batches = load_cluster(self.cluster), self.run.config.parallel.micro_batches
+        bounds = {
+            parts: least_seconds(self.graph, cluster, parts, micro_batches) for parts in self.grid()
+        }
+        best = replace(expert, kind=GRID)
+        for parts in sorted(bounds, key=lambda each: bounds[each]):
+            if best.fits and bounds[parts] >= best.seconds:
+                break
+            plan = known.get(parts) or self.by_hand(parts)
+            assert plan.step_time is not None
+            if not best.fits or plan.step_time < best.seconds:
+                way = self._way(GRID, parts, plan)
+                best = way if way.fits or way.memory < best.memory else best
+        return best
+
+    def grid(self) -> Iterator[Parts]:
+        """All data · model · pipeline parallel whose numbers divide what they cut."""
+        for stages in _divisors(self.devices):
+            for model in _divisors(self.devices // stages):
+                parts = self.devices // stages // model, model, stages
+                if self.divides(parts):
+                    yield parts
+
+    def divides(self, parts: Parts) -> bool:
+        """Whether micro-batch, sequence, layers and blocks can be divided so."""
+        data, model, stages = parts
+        parallel, (rows, length) = self.run.config.parallel, self.batch[0].shape
+        pipeline = Pipelining(stages, parallel.micro_batches, parallel.schedule)
+        runs = stages == 1 or (
+            stages <= min(parallel.micro_batches, len(list(paths_of_blocks(self.net))))
+            and pipeline.can_run(parallel.micro_batches)
+        )
+        sizes = (size for _, _, size in cut_by_model_parallel(self.net))
+        return runs and all(
+            size % by == 0
+            for size, by in ((rows, data), (length, model), *((size, model) for size in sizes))
+        )
+
+    def automatic(self) -> Plan:
+        """What the planner finds; without a limit where nothing fits."""
+        try:
+            return self._plan(self.graph, memory_limit=self.limit)
+        except MemoryLimitError:
+            return self._plan(self.graph, memory_limit=None)
+
+    def _plan(self, graph: Graph, memory_limit: int | None) -> Plan:
+        return plan(
+            graph,
+            devices=self.devices,
+            cluster=self.cluster,
+            stages="auto",
+            memory_limit=memory_limit,
+            **self._common(),
+        )
+
+    def by_hand(
+        self, parts: Parts, seq_parallel: bool | None = None, vocab_emb_dp: bool = False
+    ) -> Plan:
+        """Data, tensor and pipeline parallel; by default with the sequence cut between layers."""
+        data, model, stages = parts
+        pin_expert(
+            self.net,
+            data_parallel=data,
+            model_parallel=model,
+            seq_parallel=model > 1 if seq_parallel is None else seq_parallel,
+            vocab_emb_dp=vocab_emb_dp,
+        )
+        graph = replace(self.graph, module_tags=attached(self.net))
+        return plan(
+            graph,
+            devices=self.devices,
+            mode="sharding_propagation",
+            cluster=self.cluster,
+            stage_config=expert_stages(self.net, stages) if stages > 1 else None,
+            **self._common(),
+        )
+
+    def _common(self) -> dict[str, Any]:
+        parallel = self.run.config.parallel
+        return {
+            "micro_batches": parallel.micro_batches,
+            "schedule": parallel.schedule,
+            "hsdp": None if parallel.hsdp is None else parallel.hsdp.model_dump(),
+        }
+
+    def _way(self, kind: str, parts: Parts | None, found: Plan) -> Way:
+        assert found.step is not None
+        peak = found.memory.peak
+        return Way(
+            kind,
+            parts,
+            found.step.seconds,
+            self.tokens / found.step.seconds,
+            peak,
+            found.bytes,
+            self.limit is None or peak <= self.limit,
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,76 @@
+"""Ways of dividing one model over the same devices, and how they compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Parts = tuple[int, int, int]
+"""Data, model and pipeline parallel."""
+
+AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID = (
+    "auto",
+    "expert",
+    "data parallel",
+    "tensor parallel",
+    "best of grid",
+)
+
+NEAR = 1e-3
+"""What is less than that apart, relatively, is as fast."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of dividing a model, priced.
+
+    Args:
+        kind: `auto`, `expert`, `data parallel`, `tensor parallel` or `best of grid`.
+        parts: None where each operator has its own.
+        seconds: predicted, of a step.
+        tokens_per_second: predicted, of all devices together.
+        memory: bytes that a device needs at most.
+        bytes: that a device sends in a step.
+        fits: whether that is within the memory limit.
+    """
+
+    kind: str
+    parts: Parts | None
+    seconds: float
+    tokens_per_second: float
+    memory: int
+    bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All ways of dividing one model over the same devices, with the same batch.
+
+    Args:
+        ways: those that could be planned; `auto` and `expert` among them.
+    """
+
+    model: str
+    devices: int
+    cluster: str
+    global_batch: int
+    ways: tuple[Way, ...]
+
+    def way(self, kind: str) -> Way | None:
+        """The way of this kind, if it could be planned."""
+        return next((way for way in self.ways if way.kind == kind), None)
+
+    @property
+    def speed_up(self) -> float:
+        """Tokens per second of `auto` over those of `expert`."""
+        auto, expert = self.way(AUTO), self.way(EXPERT)
+        assert auto is not None and expert is not None
+        return auto.tokens_per_second / expert.tokens_per_second
+
+    @property
+    def holds(self) -> bool:
+        """Whether `auto` fits, and is as fast as any other way that fits; to a thousandth."""
+        auto = self.way(AUTO)
+        assert auto is not None
+        others = [way.tokens_per_second for way in self.ways if way.fits]
+        return auto.fits and auto.tokens_per_second >= (1 - NEAR) * max(others, default=0.0)
