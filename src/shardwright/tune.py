@@ -117,7 +117,11 @@ def tune(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COEFFS) -> Tu
 
 def _planned(run: Run, model: nn.Module, graph: Graph, devices: int, mem_coeff: float) -> Plan:
     parallel = run.config.parallel
-    changes: dict[str, object] = {"mem_coeff": mem_coeff, "memory_limit": None}
+    changes: dict[str, object] = {
+        "mem_coeff": mem_coeff,
+        "memory_limit": None,
+        "suggest_stages": False,
+    }
     if parallel.recomputes_as_needed:
         changes["recompute"] = None
     changed = run.config.model_copy(update={"parallel": parallel.model_copy(update=changes)})

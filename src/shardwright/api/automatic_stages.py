@@ -29,7 +29,9 @@ def with_best_stages(options: Options, decide: Decide) -> Plan:
     """
     found: list[Plan] = []
     failed: list[ShardwrightError] = []
-    for stages in candidates(options):
+    numbers = list(candidates(options))
+    log.info("pipeline stages are searched in 1 … %d: %s", most_stages(options), numbers)
+    for stages in numbers:
         try:
             plan = decide(replace(options, asked=replace(options.asked, stages=stages)))
         except (MemoryLimitError, StrategyError) as error:
@@ -53,22 +55,30 @@ def with_best_stages(options: Options, decide: Decide) -> Plan:
 def candidates(options: Options) -> Iterator[int]:
     """The numbers of stages that are tried."""
     asked = options.asked
-    most = min(options.devices, asked.micro_batches, asked.max_stages or options.devices)
-    for stages in range(1, most + 1):
+    for stages in range(1, most_stages(options) + 1):
         fits = Pipelining(stages, asked.micro_batches, asked.schedule)
         if options.devices % stages == 0 and (stages == 1 or fits.can_run(asked.micro_batches)):
             yield stages
 
 
+def most_stages(options: Options) -> int:
+    """Up to how many stages there can be."""
+    asked = options.asked
+    return min(options.devices, asked.micro_batches, asked.max_stages or options.devices)
+
+
 def suggest_stages(options: Options, decide: Decide) -> None:
     """Logs which number of stages would be chosen where the user's runs."""
-    asked = replace(options.asked, stages=AUTO)
-    best = with_best_stages(replace(options, asked=asked), decide)
+    searched = replace(options, asked=replace(options.asked, stages=AUTO))
+    best = with_best_stages(searched, decide)
     chosen = best.pipeline.stages
     if chosen != options.asked.stages:
         log.warning(
-            "%d pipeline stages would take %.4g s a step by the prediction, %s are asked for",
+            "%d pipeline stages would take %.4g s a step on %s by the prediction, of 1 … %d that"
+            " were searched; %s are asked for",
             chosen,
             best.step_time,
+            searched.on.name,
+            most_stages(options),
             options.asked.stages,
         )

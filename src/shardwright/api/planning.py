@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shardwright.api.automatic_stages import suggest_stages as suggest
 from shardwright.api.automatic_stages import with_best_stages
 from shardwright.api.fitting import within_memory
 from shardwright.api.options import MB, Options
@@ -48,6 +49,7 @@ def plan(
     dataset_strategy: DatasetStrategy = "full_batch",
     stages: int | Literal["auto"] = 1,
     max_stages: int | None = None,
+    suggest_stages: bool = False,
     micro_batches: int = 1,
     schedule: str = "1f1b",
     stage_config: StageConfig | None = None,
@@ -84,6 +86,7 @@ def plan(
             model, cut where parts are nearly equal in work, or on a cluster in time. `auto` takes
             the number whose step takes the least time, at most `max_stages` and not more than
             micro-batches.
+        suggest_stages: log which number `auto` would take where it is another than `stages`.
         micro_batches: pieces of the batch that follow each other; at least as many as stages. A
             graph that is given is that of one micro-batch.
         schedule: in which order stages work on micro-batches: `1f1b`, `gpipe`, `interleaved_1f1b`
@@ -142,7 +145,12 @@ def plan(
     def fitting(each: Options) -> Plan:
         return within_memory(each, lambda one: decide(model, one))
 
-    return with_best_stages(options, fitting) if asked.stages == AUTO else fitting(options)
+    if asked.stages == AUTO:
+        return with_best_stages(options, fitting)
+    found = fitting(options)
+    if suggest_stages:
+        suggest(options, fitting)
+    return found
 
 
 @dataclass(frozen=True)

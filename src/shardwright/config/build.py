@@ -25,6 +25,7 @@ from shardwright.config.parts import (
 )
 from shardwright.config.schema import Config
 from shardwright.config.yaml_text import parse_yaml, read_text
+from shardwright.cost.cluster import load_cluster
 from shardwright.errors import CheckpointError, PlanError, ShardwrightError
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
@@ -41,6 +42,9 @@ from shardwright.train.process_group import World, process_group
 from shardwright.train.steps import Step
 from shardwright.train.trainer import train
 from shardwright.train.weights import load_weights
+
+DEVICES_OF_A_SERVER = 8
+"""The published files are for servers of so many, and so is a run for which no cluster is named."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,16 @@ class Run:
         self.language.parallelism.check_devices(devices)
         size = self.language.batch.global_batch(devices)
         data = self.config.data.model_copy(update={"batch_size": size})
-        return replace(self, config=self.config.model_copy(update={"data": data}))
+        most = self.language.parallelism.most_stages(self._servers(devices))
+        parallel = self.config.parallel.model_copy(update={"max_stages": most})
+        changed = self.config.model_copy(update={"data": data, "parallel": parallel})
+        return replace(self, config=changed)
+
+    def _servers(self, devices: int) -> int:
+        """How many servers the cluster has for so many devices."""
+        if self.cluster is None:
+            return -(-devices // DEVICES_OF_A_SERVER)
+        return load_cluster(self.cluster).servers(devices)
 
     @cached_property
     def batches(self) -> Batches:
@@ -179,6 +192,7 @@ class Run:
             log_costs=parallel.log_costs,
             stages=stages,
             max_stages=parallel.max_stages,
+            suggest_stages=parallel.suggest_stages,
             micro_batches=parallel.micro_batches,
             schedule=parallel.schedule,
             hsdp=None if parallel.hsdp is None else parallel.hsdp.model_dump(),

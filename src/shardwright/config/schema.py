@@ -218,6 +218,7 @@ class Parallel(Section):
     log_costs: bool = False
     stages: Count | Literal["auto"] = 1
     max_stages: Count | None = None
+    suggest_stages: bool = False
     micro_batches: Count = 1
     schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_v"] = "1f1b"
     expert: Expert | None = None
@@ -240,6 +241,9 @@ class Parallel(Section):
             raise ValueError("give either expert or strategies, not both")
         if self.expert is not None and self.stages == "auto":
             raise ValueError("stages: auto is for a search; expert needs their number")
+        if self.suggest_stages and (self.stages == "auto" or self.expert is not None):
+            given = "stages: auto" if self.stages == "auto" else "expert"
+            raise ValueError(f"suggest_stages is for a number of stages and a search, not {given}")
         return self
 
 

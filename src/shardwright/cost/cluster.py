@@ -103,6 +103,11 @@ class Cluster:
     device: Device
     levels: tuple[Level, ...]
 
+    def servers(self, devices: int) -> int:
+        """How many nodes so many devices fill; a cluster of one level is one node."""
+        of_node = self.levels[0].devices if len(self.levels) > 1 else None
+        return 1 if of_node is None else -(-devices // of_node)
+
     def levels_of(self, mesh: Layout, first_ranks: tuple[int, ...] = (0,)) -> tuple[int, ...]:
         """For each axis of `mesh` the level of its links: the slowest that one of its groups needs.
 

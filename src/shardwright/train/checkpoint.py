@@ -33,6 +33,7 @@ from shardwright.lower.devices import world_timeout
 from shardwright.lower.parallel import ParallelModule
 from shardwright.plan import Plan
 from shardwright.train import state
+from shardwright.train.names import saved_names
 from shardwright.train.position import Position
 
 VERSION = 1
@@ -191,7 +192,8 @@ class Checkpoints:
         step: int | None = None,
     ) -> Position:
         """Give `net` and `optimizer` what was saved at `step`, by default the newest, under
-        whatever plan. Each rank reads only what it holds, into the tensors that it has.
+        whatever plan. Each rank reads only what it holds, into the tensors that it has. Without an
+        optimizer, adapters that were not saved stay as they are.
 
         Raises:
             CheckpointError: there is no complete checkpoint, it is of another model (names the
@@ -210,8 +212,11 @@ class Checkpoints:
         }
         prefix = f"{state.MODEL}."
         shapes = {k.removeprefix(prefix): e.size for k, e in saved.items() if k.startswith(prefix)}
-        state.check_same_model(net, shapes, str(folder))
-        model, optimized = state.model_tensors(net), dict[str, Tensor]()
+        names = saved_names(net, shapes, str(folder), new_adapters=optimizer is None)
+        held, optimized = state.model_tensors(net), dict[str, Tensor]()
+        model = {
+            prefix + names[name]: held[prefix + name] for name in names if prefix + name in held
+        }
         if optimizer is not None:
             if about.groups is None:
                 raise CheckpointError(f"{folder} was saved without an optimizer")

@@ -119,28 +119,6 @@ def restore_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": restored})
 
 
-def check_same_model(net: nn.Module, saved: Mapping[str, torch.Size], where: str) -> None:
-    """Compare the names and shapes of the whole model, of all stages, with those of `saved`.
-
-    Raises:
-        CheckpointError: they differ; names the first parameter or buffer that does.
-    """
-    first = first_names(net)
-    state = whole(net).state_dict()
-    mine = {first[name]: value for name, value in state.items() if isinstance(value, Tensor)}
-    for name, value in mine.items():
-        if name not in saved:
-            raise CheckpointError(f"{where} is of another model: it has no {name!r}")
-        if saved[name] != value.shape:
-            raise CheckpointError(
-                f"{where} is of another model: {name!r} has shape {tuple(saved[name])} there, "
-                f"{tuple(value.shape)} here"
-            )
-    for name in saved:
-        if name not in mine:
-            raise CheckpointError(f"{where} is of another model: it has {name!r}, this one has not")
-
-
 def random_tensors(device: torch.device) -> dict[str, Tensor]:
     """The states of PyTorch's generators, of the CPU and of the accelerator `device`."""
     found = {f"{RANDOM}.cpu": torch.get_rng_state()}

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.errors import CheckpointError
 from shardwright.train import safetensors, state
 from shardwright.train.checkpoint import held_once
+from shardwright.train.names import saved_names
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
@@ -57,7 +58,8 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
 
 def load_state_dict(net: nn.Module, path: str | Path) -> None:
     """Give `net` the values in a file that one device wrote, or in all `.safetensors` files of a
-    folder. Every rank calls it, and reads only what it holds.
+    folder. Every rank calls it, and reads only what it holds. Into a model with adapters a file of
+    the model without them is read too; its adapters then stay as they are.
 
     Raises:
         CheckpointError: there is no such file, its suffix is not known, or it is of another model;
@@ -67,13 +69,14 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [_known(path)]
     if not files or not all(file.is_file() for file in files):
         raise CheckpointError(f"{path}: no such file, nor a folder of .safetensors files")
-    first = state.first_names(net)
     given = {name: value for file in files for name, value in _read(file).items()}
-    known = {first.get(name, name): value for name, value in given.items()}
-    state.check_same_model(net, {name: value.shape for name, value in known.items()}, str(path))
+    shapes = {name: value.shape for name, value in given.items()}
+    names = saved_names(net, shapes, str(path), new_adapters=True)
     with torch.no_grad():
         for key, tensor in state.model_tensors(net).items():
-            _copy_held(known[key.removeprefix(f"{state.MODEL}.")], tensor)
+            name = key.removeprefix(f"{state.MODEL}.")
+            if name in names:
+                _copy_held(given[names[name]], tensor)
 
 
 def _copy_held(whole: Tensor, tensor: Tensor) -> None:

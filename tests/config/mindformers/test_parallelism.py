@@ -87,11 +87,17 @@ def test_a_search_takes_any_number_of_devices_that_its_stages_divide() -> None:
     found.parallelism.check_devices(6)
     with pytest.raises(ConfigError, match="2 stages cannot share 7 devices equally"):
         found.parallelism.check_devices(7)
+    chosen = run_of(
+        parallel__auto_pipeline=True,
+        parallel_config__pipeline_stage=2,
+        parallel_config__micro_batch_num=2,
+    )
+    chosen.parallelism.check_devices(7)
 
 
 @pytest.mark.parametrize(
     ("auto", "stages", "micro", "servers", "most"),
-    [(True, 2, 8, 4, 4), (True, 2, 3, 4, 3), (True, 4, 8, 1, 4), (False, 2, 8, 4, 2)],
+    [(True, 2, 8, 4, 4), (True, 2, 3, 4, 3), (True, 4, 8, 1, 4), (False, 2, 8, 4, 4)],
 )
 def test_the_most_stages_are_bounded_by_servers_and_micro_batches(
     auto: bool, stages: int, micro: int, servers: int, most: int

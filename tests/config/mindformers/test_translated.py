@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from shardwright.api.options import MEM_COEFFS
 from shardwright.cli import app
 from shardwright.config import Run
 from shardwright.config.mindformers import translated
+from shardwright.cost.cluster import Level, load_cluster
+from shardwright.cost.cluster import written as written_cluster
 from shardwright.decided import OptimizerParallel
 from shardwright.errors import ConfigError
 from shardwright.graph.names import operator_name
@@ -25,6 +28,16 @@ def written(folder: Path, **changes: Any) -> Path:
     file = folder / "run.yaml"
     file.write_text(json.dumps(small(**changes)))
     return file
+
+
+def on_cluster(run: Run, cluster: str | None) -> Run:
+    """On a cluster; `pairs.yaml` is one whose nodes have two devices."""
+    pairs = replace(
+        load_cluster("h100"), levels=(Level("pair", 1e9, 1e-6, 2), Level("network", 1e9, 1e-6))
+    )
+    (run.folder / "pairs.yaml").write_text(written_cluster(pairs))
+    parallel = run.config.parallel.model_copy(update={"cluster": cluster})
+    return replace(run, config=run.config.model_copy(update={"parallel": parallel}))
 
 
 def test_every_part_has_its_place() -> None:
@@ -88,10 +101,7 @@ def test_mem_coeff_auto_is_the_smallest_that_fits_the_memory_of_a_device(tmp_pat
 def test_a_batch_that_does_not_divide_ends_in_a_plan_that_works(
     tmp_path: Path, cluster: str | None
 ) -> None:
-    run = Run.from_file(written(tmp_path))
-    parallel = run.config.parallel.model_copy(update={"cluster": cluster})
-    run = replace(run, config=run.config.model_copy(update={"parallel": parallel}))
-    plan = run.plan(devices=7)
+    plan = on_cluster(Run.from_file(written(tmp_path)), cluster).plan(devices=7)
     assert (plan.devices, plan.bytes) == (7, 0)
 
 
@@ -171,8 +181,36 @@ def test_stages_are_chosen_up_to_the_servers_and_memory_is_a_limit() -> None:
         context__max_device_memory="1GB",
     )
     parallel = translated(run, "run.yaml", devices=32).parallel
-    assert (parallel.stages, parallel.max_stages) == ("auto", 4)
-    assert parallel.memory_limit == 2**30
+    assert (parallel.stages, parallel.memory_limit) == ("auto", 2**30)
+
+
+@pytest.mark.parametrize(("cluster", "most"), [(None, 4), ("h100", 4), ("pairs.yaml", 6)])
+def test_as_many_stages_are_searched_as_there_are_servers_or_micro_batches(
+    tmp_path: Path, cluster: str | None, most: int
+) -> None:
+    file = written(
+        tmp_path,
+        parallel__auto_pipeline=True,
+        parallel_config__pipeline_stage=2,
+        parallel_config__micro_batch_num=6,
+    )
+    run = on_cluster(Run.from_file(file), cluster)
+    assert run.on(32).config.parallel.max_stages == most
+
+
+def test_stages_that_are_given_are_taken_and_others_suggested(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {"parallel_config": {"pipeline_stage": 2, "micro_batch_num": 4, "data_parallel": 8}}
+    silent = Run.from_file(written(tmp_path, **changes))
+    assert not silent.config.parallel.suggest_stages
+    run = Run.from_file(written(tmp_path, parallel__auto_pipeline=False, **changes))
+    run = on_cluster(run, "pairs.yaml")
+    with caplog.at_level(logging.INFO, "shardwright.search"):
+        plan = run.plan(devices=8)
+    assert plan.pipeline.stages == 2
+    assert "pipeline stages are searched in 1 … 4: [1, 2, 4]" in caplog.text
+    assert "of 1 … 4 that were searched; 2 are asked for" in caplog.text
 
 
 def test_gathers_that_are_made_again_free_what_was_gathered() -> None:

@@ -19,7 +19,7 @@ class Batch:
         yes        True         data_parallel · micro_batch_num
 
     A mode that decides no operator (`data_parallel`, `stand_alone`) is the first row, without
-    interleaving.
+    interleaving. Where `auto_pipeline` may choose several stages there is a pipeline.
 
     Args:
         size: `runner_config.batch_size`.
@@ -54,7 +54,7 @@ class Batch:
         )
 
     def _steps(self) -> tuple[str, int]:
-        if self.parallelism.stages > 1:
+        if self.parallelism.pipelined:
             return "micro_batch_num", self.parallelism.micro_batch_num
         return "gradient_accumulation_steps", self.gradient_accumulation_steps
 
@@ -76,7 +76,7 @@ def batch(keys: Keys, parallelism: Parallelism, notes: list[str]) -> Batch:
     else:
         size = dataset.whole("batch_size", 1)
     steps = runner.whole("gradient_accumulation_steps", 1)
-    if steps > 1 and parallelism.stages > 1:
+    if steps > 1 and parallelism.pipelined:
         notes.append(
             "runner_config.gradient_accumulation_steps has no effect with pipeline_stage"
             f" {parallelism.stages}: parallel_config.micro_batch_num counts the micro-batches"

@@ -38,6 +38,8 @@ class Parallelism:
             widths, and of the sequence; where a search decides, only `data_parallel` counts, and
             only in the size of the batch.
         stages: pipeline stages; where `auto_pipeline` is on, the number that is asked for.
+        auto_pipeline: whether their number is chosen; where the file says False, the number that
+            would be chosen is suggested, and None, where it says nothing, neither.
         full_batch: whether every device is given the whole batch.
         seq_parallel: whether norms and residuals are cut along the sequence.
         vocab_emb_dp: whether the embedding table stays whole.
@@ -51,7 +53,7 @@ class Parallelism:
     context_parallel: int = 1
     stages: int = 1
     micro_batch_num: int = 1
-    auto_pipeline: bool = False
+    auto_pipeline: bool | None = None
     full_batch: bool = False
     seq_parallel: bool = False
     vocab_emb_dp: bool = False
@@ -63,10 +65,13 @@ class Parallelism:
         ways = self.data_parallel * self.model_parallel * self.context_parallel
         return ways * self.stages
 
+    @property
+    def pipelined(self) -> bool:
+        """Whether there are, or may be, several stages, and so micro-batches."""
+        return self.stages > 1 or (bool(self.auto_pipeline) and self.micro_batch_num > 1)
+
     def most_stages(self, servers: int) -> int:
-        """Up to how many stages `auto_pipeline` may choose on so many servers."""
-        if not self.auto_pipeline:
-            return self.stages
+        """Up to how many stages `auto_pipeline` may choose, or suggest, on so many servers."""
         return min(max(self.stages, servers), self.micro_batch_num)
 
     def check_devices(self, devices: int) -> None:
@@ -77,10 +82,11 @@ class Parallelism:
                 f" {self.model_parallel} · context_parallel {self.context_parallel} ·"
                 f" pipeline_stage {self.stages} = {self.devices}, but there are {devices} devices"
             )
-        if devices % self.stages:
+        if devices % self.stages and not self.auto_pipeline:
+            valid = [n for n in range(1, self.micro_batch_num + 1) if devices % n == 0]
             raise ConfigError(
                 f"parallel_config.pipeline_stage: {self.stages} stages cannot share {devices}"
-                " devices equally"
+                f" devices equally; valid are {', '.join(map(str, valid))}, or auto_pipeline: True"
             )
 
 
@@ -99,7 +105,7 @@ def parallelism(keys: Keys, sizes: Dimensions, notes: list[str]) -> Parallelism:
         context_parallel=config.whole("context_parallel", 1),
         stages=config.whole("pipeline_stage", 1),
         micro_batch_num=config.whole("micro_batch_num", 1),
-        auto_pipeline=parallel.flag("auto_pipeline", False),
+        auto_pipeline=_auto_pipeline(parallel),
         full_batch=parallel.flag("full_batch", False),
         seq_parallel=config.flag("use_seq_parallel", False),
         vocab_emb_dp=config.flag("vocab_emb_dp", True),
@@ -111,6 +117,10 @@ def parallelism(keys: Keys, sizes: Dimensions, notes: list[str]) -> Parallelism:
     if found.mode == "semi_auto":
         _check_parts(config, found, sizes)
     return found
+
+
+def _auto_pipeline(parallel: Keys) -> bool | None:
+    return parallel.flag("auto_pipeline", False) if parallel.has("auto_pipeline") else None
 
 
 def _mode(keys: Keys, parallel: Keys) -> str:
@@ -183,6 +193,10 @@ def _set_right(found: Parallelism, vocab_is_said: bool, notes: list[str]) -> Par
                 notes.append(f"{key} is {taken}, not {given}: the mode is {found.mode}")
         taken_all = {name: taken for name, (_, taken) in excluded.items()}
         found = replace(found, data_parallel=1, **taken_all)  # type: ignore[arg-type]
+    if found.auto_pipeline is not None and found.mode not in AUTO:
+        if found.auto_pipeline:
+            notes.append(f"auto_pipeline is False: the mode is {found.mode}")
+        found = replace(found, auto_pipeline=None)
     if found.vocab_emb_dp and (found.stages > 1 or found.mode in AUTO):
         if vocab_is_said:
             why = f"pipeline_stage is {found.stages}" if found.stages > 1 else "a search decides"

@@ -8,12 +8,8 @@ from typing import Any
 from shardwright.config.load import validated
 from shardwright.config.mindformers.language_run import LanguageRun
 from shardwright.config.mindformers.model import Model
-from shardwright.config.mindformers.parallelism import AUTO
 from shardwright.config.mindformers.training import Optimizer, Training
 from shardwright.config.schema import Config
-
-_DEVICES_OF_A_SERVER = 8
-"""The published files are for servers of eight devices."""
 
 
 def translated(run: LanguageRun, file: str, devices: int) -> Config:
@@ -33,7 +29,7 @@ def translated(run: LanguageRun, file: str, devices: int) -> Config:
         },
         "optimizer": _optimizer(run.training.optimizer),
         "parallel": {
-            **_parallel(run, -(-devices // _DEVICES_OF_A_SERVER)),
+            **_parallel(run),
             **_kept(run),
             **_computed(run.model),
             "memory_limit": run.memory_limit,
@@ -69,7 +65,7 @@ def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _parallel(run: LanguageRun, servers: int) -> dict[str, Any]:
+def _parallel(run: LanguageRun) -> dict[str, Any]:
     ways = run.parallelism
     found: dict[str, Any] = {
         "mode": ways.mode,
@@ -77,8 +73,8 @@ def _parallel(run: LanguageRun, servers: int) -> dict[str, Any]:
         "stages": ways.stages,
         "micro_batches": run.batch.micro_batches(),
     }
-    if ways.auto_pipeline and ways.mode in AUTO:
-        found |= {"stages": "auto", "max_stages": ways.most_stages(servers)}
+    if ways.auto_pipeline is not None:
+        found |= {"stages": "auto"} if ways.auto_pipeline else {"suggest_stages": True}
     if ways.mode == "semi_auto":
         found["expert"] = {
             "data_parallel": ways.data_parallel,
