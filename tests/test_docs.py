@@ -3,11 +3,13 @@
 import doctest
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
 
 import shardwright
+from shardwright.config import parse
 
 MODULES = [
     module.name
@@ -28,6 +30,14 @@ def test_the_snippets_of_a_page_print_what_it_says(page: Path) -> None:
     text = "\n".join("" if line.startswith("```") else line for line in lines)
     shown = doctest.DocTestParser().get_doctest(text, {}, page.stem, str(page), 0)
     assert not doctest.DocTestRunner().run(shown).failed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_configurations_of_a_page_are_valid(page: Path) -> None:
+    fences = re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    for text in fences:
+        if text.startswith("model:"):
+            parse(text, page.name)
 
 
 def test_the_examples_of_docstrings_print_what_they_say() -> None:
