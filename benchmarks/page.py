@@ -42,13 +42,34 @@ def page(sections: Mapping[str, Sequence[Table]], about: Mapping[str, str]) -> s
     parts = [
         "# Benchmarks",
         "`make bench` makes this page anew. Times depend on the machine; ratios, growth and bytes"
-        f" should come out alike everywhere. `{COMMAND} --only NAME` prints one section.",
+        f" should come out alike everywhere. `{COMMAND} --only NAME` measures one section, and"
+        " `--write` puts it here, with a date and a commit of its own.",
         head.markdown(),
+        *(_section(docstring, tables) for docstring, tables in sections.items()),
     ]
-    for docstring, tables in sections.items():
-        title, text = title_and_text(docstring)
-        parts += [f"## {title}", text, *(table.markdown() for table in tables)]
     return "\n\n".join(parts) + "\n"
+
+
+def with_section(
+    text: str, docstring: str, tables: Sequence[Table], about: Mapping[str, str]
+) -> str:
+    """The page `text` with what one benchmark measured in place of its section, or at the end."""
+    head, *sections = text.rstrip("\n").split("\n\n## ")
+    title, _ = title_and_text(docstring)
+    note = f"*Measured {about['date']}, commit {about['commit']}, by itself.*"
+    new = _section(docstring, tables, note).removeprefix("## ")
+    titles = [section.partition("\n")[0] for section in sections]
+    if title in titles:
+        sections[titles.index(title)] = new
+    else:
+        sections.append(new)
+    return "\n\n## ".join([head, *sections]) + "\n"
+
+
+def _section(docstring: str, tables: Sequence[Table], note: str = "") -> str:
+    title, text = title_and_text(docstring)
+    parts = (f"## {title}", note, text, *(table.markdown() for table in tables))
+    return "\n\n".join(part for part in parts if part)
 
 
 def title_and_text(docstring: str) -> tuple[str, str]:

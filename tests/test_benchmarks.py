@@ -10,7 +10,7 @@ from benchmarks import bench_bytes, bench_one_device, bench_pins, bench_search
 from benchmarks.__main__ import main
 from benchmarks.collect import measure, names
 from benchmarks.models import LLAMA_2, example, examples, llama_2, small
-from benchmarks.page import facts, page
+from benchmarks.page import facts, page, with_section
 from benchmarks.table import Table
 from benchmarks.timing import Sample, cpu_seconds, in_fork, paired
 from torch import nn
@@ -185,3 +185,18 @@ def test_bytes_are_measured_and_equal():
     _, tables = measure("bytes")
     assert tables[0].rows
     assert tables[0].missed == []
+
+
+def test_one_section_is_replaced_and_a_new_one_added_with_a_date_of_its_own():
+    def measured(number: int) -> Table:
+        table = Table("Numbers", ("n",))
+        table.add(number)
+        return table
+
+    whole = page({"First\n\nHow.": [measured(1)], "Second\n\nHow.": [measured(2)]}, facts())
+    changed = with_section(whole, "First\n\nHow.", [measured(3)], {**facts(), "commit": "abc"})
+    assert "| 1 |" not in changed and changed.index("| 3 |") < changed.index("## Second")
+    assert changed.index("commit abc") < changed.index("## Second")
+    longer = with_section(changed, "Third\n\nHow.", [measured(4)], facts())
+    assert longer.startswith(changed.rstrip("\n"))
+    assert longer.index("## Third") < longer.index("| 4 |")
