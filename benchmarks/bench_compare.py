@@ -1,0 +1,64 @@
+"""The automatic plan against experts' configurations, predicted
+
+All nine language models at full size on Ascend 910B, by the predicted time of a step. *Expert*: the
+data · model · pipeline parallel of `configs/*_expert.yaml`. *Best of grid*: the fastest of all data
+· tensor · pipeline parallel that fits into the memory limit of the configuration. All have the same
+batch and micro-batches. *SpeedUp*: tokens per second of the automatic plan over those of the
+expert. *Published*: the same ratio as MindSpore measured it on devices (MindFormers r1.5.0 and
+r1.3.0, `docs/feature_cards/Auto_Parallel.md`). Goal: each row at least 100%, and the automatic plan
+never slower than another that fits.
+"""
+
+from __future__ import annotations
+
+from benchmarks.page import ROOT
+from benchmarks.table import Table
+from shardwright.compare import AUTO, EXPERT, GRID, Comparison, Way, compare
+from shardwright.cost.memory import binary
+
+CLUSTER = "ascend910b"
+PUBLISHED = {
+    "llama2_7b": "101.2%",
+    "llama2_13b": "99.8%",
+    "llama2_70b": "93.5%",
+    "baichuan2_7b": "97.4%",
+    "baichuan2_13b": "98.0%",
+    "qwen_7b": "96.2%",
+    "qwen_14b": "111.3%",
+    "pangualpha_2_6b": "–",
+    "pangualpha_13b": "–",
+}
+WHOLE = 0.9995
+"""What is shown as 100.0%."""
+
+
+def run() -> list[Table]:
+    table = Table(
+        "Thousand tokens a second (memory of a device)",
+        ("model", "devices", "expert", "best of grid", "auto", "SpeedUp", "published"),
+    )
+    for name, published in PUBLISHED.items():
+        add(table, compare(ROOT / "configs" / f"{name}_expert.yaml", CLUSTER), published)
+    return [table]
+
+
+def add(table: Table, found: Comparison, published: str) -> None:
+    """Adds a row, and what it misses."""
+    ways = (found.way(kind) for kind in (EXPERT, GRID, AUTO))
+    table.add(
+        *(found.model, found.devices, *map(shown, ways)),
+        *(f"{found.speed_up:.1%}", published),
+    )
+    if found.speed_up < WHOLE:
+        table.missed.append(f"{found.model}: {found.speed_up:.1%} of the expert's speed")
+    if not found.holds:
+        table.missed.append(f"{found.model}: another way that fits is faster, or auto does not fit")
+
+
+def shown(way: Way | None) -> str:
+    """Speed, parts and memory."""
+    if way is None:
+        return "–"
+    parts = "" if way.parts is None else f" {'·'.join(map(str, way.parts))}"
+    over = "" if way.fits else ", too large"
+    return f"{way.tokens_per_second / 1e3:.1f}{parts} ({binary(way.memory)}{over})"
