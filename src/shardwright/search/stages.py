@@ -1,8 +1,9 @@
 """Cuts a model into parts of nearly equal work, one after the other.
 
 The work of a part is the multiply-adds of its main operators and the elements of its parameters.
-Of the cuts whose largest part is at most a tenth above the least possible, the one that lets the
-fewest bytes cross is taken: between two layers of a transformer one value crosses, within one two.
+Of the cuts whose largest part is at most a tenth above the least possible (a hundredth, where the
+work is known in seconds), the one that lets the fewest bytes cross is taken: between two layers of
+a transformer one value crosses, within one two.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from shardwright.rules import rule_of
 TOLERANCE = 0.1
 """By how much the largest part may exceed the least possible, for fewer bytes that cross."""
 
+TOLERANCE_OF_SECONDS = 0.01
+"""Likewise where the work is known in seconds: all micro-batches wait for the slowest part, and
+sending is short beside it."""
+
 
 def balanced(graph: Graph, count: int, work: Sequence[float] | None = None) -> dict[str, int]:
     """For each operator the number of its part, of `count` parts of nearly equal work.
 
     Args:
-        work: of each operator; by default its multiply-adds and the elements of its parameters.
+        work: of each operator, in seconds; by default its multiply-adds and the elements of its
+            parameters.
 
     Raises:
         StrategyError: if there are fewer operators that work than parts.
@@ -38,7 +44,8 @@ def balanced(graph: Graph, count: int, work: Sequence[float] | None = None) -> d
     total = [0.0]
     for weight in weights:
         total.append(total[-1] + weight)
-    limit = (1 + TOLERANCE) * _least_largest(total, weights, count)
+    tolerance = TOLERANCE if work is None else TOLERANCE_OF_SECONDS
+    limit = (1 + tolerance) * _least_largest(total, weights, count)
     ends = _cheapest_ends(total, _crossing_bytes(graph), count, limit)
     return {op.name: bisect_left(ends, index + 1) for index, op in enumerate(graph.ops)}
 
