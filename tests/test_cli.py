@@ -137,6 +137,21 @@ def test_mem_coeff_overrides_the_configuration(command: Command) -> None:
     assert cuts("--mem-coeff", "1000") != cuts("--mem-coeff", "0.0001")
 
 
+def test_mem_coeff_is_a_positive_number_or_auto(folder: Path, command: Command) -> None:
+    arguments = ["plan", "config.yaml", "--devices", "4", "--json", "--mem-coeff"]
+    for wrong in ("0", "nan", "many"):
+        assert command(*arguments, wrong)[0] == 2
+    assert "give a memory_limit" in command(*arguments, "auto")[2]
+    (folder / "config.yaml").write_text(CONFIG + "parallel: {memory_limit: 1GB}")
+    assert command(*arguments, "auto")[0] == 0
+
+
+def test_the_mode_may_be_exact(folder: Path, command: Command) -> None:
+    (folder / "config.yaml").write_text(CONFIG + "parallel: {mode: exact, cluster: a100}")
+    found = json.loads(command("plan", "config.yaml", "--devices", "4", "--json")[1])
+    assert found["mode"] == "exact"
+
+
 def test_log_costs_tells_each_decision_on_stderr(folder: Path) -> None:
     arguments = ["plan", "config.yaml", "--devices", "2", "--log-costs", "--json"]
     done = subprocess.run(

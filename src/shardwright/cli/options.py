@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +16,28 @@ from shardwright.train.process_group import launched
 
 Config = Annotated[Path, typer.Argument(help="The YAML configuration.", show_default=False)]
 Devices = Annotated[int, typer.Option(help="Number of devices.", show_default=False)]
+
+
+def _coefficient(given: str) -> str:
+    """Raises: typer.BadParameter: neither a positive number nor `auto`."""
+    wrong = typer.BadParameter(f"{given!r} is neither a positive number nor auto")
+    try:
+        fits = given == "auto" or 0 < float(given) < inf
+    except ValueError:
+        raise wrong from None
+    if not fits:
+        raise wrong
+    return given
+
+
 MemCoeff = Annotated[
-    float | None,
-    typer.Option(help="Weight of memory against communication, instead of the configuration's."),
+    str | None,
+    typer.Option(
+        help="Weight of memory against communication, instead of the configuration's; auto: the"
+        " smallest that fits into memory.",
+        metavar="NUMBER|auto",
+        callback=lambda given: None if given is None else _coefficient(given),
+    ),
 ]
 Cluster = Annotated[
     str | None,
@@ -28,7 +48,7 @@ LogCosts = Annotated[bool, typer.Option("--log-costs", help="Log what each cut w
 
 def run_of(
     config: Path,
-    mem_coeff: float | None = None,
+    mem_coeff: str | None = None,
     log_costs: bool = False,
     resume: bool = False,
     cluster: str | None = None,
@@ -38,7 +58,7 @@ def run_of(
     _say_what_is_taken_otherwise(run, config)
     changes: dict[str, object] = {}
     if mem_coeff is not None:
-        changes["mem_coeff"] = mem_coeff
+        changes["mem_coeff"] = mem_coeff if mem_coeff == "auto" else float(mem_coeff)
     if log_costs:
         changes["log_costs"] = True
     if cluster is not None:

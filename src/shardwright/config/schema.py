@@ -208,7 +208,12 @@ class Parallel(Section):
     """How the plan is searched; the arguments of `shardwright.plan`."""
 
     mode: Literal[
-        "recursive_programming", "sharding_propagation", "semi_auto", "data_parallel", "stand_alone"
+        "recursive_programming",
+        "exact",
+        "sharding_propagation",
+        "semi_auto",
+        "data_parallel",
+        "stand_alone",
     ] = "recursive_programming"
     strategies: str | None = None
     mem_coeff: MemCoeff = 0.1
