@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.api import WithLoss, parallelize, plan
+from shardwright.config.graph_cache import kept_graph
 from shardwright.config.load import validated
 from shardwright.config.mindformers import LanguageRun, has_this_shape, language_run, translated
 from shardwright.config.parts import (
@@ -29,6 +30,7 @@ from shardwright.cost.cluster import load_cluster
 from shardwright.errors import CheckpointError, PlanError, ShardwrightError
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
+from shardwright.graph.tags import attached
 from shardwright.lower.micro_batches import micro_batch
 from shardwright.models.expert import expert_stages, pin_expert
 from shardwright.plan import Plan
@@ -154,7 +156,23 @@ class Run:
         if parallel.recompute is not None and not parallel.recomputes_as_needed:
             mark_recomputed(model, parallel.recompute)
         half = torch.bfloat16 if parallel.compute_dtype == "bfloat16" else None
-        return model, capture(model, batch, compute_dtype=half)
+
+        def fresh() -> Graph:
+            return capture(model, batch, compute_dtype=half)
+
+        if not self._describes_graph:
+            return model, fresh()
+        shapes = tuple((tuple(each.shape), each.dtype) for each in batch)
+        said = (self.config.model.model_dump(), shapes, half, self._dtype, self.config.loss_name)
+        return model, replace(kept_graph(said, fresh), module_tags=attached(model))
+
+    @property
+    def _describes_graph(self) -> bool:
+        """Whether the configuration alone says what is captured: no code and no file of the user
+        does."""
+        model, data = self.config.model, self.config.data
+        written = model.is_language_model and not isinstance(model.hf, str)
+        return written and data.seq_length is not None
 
     def model_to_plan(self) -> nn.Module:
         """A language model needs no memory for its parameters to be planned."""

@@ -1,0 +1,103 @@
+"""Captured graphs of language models, kept on disk, so that a model is captured once.
+
+They lie in `$XDG_CACHE_HOME/shardwright/graphs`, by default in `~/.cache`, one file for each model,
+shape of its inputs, and version of all that takes part. They are pickles, which run code when they
+are read: the folder is to be the user's own, and is made so that nobody else can write there.
+`SHARDWRIGHT_GRAPH_CACHE=off` in the environment captures each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from shardwright.graph.graph import Graph
+from shardwright.graph.pickled import dumps, loads
+
+logger = logging.getLogger("shardwright.capture")
+
+MOST = 32
+"""Graphs that are kept; of more those that were not read for longest are removed."""
+
+PACKAGES = ("torch", "transformers", "peft")
+
+
+def kept_graph(description: object, capture: Callable[[], Graph]) -> Graph:
+    """The graph that was kept for `description`, else what `capture` gives, which is then kept.
+
+    A file that cannot be read is made anew; a folder that cannot be written is as none.
+
+    Args:
+        description: of all that decides the graph beside the versions of packages; its `repr` must
+            be the same each time.
+    """
+    if os.environ.get("SHARDWRIGHT_GRAPH_CACHE") == "off":
+        return capture()
+    path = graphs_folder() / f"{_key(description)}.pickle"
+    found = _read(path)
+    if found is None:
+        found = capture()
+        _write(path, found)
+    return found
+
+
+def graphs_folder() -> Path:
+    """Where graphs are kept."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "shardwright" / "graphs"
+
+
+def _read(path: Path) -> Graph | None:
+    try:
+        found = loads(path.read_bytes())
+        path.touch()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("%s is captured anew: %s", path, error)
+        return None
+    return found
+
+
+def _write(path: Path, graph: Graph) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
+            draft.write(dumps(graph))
+        Path(draft.name).replace(path)
+        newest_first = sorted(
+            path.parent.glob("*.pickle"), key=lambda each: each.stat().st_mtime, reverse=True
+        )
+        for old in newest_first[MOST:]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("the captured graph is not kept: %s", error)
+
+
+def _key(description: object) -> str:
+    versions = [platform.python_version(), *map(_version, PACKAGES), _own_source()]
+    return hashlib.sha256(repr((description, versions)).encode()).hexdigest()[:32]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+@cache
+def _own_source() -> str:
+    """A hash of all modules of this package, which capture and the form of graphs depend on."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

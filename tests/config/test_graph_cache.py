@@ -1,0 +1,80 @@
+"""Graphs of language models that are kept on disk."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.config import graph_cache
+from shardwright.config.build import Run
+from shardwright.config.graph_cache import graphs_folder, kept_graph
+from shardwright.graph.capture import capture
+from shardwright.graph.graph import Graph
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny" / "llama2_7b.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("SHARDWRIGHT_GRAPH_CACHE", raising=False)
+
+
+def _small() -> Graph:
+    return capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.zeros(2, 4),))
+
+
+def _never() -> Graph:
+    raise AssertionError("captured, although the graph is kept")
+
+
+def test_a_graph_is_captured_once() -> None:
+    first = kept_graph("one", _small)
+    again = kept_graph("one", _never)
+    assert again.fingerprint == first.fingerprint
+    assert again.capture_seconds == first.capture_seconds
+    assert [op.target for op in again.ops] == [op.target for op in first.ops]
+
+
+def test_another_description_is_captured_anew() -> None:
+    kept_graph("one", _small)
+    with pytest.raises(AssertionError, match="captured"):
+        kept_graph("two", _never)
+
+
+def test_a_damaged_file_is_made_anew(caplog: pytest.LogCaptureFixture) -> None:
+    kept_graph("one", _small)
+    (file,) = graphs_folder().iterdir()
+    file.write_bytes(file.read_bytes()[:-100])
+    with caplog.at_level(logging.WARNING, "shardwright.capture"):
+        kept_graph("one", _small)
+    assert "captured anew" in caplog.text
+    kept_graph("one", _never)
+
+
+def test_only_the_newest_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_cache, "MOST", 2)
+    graph = _small()
+    for name in ("one", "two", "three"):
+        kept_graph(name, lambda: graph)
+    assert len(list(graphs_folder().iterdir())) == 2
+    kept_graph("three", _never)
+
+
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_GRAPH_CACHE", "off")
+    kept_graph("one", _small)
+    assert not graphs_folder().exists()
+
+
+def test_a_plan_of_a_kept_graph_is_that_of_the_captured_one() -> None:
+    first = Run.from_file(TINY).plan(8)
+    assert len(list(graphs_folder().iterdir())) == 1
+    again = Run.from_file(TINY).plan(8)
+    assert len(list(graphs_folder().iterdir())) == 1
+    assert again.fingerprint == first.fingerprint
+    assert (again.cuts, again.storage, again.bytes) == (first.cuts, first.storage, first.bytes)
