@@ -9,9 +9,12 @@ import pytest
 import yaml
 
 from config.mindformers.files import small
+from shardwright.cli.compare import refused
 from shardwright.compare import AUTO, DATA_PARALLEL, EXPERT, GRID, TENSOR_PARALLEL, compare
 from shardwright.compare.bound import least_seconds
 from shardwright.compare.modelled import Course, expert_run
+from shardwright.config import build
+from shardwright.config.graph_cache import graphs_folder
 from shardwright.cost.cluster import load_cluster
 from shardwright.errors import ConfigError
 
@@ -68,6 +71,32 @@ def test_all_ways_have_the_same_batch_and_those_that_do_not_divide_are_left_out(
     assert found.way(DATA_PARALLEL) is None
     tokens = {round(way.seconds * way.tokens_per_second) for way in found.ways}
     assert tokens == {4 * 256}
+
+
+def test_ways_that_do_not_fit_are_named_with_their_need_and_not_counted(tmp_path: Path) -> None:
+    limit = {"context__max_device_memory": "11.8GB", "runner_config__batch_size": 2}
+    found = compare(written(tmp_path, 4, 2, 1, **LARGE, **limit), CLUSTER)
+    assert [way.kind for way in found.too_large] == [EXPERT, TENSOR_PARALLEL]
+    assert found.holds
+    assert refused(found) == (
+        "small: too large for 11.8 GiB, so not counted: expert 4·2·1 (11.9 GiB),"
+        " tensor parallel 1·8·1 (11.9 GiB)"
+    )
+
+
+def test_a_model_is_captured_once_for_plans_and_comparisons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, 8, 1, 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("SHARDWRIGHT_GRAPH_CACHE")
+    run = expert_run(file)
+    run.plan(8)
+    assert len(list(graphs_folder().iterdir())) == 1
+    monkeypatch.setattr(build, "capture", None)
+    course = Course(run, CLUSTER, 8)
+    # What the plan pinned is of its own model.
+    assert course.graph.module_tags == {}
 
 
 def test_no_way_is_faster_than_the_bound_by_which_it_may_be_left_out(tmp_path: Path) -> None:

@@ -40,7 +40,11 @@ def compare(
         data = [{**asdict(each), "speed_up": each.speed_up} for each in found]
         typer.echo(dumps(data, indent=1))
     else:
-        Console(width=WIDTH).print(table(found))
+        console = Console(width=WIDTH)
+        console.print(table(found))
+        for each in found:
+            if each.too_large:
+                console.print(refused(each), highlight=False, soft_wrap=True)
     if not all(each.holds for each in found):
         raise typer.Exit(1)
 
@@ -64,6 +68,17 @@ def table(found: list[Comparison]) -> Table:
             f"{each.speed_up:.1%}",
         )
     return shown
+
+
+def refused(found: Comparison) -> str:
+    """Which ways do not fit, and by how much."""
+    assert found.limit is not None
+    ways = ", ".join(f"{_name(way)} ({binary(way.memory)})" for way in found.too_large)
+    return f"{found.model}: too large for {binary(found.limit)}, so not counted: {ways}"
+
+
+def _name(way: Way) -> str:
+    return way.kind if way.parts is None else f"{way.kind} {'·'.join(map(str, way.parts))}"
 
 
 def _cell(way: Way | None) -> str:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shardwright.api.planning import plan
 from shardwright.compare.bound import least_seconds
 from shardwright.compare.ways import (
@@ -16,6 +14,7 @@ from shardwright.compare.ways import (
     DATA_PARALLEL,
     EXPERT,
     GRID,
+    REFUSED,
     TENSOR_PARALLEL,
     Comparison,
     Parts,
@@ -25,7 +24,6 @@ from shardwright.config.build import Run
 from shardwright.config.parts import mark_recomputed
 from shardwright.cost.cluster import load_cluster
 from shardwright.errors import ConfigError, MemoryLimitError
-from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
 from shardwright.graph.tags import attached
 from shardwright.models.expert import (
@@ -54,7 +52,12 @@ def compare(expert: str | Path, cluster: str, devices: int | None = None) -> Com
     number = devices or run.language.parallelism.devices
     course = Course(run, cluster, number, run.language.memory_limit)
     return Comparison(
-        run.language.name, number, cluster, run.config.data.batch_size, tuple(course.ways())
+        model=run.language.name,
+        devices=number,
+        cluster=cluster,
+        global_batch=run.config.data.batch_size,
+        limit=course.limit,
+        ways=tuple(course.ways()),
     )
 
 
@@ -84,9 +87,8 @@ class Course:
     def __init__(self, run: Run, cluster: str, devices: int, limit: int | None = None) -> None:
         self.run, self.cluster, self.devices, self.limit = run, cluster, devices, limit
         self.net = run.model_to_plan()
-        half = torch.bfloat16 if run.config.parallel.compute_dtype == "bfloat16" else None
         self.batch = run.micro_batch_to_plan()
-        self.graph = capture(self.net, self.batch, compute_dtype=half)
+        self.graph = run.graph_of(self.net, self.batch)
         parallel = run.config.parallel
         if parallel.recompute is not None and not parallel.recomputes_as_needed:
             mark_recomputed(self.net, parallel.recompute)
@@ -108,7 +110,7 @@ class Course:
             if self.divides(parts):
                 known[parts] = self.by_hand(parts)
                 yield self._way(kind, parts, known[parts])
-        yield self._best_of_grid(expert, known)
+        yield from self._best_of_grid(expert, known)
 
     def expert(self) -> tuple[Parts, Plan]:
         """What the configuration says."""
@@ -120,15 +122,15 @@ class Course:
         )
         return parts, plan
 
-    def _best_of_grid(self, expert: Way, known: dict[Parts, Plan]) -> Way:
-        """The fastest that fits, the expert's own among them. What a plan needs is known only after
-        a rehearsal, and what it takes only when it is made: neither is found out of ways that
-        cannot be faster than one that fits."""
+    def _best_of_grid(self, expert: Way, known: dict[Parts, Plan]) -> Iterator[Way]:
+        """The fastest that fits, the expert's own among them, and faster ones that do not fit. What
+        a plan needs is known only after a rehearsal, and what it takes only when it is made:
+        neither is found out of ways that cannot be faster than one that fits."""
         cluster, micro_batches = load_cluster(self.cluster), self.run.config.parallel.micro_batches
         bounds = {
             parts: least_seconds(self.graph, cluster, parts, micro_batches) for parts in self.grid()
         }
-        best = replace(expert, kind=GRID)
+        best, refused = replace(expert, kind=GRID), list[Way]()
         for parts in sorted(bounds, key=lambda each: bounds[each]):
             if best.fits and bounds[parts] >= best.seconds:
                 break
@@ -136,8 +138,11 @@ class Course:
             assert plan.step_time is not None
             if not best.fits or plan.step_time < best.seconds:
                 way = self._way(GRID, parts, plan)
+                if not way.fits:
+                    refused.append(replace(way, kind=REFUSED))
                 best = way if way.fits or way.memory < best.memory else best
-        return best
+        yield best
+        yield from (way for way in refused if way.tokens_per_second > best.tokens_per_second)
 
     def grid(self) -> Iterator[Parts]:
         """All data · model · pipeline parallel whose numbers divide what they cut."""

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 Parts = tuple[int, int, int]
 """Data, model and pipeline parallel."""
 
-AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID = (
+AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, REFUSED = (
     "auto",
     "expert",
     "data parallel",
     "tensor parallel",
     "best of grid",
+    "of grid",
 )
+"""Kinds of ways. `of grid`: faster than the best of the grid, but too large."""
 
 NEAR = 1e-3
 """What is less than that apart, relatively, is as fast."""
@@ -24,7 +26,7 @@ class Way:
     """One way of dividing a model, priced.
 
     Args:
-        kind: `auto`, `expert`, `data parallel`, `tensor parallel` or `best of grid`.
+        kind: `auto`, `expert`, `data parallel`, `tensor parallel`, `best of grid` or `of grid`.
         parts: None where each operator has its own.
         seconds: predicted, of a step.
         tokens_per_second: predicted, of all devices together.
@@ -47,6 +49,7 @@ class Comparison:
     """All ways of dividing one model over the same devices, with the same batch.
 
     Args:
+        limit: bytes of a device; None: any number.
         ways: those that could be planned; `auto` and `expert` among them.
     """
 
@@ -54,6 +57,7 @@ class Comparison:
     devices: int
     cluster: str
     global_batch: int
+    limit: int | None
     ways: tuple[Way, ...]
 
     def way(self, kind: str) -> Way | None:
@@ -66,6 +70,13 @@ class Comparison:
         auto, expert = self.way(AUTO), self.way(EXPERT)
         assert auto is not None and expert is not None
         return auto.tokens_per_second / expert.tokens_per_second
+
+    @property
+    def too_large(self) -> tuple[Way, ...]:
+        """The ways that need more than the limit, each once, the fastest first. `holds` does not
+        count them."""
+        found = {(way.parts, way.memory): way for way in reversed(self.ways) if not way.fits}
+        return tuple(sorted(found.values(), key=lambda way: way.seconds))
 
     @property
     def holds(self) -> bool:

@@ -155,16 +155,25 @@ class Run:
             pin_expert(model, **parallel.expert.model_dump())
         if parallel.recompute is not None and not parallel.recomputes_as_needed:
             mark_recomputed(model, parallel.recompute)
-        half = torch.bfloat16 if parallel.compute_dtype == "bfloat16" else None
+        return model, self.graph_of(model, batch)
+
+    def graph_of(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Graph:
+        """The graph of `model` on `batch`, with what is attached to its modules; captured, or read
+        from the user's cache.
+
+        Raises:
+            CaptureError: it cannot be captured.
+        """
+        half = torch.bfloat16 if self.config.parallel.compute_dtype == "bfloat16" else None
 
         def fresh() -> Graph:
             return capture(model, batch, compute_dtype=half)
 
         if not self._describes_graph:
-            return model, fresh()
+            return fresh()
         shapes = tuple((tuple(each.shape), each.dtype) for each in batch)
         said = (self.config.model.model_dump(), shapes, half, self._dtype, self.config.loss_name)
-        return model, replace(kept_graph(said, fresh), module_tags=attached(model))
+        return replace(kept_graph(said, fresh), module_tags=attached(model))
 
     @property
     def _describes_graph(self) -> bool:
