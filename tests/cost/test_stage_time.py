@@ -8,6 +8,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.cost.cluster import load_cluster
+from shardwright.cost.memory import binary
 from shardwright.errors import PlanError
 
 
@@ -45,7 +46,12 @@ def test_on_a_cluster_actions_take_seconds_and_messages_take_time(plan: sw.Plan)
 
 def test_the_text_of_a_plan_says_what_each_stage_needs_and_waits(plan: sw.Plan) -> None:
     text = str(plan)
-    for part in ("each device of stage 0 needs", "each device of stage 1 needs", "stages wait for"):
+    most, least = sorted(plan.memory.stages, key=lambda stage: -stage.peak)
+    for part in (
+        f"each device of stage {most.stage} needs {binary(most.peak)}",
+        f"those of the other {binary(least.peak)} (stage {least.stage})",
+        "stages wait for",
+    ):
         assert part in text
 
 

@@ -124,17 +124,21 @@ class Options:
     @property
     def limit(self) -> int | None:
         """Bytes that a device has for a step; None if that does not matter."""
-        if self.memory_limit is not None:
-            return _bytes(self.memory_limit)
-        if self.recompute is None:
-            known = self.has_auto_mem_coeff and self.cluster is not None
-            return int(self.on.device.memory) if known else None
-        if self.cluster is None:
+        if self.memory_limit is None and self.recompute is None:
+            return self.device_memory if self.has_auto_mem_coeff else None
+        if self.device_memory is None:
             raise StrategyError(
                 f"recompute={self.recompute!r} fits a plan into memory: give a memory_limit, as in"
                 " '24GiB', or a cluster, whose devices have one"
             )
-        return int(self.on.device.memory)
+        return self.device_memory
+
+    @property
+    def device_memory(self) -> int | None:
+        """Bytes that a device has: as asked, else those of the cluster's devices."""
+        if self.memory_limit is not None:
+            return _bytes(self.memory_limit)
+        return None if self.cluster is None else int(self.on.device.memory)
 
     @property
     def has_auto_mem_coeff(self) -> bool:

@@ -207,6 +207,8 @@ def decide(model: Model, options: Options) -> Plan:
         pipeline=pipeline,
         pins=pins.strategies,
         cluster=None if options.cluster is None else options.on,
+        memory_limit=options.device_memory,
+        optimizer=options.optimizer,
     )
 
 

@@ -32,6 +32,8 @@ def plan_command(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         plan.save(out)
+    if run.language is not None:
+        typer.echo(f"{config}: {run.language.batch.formula(devices)}", err=True)
     typer.echo(plan.to_json() if json else str(plan))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from shardwright.layout import TensorLayout
 from shardwright.plan.plan import Plan
 from shardwright.plan.rows import ConversionRow, OperatorRow
-from shardwright.plan.table import strategy
+from shardwright.plan.words import strategy
 
 
 def dump(plan: Plan) -> str:

@@ -16,10 +16,13 @@ from shardwright.strategy import OperatorStrategy
 
 VERSION = 3
 
+OF_THIS_RUN = {"graph", "optimizer"}
+"""Fields that are not written: a plan from a file has no memory to rehearse."""
+
 
 def written(plan: Plan) -> str:
     """See `Plan.to_json`."""
-    data = {f.name: getattr(plan, f.name) for f in fields(Plan) if f.name != "graph"}
+    data = {f.name: getattr(plan, f.name) for f in fields(Plan) if f.name not in OF_THIS_RUN}
     data["mesh"] = {
         "device_matrix": plan.mesh.device_matrix,
         "alias_names": plan.mesh.alias_names,
@@ -54,8 +57,9 @@ def read(text: str, where: str) -> Plan:
 
 
 def _plan(data: dict[str, Any]) -> Plan:
-    known = {f.name for f in fields(Plan)} - {"graph"}
+    known = {f.name for f in fields(Plan)} - OF_THIS_RUN - {"memory_limit"}
     values = {key: data[key] for key in known}
+    values["memory_limit"] = data.get("memory_limit")  # it may be missing: nothing depends on it
     mesh = data["mesh"]
     values["mesh"] = Layout(tuple(mesh["device_matrix"]), tuple(mesh["alias_names"]))
     values["cuts"] = {

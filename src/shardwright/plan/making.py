@@ -8,6 +8,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from shardwright.communication import Communication, communication
@@ -40,6 +41,8 @@ def make_plan(
     pipeline: Pipelining = ONE_STAGE,
     pins: Mapping[str, OperatorStrategy] = NO_PINS,
     cluster: Cluster | None = None,
+    memory_limit: int | None = None,
+    optimizer: str | torch.optim.Optimizer = "adamw",
 ) -> Plan:
     """Joins what a search decided with what follows from it: conversions, their bytes, and on a
     cluster the seconds of a step.
@@ -87,6 +90,8 @@ def make_plan(
         forward_bytes=sent[0],
         backward_bytes=sent[1],
         training=training,
+        memory_limit=memory_limit,
+        optimizer=optimizer,
         search_seconds=search_seconds,
         capture_seconds=graph.capture_seconds,
         graph=graph,
@@ -116,6 +121,8 @@ def changed_plan(plan: Plan, decided: Decided, cluster: Cluster | None = None) -
         pipeline=plan.pipeline,
         pins=plan.pins,
         cluster=cluster,
+        memory_limit=plan.memory_limit,
+        optimizer=plan.optimizer,
     )
 
 

@@ -54,6 +54,9 @@ class Plan:
         returned: conversions of the model's outputs, and of new values of its buffers.
         crossings: what goes from stage to stage.
         step: what a step takes on the cluster that was named.
+        memory_limit: bytes that a device has for a step: as it was asked, else those of the
+            devices of the cluster; None where neither is known.
+        optimizer: for which memory is reckoned, as `memory_with` takes it.
         forward_bytes, backward_bytes: that one device of the busiest stage sends in one step, with
             all its micro-batches.
         search_seconds, capture_seconds: what planning took.
@@ -84,8 +87,10 @@ class Plan:
     crossings: tuple[CrossingRow, ...] = ()
     step: StepRow | None = None
     pins: dict[str, OperatorStrategy] = field(default_factory=dict)
+    memory_limit: int | None = None
     search_seconds: float = 0.0
     capture_seconds: float = 0.0
+    optimizer: str | torch.optim.Optimizer = field(default="adamw", compare=False, repr=False)
     graph: Graph | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -122,6 +127,24 @@ class Plan:
         return None if self.step is None else self.step.seconds
 
     @property
+    def global_batch(self) -> int | None:
+        """Samples of a step: those of the first input tensor, in all micro-batches; None if there
+        is no such input."""
+        shapes = (leaf["shape"] for leaf in self.inputs if isinstance(leaf, dict))
+        samples = next((shape[0] for shape in shapes if shape), None)
+        return None if samples is None else samples * self.pipeline.micro_batches
+
+    @property
+    def sequence(self) -> int | None:
+        """Tokens of a sample, where an embedding looks them up; None where samples are no
+        sequences."""
+        for row in self.operators:
+            for _, shape, kind in row.inputs:
+                if row.operator == "aten.embedding" and kind == "input" and len(shape) == 2:
+                    return shape[1]
+        return None
+
+    @property
     def strategies(self) -> dict[str, Strategy]:
         """For each operator in how many parts each dimension of each input is cut, as torch stores
         them: a linear layer's weight is (out_features, in_features)."""
@@ -149,13 +172,13 @@ class Plan:
 
     @cached_property
     def memory(self) -> Memory:
-        """What each device needs at most in a training step with AdamW, found without devices by
-        rehearsing the program; `memory_with` takes other optimizers.
+        """What each device needs at most in a training step with the optimizer that was planned
+        for, found without devices by rehearsing the program; `memory_with` takes others.
 
         Raises:
             PlanError: if the plan comes from a file, and so has no graph.
         """
-        return self.memory_with("adamw")
+        return self.memory_with(self.optimizer)
 
     def memory_with(self, optimizer: str | torch.optim.Optimizer) -> Memory:
         """What each device needs at most in a training step with an optimizer.
@@ -200,7 +223,7 @@ class Plan:
 
     def explain(self, name: str) -> str:
         """How the operator `name` is cut, where its inputs come from and what they cost."""
-        from shardwright.plan.table import explanation
+        from shardwright.plan.explanation import explanation
 
         return explanation(self, self.row(name))
 
