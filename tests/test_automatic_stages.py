@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.api.automatic_stages import candidates, suggest_stages, with_best_stages
+from shardwright.api.draft import Draft, Model, draft
+from shardwright.api.fitting import within_memory
 from shardwright.api.options import Options
 from shardwright.api.pipeline import Asked
 from shardwright.errors import MemoryLimitError, StrategyError
-from shardwright.plan import Plan
+from shardwright.pins import pins_of
 
 
 class Deep(nn.Module):
@@ -33,8 +36,19 @@ with torch.device("meta"):
 GRAPH = sw.capture(NET, (torch.empty(8, 512, device="meta"),))
 
 
+MODEL = Model(GRAPH, pins_of(GRAPH), (), training=True)
+
+
 def asked(**options: Any) -> Options:
     return Options(devices=8, cluster="a100", asked=Asked(stages="auto", **options))
+
+
+def with_stages(options: Options, stages: int) -> Options:
+    return replace(options, asked=replace(options.asked, stages=stages))
+
+
+def drafted(options: Options) -> Draft:
+    return draft(MODEL, options)
 
 
 def test_numbers_divide_the_devices_and_are_not_more_than_micro_batches() -> None:
@@ -59,33 +73,50 @@ def test_with_one_micro_batch_there_is_one_stage() -> None:
 
 
 def test_what_does_not_fit_into_memory_does_not_count() -> None:
-    def decide(options: Options) -> Plan:
-        if options.asked.stages != 4:
-            raise MemoryLimitError(f"{options.asked.stages} stages do not fit", needed=7)
-        return sw.plan(GRAPH, devices=8, stages=4, micro_batches=8, cluster="a100")
-
-    assert with_best_stages(asked(micro_batches=8), decide).pipeline.stages == 4
+    free = with_best_stages(asked(micro_batches=8), drafted)
+    options = replace(asked(micro_batches=8), memory_limit=free.memory().peak // 2)
+    found = with_best_stages(options, drafted)
+    assert options.limit is not None and found.memory().peak <= options.limit
+    assert found.seconds > free.seconds
+    for stages in (1, 2, 4, 8):
+        try:
+            one = within_memory(with_stages(options, stages), drafted)
+        except MemoryLimitError:
+            continue
+        assert found.seconds <= one.seconds
 
 
 def test_if_nothing_fits_the_error_is_that_of_the_number_that_needs_least() -> None:
-    def decide(options: Options) -> Plan:
-        stages = int(options.asked.stages)
-        raise MemoryLimitError(f"{stages} stages do not fit", needed=abs(stages - 4))
+    options = replace(asked(micro_batches=8), memory_limit="1KiB")
+    needed = []
+    for stages in (1, 2, 4, 8):
+        with pytest.raises(MemoryLimitError) as error:
+            within_memory(with_stages(options, stages), drafted)
+        needed.append(error.value.needed)
+    with pytest.raises(MemoryLimitError) as error:
+        with_best_stages(options, drafted)
+    assert error.value.needed == min(needed)
 
-    with pytest.raises(MemoryLimitError, match="4 stages do not fit"):
-        with_best_stages(asked(micro_batches=8), decide)
+
+def test_what_cannot_be_faster_than_the_best_is_not_fitted() -> None:
+    best = with_best_stages(asked(micro_batches=8), drafted)
+    fitted = []
+
+    def watched(options: Options) -> Draft:
+        if options.sharding is None:
+            fitted.append(options.asked.stages)
+        return drafted(options)
+
+    assert with_best_stages(asked(micro_batches=8), watched, best) is best
+    assert len(fitted) < 4
 
 
 def test_where_the_user_chose_a_suggestion_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    def decide(options: Options) -> Plan:
-        stages = int(options.asked.stages)
-        return sw.plan(GRAPH, devices=8, stages=stages, micro_batches=8, cluster="a100")
-
-    best = with_best_stages(asked(micro_batches=8), decide).pipeline.stages
+    best = with_best_stages(asked(micro_batches=8), drafted).pipeline.stages
     other = 8 if best != 8 else 1
     chosen = Options(devices=8, cluster="a100", asked=Asked(other, micro_batches=8))
     with caplog.at_level(logging.WARNING, "shardwright.search"):
-        suggest_stages(chosen, decide)
+        suggest_stages(chosen, drafted(chosen), drafted)
     assert f"{best} pipeline stages would take" in caplog.text
     assert f"{other} are asked for" in caplog.text
 

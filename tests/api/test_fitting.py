@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from shardwright.decided import LEVELS
 
 
 class Stack(nn.Module):
@@ -58,6 +59,21 @@ def test_recompute_auto_computes_again_before_anything_else() -> None:
     fitted = plan(devices=1, memory_limit=limit, recompute="auto")
     assert fitted.recompute and fitted.memory.peak <= limit
     assert plan(memory_limit="1 TB", recompute="auto").recompute == {}
+
+
+def test_on_a_cluster_the_fastest_that_fits_is_taken() -> None:
+    options = {"mode": "recursive_programming", "cluster": "ascend910b"}
+    others = [
+        plan(**options, hsdp=hsdp, mem_coeff=mem_coeff)
+        for hsdp in (None, *({"level": level} for level in LEVELS))
+        for mem_coeff in (0.1, 6.4, 51.2)
+    ]
+    limit = sorted(other.memory.peak for other in others)[len(others) // 2]
+    found = plan(**options, memory_limit=limit)
+    assert found.memory.peak <= limit < others[0].memory.peak
+    fitting = [other.step_time for other in others if other.memory.peak <= limit]
+    assert found.step_time is not None
+    assert all(other is not None and found.step_time <= 1.011 * other for other in fitting)
 
 
 def test_model_parallel_and_stages_follow() -> None:

@@ -10,7 +10,6 @@ from shardwright.communication import communication
 from shardwright.cost.flops import work_of
 from shardwright.cost.memory import Memory, memory
 from shardwright.decided import Decided, Recompute
-from shardwright.plan import changed_plan
 from shardwright.search.memory import Fitted, fit_by_recomputation
 from shardwright.search.recomputation import Candidates
 
@@ -51,7 +50,7 @@ def test_less_memory_takes_more_work() -> None:
 
 def test_a_fitted_plan_computes_the_same() -> None:
     plan = sw.plan(GRAPH, devices=2, mem_coeff=10.0)
-    found = changed_plan(plan, fitted(plan, 1).decided)
+    found = replace(plan, recompute=fitted(plan, 1).decided.recompute)
     assert found.recompute
     result = sw.check(NET, ARGS, KWARGS, found)
     assert result.passes(1e-9), result

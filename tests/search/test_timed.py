@@ -12,7 +12,7 @@ from search.toy import TOY, captured, searcher
 from shardwright.communication import as_used, communication
 from shardwright.cost.cluster import Cluster, Level, load_cluster
 from shardwright.cost.time import StepTime, TimeModel, step_time
-from shardwright.decided import Decided, OptimizerParallel
+from shardwright.decided import Decided
 from shardwright.errors import ConfigError, StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout, prime_mesh
@@ -117,9 +117,7 @@ def test_a_small_mem_coeff_gives_data_parallel_a_large_one_tensor_parallel(
 ) -> None:
     mesh, cluster = prime_mesh(8), load_cluster("h100")
     found = {
-        mem_coeff: search_by_time(
-            language_model, mesh, Pricing(cluster, mem_coeff, sharding=OptimizerParallel())
-        )
+        mem_coeff: search_by_time(language_model, mesh, Pricing(cluster, mem_coeff, sharing=-1))
         for mem_coeff in (0.01, 1000.0)
     }
     names = [f"model.layers.1.{name}" for name in ("self_attn.q_proj", "mlp.down_proj")]

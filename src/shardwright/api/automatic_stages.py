@@ -6,50 +6,83 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from shardwright.api.options import Options
+from shardwright.api.draft import Draft
+from shardwright.api.fitting import faster_within_memory
+from shardwright.api.options import MEM_COEFFS, Options
+from shardwright.decided import OptimizerParallel
 from shardwright.errors import MemoryLimitError, ShardwrightError, StrategyError
 from shardwright.pipelining import AUTO, Pipelining
-from shardwright.plan import Plan
 
 log = logging.getLogger("shardwright.search")
 
-Decide = Callable[[Options], Plan]
+Drafted = Callable[[Options], Draft]
 
 
-def with_best_stages(options: Options, decide: Decide) -> Plan:
-    """The plan whose step takes the least time, over all numbers of stages that divide the devices,
-    are not more than the micro-batches, and that the schedule can run.
+def with_best_stages(options: Options, drafted: Drafted, best: Draft | None = None) -> Draft:
+    """The draft whose step takes the least time, over all numbers of stages that divide the
+    devices, are not more than the micro-batches, and that the schedule can run.
 
-    Each is planned by itself, with operator strategies of its own, and its stages are balanced by
-    time. What does not fit into the memory limit does not count.
+    Each number is planned by itself, with operator strategies of its own, and its stages are
+    balanced by time. What does not fit into the memory limit does not count. The numbers are
+    fitted into memory in the order of the time that they would take if memory did not matter, up
+    to the first that even so would be no faster than the best.
+
+    Args:
+        best: what is known already.
 
     Raises:
         MemoryLimitError: if no number fits; the one that needs least says so.
         StrategyError: if the model can be planned with no number of stages.
     """
-    found: list[Plan] = []
     failed: list[ShardwrightError] = []
     numbers = list(candidates(options))
     log.info("pipeline stages are searched in 1 … %d: %s", most_stages(options), numbers)
+    bounds: dict[int, float] = {}
     for stages in numbers:
         try:
-            plan = decide(replace(options, asked=replace(options.asked, stages=stages)))
+            bounds[stages] = drafted(_free_of_limits(_staged(options, stages))).seconds
+        except StrategyError as error:
+            failed.append(error)
+            log.info("%d stages: %s", stages, error)
+    for stages in sorted(bounds, key=lambda number: (bounds[number], number)):
+        below = float("inf") if best is None else best.seconds
+        if bounds[stages] >= below:
+            log.info("%d stages: at least %.4g s a step", stages, bounds[stages])
+            continue
+        try:
+            found = faster_within_memory(_staged(options, stages), drafted, below)
         except (MemoryLimitError, StrategyError) as error:
             failed.append(error)
             log.info("%d stages: %s", stages, error)
             continue
-        assert plan.step is not None
+        if found is None:
+            log.info("%d stages: what fits takes no less than %.4g s a step", stages, below)
+            continue
+        best = found
         log.info(
-            "%d stages: %.4g s a step, %.1f%% of it in bubbles",
-            stages,
-            plan.step.seconds,
-            100 * plan.step.bubble,
+            "%d stages: %.4g s a step, %.1f%% of it in bubbles", stages, best.seconds, _bubble(best)
         )
-        found.append(plan)
-    if found:
-        return min(found, key=lambda plan: (plan.step_time or 0.0, plan.pipeline.stages))
+    if best is not None:
+        return best
     too_large = [error for error in failed if isinstance(error, MemoryLimitError)]
     raise min(too_large, key=lambda error: error.needed) if too_large else failed[0]
+
+
+def _staged(options: Options, stages: int) -> Options:
+    return replace(options, asked=replace(options.asked, stages=stages))
+
+
+def _free_of_limits(options: Options) -> Options:
+    """Options with which a step takes the least time: what makes a plan fit only adds to it, but
+    for sharing the optimizer's work."""
+    coefficient = MEM_COEFFS[0] if options.has_auto_mem_coeff else options.mem_coeff
+    sharding = options.sharding or OptimizerParallel()
+    return replace(options, mem_coeff=coefficient, hsdp=sharding)
+
+
+def _bubble(draft: Draft) -> float:
+    assert draft.predicted is not None
+    return 100 * draft.predicted.bubble
 
 
 def candidates(options: Options) -> Iterator[int]:
@@ -67,18 +100,18 @@ def most_stages(options: Options) -> int:
     return min(options.devices, asked.micro_batches, asked.max_stages or options.devices)
 
 
-def suggest_stages(options: Options, decide: Decide) -> None:
-    """Logs which number of stages would be chosen where the user's runs."""
+def suggest_stages(options: Options, chosen: Draft, drafted: Drafted) -> None:
+    """Logs which number of stages would be chosen where the user's runs; on this machine, if no
+    cluster was named."""
     searched = replace(options, asked=replace(options.asked, stages=AUTO))
-    best = with_best_stages(searched, decide)
-    chosen = best.pipeline.stages
-    if chosen != options.asked.stages:
+    best = with_best_stages(searched, drafted, None if options.cluster is None else chosen)
+    if best.pipeline.stages != chosen.pipeline.stages:
         log.warning(
             "%d pipeline stages would take %.4g s a step on %s by the prediction, of 1 … %d that"
             " were searched; %s are asked for",
-            chosen,
-            best.step_time,
+            best.pipeline.stages,
+            best.seconds,
             searched.on.name,
             most_stages(options),
-            options.asked.stages,
+            chosen.pipeline.stages,
         )

@@ -1,27 +1,30 @@
-"""Plans that fit into the memory of their devices."""
+"""Drafts that fit into the memory of their devices."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardwright.api.draft import Draft
 from shardwright.api.options import AUTO_RECOMPUTE, MEM_COEFFS, Options
-from shardwright.cost.memory import Memory, StageMemory, binary, memory
+from shardwright.cost.memory import Memory, StageMemory, binary
 from shardwright.cost.schedule import check_pipelining
-from shardwright.decided import LEVELS, Decided, OptimizerParallel
+from shardwright.decided import LEVELS, OptimizerParallel
 from shardwright.errors import MemoryLimitError, PlanError, StrategyError
 from shardwright.pipelining import Pipelining
-from shardwright.plan import Plan, changed_plan
 from shardwright.search.memory import fit_by_recomputation
 
 log = logging.getLogger("shardwright.search")
 
-Decide = Callable[[Options], Plan]
+Drafted = Callable[[Options], Draft]
 
 FACTOR, LARGEST_MEM_COEFF = 8.0, 1e4
 """By what `mem_coeff` grows from one attempt to the next, and how far."""
+
+GAIN = 0.01
+"""Less of a step is not worth a further attempt."""
 
 
 @dataclass(frozen=True)
@@ -46,80 +49,170 @@ class Attempt:
         return ", ".join(word for word in words if word) or "as asked"
 
 
-def within_memory(options: Options, decide: Decide) -> Plan:
-    """The plan that `options` ask for if it fits into their memory limit, else the first that does
+def within_memory(options: Options, drafted: Drafted) -> Draft:
+    """The draft that `options` ask for if it fits into their memory limit, else the first that does
     after these changes, each on top of those before: parameters and optimizer state are stored
     sharded (`level1` to `level3`), operators are computed again, `mem_coeff` grows, there are more
-    stages. With `recompute="auto"`, operators are computed again first. With `mem_coeff="auto"` it
-    is the smallest with which the plan fits without other changes; where there is none, the changes
-    begin with the smallest.
+    stages. With `recompute="auto"`, operators are computed again first. On a cluster, of all levels
+    of sharding and `mem_coeff`, each with as much computed again as it needs, the fastest that fits
+    is taken. With
+    `mem_coeff="auto"` it is the smallest with which the plan fits without other changes; where
+    there is none, the changes begin with the smallest.
 
     Raises:
         MemoryLimitError: if none fits; says the smallest limit that would do.
     """
-    limit = options.limit
-    if limit is None:
-        return decide(options)
-    best: tuple[Memory, Attempt] | None = None
-    seen: list[tuple[Any, ...]] = []
+    found = faster_within_memory(options, drafted, float("inf"))
+    assert found is not None
+    return found
+
+
+def faster_within_memory(options: Options, drafted: Drafted, below: float) -> Draft | None:
+    """Likewise; None if what fits takes `below` seconds or more.
+
+    Raises:
+        MemoryLimitError: if none fits; says the smallest limit that would do.
+    """
+    if options.limit is None:
+        draft = drafted(options)
+        return draft if draft.seconds < below else None
     coefficients = MEM_COEFFS if options.has_auto_mem_coeff else ()
     if coefficients:
-        options = replace(options, mem_coeff=coefficients[0], memory_limit=limit)
-    for attempt in _attempts(options, coefficients[1:]):
+        options = replace(options, mem_coeff=coefficients[0], memory_limit=options.limit)
+    fitting = _Fitting(options, drafted, below)
+    for choices in _attempts(options, coefficients[1:]):
+        found = fitting.fastest(choices)
+        if found is not None or fitting.too_slow:
+            return found
+    needs, attempt = fitting.least_found()
+    raise MemoryLimitError(_too_large(options, needs, attempt), needs.peak)
+
+
+@dataclass
+class _Fitting:
+    """The attempts that were made for some options.
+
+    Args:
+        below: seconds; only what takes less counts.
+        least: what needed least memory of all that did not fit.
+        hopeless: the last that does not fit whatever is computed again.
+        too_slow: whether an attempt did not count.
+    """
+
+    options: Options
+    drafted: Drafted
+    below: float
+    least: tuple[Memory, Attempt] | None = None
+    hopeless: tuple[Draft, Attempt] | None = None
+    too_slow: bool = False
+    seen: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def fastest(self, choices: Iterable[Attempt]) -> Draft | None:
+        """The fastest of these that fits: as it is, or with operators computed again where that is
+        allowed. No more are tried once there is hardly any time to gain."""
+        best: Draft | None = None
+        larger: list[tuple[Draft, Memory, Attempt]] = []
+        ideal = float("inf")
+        for attempt in choices:
+            if best is not None and ideal >= (1 - GAIN) * best.seconds:
+                break
+            draft = self._draft(attempt)
+            if draft is None:
+                continue
+            ideal = min(ideal, draft.seconds)
+            if self._is_slow(draft, best):
+                continue
+            needs = draft.memory()
+            if self._fits(needs, attempt):
+                best = draft
+            elif attempt.recompute:
+                larger.append((draft, needs, attempt))
+        for draft, needs, attempt in sorted(larger, key=lambda each: each[0].seconds):
+            if best is not None and draft.seconds >= (1 - GAIN) * best.seconds:
+                break
+            if _always_there(needs) > self.limit:
+                self.hopeless = draft, attempt
+                continue
+            draft, needs = self._with_recomputation(draft)
+            if self._fits(needs, attempt) and not self._is_slow(draft, best):
+                best = draft
+        return best
+
+    def least_found(self) -> tuple[Memory, Attempt]:
+        """What needs least memory of all that does not fit."""
+        if self.hopeless is not None:
+            draft, attempt = self.hopeless
+            self._fits(self._with_recomputation(draft)[1], attempt)
+        assert self.least is not None
+        return self.least
+
+    def _is_slow(self, draft: Draft, best: Draft | None) -> bool:
+        """Whether a draft does not count, beside the best so far."""
+        if best is not None and self.options.cluster is not None:
+            return draft.seconds >= best.seconds
+        slow = draft.seconds >= self.below
+        self.too_slow |= slow
+        return slow
+
+    def _fits(self, needs: Memory, attempt: Attempt) -> bool:
+        log.info("%s: %s of %s", attempt, binary(needs.peak), binary(self.limit))
+        if needs.peak > self.limit and (self.least is None or needs.peak < self.least[0].peak):
+            self.least = needs, attempt
+        return needs.peak <= self.limit
+
+    def _with_recomputation(self, draft: Draft) -> tuple[Draft, Memory]:
+        """With as much computed again as it needs, or as can be."""
+        fitted = fit_by_recomputation(
+            draft.model.graph, draft.mesh, draft.decided, draft.pipeline, self.limit, draft.memory
+        )
+        return replace(draft, decided=fitted.decided), fitted.memory
+
+    @property
+    def limit(self) -> int:
+        """Bytes of a device."""
+        assert self.options.limit is not None
+        return self.options.limit
+
+    def _draft(self, attempt: Attempt) -> Draft | None:
+        """What was not tried before."""
         try:
-            plan = decide(attempt.options)
+            draft = self.drafted(attempt.options)
         except (PlanError, StrategyError):
-            if attempt.options == options:
+            if attempt.options == self.options:
                 raise
-            continue
-        needed_by = _needed_by(plan, seen, attempt)
-        if needed_by in seen:
-            continue
-        seen.append(needed_by)
-        plan, needs = _fitted(plan, attempt)
-        log.info("%s: %s of %s", attempt, binary(needs.peak), binary(limit))
-        if needs.peak <= limit:
-            return plan
-        if best is None or needs.peak < best[0].peak:
-            best = needs, attempt
-    assert best is not None
-    raise MemoryLimitError(_too_large(options, *best), best[0].peak)
+            return None
+        needed_by = _needed_by(draft, self.seen, attempt)
+        if needed_by in self.seen:
+            return None
+        self.seen.append(needed_by)
+        return draft
 
 
-def _fitted(plan: Plan, attempt: Attempt) -> tuple[Plan, Memory]:
-    """A plan with what it needs, and with what it computes again if that is allowed."""
-    options, graph = attempt.options, plan.graph
-    assert graph is not None and options.limit is not None
-
-    def needs(decided: Decided) -> Memory:
-        return memory(graph, plan.mesh, decided, plan.pipeline, options.optimizer)
-
-    if not attempt.recompute:
-        return plan, needs(plan.decided)
-    fitted = fit_by_recomputation(
-        graph, plan.mesh, plan.decided, plan.pipeline, options.limit, needs
-    )
-    cluster = None if options.cluster is None else options.on
-    return changed_plan(plan, fitted.decided, cluster), fitted.memory
+def _always_there(needs: Memory) -> int:
+    """Bytes that a device needs whatever is computed again."""
+    return max(stage.parameters + stage.optimizer + stage.inputs for stage in needs.stages)
 
 
-def _attempts(options: Options, coefficients: Sequence[float]) -> Iterator[Attempt]:
+def _attempts(options: Options, coefficients: Sequence[float]) -> Iterator[Iterable[Attempt]]:
+    """What is tried, one after the other until something fits; of several the fastest."""
     first = options.recompute == AUTO_RECOMPUTE
-    yield Attempt(options, False)
-    if first:
-        yield Attempt(options, True)
+    levels = tuple(_more_sharded(options))
+    stored = levels[-1] if levels else options
+    by_time = options.cluster is not None
+    if not by_time or coefficients:
+        yield [Attempt(options, first)]
     for coefficient in coefficients:
-        yield Attempt(replace(options, mem_coeff=coefficient), first)
-    stored = options
-    for stored in _more_sharded(options):
-        yield Attempt(stored, first)
-    if not first:
-        yield Attempt(stored, True)
-    for staged in (stored, *_more_stages(stored)):
-        if staged is not stored:
-            yield Attempt(staged, True)
-        for larger in _larger_mem_coeff(staged):
-            yield Attempt(larger, True)
+        yield [Attempt(replace(options, mem_coeff=coefficient), first)]
+    if by_time:
+        asked = (options, *_larger_mem_coeff(options))
+        yield [Attempt(level, True) for each in asked for level in (each, *_more_sharded(each))]
+    else:
+        yield from ([Attempt(each, first)] for each in levels)
+        yield [Attempt(stored, True)]
+        yield from ([Attempt(larger, True)] for larger in _larger_mem_coeff(stored))
+    for staged in _more_stages(stored):
+        yield [Attempt(staged, True)]
+        yield from ([Attempt(larger, True)] for larger in _larger_mem_coeff(staged))
 
 
 def _more_sharded(options: Options) -> Iterator[Options]:
@@ -153,12 +246,13 @@ def _more_stages(options: Options) -> Iterator[Options]:
             yield replace(options, asked=replace(asked, stages=stages))
 
 
-def _needed_by(plan: Plan, seen: list[tuple[Any, ...]], attempt: Attempt) -> tuple[Any, ...]:
-    """What a plan's memory depends on; the level only where it shards anything."""
-    level = plan.sharding
-    if any(plan.storage == storage and other is None for storage, other, *_ in seen):
+def _needed_by(draft: Draft, seen: list[tuple[Any, ...]], attempt: Attempt) -> tuple[Any, ...]:
+    """What the memory depends on; the level only where it shards anything."""
+    decided = draft.decided
+    level = decided.sharding
+    if any(decided.storage == storage and other is None for storage, other, *_ in seen):
         level = None
-    return plan.storage, level, plan.cuts, plan.pipeline, attempt.recompute
+    return decided.storage, level, decided.cuts, draft.pipeline, attempt.recompute
 
 
 def _too_large(options: Options, needs: Memory, attempt: Attempt) -> str:

@@ -181,7 +181,7 @@ class Options:
             self.coefficient,
             stages=pipeline.stages,
             micro_batches=pipeline.micro_batches,
-            sharding=self.sharding,
+            sharing=None if self.sharding is None else self.sharding.shard_size,
         )
 
 

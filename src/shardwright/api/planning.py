@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,25 +12,18 @@ from torch import nn
 
 from shardwright.api.automatic_stages import suggest_stages as suggest
 from shardwright.api.automatic_stages import with_best_stages
+from shardwright.api.draft import Draft, Model, draft
 from shardwright.api.fitting import within_memory
 from shardwright.api.options import MB, Options
 from shardwright.api.pipeline import Asked
-from shardwright.communication import as_used
 from shardwright.cost.cluster import Cluster
-from shardwright.cost.time import TimeModel, operator_seconds
-from shardwright.decided import BUCKET_BYTES, Decided, OptimizerParallel, Storage
+from shardwright.decided import BUCKET_BYTES, OptimizerParallel
 from shardwright.graph.graph import Graph
-from shardwright.layout import Layout
-from shardwright.pins import Pins, pins_of
+from shardwright.pins import pins_of
 from shardwright.pipelining import AUTO
-from shardwright.plan import Plan, make_plan
-from shardwright.recompute import recompute_of
-from shardwright.rules.rule import Cuts
-from shardwright.search.modes import MODES, check_takes_pins
+from shardwright.plan import Plan
 from shardwright.search.named_stages import StageConfig
-from shardwright.search.stages import balanced
-from shardwright.search.storage import sharded_storage
-from shardwright.strategy import DatasetStrategy, arrivals, fix, input_entries, storage_as_said
+from shardwright.strategy import DatasetStrategy
 
 
 def plan(
@@ -100,7 +92,7 @@ def plan(
         memory_limit: bytes of a device, or a text like `24GiB`. A plan that needs more in a step is
             changed until it fits: parameters and optimizer state are sharded (`hsdp`), then
             operators are computed again in the backward pass, then `mem_coeff` grows, then there
-            are more stages.
+            are more stages. On a cluster the first three are weighed by time.
         recompute: `auto` computes as much again as the memory limit asks for, before anything else
             is changed; without a limit, that of the devices of the cluster.
         optimizer: for which memory is reckoned: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer
@@ -142,80 +134,12 @@ def plan(
         net.training if isinstance(net, nn.Module) else True,
     )
 
-    def fitting(each: Options) -> Plan:
-        return within_memory(each, lambda one: decide(model, one))
+    def drafted(each: Options) -> Draft:
+        return draft(model, each)
 
     if asked.stages == AUTO:
-        return with_best_stages(options, fitting)
-    found = fitting(options)
+        return with_best_stages(options, drafted).plan()
+    found = within_memory(options, drafted)
     if suggest_stages:
-        suggest(options, fitting)
-    return found
-
-
-@dataclass(frozen=True)
-class Model:
-    """A captured model and what its user attached to it.
-
-    Args:
-        modules: names that can be stages.
-        training: the mode it was captured in.
-    """
-
-    graph: Graph
-    pins: Pins
-    modules: tuple[str, ...]
-    training: bool
-
-
-def decide(model: Model, options: Options) -> Plan:
-    """The plan for exactly these options. Raises: as `plan`."""
-    graph, pins = model.graph, model.pins
-    check_takes_pins(options.mode, pins.strategies)
-    pipeline = options.asked.pipelining(graph, options.devices, model.modules)
-    entries = input_entries(graph, options.dataset_strategy)
-    of_stage = options.devices // pipeline.stages
-    fixed = fix(graph, of_stage, pins.strategies, {**pins.parameters, **entries})
-    started = time.perf_counter()
-    asked = {
-        **options.of_search,
-        "log_costs": options.log_costs,
-        "pricing": options.pricing(pipeline),
-        "arrivals": arrivals(graph, fixed.mesh, options.dataset_strategy),
-    }
-    cuts = MODES[options.mode](graph, fixed, asked)
-    seconds = time.perf_counter() - started
-    if pipeline.stages > 1 and options.asked.stage_config is None and options.cluster is not None:
-        work = operator_seconds(graph, TimeModel(options.on, fixed.mesh, pipeline.stages), cuts)
-        pipeline = replace(pipeline, part_of=balanced(graph, pipeline.parts, work))
-    return make_plan(
-        graph,
-        fixed.mesh,
-        Decided(
-            cuts,
-            _storage(model, fixed.mesh, cuts, options),
-            fixed.outputs,
-            asked["arrivals"],
-            sharding=options.sharding,
-            bucket_bytes=int(options.bucket_mb * MB),
-            recompute=recompute_of(graph),
-        ),
-        mode=options.mode,
-        options=options.of_search,
-        search_seconds=seconds,
-        training=model.training,
-        pipeline=pipeline,
-        pins=pins.strategies,
-        cluster=None if options.cluster is None else options.on,
-        memory_limit=options.device_memory,
-        optimizer=options.optimizer,
-    )
-
-
-def _storage(model: Model, mesh: Layout, cuts: Mapping[str, Cuts], options: Options) -> Storage:
-    """How each parameter is stored: as used, as said, else sharded further where that is asked."""
-    graph, said = model.graph, model.pins.parameters
-    storage: Storage = storage_as_said(graph, mesh, said, as_used(graph, mesh, cuts))
-    if options.sharding is None:
-        return storage
-    return sharded_storage(graph, mesh, cuts, storage, options.sharding, said)
+        suggest(options, found, drafted)
+    return found.plan()

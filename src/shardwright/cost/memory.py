@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from rich.console import Console
@@ -32,8 +32,8 @@ from shardwright.cost.rehearsal import (
     Kinds,
     Rehearsal,
     plus,
-    rehearse,
 )
+from shardwright.cost.rehearsals import Rehearsals
 from shardwright.cost.schedule import BACKWARD, FORWARD, OF_INPUT, OF_WEIGHT, Action, actions
 from shardwright.decided import Decided
 from shardwright.graph.graph import Graph
@@ -133,6 +133,7 @@ def memory(
     decided: Decided,
     pipeline: Pipelining = ONE_STAGE,
     optimizer: str | torch.optim.Optimizer = "adamw",
+    rehearsals: Rehearsals | None = None,
 ) -> Memory:
     """What each device needs at most in a training step.
 
@@ -140,6 +141,7 @@ def memory(
         graph: the model, captured with one micro-batch.
         mesh: the device matrix of one stage.
         optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer like the one to be used.
+        rehearsals: that were made before.
 
     Raises:
         PlanError: if there is no such schedule or optimizer.
@@ -148,12 +150,12 @@ def memory(
     found: list[list[Part]] = [[] for _ in orders]
     for part in parts(graph, mesh, decided, pipeline):
         found[part.stage].append(part)
-    known: dict[Any, Any] = {}
+    rehearsals = rehearsals or Rehearsals()
     stages = []
     for number, (order, mine) in enumerate(zip(orders, found, strict=True)):
         kinds = tuple(dict.fromkeys(action.kind for action in order))
         several = pipeline.micro_batches > 1
-        needs = {part.number: rehearse(part, graph, mesh, kinds, several, known) for part in mine}
+        needs = {part.number: rehearsals.of(part, graph, mesh, kinds, several) for part in mine}
         kept = optimizer_bytes(optimizer, _trained(mine, mesh))
         crossings = {part.number: crossing(part, mesh, pipeline) for part in mine}
         moments = _moments(order, needs, crossings, kept, pipeline.micro_batches)

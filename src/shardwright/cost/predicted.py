@@ -21,11 +21,13 @@ class Predicted:
     """What one training step takes.
 
     Args:
+        cluster: its name.
         parts: of each part of the model, in the order in which they run.
         timeline: of the stages; None if there is only one.
         seconds: the whole step.
     """
 
+    cluster: str
     parts: tuple[StepTime, ...]
     timeline: Timeline | None
     seconds: float
@@ -81,9 +83,9 @@ def predict(
     times = [on_cluster(part, mesh, pipeline, model) for part in found]
     steps = tuple(step for step, _ in times)
     if pipeline.stages == 1:
-        return Predicted(steps, None, steps[0].seconds)
+        return Predicted(cluster.name, steps, None, steps[0].seconds)
     stages = timeline(pipeline, [seconds for _, seconds in times])
     after = [0.0] * pipeline.stages
     for part, step in zip(found, steps, strict=True):
         after[part.stage] += step.exposed + step.update
-    return Predicted(steps, stages, stages.seconds + max(after))
+    return Predicted(cluster.name, steps, stages, stages.seconds + max(after))

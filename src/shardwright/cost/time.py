@@ -22,7 +22,6 @@ from shardwright.conversion import Shape, Step
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.flops import Work, work_of
 from shardwright.cost.links import Links
-from shardwright.decided import OptimizerParallel
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout import Axes, Layout
 from shardwright.rules import rule_of
@@ -107,7 +106,8 @@ class TimeModel:
 
     Args:
         stages: number of pipeline stages, each with such a matrix.
-        sharding: how optimizer state is shared between devices that use a parameter alike.
+        sharing: over how many devices optimizer state is sharded, of those that use a parameter
+            alike; -1 for all of them, None if it is not.
 
     Raises:
         ConfigError: if the cluster has not so many devices.
@@ -118,12 +118,12 @@ class TimeModel:
         cluster: Cluster,
         mesh: Layout,
         stages: int = 1,
-        sharding: OptimizerParallel | None = None,
+        sharing: int | None = None,
     ) -> None:
         self.mesh = mesh
         self.links = Links(cluster, mesh, stages)
         self.device = cluster.device.among(mesh.num_devices * stages)
-        self.sharding = sharding
+        self.sharing = sharing
         self._operators: dict[tuple[object, ...], Seconds] = {}
         self._steps: dict[tuple[Step, Shape, int], Seconds] = {}
 
@@ -191,12 +191,12 @@ class TimeModel:
 
     def update_of(self, num_bytes: float, parts: int) -> float:
         """The optimizer's step over a parameter that is used in so many bytes, cut in `parts`; the
-        devices that use the same part share it as `sharding` says."""
-        if self.sharding is None:
+        devices that use the same part share it as `sharing` says."""
+        if self.sharing is None:
             return self.update(num_bytes)
         sharers = self.mesh.num_devices // parts
-        if self.sharding.shard_size > 0:
-            sharers = min(sharers, self.sharding.shard_size)
+        if self.sharing > 0:
+            sharers = min(sharers, self.sharing)
         return self.update(num_bytes / sharers)
 
 

@@ -1,7 +1,7 @@
 """What was decided, as data: a plan holds every cut and every parameter's storage."""
 
-from shardwright.plan.making import changed_plan, make_plan
+from shardwright.plan.making import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.rows import ConversionRow, OperatorRow
 
-__all__ = ["ConversionRow", "OperatorRow", "Plan", "changed_plan", "make_plan"]
+__all__ = ["ConversionRow", "OperatorRow", "Plan", "make_plan"]

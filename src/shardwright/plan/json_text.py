@@ -16,7 +16,7 @@ from shardwright.strategy import OperatorStrategy
 
 VERSION = 3
 
-OF_THIS_RUN = {"graph", "optimizer"}
+OF_THIS_RUN = {"graph", "optimizer", "rehearsals"}
 """Fields that are not written: a plan from a file has no memory to rehearse."""
 
 

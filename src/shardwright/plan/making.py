@@ -12,8 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwright.communication import Communication, communication
-from shardwright.cost.cluster import Cluster
-from shardwright.cost.predicted import predict
+from shardwright.cost.predicted import Predicted
+from shardwright.cost.rehearsals import Rehearsals
 from shardwright.decided import Decided
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout import Layout
@@ -40,12 +40,16 @@ def make_plan(
     training: bool,
     pipeline: Pipelining = ONE_STAGE,
     pins: Mapping[str, OperatorStrategy] = NO_PINS,
-    cluster: Cluster | None = None,
+    predicted: Predicted | None = None,
     memory_limit: int | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
+    rehearsals: Rehearsals | None = None,
 ) -> Plan:
-    """Joins what a search decided with what follows from it: conversions, their bytes, and on a
-    cluster the seconds of a step.
+    """Joins what a search decided with what follows from it: conversions and their bytes.
+
+    Args:
+        predicted: what a step takes, where a cluster was named.
+        rehearsals: that were made while it was searched.
 
     Raises:
         PlanError: if the operators cannot be divided into the parts of `pipeline`.
@@ -86,7 +90,7 @@ def make_plan(
         operators=_rows(graph, mesh, cuts, found, flows, pins, seen),
         returned=_returned(found, flows, seen),
         crossings=_crossings(found, mesh),
-        step=None if cluster is None else _step(graph, mesh, decided, cluster, pipeline),
+        step=None if predicted is None else _step(predicted),
         forward_bytes=sent[0],
         backward_bytes=sent[1],
         training=training,
@@ -95,34 +99,17 @@ def make_plan(
         search_seconds=search_seconds,
         capture_seconds=graph.capture_seconds,
         graph=graph,
+        rehearsals=rehearsals or Rehearsals(),
     )
 
 
-def _step(
-    graph: Graph, mesh: Layout, decided: Decided, cluster: Cluster, pipeline: Pipelining
-) -> StepRow:
-    found = predict(graph, mesh, decided, cluster, pipeline)
+def _step(predicted: Predicted) -> StepRow:
     return StepRow(
-        cluster.name, found.seconds, found.computation, found.communication, found.bubble
-    )
-
-
-def changed_plan(plan: Plan, decided: Decided, cluster: Cluster | None = None) -> Plan:
-    """A plan with other decisions, found in the same search."""
-    assert plan.graph is not None
-    return make_plan(
-        plan.graph,
-        plan.mesh,
-        decided,
-        mode=plan.mode,
-        options=plan.options,
-        search_seconds=plan.search_seconds,
-        training=plan.training,
-        pipeline=plan.pipeline,
-        pins=plan.pins,
-        cluster=cluster,
-        memory_limit=plan.memory_limit,
-        optimizer=plan.optimizer,
+        predicted.cluster,
+        predicted.seconds,
+        predicted.computation,
+        predicted.communication,
+        predicted.bubble,
     )
 
 

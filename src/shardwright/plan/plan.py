@@ -17,6 +17,7 @@ import torch
 
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.memory import Memory, memory
+from shardwright.cost.rehearsals import Rehearsals
 from shardwright.cost.schedule import Timeline
 from shardwright.cost.stage_time import planned_timeline
 from shardwright.decided import BUCKET_BYTES, CutAxes, Decided, OptimizerParallel, Recompute
@@ -61,6 +62,7 @@ class Plan:
             all its micro-batches.
         search_seconds, capture_seconds: what planning took.
         graph: the captured model; a plan from a file has none until `parallelize` captures it.
+        rehearsals: of its parts.
     """
 
     mesh: Layout
@@ -92,6 +94,7 @@ class Plan:
     capture_seconds: float = 0.0
     optimizer: str | torch.optim.Optimizer = field(default="adamw", compare=False, repr=False)
     graph: Graph | None = field(default=None, compare=False, repr=False)
+    rehearsals: Rehearsals = field(default_factory=Rehearsals, compare=False, repr=False)
 
     @property
     def devices(self) -> int:
@@ -189,7 +192,8 @@ class Plan:
         Raises:
             PlanError: if there is no such optimizer, or the plan has no graph.
         """
-        return memory(self._graph(), self.mesh, self.decided, self.pipeline, optimizer)
+        graph, found = self._graph(), self.rehearsals
+        return memory(graph, self.mesh, self.decided, self.pipeline, optimizer, found)
 
     def timeline(self, cluster: Cluster | None = None) -> Timeline:
         """When each pipeline stage does what in a step, and when it waits; `print` shows it.

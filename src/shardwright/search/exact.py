@@ -77,7 +77,7 @@ def search_exactly(
             all of them to be weighed.
     """
     found = network(graph, pinned or {}, outputs, arrivals)
-    model = TimeModel(pricing.cluster, mesh, pricing.stages, pricing.sharding)
+    model = TimeModel(pricing.cluster, mesh, pricing.stages, pricing.sharing)
     search = TimedSearch(found, model, pricing)
     candidates, bound = [search.best()], 0.0
     tables = _Joint(found, model, search.objective)

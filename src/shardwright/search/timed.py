@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.time import TimeModel
-from shardwright.decided import NO_OUTPUTS, CutAxes, OptimizerParallel, Outputs
+from shardwright.decided import NO_OUTPUTS, CutAxes, Outputs
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout
@@ -49,14 +49,15 @@ class Pricing:
         mem_coeff: bytes sent over the fastest link that a kept byte of parameters counts as.
         stages: number of pipeline stages, each with the device matrix.
         micro_batches: how many of the graph's batches make up a step.
-        sharding: of optimizer state, over how many devices; the optimizer's step is shared so.
+        sharing: over how many devices optimizer state is sharded, which share the optimizer's
+            step; -1 for all that hold a parameter whole, None if it is not sharded.
     """
 
     cluster: Cluster
     mem_coeff: float = 0.1
     stages: int = 1
     micro_batches: int = 1
-    sharding: OptimizerParallel | None = None
+    sharing: int | None = None
 
     @property
     def kept(self) -> float:
@@ -89,7 +90,7 @@ def search_by_time(
     if unknown:
         raise StrategyError(f"pinned operators that the model does not have: {', '.join(unknown)}")
     found = network(graph, pinned or {}, outputs, arrivals)
-    model = TimeModel(pricing.cluster, mesh, pricing.stages, pricing.sharding)
+    model = TimeModel(pricing.cluster, mesh, pricing.stages, pricing.sharing)
     search = TimedSearch(found, model, pricing)
     return cuts_of_graph(graph, found, search.best())
 
