@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "shardwright"
 
 # From the bottom to the top: a room may import those of its own line and of the lines above it.
 ORDER = [
-    ["errors"],
+    ["errors", "progress"],
     ["deferred"],
     ["axes", "picture", "route"],
     ["layout", "conversion"],
@@ -37,7 +37,7 @@ ORDER = [
     ["__main__"],
 ]
 HEIGHT = {room: height for height, line in enumerate(ORDER) for room in line}
-WITHOUT_TORCH = ["errors", "axes", "picture", "route", "layout", "conversion"]
+WITHOUT_TORCH = ["errors", "progress", "axes", "picture", "route", "layout", "conversion"]
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -15,6 +15,7 @@ from shardwright.cost.quantity import BYTES, quantity
 from shardwright.errors import ConfigError
 from shardwright.graph.graph import Graph
 from shardwright.plan import Plan
+from shardwright.progress import within
 from shardwright.search.break_even import break_evens, main_operators
 
 SEARCHES = "recursive_programming"
@@ -94,7 +95,12 @@ def tune(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COEFFS) -> Tu
     model, graph = run.captured()
     main = main_operators(graph)
     limit = _limit(run)
-    plans = [_planned(run, model, graph, devices, each) for each in mem_coeffs]
+    plans, needs = [], []
+    for done, each in enumerate(mem_coeffs):
+        told = within(run.on_progress, f"mem_coeff {each:g}", done, len(mem_coeffs))
+        plans.append(_planned(replace(run, on_progress=told), model, graph, devices, each))
+        told("memory")
+        needs.append(plans[-1].memory.peak)
     cuts = [_cuts(plan, main) for plan in plans]
     kinds = [(plan.pipeline.stages, cut) for plan, cut in zip(plans, cuts, strict=True)]
     distinct = [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]
@@ -105,11 +111,11 @@ def tune(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COEFFS) -> Tu
             plan.pipeline.stages,
             kind[1],
             plan.bytes,
-            plan.memory.peak,
+            peak,
             plan.step_time,
-            limit is None or plan.memory.peak <= limit,
+            limit is None or peak <= limit,
         )
-        for each, plan, kind in zip(mem_coeffs, plans, kinds, strict=True)
+        for each, plan, peak, kind in zip(mem_coeffs, plans, needs, kinds, strict=True)
     ]
     evens = break_evens(graph, plans[0].mesh)
     return Tuning(devices, parallel.cluster, limit, tuple(trials), evens)

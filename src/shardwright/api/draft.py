@@ -66,6 +66,7 @@ class Draft:
         """What a step takes; None if no cluster was named."""
         if self.options.cluster is None:
             return None
+        self._told("time")
         return predict(self.model.graph, self.mesh, self.decided, self.options.on, self.pipeline)
 
     @property
@@ -75,6 +76,7 @@ class Draft:
 
     def memory(self, decided: Decided | None = None) -> Memory:
         """What each device needs, with these decisions or with others."""
+        self._told("memory")
         return memory(
             self.model.graph,
             self.mesh,
@@ -83,6 +85,9 @@ class Draft:
             self.options.optimizer,
             self.model.rehearsals,
         )
+
+    def _told(self, doing: str) -> None:
+        self.options.on_progress(f"{doing}: {self.options.in_words()}")
 
     def plan(self) -> Plan:
         """The plan."""
@@ -124,6 +129,7 @@ def draft(model: Model, options: Options) -> Draft:
     times = pipeline.stages, pipeline.micro_batches
     key = (fixed.mesh, options.mode, *options.of_search.values(), *times, shared)
     if key not in model.searched:
+        options.on_progress(f"search: {options.in_words()}")
         started = time.perf_counter()
         found = MODES[options.mode](graph, fixed, asked)
         model.searched[key] = found, time.perf_counter() - started

@@ -39,14 +39,7 @@ class Attempt:
     recompute: bool
 
     def __str__(self) -> str:
-        sharding, asked = self.options.sharding, self.options.asked
-        words = [
-            f"hsdp {sharding.level}" if sharding is not None else "",
-            "recompute" if self.recompute else "",
-            f"mem_coeff={self.options.coefficient:g}" if self.options.of_search else "",
-            f"{asked.stages} stages" if asked.stages != 1 else "",
-        ]
-        return ", ".join(word for word in words if word) or "as asked"
+        return self.options.in_words(self.recompute)
 
 
 def within_memory(options: Options, drafted: Drafted) -> Draft:

@@ -17,6 +17,7 @@ from shardwright.errors import StrategyError
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
 from shardwright.pipelining import AUTO, Pipelining
+from shardwright.progress import OnProgress, silent
 from shardwright.search.modes import MODES
 from shardwright.search.timed import Pricing
 from shardwright.strategy import DatasetStrategy, check_dataset_strategy
@@ -57,6 +58,7 @@ class Options:
     memory_limit: int | str | None = None
     recompute: str | None = None
     optimizer: str | torch.optim.Optimizer = "adamw"
+    on_progress: OnProgress = field(default=silent, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not _is_count(self.devices):
@@ -98,6 +100,21 @@ class Options:
                 " memory_limit, as in '24GiB', or a cluster, whose devices have one"
             )
 
+    def in_words(self, recompute: bool = False) -> str:
+        """What differs from one attempt to the next: `hsdp level1, mem_coeff=0.1, 2 stages`.
+
+        Args:
+            recompute: whether further operators may be computed again.
+        """
+        sharding, stages = self.sharding, self.asked.stages
+        words = [
+            f"hsdp {sharding.level}" if sharding is not None else "",
+            "recompute" if recompute else "",
+            f"mem_coeff={self.coefficient:g}" if self.of_search else "",
+            f"{stages} stages" if stages != 1 else "",
+        ]
+        return ", ".join(word for word in words if word) or "as asked"
+
     def captured(self, net: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Graph:
         """The graph of a model for one micro-batch; a graph that is given as it is.
 
@@ -107,6 +124,7 @@ class Options:
         """
         asked = None if self.compute_dtype in (None, "float32") else torch.bfloat16
         if not isinstance(net, Graph):
+            self.on_progress("capture")
             return capture(net, *self.asked.example(args, kwargs), compute_dtype=asked)
         if self.compute_dtype is not None and net.compute_dtype != asked:
             raise StrategyError(

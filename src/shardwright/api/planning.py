@@ -22,6 +22,7 @@ from shardwright.graph.graph import Graph
 from shardwright.pins import pins_of
 from shardwright.pipelining import AUTO
 from shardwright.plan import Plan
+from shardwright.progress import OnProgress, silent
 from shardwright.search.named_stages import StageConfig
 from shardwright.strategy import DatasetStrategy
 
@@ -51,6 +52,7 @@ def plan(
     memory_limit: int | str | None = None,
     recompute: str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
+    on_progress: OnProgress = silent,
 ) -> Plan:
     """Decides how every operator of `net` is split over `devices` devices.
 
@@ -97,6 +99,7 @@ def plan(
             is changed; without a limit, that of the devices of the cluster.
         optimizer: for which memory is reckoned: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer
             like the one to be used.
+        on_progress: called with each part of the work as it begins.
 
     Raises:
         StrategyError: if an option is not valid, nothing can be cut, an operator cannot be cut
@@ -123,6 +126,7 @@ def plan(
         memory_limit=memory_limit,
         recompute=recompute,
         optimizer=optimizer,
+        on_progress=on_progress,
     )
     net, asked = options.asked.of(net)
     options = replace(options, asked=asked)

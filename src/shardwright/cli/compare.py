@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright.cli.app import app
+from shardwright.cli.progress import ShowProgress, progress
 from shardwright.compare import AUTO, DATA_PARALLEL, EXPERT, GRID, TENSOR_PARALLEL, Comparison, Way
 from shardwright.compare import compare as compared
 from shardwright.cost.memory import binary
+from shardwright.progress import within
 
 WIDTH = 140
 
@@ -31,11 +33,16 @@ def compare(
         int | None, typer.Option(help="Number of devices; by default the configuration's.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    show_progress: ShowProgress = None,
 ) -> None:
     """Compare the automatic plan with what experts configure by hand and with all ways of data x
     tensor x pipeline parallel, by the predicted time of a step. Exit status 1 where another way
     that fits into memory is faster."""
-    found = [compared(config, cluster, devices) for config in configs]
+    with progress(show_progress) as told:
+        found = [
+            compared(config, cluster, devices, within(told, config.stem, done, len(configs)))
+            for done, config in enumerate(configs)
+        ]
     if json:
         data = [{**asdict(each), "speed_up": each.speed_up} for each in found]
         typer.echo(dumps(data, indent=1))

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from shardwright.config import Run
+from shardwright.progress import OnProgress, silent
 from shardwright.train.process_group import launched
 
 Config = Annotated[Path, typer.Argument(help="The YAML configuration.", show_default=False)]
@@ -52,6 +53,7 @@ def run_of(
     log_costs: bool = False,
     resume: bool = False,
     cluster: str | None = None,
+    on_progress: OnProgress = silent,
 ) -> Run:
     """The run of a configuration with the command line's options in place of its own."""
     run = Run.from_file(config)
@@ -70,7 +72,7 @@ def run_of(
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     train = run.config.train.model_copy(update={"resume": resume or run.config.train.resume})
     changed = run.config.model_copy(update={"parallel": parallel, "train": train})
-    return replace(run, config=changed)
+    return replace(run, config=changed, on_progress=on_progress)
 
 
 def _say_what_is_taken_otherwise(run: Run, config: Path) -> None:

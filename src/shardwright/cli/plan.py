@@ -9,6 +9,7 @@ import typer
 
 from shardwright.cli.app import app
 from shardwright.cli.options import Cluster, Config, Devices, LogCosts, MemCoeff, run_of
+from shardwright.cli.progress import ShowProgress, progress
 from shardwright.saved_graphs import SavedGraphs
 
 
@@ -25,16 +26,20 @@ def plan_command(
     mem_coeff: MemCoeff = None,
     log_costs: LogCosts = False,
     cluster: Cluster = None,
+    show_progress: ShowProgress = None,
 ) -> None:
     """Search a plan and print it. Needs no devices and starts no processes."""
-    run = run_of(config, mem_coeff, log_costs, cluster=cluster)
-    plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
+    with progress(show_progress) as told:
+        run = run_of(config, mem_coeff, log_costs, cluster=cluster, on_progress=told)
+        plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
+        told("table")
+        text = plan.to_json() if json else str(plan)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         plan.save(out)
     if run.language is not None:
         typer.echo(f"{config}: {run.language.batch.formula(devices)}", err=True)
-    typer.echo(plan.to_json() if json else str(plan))
+    typer.echo(text)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from shardwright.cli.app import app
 from shardwright.cli.options import Cluster, Config, Devices, run_of
+from shardwright.cli.progress import ShowProgress, progress
 from shardwright.cost.memory import binary
 from shardwright.tune import Trial, Tuning
 from shardwright.tune import tune as tuned
@@ -27,11 +28,13 @@ def tune(
     devices: Devices,
     cluster: Cluster = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    show_progress: ShowProgress = None,
 ) -> None:
     """Show what the search chooses for values of mem_coeff, each four times the one before, from
     which value on each operator is cut, and which value to take. Exit status 1 where nothing fits
     into memory."""
-    found = tuned(run_of(config, cluster=cluster), devices)
+    with progress(show_progress) as told:
+        found = tuned(run_of(config, cluster=cluster, on_progress=told), devices)
     if json:
         best = None if found.best is None else found.best.mem_coeff
         typer.echo(dumps({**asdict(found), "best": best}, indent=1))

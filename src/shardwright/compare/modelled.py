@@ -34,20 +34,27 @@ from shardwright.models.expert import (
 )
 from shardwright.pipelining import Pipelining
 from shardwright.plan import Plan
+from shardwright.progress import OnProgress, silent, within
 
 
-def compare(expert: str | Path, cluster: str, devices: int | None = None) -> Comparison:
+def compare(
+    expert: str | Path,
+    cluster: str,
+    devices: int | None = None,
+    on_progress: OnProgress = silent,
+) -> Comparison:
     """Plans a language model automatically, as its expert's configuration says, and in all ways of
     data × tensor × pipeline parallel, with the same batch, micro-batches and memory.
 
     Args:
         expert: a configuration in `semi_auto` mode.
         devices: by default as many as the configuration has.
+        on_progress: told which way is being planned.
 
     Raises:
         ConfigError: the configuration is not an expert's of a language model.
     """
-    run = expert_run(expert)
+    run = replace(expert_run(expert), on_progress=on_progress)
     assert run.language is not None
     number = devices or run.language.parallelism.devices
     course = Course(run, cluster, number, run.language.memory_limit)
@@ -181,6 +188,7 @@ class Course:
             cluster=self.cluster,
             stages="auto",
             memory_limit=memory_limit,
+            on_progress=within(self.run.on_progress, AUTO),
             **self._common(),
         )
 
@@ -203,6 +211,7 @@ class Course:
             mode="sharding_propagation",
             cluster=self.cluster,
             stage_config=expert_stages(self.net, stages) if stages > 1 else None,
+            on_progress=within(self.run.on_progress, "·".join(map(str, parts))),
             **self._common(),
         )
 
@@ -216,6 +225,8 @@ class Course:
 
     def _way(self, kind: str, parts: Parts | None, found: Plan) -> Way:
         assert found.step is not None
+        words = kind if parts is None else "·".join(map(str, parts))
+        self.run.on_progress(f"{words}: memory")
         peak = found.memory.peak
         return Way(
             kind,

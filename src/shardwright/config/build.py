@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,7 @@ from shardwright.graph.tags import attached
 from shardwright.lower.micro_batches import micro_batch
 from shardwright.models.expert import expert_stages, pin_expert
 from shardwright.plan import Plan
+from shardwright.progress import OnProgress, silent
 from shardwright.saved_graphs import SavedGraphs
 from shardwright.strategy_files import load_strategies
 from shardwright.train.checkpoint import Checkpoints
@@ -56,11 +57,13 @@ class Run:
     Args:
         language: the run that a file of the MindFormers shape describes; the size of its batch
             depends on the number of devices.
+        on_progress: told what is being built, captured and searched.
     """
 
     config: Config
     folder: Path
     language: LanguageRun | None = None
+    on_progress: OnProgress = field(default=silent, compare=False, repr=False)
 
     @staticmethod
     def from_file(path: str | Path) -> Run:
@@ -167,6 +170,7 @@ class Run:
         half = torch.bfloat16 if self.config.parallel.compute_dtype == "bfloat16" else None
 
         def fresh() -> Graph:
+            self.on_progress("capture")
             return capture(model, batch, compute_dtype=half)
 
         if not self._describes_graph:
@@ -185,6 +189,7 @@ class Run:
 
     def model_to_plan(self) -> nn.Module:
         """A language model needs no memory for its parameters to be planned."""
+        self.on_progress("build")
         if not self.config.model.is_language_model:
             return self.model()
         with torch.device("meta"):
@@ -227,6 +232,7 @@ class Run:
             recompute="auto" if parallel.recomputes_as_needed else None,
             optimizer=self.config.optimizer.name,
             stage_config=stage_config,
+            on_progress=self.on_progress,
         )
 
     @property
