@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from config.mindformers.files import small
 from shardwright.cli import app
 from shardwright.cli.progress import progress
 from shardwright.progress import within
@@ -84,11 +83,3 @@ def test_tune_counts_its_values(tmp_path: Path) -> None:
     said = parts(result.stderr)
     assert "mem_coeff 0.00625: search: mem_coeff=0.00625 (1 of 11)" in said
     assert said[-1] == "mem_coeff 6553.6: memory (11 of 11)"
-
-
-def test_the_plan_of_a_published_file_says_how_its_batch_comes_about(tmp_path: Path) -> None:
-    path = tmp_path / "small.yaml"
-    path.write_text(str(small(model__model_config__num_layers=1)))
-    result = CliRunner().invoke(app, ["plan", str(path), "--devices", "8"])
-    assert "global batch 8 = batch_size 2 · data_parallel 4 · " in result.stderr
-    assert "global batch of 8 sequences of 32 tokens" in result.stdout

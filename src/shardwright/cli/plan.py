@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from shardwright.cli.app import app
 from shardwright.cli.options import Cluster, Config, Devices, LogCosts, MemCoeff, run_of
 from shardwright.cli.progress import ShowProgress, progress
+from shardwright.plan.table import WIDTH, text
 from shardwright.saved_graphs import SavedGraphs
+
+LEAST_WIDTH = 100
 
 
 @app.command("plan")
@@ -26,6 +31,9 @@ def plan_command(
     mem_coeff: MemCoeff = None,
     log_costs: LogCosts = False,
     cluster: Cluster = None,
+    every: Annotated[
+        bool, typer.Option("--every", help="Also operators that only follow their neighbours.")
+    ] = False,
     show_progress: ShowProgress = None,
 ) -> None:
     """Search a plan and print it. Needs no devices and starts no processes."""
@@ -33,13 +41,18 @@ def plan_command(
         run = run_of(config, mem_coeff, log_costs, cluster=cluster, on_progress=told)
         plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
         told("table")
-        text = plan.to_json() if json else str(plan)
+        shown = plan.to_json() if json else text(plan, every, _width())
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         plan.save(out)
     if run.language is not None:
         typer.echo(f"{config}: {run.language.batch.formula(devices)}", err=True)
-    typer.echo(text)
+    typer.echo(shown)
+
+
+def _width() -> int:
+    """The terminal's, where the plan goes to one that is wide enough for a table."""
+    return max(Console().width, LEAST_WIDTH) if sys.stdout.isatty() else WIDTH
 
 
 @app.command()

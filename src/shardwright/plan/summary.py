@@ -25,7 +25,7 @@ def summary(plan: Plan, every: bool = False) -> list[str]:
     if silent and not every:
         lines.append(
             f"{silent} more operators follow their neighbours and send nothing: "
-            "plan.text(every=True)"
+            "plan.text(every=True), --every"
         )
     if plan.without_rule:
         lines.append(

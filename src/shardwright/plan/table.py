@@ -16,7 +16,7 @@ from shardwright.plan.summary import summary
 from shardwright.plan.words import cuts, shape, strategy, tells
 
 WIDTH = 140
-"""Columns that `print(plan)` takes when it does not go to a terminal."""
+"""Columns that `print(plan)` takes, and `shardwright plan` when it does not go to a terminal."""
 
 
 def text(plan: Plan, every: bool = False, width: int = WIDTH) -> str:
