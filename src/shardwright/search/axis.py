@@ -16,7 +16,7 @@ import numpy as np
 
 from shardwright.cost.time import TimeModel
 from shardwright.rules.rule import no_reductions
-from shardwright.search.elimination import Factor, Table, TooWideError, min_fill, minimum
+from shardwright.search.elimination import Elimination, Factor, Table, TooWideError
 from shardwright.search.indexed import NO_CUT
 from shardwright.search.network import Network, Node, Stream
 from shardwright.search.ways import SUMMED, WHOLE, Ways, joined, prices, sets_of
@@ -76,26 +76,26 @@ class Axis:
         self.parts = [self._parts(n, node) for n, node in enumerate(network.nodes)]
         self.options = [self._options(n, node) for n, node in enumerate(network.nodes)]
 
-    def decide(self, orders: dict[object, list[int]]) -> list[int]:
+    def decide(self, eliminations: dict[object, Elimination]) -> list[int]:
         """The choice of each node on this axis with the least cost altogether.
 
         Where the graph is so connected that this needs too large tables, the operators with the
         most neighbours keep the choice that they have, until it does not.
 
         Args:
-            orders: of elimination, by what is connected; kept between axes.
+            eliminations: by what is connected; kept between axes.
         """
         while True:
             sizes, factors = self._problem()
             scopes = tuple(scope for scope, _ in factors)
             key = (tuple(sizes), scopes)
-            if key not in orders:
-                orders[key] = min_fill(len(sizes), scopes, sizes)
             try:
-                found = minimum(sizes, factors, orders[key])
+                if key not in eliminations:
+                    eliminations[key] = Elimination(sizes, scopes)
             except TooWideError:
                 self._condition(scopes)
                 continue
+            found = eliminations[key].minimum([table for _, table in factors])
             return [
                 options[choice]
                 for options, choice in zip(self.options, found.choices, strict=False)

@@ -64,54 +64,99 @@ def minimum(
         TooWideError: if a table of more elements would be needed.
     """
     found = list(factors)
-    if order is None:
-        order = min_fill(len(sizes), [scope for scope, _ in found], sizes)
-    place = [0] * len(sizes)
-    for position, variable in enumerate(order):
-        place[variable] = position
-    buckets: list[list[Factor]] = [[] for _ in sizes]
-    total = 0.0
-    for scope, table in found:
+    elimination = Elimination(sizes, [scope for scope, _ in found], order, limit)
+    return elimination.minimum([table for _, table in found])
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The elimination of one variable.
+
+    Args:
+        reads: numbers of the tables that have it, the smallest first, so that few sums are made in
+            the full shape; each with its shape beside the others.
+        axis: of their sum, which is the variable's.
+        rest: the other variables of the sum.
+    """
+
+    variable: int
+    reads: tuple[tuple[int, tuple[int, ...]], ...]
+    axis: int
+    rest: tuple[int, ...]
+
+
+class Elimination:
+    """What is done for factors of certain variables, whatever is in their tables; see `minimum`.
+
+    Raises:
+        TooWideError: if a table of more elements than `limit` would be needed.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        scopes: Sequence[tuple[int, ...]],
+        order: Sequence[int] | None = None,
+        limit: int = LARGEST_TABLE,
+    ) -> None:
+        self._sizes = sizes
+        self._order = min_fill(len(sizes), scopes, sizes) if order is None else order
+        self._place = [0] * len(sizes)
+        for position, variable in enumerate(self._order):
+            self._place[variable] = position
+        buckets: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in sizes]
+        self._constants = [number for number, scope in enumerate(scopes) if not scope]
+        for number, scope in enumerate(scopes):
+            self._put(buckets, number, scope)
+        self._steps: list[_Step] = []
+        made = len(scopes)
+        for position, variable in enumerate(self._order):
+            if buckets[position]:
+                step = self._step(variable, buckets[position], limit)
+                self._steps.append(step)
+                if not step.rest:
+                    self._constants.append(made)
+                self._put(buckets, made, step.rest)
+                made += 1
+
+    def _put(
+        self, buckets: list[list[tuple[int, tuple[int, ...]]]], number: int, scope: tuple[int, ...]
+    ) -> None:
+        """A table waits for the first of its variables to be eliminated."""
         if scope:
-            buckets[min(place[v] for v in scope)].append((scope, table))
-        else:
-            total += float(table)
-    taken: list[tuple[tuple[int, ...], npt.NDArray[np.intp]] | None] = [None] * len(sizes)
-    for position, variable in enumerate(order):
-        bucket = buckets[position]
-        if not bucket:
-            continue
-        scope, table = _sum(bucket, sizes, limit)
+            buckets[min(self._place[v] for v in scope)].append((number, scope))
+
+    def _step(self, variable: int, bucket: list[tuple[int, tuple[int, ...]]], limit: int) -> _Step:
+        sizes = self._sizes
+        scope = tuple(sorted({v for _, one in bucket for v in one}))
+        elements = prod(sizes[v] for v in scope)
+        if len(bucket) > 1 and elements > limit:
+            raise TooWideError(elements, limit)
+        bucket = sorted(bucket, key=lambda entry: prod(sizes[v] for v in entry[1]))
+        reads = tuple(
+            (number, tuple(sizes[v] if v in one else 1 for v in scope)) for number, one in bucket
+        )
         axis = scope.index(variable)
-        rest = scope[:axis] + scope[axis + 1 :]
-        taken[variable] = (rest, table.argmin(axis=axis))
-        least = table.min(axis=axis)
-        if rest:
-            buckets[min(place[v] for v in rest)].append((rest, least))
-        else:
-            total += float(least)
-    choices = [0] * len(sizes)
-    for variable in reversed(order):
-        entry = taken[variable]
-        if entry is not None:
-            choices[variable] = int(entry[1][tuple(choices[v] for v in entry[0])])
-    return Minimum(total, tuple(choices))
+        return _Step(variable, reads, axis, scope[:axis] + scope[axis + 1 :])
 
+    def minimum(self, tables: Sequence[Table]) -> Minimum:
+        """The choices with the least sum.
 
-def _sum(bucket: list[Factor], sizes: Sequence[int], limit: int) -> Factor:
-    if len(bucket) == 1:
-        return bucket[0]
-    scope = tuple(sorted({v for one, _ in bucket for v in one}))
-    shape = tuple(sizes[v] for v in scope)
-    if prod(shape) > limit:
-        raise TooWideError(prod(shape), limit)
-    # The largest first, so that few sums are made in the full shape.
-    total: Table | None = None
-    for one, table in sorted(bucket, key=lambda factor: factor[1].size):
-        aligned = table.reshape(tuple(sizes[v] if v in one else 1 for v in scope))
-        total = aligned if total is None else total + aligned
-    assert total is not None
-    return scope, np.broadcast_to(total, shape)
+        Args:
+            tables: of the factors, in the order of their scopes.
+        """
+        known = list(tables)
+        taken: list[npt.NDArray[np.intp]] = []
+        for step in self._steps:
+            total = known[step.reads[0][0]].reshape(step.reads[0][1])
+            for number, shape in step.reads[1:]:
+                total = total + known[number].reshape(shape)
+            taken.append(total.argmin(axis=step.axis))
+            known.append(np.minimum.reduce(total, axis=step.axis))
+        choices = [0] * len(self._sizes)
+        for step, best in zip(reversed(self._steps), reversed(taken), strict=True):
+            choices[step.variable] = int(best[tuple(choices[v] for v in step.rest)])
+        return Minimum(sum(float(known[number]) for number in self._constants), tuple(choices))
 
 
 def min_fill(

@@ -23,7 +23,7 @@ from shardwright.graph.graph import Graph
 from shardwright.layout import Layout
 from shardwright.rules.rule import Cuts
 from shardwright.search.axis import Axis, Choices, Weights
-from shardwright.search.elimination import Table
+from shardwright.search.elimination import Elimination, Table
 from shardwright.search.indexed import NO_CUT
 from shardwright.search.network import Network, network
 from shardwright.search.objective import Cost, Objective
@@ -112,7 +112,7 @@ class TimedSearch:
     network: Network
     model: TimeModel
     pricing: Pricing
-    orders: dict[object, list[int]] = field(default_factory=dict)
+    eliminations: dict[object, Elimination] = field(default_factory=dict)
     tables: dict[object, Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -137,15 +137,20 @@ class TimedSearch:
         for axis in self.axes:
             self._redecide(choices, axis, share)
         best = self._total(self._cost(choices))
+        # Deciding an axis again gives the same as long as no other has changed; the last is fresh.
+        settled = set(self.axes[-1:])
         for _ in range(ROUNDS):
             before = best
             known = set()
             for axis in self.axes:
                 # Of axes that are alike in all things it is enough to try one.
                 alike = (self._place(axis), tuple(row[axis] for row in choices))
-                if alike not in known:
-                    known.add(alike)
-                    best = self._improve(choices, axis, share, best)
+                if axis in settled or alike in known:
+                    continue
+                known.add(alike)
+                total = self._improve(choices, axis, share, best)
+                settled = {axis} if total < best else settled | {axis}
+                best = total
             if best >= before * (1 - GAIN):
                 break
         cuts = self._cuts(choices)
@@ -169,7 +174,7 @@ class TimedSearch:
     def _redecide(self, choices: Choices, axis: int, share: float) -> None:
         decided = Axis(
             self.network, self.model, axis, choices, self._weights(share), self.tables
-        ).decide(self.orders)
+        ).decide(self.eliminations)
         for row, choice in zip(choices, decided, strict=True):
             row[axis] = choice
 
