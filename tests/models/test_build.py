@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ import shardwright as sw
 from random_plans import check_random_plan, random_plan
 from shardwright.errors import ConfigError
 from shardwright.models import LoRA, build, dimensions, example_batch
+from shardwright.models.attention import Attention
 from shardwright.rules import rule_of
 
 # Those that differ when they are tiny.
@@ -107,14 +110,14 @@ def test_any_plan_of_a_tiny_model_on_eight_ranks_equals_one_device(
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_explicit_attention_computes_the_same_loss_as_the_fused_one(name: str) -> None:
+def test_each_kind_of_attention_computes_the_same_loss(name: str) -> None:
     losses = []
-    for attention in ("fused", "explicit"):
+    for attention in get_args(Attention):
         torch.manual_seed(0)
         net = build(f"{name}_tiny", attention=attention, dtype=torch.float64)
         losses.append(net(*example_batch(dimensions(f"{name}_tiny"), 2, 16)).item())
     # The explicit softmax is in single precision.
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
 def test_a_tiny_model_with_explicit_attention_on_eight_ranks_equals_one_device() -> None:
@@ -166,5 +169,5 @@ def test_sequence_length_and_number_of_layers_can_be_chosen() -> None:
 def test_unknown_models_and_kinds_of_attention_are_errors() -> None:
     with pytest.raises(ConfigError, match="'gpt5' is not known"):
         build("gpt5")
-    with pytest.raises(ConfigError, match="attention='flash': valid are fused, explicit"):
+    with pytest.raises(ConfigError, match="attention='flash': valid are fused, masked, explicit"):
         build("llama2_7b_tiny", attention="flash")  # type: ignore[arg-type]

@@ -51,7 +51,11 @@ def test_an_unknown_model_is_an_error_that_names_the_known_ones() -> None:
     [
         ({"num_heads": 7}, "hidden_size=4096 cannot be divided into num_heads=7"),
         ({"num_kv_heads": 5}, "num_heads=32 cannot be divided among num_kv_heads=5"),
-        ({"vocab_size": 0}, "vocab_size=0: must be at least 1"),
+        ({"vocab_size": 0}, "vocab_size=0: must be a whole number of at least 1"),
+        ({"num_layers": "32"}, "num_layers='32': must be a whole number of at least 1"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0: must be a positive number"),
+        ({"dropout": 1.0}, "dropout=1.0: must be at least 0 and below 1"),
+        ({"family": "gpt"}, "family='gpt': valid are llama, qwen, baichuan, pangualpha"),
         ({"num_heads": 4096, "num_kv_heads": 1}, "heads of even size, not 1 = hidden_size 4096"),
         ({"family": "pangualpha", "num_layers": 1}, "at least 2 layers"),
     ],

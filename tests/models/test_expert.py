@@ -8,6 +8,7 @@ import torch
 import shardwright as sw
 from shardwright.errors import ConfigError
 from shardwright.models import MODELS, build, example_batch
+from shardwright.models.attention import Attention
 from shardwright.models.expert import expert_stages, pin_expert
 from shardwright.plan import Plan
 
@@ -52,6 +53,39 @@ def test_the_plan_equals_one_device(model: str) -> None:
     pin_expert(net, data_parallel=2, model_parallel=4, seq_parallel=True)
     plan = sw.plan(net, batch, devices=8, mode="sharding_propagation")
     assert sw.check(net, batch, {}, plan).passes()
+
+
+@pytest.mark.parametrize(
+    ("model", "attention"),
+    [("llama2_70b_tiny", "masked"), ("baichuan2_13b_tiny", "fused"), (TINY[3], "explicit")],
+)
+def test_context_parallel_equals_one_device(model: str, attention: Attention) -> None:
+    torch.manual_seed(0)
+    net = build(model, attention=attention).eval()
+    batch = example_batch(MODELS[model], 4)
+    pin_expert(net, data_parallel=2, model_parallel=2, context_parallel=2, seq_parallel=True)
+    plan = sw.plan(net, batch, devices=8, mode="sharding_propagation")
+    assert sw.check(net, batch, {}, plan).passes()
+
+
+@pytest.mark.parametrize(
+    ("attention", "cp", "mp", "queries", "steps"),
+    [
+        ("fused", 8, 1, (1, 8, 1, 1), "all_to_all dim 2 to dim 1 over abc / all_to_all"),
+        ("masked", 4, 4, (1, 4, 4, 1), "all_gather dim 2 over ab / reduce_scatter"),
+    ],
+)
+def test_attention_cuts_heads_where_they_divide_else_queries(
+    attention: Attention, cp: int, mp: int, queries: tuple[int, ...], steps: str
+) -> None:
+    with torch.device("meta"):
+        net = build("llama2_70b_tiny", attention=attention)
+        batch = example_batch(MODELS["llama2_70b_tiny"], 1)
+    pin_expert(net, data_parallel=1, model_parallel=mp, context_parallel=cp)
+    plan = sw.plan(net, batch, devices=cp * mp, mode="sharding_propagation")
+    row = plan.row("model.layers.0.self_attn.scaled_dot_product_attention")
+    assert row.strategy[0] == queries
+    assert steps in [s for c in row.conversions for s in c.steps]
 
 
 def test_stages_take_equally_many_blocks() -> None:

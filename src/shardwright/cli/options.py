@@ -84,4 +84,5 @@ def _say_what_is_taken_otherwise(run: Run, config: Path) -> None:
         typer.echo(f"{config}: {note}", err=True)
     if run.language.unused:
         count, names = len(run.language.unused), ", ".join(run.language.unused)
-        typer.echo(f"{config}: {count} keys mean nothing here: {names}", err=True)
+        keys = "1 key means" if count == 1 else f"{count} keys mean"
+        typer.echo(f"{config}: {keys} nothing here: {names}", err=True)

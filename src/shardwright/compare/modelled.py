@@ -80,6 +80,11 @@ def expert_run(file: str | Path) -> Run:
             f"{file}: compare takes an expert's configuration of a language model:"
             " parallel_mode 1 with data_parallel, model_parallel and pipeline_stage"
         )
+    if run.config.parallel.expert.context_parallel > 1:
+        raise ConfigError(
+            f"{file}: parallel_config.context_parallel: compare knows data, model and pipeline"
+            " parallel only; valid is 1"
+        )
     return run
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -27,7 +27,7 @@ from shardwright.config.parts import (
 from shardwright.config.schema import Config
 from shardwright.config.yaml_text import parse_yaml, read_text
 from shardwright.cost.cluster import load_cluster
-from shardwright.errors import CheckpointError, PlanError, ShardwrightError
+from shardwright.errors import CheckpointError, ConfigError, PlanError, ShardwrightError
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
 from shardwright.graph.tags import attached
@@ -49,6 +49,8 @@ from shardwright.train.weights import load_weights
 DEVICES_OF_A_SERVER = 8
 """The published files are for servers of so many, and so is a run for which no cluster is named."""
 
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -57,12 +59,14 @@ class Run:
     Args:
         language: the run that a file of the MindFormers shape describes; the size of its batch
             depends on the number of devices.
+        file: its name, which errors in what it says start with.
         on_progress: told what is being built, captured and searched.
     """
 
     config: Config
     folder: Path
     language: LanguageRun | None = None
+    file: str = "config"
     on_progress: OnProgress = field(default=silent, compare=False, repr=False)
 
     @staticmethod
@@ -75,9 +79,9 @@ class Run:
         name, folder = str(path), Path(path).parent
         content = parse_yaml(read_text(path), name)
         if not has_this_shape(content):
-            return Run(validated(content, name), folder)
+            return Run(validated(content, name), folder, file=name)
         language = language_run(content, name)
-        return Run(translated(language, name, language.parallelism.devices), folder, language)
+        return Run(translated(language, language.parallelism.devices), folder, language, name)
 
     def on(self, devices: int) -> Run:
         """The run on so many devices.
@@ -86,8 +90,10 @@ class Run:
             ConfigError: the numbers of the file do not fit `devices`.
         """
         if self.language is None:
+            with self._naming_file():
+                self.config.parallel.check_devices(devices)
             return self
-        self.language.parallelism.check_devices(devices)
+        self.language.check_devices(devices)
         size = self.language.batch.global_batch(devices)
         data = self.config.data.model_copy(update={"batch_size": size})
         most = self.language.parallelism.most_stages(self._servers(devices))
@@ -116,9 +122,14 @@ class Run:
         return steps if self.config.train.steps is None else min(steps, self.config.train.steps)
 
     def model(self) -> nn.Module:
-        """The model with its loss, with parameters that depend on `train.seed` only."""
+        """The model with its loss, with parameters that depend on `train.seed` only.
+
+        Raises:
+            ConfigError: it cannot be made as the file says.
+        """
         torch.manual_seed(self.config.train.seed)
-        net = made_model(self.config.model, self.folder, self._dtype)
+        with self._naming_file():
+            net = made_model(self.config.model, self.folder, self._dtype)
         loss = self.config.loss_name
         return net if loss == "none" else WithLoss(net, LOSSES[loss]())
 
@@ -154,10 +165,11 @@ class Run:
         parallel = self.config.parallel
         if parallel.strategies is not None:
             load_strategies(model, self.folder / parallel.strategies)
-        if parallel.expert is not None:
-            pin_expert(model, **parallel.expert.model_dump())
-        if parallel.recompute is not None and not parallel.recomputes_as_needed:
-            mark_recomputed(model, parallel.recompute)
+        with self._naming_file():
+            if parallel.expert is not None:
+                pin_expert(model, **parallel.expert.model_dump())
+            if parallel.recompute is not None and not parallel.recomputes_as_needed:
+                mark_recomputed(model, parallel.recompute)
         return model, self.graph_of(model, batch)
 
     def graph_of(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Graph:
@@ -178,6 +190,14 @@ class Run:
         shapes = tuple((tuple(each.shape), each.dtype) for each in batch)
         said = (self.config.model.model_dump(), shapes, half, self._dtype, self.config.loss_name)
         return replace(kept_graph(said, fresh), module_tags=attached(model))
+
+    @contextmanager
+    def _naming_file(self) -> Iterator[None]:
+        """What is wrong inside is said of the file."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"{self.file}: {error}") from None
 
     @property
     def _describes_graph(self) -> bool:
@@ -211,7 +231,7 @@ class Run:
         parallel = self.config.parallel
         stages: int | Literal["auto"] = parallel.stages
         stage_config = None
-        if parallel.expert is not None and isinstance(stages, int) and stages > 1:
+        if self._has_equal_stages and isinstance(stages, int) and stages > 1:
             stages, stage_config = 1, expert_stages(model, stages)
         return plan(
             graph,
@@ -234,6 +254,13 @@ class Run:
             stage_config=stage_config,
             on_progress=self.on_progress,
         )
+
+    @property
+    def _has_equal_stages(self) -> bool:
+        """Whether each stage takes equally many blocks in a row, as an expert divides them."""
+        parallel, model = self.config.parallel, self.config.model
+        by_hand = parallel.mode == "semi_auto" and model.is_language_model
+        return by_hand and parallel.schedule in ("1f1b", "gpipe")
 
     @property
     def cluster(self) -> str | None:
@@ -368,9 +395,4 @@ class Run:
 
     @property
     def _dtype(self) -> torch.dtype:
-        kinds = {
-            "float32": torch.float32,
-            "float64": torch.float64,
-            "bfloat16": torch.bfloat16,
-        }
-        return kinds[self.config.train.dtype]
+        return DTYPES[self.config.train.dtype]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -35,15 +36,18 @@ def made_model(model: schema.Model, folder: Path, dtype: torch.dtype) -> nn.Modu
             kind = type(net).__name__
             raise ConfigError(f"model.target: {model.target} returned a {kind}, not an nn.Module")
         return net.to(dtype)
+    for name, key in (("dtype", "train.dtype"), ("lora", "model.lora")):
+        if name in model.arguments:
+            raise ConfigError(f"model.arguments.{name}: give the key {key} instead")
     options = {**model.arguments, "dtype": dtype, "lora": _lora(model.lora)}
     if model.hf is not None:
         inside = isinstance(model.hf, str)
         source = folder / model.hf if inside else model.hf  # type: ignore[operator]
-        return _called("model.arguments", build_hf, source, **options)
+        return _called("model", build_hf, source, **options)
     if model.sizes is not None:
         sizes = _called("model.sizes", Dimensions, **model.sizes)
-        return _called("model.arguments", build, sizes, **options)
-    return _called("model.arguments", build, model.name, **options)
+        return _called("model", build, sizes, **options)
+    return _called("model", build, model.name, **options)
 
 
 def _lora(lora: schema.Lora | None) -> LoRA | None:
@@ -51,10 +55,15 @@ def _lora(lora: schema.Lora | None) -> LoRA | None:
 
 
 def _called(key: str, function: Callable[..., Made], *args: Any, **kwargs: Any) -> Made:
-    """Raises: ConfigError: arguments that the function does not take."""
+    """Raises: ConfigError: arguments that the function does not take, or values that cannot be."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        place = f"{key}.arguments" if key == "model" else key
+        raise ConfigError(f"{place}: {error}") from None
     try:
         return function(*args, **kwargs)
-    except TypeError as error:
+    except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
 
 

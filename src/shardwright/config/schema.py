@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, prod
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+from shardwright.errors import ConfigError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -165,6 +167,7 @@ class Expert(Section):
 
     data_parallel: Count = 1
     model_parallel: Count = 1
+    context_parallel: Count = 1
     seq_parallel: bool = False
     vocab_emb_dp: bool = False
 
@@ -237,6 +240,24 @@ class Parallel(Section):
     def recomputes_as_needed(self) -> bool:
         """Whether what is computed again follows from the memory limit."""
         return self.recompute is not None and self.recompute.auto
+
+    def check_devices(self, devices: int) -> None:
+        """Raises: ConfigError: the numbers of an expert do not make so many devices."""
+        if self.expert is None or not isinstance(self.stages, int):
+            return
+        ways = {
+            "data_parallel": self.expert.data_parallel,
+            "model_parallel": self.expert.model_parallel,
+            "context_parallel": self.expert.context_parallel,
+            "stages": self.stages,
+        }
+        number = prod(ways.values())
+        if number != devices:
+            said = " · ".join(f"{name} {ways[name]}" for name in ways)
+            raise ConfigError(
+                f"parallel.expert: {said} = {number}, but there are {devices} devices; valid are"
+                f" {number} devices, or numbers whose product is {devices}"
+            )
 
     @model_validator(mode="after")
     def _expert_where_used(self) -> Self:

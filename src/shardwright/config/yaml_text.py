@@ -33,9 +33,16 @@ def parse_yaml(text: str, name: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{name}: {place}{error.problem}") from None
+        raise ConfigError(f"{name}: {place}{_problem(error)}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: no valid YAML: {error}") from None
+
+
+def _problem(error: yaml.MarkedYAMLError) -> str:
+    alias = re.fullmatch(r"found undefined alias '(.*)'", error.problem or "")
+    if alias is None:
+        return str(error.problem)
+    return f"*{alias[1]} has no anchor: write &{alias[1]} before the value that it stands for"
 
 
 class _Loader(yaml.SafeLoader):

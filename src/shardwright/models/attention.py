@@ -1,7 +1,7 @@
-"""Causal attention without a mask tensor, also for the models of `transformers`.
+"""Causal attention, also for the models of `transformers`.
 
 A mask of batch × heads × positions × positions would be made on every device and keep operators
-from being cut along heads. The fused operator knows the causal mask by itself.
+from being cut along heads: where there is one, batch and heads share it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Attention = Literal["fused", "explicit"]
-"""`fused` is one operator; `explicit` writes out products and softmax, and keeps all scores."""
+Attention = Literal["fused", "masked", "explicit"]
+"""`fused` is one operator that knows the causal mask by itself; `masked` is one that reads it as a
+tensor of positions × positions, so that queries may be cut along the sequence; `explicit` writes
+out products and softmax, and keeps all scores."""
 
 
 def causal_attention(
@@ -42,10 +44,15 @@ def causal_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
         )
     batch, heads, positions, size = query.shape
+    place = torch.arange(positions, device=query.device)
+    later = place > place.unsqueeze(-1)
+    if kind == "masked":
+        return F.scaled_dot_product_attention(
+            query, key, value, ~later, dropout_p=dropout, scale=scale, enable_gqa=grouped
+        )
     queries = query.reshape(batch, key.shape[1], -1, positions, size)
     scores = torch.matmul(queries, key.unsqueeze(2).transpose(-1, -2)) * scale
-    place = torch.arange(positions, device=query.device)
-    scores = scores.masked_fill(place > place.unsqueeze(-1), float("-inf"))
+    scores = scores.masked_fill(later, float("-inf"))
     weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), dropout)
     return torch.matmul(weights, value.unsqueeze(2)).reshape(batch, heads, positions, -1)
 
@@ -91,12 +98,17 @@ def _fused(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return _forward("fused", *args, **kwargs)
 
 
+def _masked(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return _forward("masked", *args, **kwargs)
+
+
 def _explicit(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return _forward("explicit", *args, **kwargs)
 
 
 _FORWARDS: dict[Attention, Callable[..., tuple[Tensor, None]]] = {
     "fused": _fused,
+    "masked": _masked,
     "explicit": _explicit,
 }
 

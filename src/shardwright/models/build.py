@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,8 @@ def build(
         seq_length: positions that the model is made for, in place of the published number.
         num_layers: blocks, in place of the published number.
         lora: what is adapted; all other weights are frozen then.
-        attention: `fused`, one operator, or `explicit`, which keeps all scores.
+        attention: `fused`, one operator; `masked`, one whose queries may be cut along the sequence;
+            or `explicit`, which keeps all scores.
         dtype: of the parameters.
 
     Raises:
@@ -95,8 +96,9 @@ def example_batch(
 
 
 def _known(attention: Attention) -> Attention:
-    if attention not in ("fused", "explicit"):
-        raise ConfigError(f"attention={attention!r}: valid are fused, explicit")
+    if attention not in get_args(Attention):
+        valid = ", ".join(get_args(Attention))
+        raise ConfigError(f"attention={attention!r}: valid are {valid}")
     return attention
 
 

@@ -33,7 +33,8 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
             `AutoConfig.for_model`: `{"model_type": "gpt2", "n_layer": 2}`.
 
     Raises:
-        ConfigError: there is no such file, or `transformers` knows no such model.
+        ConfigError: there is no such file, `transformers` knows no such model, or cannot build it
+            in these sizes.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -42,7 +43,10 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
         raise ConfigError(f"hf: transformers has no causal language model {config.model_type!r}")
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     config._attn_implementation = _implementation(kind, config, attention)
-    return CausalLM(kind(config))
+    try:
+        return CausalLM(kind(config))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"hf: {config.model_type}: {_first_line(error)}") from error
 
 
 def _implementation(kind: Any, config: Any, attention: Attention) -> str | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
 
 from shardwright.errors import ConfigError
 
@@ -28,7 +28,7 @@ class Dimensions:
         dropout: probability, in PanguAlpha.
 
     Raises:
-        ConfigError: a size is not positive, or heads do not divide.
+        ConfigError: a size is no positive whole number, or heads do not divide.
     """
 
     family: Family
@@ -45,9 +45,7 @@ class Dimensions:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, int) and value < 1:
-                raise ConfigError(f"{name}={value}: must be at least 1")
+        self._check_kinds()
         if self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"hidden_size={self.hidden_size} cannot be divided into num_heads={self.num_heads}"
@@ -64,6 +62,21 @@ class Dimensions:
             )
         if self.family == "pangualpha" and self.num_layers < 2:
             raise ConfigError("PanguAlpha needs at least 2 layers: the last is its query layer")
+
+    def _check_kinds(self) -> None:
+        for name, valid in (("family", get_args(Family)), ("positions", get_args(Positions))):
+            if getattr(self, name) not in valid:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: valid are {', '.join(valid)}")
+        for name in (each.name for each in fields(self) if each.type == "int"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value!r}: must be a whole number of at least 1")
+        for name in ("norm_eps", "rope_base"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise ConfigError(f"{name}={value!r}: must be a positive number")
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout!r}: must be at least 0 and below 1")
 
     @property
     def head_size(self) -> int:

@@ -30,6 +30,7 @@ def pin_expert(
     *,
     data_parallel: int,
     model_parallel: int,
+    context_parallel: int = 1,
     seq_parallel: bool = False,
     vocab_emb_dp: bool = False,
 ) -> None:
@@ -39,7 +40,10 @@ def pin_expert(
     Args:
         data_parallel: equal parts of the batch.
         model_parallel: equal parts of heads, MLP and vocabulary.
-        seq_parallel: cut norms and residuals along the sequence.
+        context_parallel: equal parts of the sequence, in all layers; attention gathers keys and
+            values.
+        seq_parallel: cut norms and residuals along the sequence, in `model_parallel` times as many
+            parts.
         vocab_emb_dp: keep the embedding table whole, rather than cut along the vocabulary.
 
     Raises:
@@ -48,8 +52,8 @@ def pin_expert(
     mp = model_parallel
     for path, what, size in cut_by_model_parallel(net, vocab_emb_dp):
         _check(path, what, size, mp)
-    lay = Layout((data_parallel, mp), ("dp", "mp"))
-    sequence = "mp" if seq_parallel else "None"
+    lay = Layout((data_parallel, context_parallel, mp), ("dp", "cp", "mp"))
+    sequence = ("cp", "mp") if seq_parallel else "cp"
     left = lay("dp", sequence, "None")
     found = False
     for path, module in net.named_modules():
@@ -57,10 +61,10 @@ def pin_expert(
         if name in COLUMN:
             # The top query layer asks for all samples alike: its queries have no batch.
             same_for_all = path.endswith("query_layer.self_attn.q_proj")
-            read = lay("None", "None") if same_for_all else lay("dp", "None", "None")
+            read = lay("cp", "None") if same_for_all else lay("dp", "cp", "None")
             shard(_linear(module), (read, lay("mp", "None")))
         elif name in ROW:
-            shard(_linear(module), (lay("dp", "None", "mp"), lay("None", "mp")), (left,))
+            shard(_linear(module), (lay("dp", "cp", "mp"), lay("None", "mp")), (left,))
             found = True
         elif name in NORM:
             shard(module, (left, *(None for _ in module.parameters())))
@@ -68,9 +72,9 @@ def pin_expert(
             if vocab_emb_dp:
                 shard(module, (lay("None", "None"), lay("dp", sequence)))
                 continue
-            shard(module, (lay("mp", "None"), lay("dp", "None")), (left,))
+            shard(module, (lay("mp", "None"), lay("dp", "cp")), (left,))
         elif isinstance(module, nn.Linear) and name == "lm_head":
-            shard(module, (lay("dp", "None", "None"), lay("mp", "None")))
+            shard(module, (lay("dp", "cp", "None"), lay("mp", "None")))
     if not found:
         raise ConfigError(
             f"{type(net).__name__} has no layers {', '.join(ROW)}, so there is no expert's"

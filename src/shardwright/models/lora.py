@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,8 @@ class LoRA:
         dropout: probability with which its inputs are dropped.
 
     Raises:
-        ConfigError: rank or alpha is not positive, or dropout is no probability below 1.
+        ConfigError: rank or alpha is not positive, dropout is no probability below 1, or
+            `target_modules` is no regular expression.
     """
 
     target_modules: str | Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -35,6 +37,12 @@ class LoRA:
             raise ConfigError(f"LoRA: rank={self.rank} and alpha={self.alpha} must be positive")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"LoRA: dropout={self.dropout} must be at least 0 and below 1")
+        try:
+            re.compile(self.target_modules if isinstance(self.target_modules, str) else "")
+        except re.error as error:
+            raise ConfigError(
+                f"LoRA: target_modules={self.target_modules!r} is no regular expression: {error}"
+            ) from None
 
 
 def adapt(net: nn.Module, lora: LoRA) -> nn.Module:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwright.errors import ConfigError
 from shardwright.models.attention import Attention, causal_attention
 from shardwright.models.dimensions import Dimensions
 from shardwright.models.loss import next_token_loss
@@ -86,7 +87,12 @@ class Backbone(nn.Module):
         self.query_layer = Block(sizes, kind)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        positions = input_ids.shape[1]
+        positions, most = input_ids.shape[1], self.embed_positions.num_embeddings
+        if positions > most:
+            raise ConfigError(
+                f"a sequence of {positions} positions, but the model has learned {most}: give at"
+                " most so many, or a model with another seq_length"
+            )
         x = self.embed_tokens(input_ids) + self.embed_positions.weight[:positions]
         x = self.dropout(x)
         for layer in self.layers:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from config.mindformers.files import run_of, small
 from shardwright.config.mindformers import has_this_shape
-from shardwright.errors import ConfigError
 
 
 def test_a_file_is_known_by_its_sections() -> None:
@@ -34,11 +31,3 @@ def test_memory_data_and_strategy_file_are_read() -> None:
     )
     assert run.memory_limit == 58 * 2**30
     assert (run.dataset, run.strategy_file) == ("texts", "./strategy.ckpt")
-
-
-def test_two_strategy_files_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"b\.ckpt, but strategy_ckpt_save_file says a\.ckpt"):
-        run_of(
-            parallel__strategy_ckpt_save_file="a.ckpt",
-            parallel__strategy_ckpt_config={"save_file": "b.ckpt"},
-        )

@@ -43,7 +43,7 @@ def test_a_file_describes_the_published_model_and_batch(name: str, kind: str) ->
     assert run.model.sizes == MODELS[name]
     assert run.batch.global_batch(devices) == batch
     assert (run.notes, run.unused) == ((), ())
-    run.parallelism.check_devices(devices)
+    run.check_devices(devices)
 
 
 @pytest.mark.parametrize("name", BATCHES)

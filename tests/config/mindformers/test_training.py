@@ -8,7 +8,6 @@ import pytest
 
 from config.mindformers.files import run_of
 from shardwright.config.mindformers.training import Recomputation
-from shardwright.errors import ConfigError
 from shardwright.train.schedule import Schedule
 
 
@@ -28,29 +27,6 @@ from shardwright.train.schedule import Schedule
 )
 def test_the_learning_rate_is_that_of_the_schedule(section: Any, schedule: Schedule) -> None:
     assert run_of(lr_schedule=section).training.optimizer.schedule == schedule
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"lr_schedule__learning_rate": 2e-4}, "0.0002, but optimizer.learning_rate says 0.0001"),
-        ({"optimizer__learning_rate": None}, "optimizer.learning_rate: missing"),
-        ({"optimizer__learning_rate": 0}, "learning_rate: 0 must be positive"),
-        ({"optimizer__type": "Lion"}, "'Lion' is not known; valid are FP32State"),
-        ({"optimizer__betas": 0.9}, "expected two numbers, got 0.9"),
-        ({"lr_schedule__type": "Step"}, "'Step' is not known; valid are Cosine"),
-        (
-            {"lr_schedule__warmup_ratio": 0.1, "lr_schedule__warmup_steps": 5},
-            "warmup_ratio: 0.1, but warmup_steps says 5 steps",
-        ),
-        ({"run_mode": "eval"}, "'eval' is not known; valid are train, finetune"),
-        ({"resume_training": True}, "True needs load_checkpoint"),
-        ({"callbacks": "all"}, "callbacks: expected a list"),
-    ],
-)
-def test_what_cannot_be_is_an_error_with_its_key(changes: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^small.yaml: .*{message}"):
-        run_of(**changes)
 
 
 def test_what_is_given_as_text_becomes_a_number() -> None:

@@ -52,7 +52,6 @@ def test_every_part_has_its_place() -> None:
             runner_wrapper__use_clip_grad=True,
             callbacks=[{"type": "CheckpointMonitor", "save_checkpoint_steps": 10}],
         ),
-        "run.yaml",
         devices=8,
     )
     assert config.model.sizes is not None and config.model.lora is not None
@@ -78,15 +77,15 @@ def test_a_file_is_planned_for_the_devices_that_there_are(tmp_path: Path, search
 def test_what_is_loaded_and_saved_has_its_place() -> None:
     saved = [{"type": "CheckpointMonitor", "save_checkpoint_steps": 10}]
     tuned = run_of(load_checkpoint="old", run_mode="finetune", callbacks=saved)
-    config = translated(tuned, "run.yaml", devices=8)
+    config = translated(tuned, devices=8)
     assert (config.train.load, config.train.resume) == ("old", False)
     assert config.train.checkpoint is not None and config.train.checkpoint.folder == "output"
     resumed = run_of(load_checkpoint="old", resume_training=True, callbacks=saved)
-    train = translated(resumed, "run.yaml", devices=8).train
+    train = translated(resumed, devices=8).train
     assert train.checkpoint is not None
     assert (train.load, train.resume, train.checkpoint.folder) == (None, True, "old")
     named = run_of(parallel__strategy_ckpt_save_file="./strategy.ckpt")
-    config = translated(named, "run.yaml", devices=8)
+    config = translated(named, devices=8)
     assert config.parallel.save_strategies == "./strategy.ckpt"
     assert "./strategy.ckpt is written as JSON, the strategies of the plan" in named.notes
 
@@ -111,6 +110,43 @@ def test_an_experts_numbers_become_pins(tmp_path: Path) -> None:
     assert plan.row("model.layers.1.mlp.up_proj").strategy == ((4, 1, 1), (2, 1))
     with pytest.raises(ConfigError, match="= 8, but there are 16 devices"):
         Run.from_file(written(tmp_path, **changes)).plan(devices=16)
+
+
+def test_the_sequence_is_cut_where_the_context_is_parallel(tmp_path: Path) -> None:
+    changes = {
+        "parallel__parallel_mode": 1,
+        "parallel_config": {"data_parallel": 2, "model_parallel": 2, "context_parallel": 2},
+        "model__model_config__use_flash_attention": True,
+    }
+    run = Run.from_file(written(tmp_path, **changes))
+    assert run.plan(devices=8).row("model.layers.1.mlp.up_proj").strategy == ((2, 2, 1), (2, 1))
+    assert run.language is not None and run.language.model.attention == "fused"
+    grouped = run_of(**changes, model__model_config__n_kv_heads=2)
+    assert grouped.model.attention == "masked"
+    assert any("attention is masked, not fused: 2 heads of keys" in n for n in grouped.notes)
+
+
+@pytest.mark.parametrize(
+    ("said", "schedule", "layers"),
+    [
+        ({}, "1f1b", [0, 0, 1, 1]),
+        ({"pipeline_interleave": True}, "interleaved_1f1b", [0, 1, 0, 1]),
+        ({"pipeline_scheduler": "zero_bubble_v"}, "zero_bubble_v", [0, 1, 1, 0]),
+    ],
+)
+def test_the_schedule_says_in_which_order_stages_have_layers(
+    tmp_path: Path, said: Any, schedule: str, layers: list[int]
+) -> None:
+    file = written(
+        tmp_path,
+        parallel__parallel_mode=1,
+        parallel__pipeline_config=said,
+        parallel_config={"data_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 4},
+    )
+    plan = Run.from_file(file).plan(devices=4)
+    assert plan.pipeline.schedule == schedule
+    stages = [plan.row(f"model.layers.{n}.mlp.up_proj").stage for n in range(4)]
+    assert stages == layers
 
 
 def test_an_experts_stages_are_equally_many_layers(tmp_path: Path) -> None:
@@ -170,7 +206,7 @@ def test_parameters_may_be_stored_in_another_dtype_than_they_are_computed(
     run = run_of(
         model__model_config__param_init_type=stored, model__model_config__compute_dtype=computed
     )
-    config = translated(run, "run.yaml", devices=8)
+    config = translated(run, devices=8)
     assert (config.train.dtype, config.parallel.compute_dtype) == found
 
 
@@ -180,7 +216,7 @@ def test_stages_are_chosen_up_to_the_servers_and_memory_is_a_limit() -> None:
         parallel_config={"pipeline_stage": 2, "micro_batch_num": 8},
         context__max_device_memory="1GB",
     )
-    parallel = translated(run, "run.yaml", devices=32).parallel
+    parallel = translated(run, devices=32).parallel
     assert (parallel.stages, parallel.memory_limit) == ("auto", 2**30)
 
 
@@ -219,7 +255,6 @@ def test_gathers_that_are_made_again_free_what_was_gathered() -> None:
             parallel__enable_parallel_optimizer=True,
             recompute_config={"parallel_optimizer_comm_recompute": True},
         ),
-        "run.yaml",
         devices=8,
     )
     assert config.parallel.hsdp is not None

@@ -51,22 +51,35 @@ class Keys:
         """Whether there is a value."""
         return self._value(name) is not None
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A number, also one given as text. Raises: ConfigError: none, or missing."""
+    def number(
+        self,
+        name: str,
+        default: float | None = None,
+        least: float = -math.inf,
+        above: float = -math.inf,
+        below: float = math.inf,
+    ) -> float:
+        """A number, also one given as text.
+
+        Raises:
+            ConfigError: none, missing, less than `least`, or not between `above` and `below`.
+        """
         given = self._value(name)
         number = default if given is None else _number(given)
         if number is None:
             raise self._missing(name) if given is None else self._wrong(name, "a number", given)
+        if not (least <= number and above < number < below):
+            bounds = ((least, "at least"), (above, "above"), (below, "below"))
+            said = [f"{word} {bound:g}" for bound, word in bounds if math.isfinite(bound)]
+            raise self.error(name, f"{number:g} must be {' and '.join(said)}")
         return number
 
     def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
         """A whole number of at least `least`. Raises: ConfigError: none, or missing."""
-        number = self.number(name, default)
-        if not number.is_integer() if isinstance(number, float) else False:
+        number = float(self.number(name, default))
+        if not number.is_integer():
             raise self._wrong(name, "a whole number", self._value(name))
-        if number < least:
-            raise self.error(name, f"{number:g} must be at least {least}")
-        return int(number)
+        return int(self.number(name, default, least=least))
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false, also as text. Raises: ConfigError: something else."""

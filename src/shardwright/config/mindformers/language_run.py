@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright.config.mindformers.batch import Batch, batch
+from shardwright.config.mindformers.checks import check_devices, check_parallelism
 from shardwright.config.mindformers.keys import Keys
 from shardwright.config.mindformers.model import Model, model
 from shardwright.config.mindformers.parallelism import Parallelism, parallelism
 from shardwright.config.mindformers.training import Training, training
 
-_MARKS = ("runner_config", "parallel_config", "trainer")
+_MARKS = ("runner_config", "parallel_config", "trainer", "use_parallel", "run_mode")
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class LanguageRun:
     """A language model, how it is trained, and how that is divided.
 
     Args:
+        file: its name, which every error starts with.
         name: of the model, for people.
         memory_limit: bytes that a device may use, None for what it has.
         dataset: the folder or file of the training data, empty for none.
@@ -28,6 +30,7 @@ class LanguageRun:
         unused: keys of the file that mean nothing here.
     """
 
+    file: str
     name: str
     model: Model
     parallelism: Parallelism
@@ -38,6 +41,10 @@ class LanguageRun:
     strategy_file: str
     notes: tuple[str, ...]
     unused: tuple[str, ...]
+
+    def check_devices(self, devices: int) -> None:
+        """Raises: ConfigError: the numbers of the file do not fit so many devices."""
+        check_devices(self.parallelism, devices, self.file)
 
 
 def has_this_shape(content: Any) -> bool:
@@ -52,12 +59,14 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         ConfigError: a key that is missing, of a wrong kind, or contradicts another.
     """
     keys, notes = Keys(content, "", file), list[str]()
-    made = model(keys, notes)
-    ways = parallelism(keys, made.sizes, notes)
+    made, ways = model(keys, notes), parallelism(keys, notes)
+    check_parallelism(keys, ways, made.sizes)
+    made = _attending(made, ways, notes)
     strategy_file = _strategy_file(keys)
     if strategy_file:
         notes.append(f"{strategy_file} is written as JSON, the strategies of the plan")
     found = LanguageRun(
+        file=file,
         name=keys.section("trainer").text("model_name", made.sizes.family),
         model=made,
         parallelism=ways,
@@ -69,7 +78,21 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         notes=tuple(notes),
         unused=(),
     )
-    return LanguageRun(**{**vars(found), "unused": tuple(keys.unread())})
+    return replace(found, unused=tuple(keys.unread()))
+
+
+def _attending(made: Model, ways: Parallelism, notes: list[str]) -> Model:
+    """The model with attention that can be divided among the parts of the sequence: by its heads,
+    else by its queries, which needs the mask as a tensor."""
+    parts = ways.context_parallel * ways.model_parallel
+    heads = made.sizes.num_kv_heads
+    if ways.context_parallel == 1 or made.attention != "fused" or heads % parts == 0:
+        return made
+    notes.append(
+        f"attention is masked, not fused: {heads} heads of keys and values cannot be divided among"
+        f" context_parallel {ways.context_parallel} · model_parallel {ways.model_parallel}"
+    )
+    return replace(made, attention="masked")
 
 
 def _strategy_file(keys: Keys) -> str:

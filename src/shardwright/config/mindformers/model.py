@@ -72,6 +72,13 @@ def model(keys: Keys, notes: list[str]) -> Model:
         raise config.error("ignore_token_id", f"labels that do not count must be {IGNORED}")
     if config.number("rotary_pct", 1.0) != 1.0:
         raise config.error("rotary_pct", "only whole heads are rotated: must be 1.0")
+    if config.number("emb_dropout_prob", 0.0) != 0.0:
+        raise config.error("emb_dropout_prob", "embeddings are not dropped: must be 0.0")
+    if config.has("extend_method"):
+        method = config.text("extend_method")
+        raise config.error(
+            "extend_method", f"{method} is not built: must be None, positions as they are"
+        )
     sizes = _sizes(config, family, positions)
     explicit = not config.flag("use_flash_attention", family == "pangualpha")
     return Model(
@@ -92,7 +99,7 @@ def _sizes(config: Keys, family: Family, positions: Positions) -> Dimensions:
     elif pangualpha:
         feed_forward = config.whole("expand_ratio", 4) * hidden
     else:
-        multiplier = config.number("ffn_dim_multiplier", 0.0)
+        multiplier = config.number("ffn_dim_multiplier", 0.0, least=0)
         feed_forward = feed_forward_size(
             hidden, config.whole("multiple_of", 256), multiplier or None
         )
@@ -104,8 +111,10 @@ def _sizes(config: Keys, family: Family, positions: Positions) -> Dimensions:
         "num_kv_heads": config.whole("n_kv_heads", heads),
         "vocab_size": config.whole("vocab_size"),
         "seq_length": config.whole("seq_length"),
-        "norm_eps": config.number("layernorm_epsilon" if pangualpha else "rms_norm_eps", 1e-5),
-        "rope_base": config.number("rotary_emb_base", config.number("theta", 10000.0)),
+        "norm_eps": config.number(
+            "layernorm_epsilon" if pangualpha else "rms_norm_eps", 1e-5, above=0
+        ),
+        "rope_base": _rope_base(config),
         "dropout": _one_rate(config) if pangualpha else 0.0,
     }
     try:
@@ -121,10 +130,19 @@ def _sizes(config: Keys, family: Family, positions: Positions) -> Dimensions:
         raise ConfigError(f"{config.file}: {config.path}: {error}") from None
 
 
+def _rope_base(config: Keys) -> float:
+    """`rotary_emb_base` of Qwen, or `theta` of LLaMA."""
+    base = config.number("theta", 10000.0, above=0)
+    found = config.number("rotary_emb_base", base, above=0)
+    if config.has("theta") and found != base:
+        raise config.error("rotary_emb_base", f"{found:g}, but theta says {base:g}")
+    return found
+
+
 def _one_rate(config: Keys) -> float:
     """The one probability of all places where PanguAlpha drops."""
     names = ("hidden_dropout_rate", "attention_dropout_rate", "embedding_dropout_prob")
-    rates = {name: config.number(name) for name in names if config.has(name)}
+    rates = {name: config.number(name, least=0, below=1) for name in names if config.has(name)}
     if len(set(rates.values())) > 1:
         said = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
         raise config.error(next(iter(rates)), f"all rates of dropout must be equal, not {said}")
@@ -151,6 +169,6 @@ def _lora(config: Keys) -> LoRA | None:
     return LoRA(
         target_modules=renamed,
         rank=config.whole("lora_rank", 16),
-        alpha=config.number("lora_alpha", 16),
-        dropout=config.number("lora_dropout", 0.0),
+        alpha=config.number("lora_alpha", 16, above=0),
+        dropout=config.number("lora_dropout", 0.0, least=0, below=1),
     )

@@ -1,4 +1,4 @@
-"""How the work is divided: `use_parallel`, `parallel` and `parallel_config`, with their checks."""
+"""How the work is divided: `use_parallel`, `parallel` and `parallel_config`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from shardwright.config.mindformers.keys import Keys
 from shardwright.decided import OptimizerParallel
 from shardwright.errors import ConfigError
-from shardwright.models.dimensions import Dimensions
 
 _MODES: Mapping[str, str] = {
     "0": "data_parallel",
@@ -19,6 +18,7 @@ _MODES: Mapping[str, str] = {
     "auto_parallel": "auto",
 }
 _SEARCHES = ("recursive_programming", "dynamic_programming", "sharding_propagation")
+_SCHEDULES = ("1f1b", "gpipe", "zero_bubble_v")
 AUTO = ("recursive_programming", "sharding_propagation")
 """Modes in which a search decides the operators."""
 
@@ -31,19 +31,21 @@ class Parallelism:
     """How a step is divided over devices.
 
     Args:
-        mode: `stand_alone`, `data_parallel`, `semi_auto` (as `data_parallel`, `model_parallel` and
-            `stages` say), or one of `AUTO`.
+        mode: `stand_alone`, `data_parallel`, `semi_auto` (as an expert divides, or a file of
+            strategies says), or one of `AUTO`.
         mem_coeff: of the search; `auto` for the smallest that fits the memory.
         data_parallel, model_parallel, context_parallel: equal parts of the batch, of heads and
             widths, and of the sequence; where a search decides, only `data_parallel` counts, and
             only in the size of the batch.
         stages: pipeline stages; where `auto_pipeline` is on, the number that is asked for.
+        schedule: in what order stages run micro-batches.
         auto_pipeline: whether their number is chosen; where the file says False, the number that
             would be chosen is suggested, and None, where it says nothing, neither.
         full_batch: whether every device is given the whole batch.
         seq_parallel: whether norms and residuals are cut along the sequence.
         vocab_emb_dp: whether the embedding table stays whole.
         sharding: of parameters and optimizer state.
+        strategies: a file that says how operators are cut, empty for none.
     """
 
     mode: str
@@ -53,11 +55,19 @@ class Parallelism:
     context_parallel: int = 1
     stages: int = 1
     micro_batch_num: int = 1
+    schedule: str = "1f1b"
     auto_pipeline: bool | None = None
     full_batch: bool = False
     seq_parallel: bool = False
     vocab_emb_dp: bool = False
     sharding: OptimizerParallel | None = None
+    strategies: str = ""
+
+    @property
+    def by_numbers(self) -> bool:
+        """Whether the numbers say how operators are cut; propagation starts from those that they
+        do."""
+        return self.mode in ("semi_auto", "sharding_propagation") and not self.strategies
 
     @property
     def devices(self) -> int:
@@ -74,27 +84,12 @@ class Parallelism:
         """Up to how many stages `auto_pipeline` may choose, or suggest, on so many servers."""
         return min(max(self.stages, servers), self.micro_batch_num)
 
-    def check_devices(self, devices: int) -> None:
-        """Raises: ConfigError: the numbers do not make `devices`, or stages do not divide them."""
-        if self.mode == "semi_auto" and self.devices != devices:
-            raise ConfigError(
-                f"parallel_config: data_parallel {self.data_parallel} · model_parallel"
-                f" {self.model_parallel} · context_parallel {self.context_parallel} ·"
-                f" pipeline_stage {self.stages} = {self.devices}, but there are {devices} devices"
-            )
-        if devices % self.stages and not self.auto_pipeline:
-            valid = [n for n in range(1, self.micro_batch_num + 1) if devices % n == 0]
-            raise ConfigError(
-                f"parallel_config.pipeline_stage: {self.stages} stages cannot share {devices}"
-                f" devices equally; valid are {', '.join(map(str, valid))}, or auto_pipeline: True"
-            )
 
-
-def parallelism(keys: Keys, sizes: Dimensions, notes: list[str]) -> Parallelism:
-    """Reads and checks how `sizes` is divided; `notes` takes what is set right without asking.
+def parallelism(keys: Keys, notes: list[str]) -> Parallelism:
+    """Reads how a model is divided; `notes` takes what is set right without asking.
 
     Raises:
-        ConfigError: an unknown mode or search, numbers that are not positive or do not fit.
+        ConfigError: an unknown mode or search, or numbers that are not positive.
     """
     parallel, config = keys.section("parallel"), keys.section("parallel_config")
     found = Parallelism(
@@ -105,18 +100,16 @@ def parallelism(keys: Keys, sizes: Dimensions, notes: list[str]) -> Parallelism:
         context_parallel=config.whole("context_parallel", 1),
         stages=config.whole("pipeline_stage", 1),
         micro_batch_num=config.whole("micro_batch_num", 1),
+        schedule=_schedule(parallel.section("pipeline_config")),
         auto_pipeline=_auto_pipeline(parallel),
         full_batch=parallel.flag("full_batch", False),
         seq_parallel=config.flag("use_seq_parallel", False),
         vocab_emb_dp=config.flag("vocab_emb_dp", True),
         sharding=_sharding(parallel),
+        strategies=_strategies(keys, parallel),
     )
     _check_no_experts(keys, config)
-    found = _set_right(found, config.has("vocab_emb_dp"), notes)
-    _check_stages(config, found, sizes)
-    if found.mode == "semi_auto":
-        _check_parts(config, found, sizes)
-    return found
+    return _set_right(found, config.has("vocab_emb_dp"), notes)
 
 
 def _auto_pipeline(parallel: Keys) -> bool | None:
@@ -127,9 +120,10 @@ def _mode(keys: Keys, parallel: Keys) -> str:
     given = parallel.any("parallel_mode")
     given = 0 if given is None else given
     if isinstance(given, bool) or str(given) not in _MODES:
+        known = "is hybrid parallel, which is not built" if str(given) == "3" else "is not known"
         raise parallel.error(
             "parallel_mode",
-            f"{given!r} is not known; valid are 0 (data parallel), 1 (semi-auto), 2 (auto)",
+            f"{given!r} {known}; valid are 0 (data parallel), 1 (semi-auto), 2 (auto)",
         )
     search = _search(parallel)
     if not keys.flag("use_parallel", False):
@@ -150,12 +144,36 @@ def _search(parallel: Keys) -> str:
 
 
 def _mem_coeff(config: Keys) -> float | str:
-    if config.any("mem_coeff") == "auto":
+    given = config.any("mem_coeff")
+    if given == "auto":
         return "auto"
-    coefficient = config.number("mem_coeff", 0.1)
-    if not coefficient > 0:
-        raise config.error("mem_coeff", f"{coefficient:g} must be a positive number, or auto")
-    return coefficient
+    try:
+        return config.number("mem_coeff", 0.1, above=0)
+    except ConfigError:
+        wrong = f"expected a positive number, or auto, got {given!r}"
+        raise config.error("mem_coeff", wrong) from None
+
+
+def _schedule(config: Keys) -> str:
+    """Interleaved stages have several parts of the model each."""
+    schedule = config.text("pipeline_scheduler", "1f1b", valid=_SCHEDULES)
+    if not config.flag("pipeline_interleave", False):
+        return schedule
+    if schedule == "gpipe":
+        raise config.error("pipeline_interleave", "True needs pipeline_scheduler 1f1b, not gpipe")
+    return "interleaved_1f1b" if schedule == "1f1b" else schedule
+
+
+def _strategies(keys: Keys, parallel: Keys) -> str:
+    """The file of strategies that is read."""
+    file, mode = parallel.text("strategy_ckpt_load_file"), _mode(keys, parallel)
+    if file and mode in WHOLE_OPERATORS:
+        raise parallel.error(
+            "strategy_ckpt_load_file",
+            f"the mode is {mode}, which takes no strategies; valid with it are parallel_mode 1 and"
+            " 2, and use_parallel: True",
+        )
+    return file
 
 
 def _sharding(parallel: Keys) -> OptimizerParallel | None:
@@ -163,7 +181,7 @@ def _sharding(parallel: Keys) -> OptimizerParallel | None:
     config = parallel.section("parallel_optimizer_config")
     size = config.whole("optimizer_weight_shard_size", -1, least=-1)
     if size == 0:
-        raise config.error("optimizer_weight_shard_size", "0 must be -1 (as many as go) or more")
+        raise config.error("optimizer_weight_shard_size", "0 must be at least 1, or -1 for all")
     level = "level2" if config.flag("gradient_accumulation_shard", False) else "level1"
     threshold = config.whole("parallel_optimizer_threshold", 64, least=0)
     if not parallel.flag("enable_parallel_optimizer", False):
@@ -172,9 +190,9 @@ def _sharding(parallel: Keys) -> OptimizerParallel | None:
 
 
 def _check_no_experts(keys: Keys, config: Keys) -> None:
-    moe = keys.section("moe_config")
-    if moe.whole("expert_num", 1) > 1 or config.whole("expert_parallel", 1) > 1:
-        raise keys.error("moe_config", "models with several experts are not built here")
+    for section, name in ((keys.section("moe_config"), "expert_num"), (config, "expert_parallel")):
+        if section.whole(name, 1) > 1:
+            raise section.error(name, "models of several experts are not built; valid is 1")
 
 
 def _set_right(found: Parallelism, vocab_is_said: bool, notes: list[str]) -> Parallelism:
@@ -193,49 +211,13 @@ def _set_right(found: Parallelism, vocab_is_said: bool, notes: list[str]) -> Par
                 notes.append(f"{key} is {taken}, not {given}: the mode is {found.mode}")
         taken_all = {name: taken for name, (_, taken) in excluded.items()}
         found = replace(found, data_parallel=1, **taken_all)  # type: ignore[arg-type]
-    if found.auto_pipeline is not None and found.mode not in AUTO:
+    if found.auto_pipeline is not None and (found.mode not in AUTO or found.by_numbers):
         if found.auto_pipeline:
             notes.append(f"auto_pipeline is False: the mode is {found.mode}")
         found = replace(found, auto_pipeline=None)
     if found.vocab_emb_dp and (found.stages > 1 or found.mode in AUTO):
         if vocab_is_said:
-            why = f"pipeline_stage is {found.stages}" if found.stages > 1 else "a search decides"
-            notes.append(f"vocab_emb_dp is False: {why}")
+            stages, mode = f"pipeline_stage is {found.stages}", f"the mode is {found.mode}"
+            notes.append(f"vocab_emb_dp is False: {stages if found.stages > 1 else mode}")
         found = replace(found, vocab_emb_dp=False)
     return found
-
-
-def _check_stages(config: Keys, found: Parallelism, sizes: Dimensions) -> None:
-    if found.stages > sizes.num_layers:
-        raise config.error(
-            "pipeline_stage", f"{found.stages} is more than the {sizes.num_layers} layers"
-        )
-    if found.stages > found.micro_batch_num:
-        raise config.error(
-            "micro_batch_num",
-            f"{found.micro_batch_num} must be at least pipeline_stage {found.stages}",
-        )
-    size = found.sharding.shard_size if found.sharding else -1
-    if found.mode == "semi_auto" and size > 0 and found.data_parallel % size:
-        raise config.error(
-            "data_parallel",
-            f"{found.data_parallel} cannot be divided by optimizer_weight_shard_size {size}",
-        )
-
-
-def _check_parts(config: Keys, found: Parallelism, sizes: Dimensions) -> None:
-    """What an expert's configuration cuts must divide."""
-    parts = found.model_parallel
-    for name, size in (
-        ("num_heads", sizes.num_heads),
-        ("n_kv_heads", sizes.num_kv_heads),
-        ("the feed-forward width", sizes.intermediate_size),
-        ("vocab_size", 1 if found.vocab_emb_dp else sizes.vocab_size),
-    ):
-        if size % parts and size > 1:
-            raise config.error("model_parallel", f"{name} {size} cannot be divided by {parts}")
-    if sizes.seq_length % found.context_parallel:
-        raise config.error(
-            "context_parallel",
-            f"seq_length {sizes.seq_length} cannot be divided by {found.context_parallel}",
-        )

@@ -125,19 +125,34 @@ def _checkpoints(keys: Keys) -> Checkpointing | None:
 def _optimizer(keys: Keys) -> Optimizer:
     section, wrapper = keys.section("optimizer"), keys.section("runner_wrapper")
     section.text("type", "AdamW", valid=_OPTIMIZERS)
-    given = section.any("betas")
-    if given is not None and (not isinstance(given, list | tuple) or len(given) != 2):
-        raise section.error("betas", f"expected two numbers, got {given!r}")
-    first, second = given or (section.number("beta1", 0.9), section.number("beta2", 0.999))
     clips = wrapper.flag("use_clip_grad", False)
-    norm = wrapper.number("max_grad_norm", _CLIP_NORM)
+    norm = wrapper.number("max_grad_norm", _CLIP_NORM, above=0)
     return Optimizer(
         schedule=_schedule(keys, section),
-        betas=(float(first), float(second)),
-        eps=section.number("eps", 1e-8),
-        weight_decay=section.number("weight_decay", 0.0),
+        betas=_betas(section),
+        eps=section.number("eps", 1e-8, above=0),
+        weight_decay=section.number("weight_decay", 0.0, least=0),
         clip_norm=norm if clips else None,
     )
+
+
+def _betas(section: Keys) -> tuple[float, float]:
+    """`beta1` and `beta2`, or the two `betas`."""
+    given = section.any("betas")
+    if given is None:
+        names = ("beta1", "beta2")
+    elif not isinstance(given, list | tuple) or len(given) != 2:
+        raise section.error("betas", f"expected two numbers, got {given!r}")
+    elif section.has("beta1") or section.has("beta2"):
+        raise section.error("betas", "give either betas, or beta1 and beta2")
+    else:
+        names = ("betas[0]", "betas[1]")
+        section = Keys(dict(zip(names, given, strict=True)), section.path, section.file)
+    first, second = (
+        section.number(name, default, least=0, below=1)
+        for name, default in zip(names, (0.9, 0.999), strict=True)
+    )
+    return first, second
 
 
 def _schedule(keys: Keys, optimizer: Keys) -> Schedule:
@@ -149,27 +164,24 @@ def _schedule(keys: Keys, optimizer: Keys) -> Schedule:
         raise section.error(
             "learning_rate", f"{rates[1]:g}, but optimizer.learning_rate says {rates[0]:g}"
         )
-    if rates[0] <= 0:
-        raise optimizer.error("learning_rate", f"{rates[0]:g} must be positive")
+    (optimizer if optimizer.has("learning_rate") else section).number("learning_rate", above=0)
     if not section.content:
         return Schedule("constant", rates[0])
     kind = _SCHEDULES[section.text("type", "ConstantWarmUpLR", valid=list(_SCHEDULES))]
     steps, ratio = section.whole("warmup_steps", 0, least=0), None
     if section.has("warmup_ratio"):
-        ratio = section.number("warmup_ratio")
-        if not 0 <= ratio < 1:
-            raise section.error("warmup_ratio", f"{ratio:g} must be at least 0 and below 1")
+        ratio = section.number("warmup_ratio", least=0, below=1)
         if steps:
             raise section.error("warmup_ratio", f"{ratio:g}, but warmup_steps says {steps} steps")
     total = section.whole("total_steps", -1, least=-1)
     return Schedule(
         kind=kind,
         peak=rates[0],
-        end=section.number("lr_end", 0.0),
+        end=section.number("lr_end", 0.0, least=0),
         warmup_steps=steps,
         warmup_ratio=ratio,
         total_steps=None if total < 1 else total,
-        power=section.number("lr_power", 1.0),
+        power=section.number("lr_power", 1.0, above=0),
     )
 
 

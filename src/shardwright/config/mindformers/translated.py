@@ -12,13 +12,13 @@ from shardwright.config.mindformers.training import Optimizer, Training
 from shardwright.config.schema import Config
 
 
-def translated(run: LanguageRun, file: str, devices: int) -> Config:
-    """The run on so many devices as a configuration; `file` is its name in errors.
+def translated(run: LanguageRun, devices: int) -> Config:
+    """The run on so many devices as a configuration.
 
     Raises:
         ConfigError: the numbers of the file do not fit `devices`.
     """
-    run.parallelism.check_devices(devices)
+    run.check_devices(devices)
     content: dict[str, Any] = {
         "model": _model(run),
         "data": {
@@ -39,7 +39,7 @@ def translated(run: LanguageRun, file: str, devices: int) -> Config:
     }
     if run.dataset:
         content["data"]["path"] = run.dataset
-    return validated(content, file)
+    return validated(content, run.file)
 
 
 def _model(run: LanguageRun) -> dict[str, Any]:
@@ -68,17 +68,20 @@ def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
 def _parallel(run: LanguageRun) -> dict[str, Any]:
     ways = run.parallelism
     found: dict[str, Any] = {
-        "mode": ways.mode,
+        "mode": "semi_auto" if ways.by_numbers else ways.mode,
+        "strategies": ways.strategies or None,
         "mem_coeff": ways.mem_coeff,
         "stages": ways.stages,
+        "schedule": ways.schedule,
         "micro_batches": run.batch.micro_batches(),
     }
     if ways.auto_pipeline is not None:
         found |= {"stages": "auto"} if ways.auto_pipeline else {"suggest_stages": True}
-    if ways.mode == "semi_auto":
+    if ways.by_numbers:
         found["expert"] = {
             "data_parallel": ways.data_parallel,
             "model_parallel": ways.model_parallel,
+            "context_parallel": ways.context_parallel,
             "seq_parallel": ways.seq_parallel,
             "vocab_emb_dp": ways.vocab_emb_dp,
         }

@@ -1,0 +1,433 @@
+"""Whatever the original checks: one error each, with its place, what was asked and what is valid;
+or, where the original only fails, a plan."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.mindformers.files import small
+from shardwright import cli
+
+SEMI = {"parallel__parallel_mode": 1}
+ARCHITECTURES = (
+    "LlamaForCausalLM, QwenForCausalLM, Baichuan7BV2ForCausalLM, Baichuan13BV2ForCausalLM,"
+    " PanguAlphaHeadModel"
+)
+PANGU = {"model__arch__type": "PanguAlphaHeadModel"}
+
+REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
+    # Devices, stages and micro-batches.
+    "parts that make other devices": (
+        SEMI,
+        16,
+        "parallel_config: data_parallel 4 · model_parallel 2 · context_parallel 1 · pipeline_stage"
+        " 1 = 8, but there are 16 devices; valid are 8 devices, or numbers whose product is 16",
+    ),
+    "seven devices for an expert": (SEMI, 7, "= 8, but there are 7 devices; valid are 8 devices"),
+    "propagation from parts that make other devices": (
+        {"parallel__search_mode": "sharding_propagation"},
+        16,
+        "= 8, but there are 16 devices",
+    ),
+    "more stages than layers": (
+        {"parallel_config__pipeline_stage": 5},
+        8,
+        "parallel_config.pipeline_stage: 5 is more than the 4 layers; valid is 4 at most",
+    ),
+    "fewer micro-batches than stages": (
+        {"parallel_config__pipeline_stage": 2},
+        8,
+        "parallel_config.micro_batch_num: 1 must be at least pipeline_stage 2",
+    ),
+    "stages that do not divide the devices": (
+        {"parallel_config__pipeline_stage": 3, "parallel_config__micro_batch_num": 4},
+        8,
+        "parallel_config.pipeline_stage: 3 stages cannot share 8 devices equally; valid are"
+        " 1, 2, 4, or auto_pipeline: True",
+    ),
+    "no part": ({"parallel_config__data_parallel": 0}, 8, "data_parallel: 0 must be at least 1"),
+    "interleaved all at once": (
+        {
+            "parallel__pipeline_config": {
+                "pipeline_interleave": True,
+                "pipeline_scheduler": "gpipe",
+            }
+        },
+        8,
+        "pipeline_config.pipeline_interleave: True needs pipeline_scheduler 1f1b, not gpipe",
+    ),
+    "an unknown schedule": (
+        {"parallel__pipeline_config": {"pipeline_scheduler": "seqpipe"}},
+        8,
+        "pipeline_scheduler: 'seqpipe' is not known; valid are 1f1b, gpipe, zero_bubble_v",
+    ),
+    # What an expert cuts.
+    "shards that do not divide the replicas": (
+        {
+            **SEMI,
+            "parallel__enable_parallel_optimizer": True,
+            "parallel__parallel_optimizer_config": {"optimizer_weight_shard_size": 3},
+        },
+        8,
+        "parallel.parallel_optimizer_config.optimizer_weight_shard_size: 3 does not divide"
+        " data_parallel 4; valid are -1, 1, 2, 4",
+    ),
+    "no shard": (
+        {"parallel__parallel_optimizer_config": {"optimizer_weight_shard_size": 0}},
+        8,
+        "optimizer_weight_shard_size: 0 must be at least 1, or -1 for all",
+    ),
+    "heads that do not divide": (
+        {**SEMI, "parallel_config__model_parallel": 3},
+        12,
+        "parallel_config.model_parallel: num_heads 8 cannot be divided by 3; valid are 1, 2, 4, 8",
+    ),
+    "heads of keys that do not divide": (
+        {**SEMI, "parallel_config__model_parallel": 8, "model__model_config__n_kv_heads": 4},
+        32,
+        "model_parallel: n_kv_heads 4 cannot be divided by 8; valid are 1, 2, 4",
+    ),
+    "a vocabulary that does not divide, with a whole table": (
+        {**SEMI, "model__model_config__vocab_size": 321},
+        8,
+        "model_parallel: vocab_size 321 cannot be divided by 2; valid are 1",
+    ),
+    "a sequence that does not divide": (
+        {**SEMI, "parallel_config__context_parallel": 3},
+        24,
+        "parallel_config.context_parallel: seq_length 32 cannot be divided by 3; valid are 1, 2,"
+        " 4, 8, 16, 32",
+    ),
+    "sequence parallel that does not divide": (
+        {
+            **SEMI,
+            "parallel_config__use_seq_parallel": True,
+            "model__model_config__seq_length": 33,
+        },
+        8,
+        "parallel_config.use_seq_parallel: seq_length 33 cannot be divided by context_parallel 1 ·"
+        " model_parallel 2; valid is False, or another seq_length",
+    ),
+    # Modes.
+    "hybrid parallel": (
+        {"parallel__parallel_mode": 3},
+        8,
+        "parallel.parallel_mode: 3 is hybrid parallel, which is not built; valid are 0 (data"
+        " parallel), 1 (semi-auto), 2 (auto)",
+    ),
+    "an unknown mode": ({"parallel__parallel_mode": "best"}, 8, "'best' is not known; valid are 0"),
+    "an unknown search": (
+        {"parallel__search_mode": "best"},
+        8,
+        "parallel.search_mode: 'best' is not known; valid are recursive_programming, dynamic_prog",
+    ),
+    "two searches": (
+        {
+            "parallel__search_mode": "recursive_programming",
+            "parallel__auto_parallel_search_mode": "sharding_propagation",
+        },
+        8,
+        "search_mode: recursive_programming, but its old name auto_parallel_search_mode says shard",
+    ),
+    "no weight of memory": (
+        {"parallel_config__mem_coeff": 0},
+        8,
+        "parallel_config.mem_coeff: expected a positive number, or auto, got 0",
+    ),
+    "a chosen weight without a limit": (
+        {"parallel_config__mem_coeff": "auto"},
+        8,
+        "mem_coeff='auto' is the smallest that fits into memory: give a memory_limit",
+    ),
+    "neither True nor False": (
+        {"parallel__auto_pipeline": "yes"},
+        8,
+        "parallel.auto_pipeline: expected True or False, got 'yes'",
+    ),
+    "a section that is none": (
+        {"parallel_config": [8]},
+        8,
+        "parallel_config: expected keys with values, got [8]",
+    ),
+    "two files of strategies": (
+        {
+            "parallel__strategy_ckpt_save_file": "a.json",
+            "parallel__strategy_ckpt_config": {"save_file": "b.json"},
+        },
+        8,
+        "strategy_ckpt_config.save_file: b.json, but strategy_ckpt_save_file says a.json",
+    ),
+    "a file of strategies that is missing": (
+        {"parallel__strategy_ckpt_load_file": "absent.json"},
+        8,
+        "absent.json: there is no such file",
+    ),
+    "strategies for a mode that takes none": (
+        {"parallel__strategy_ckpt_load_file": "a.json", "parallel__parallel_mode": 0},
+        8,
+        "parallel.strategy_ckpt_load_file: the mode is data_parallel, which takes no strategies;"
+        " valid with it are parallel_mode 1 and 2",
+    ),
+    "several experts": ({"moe_config__expert_num": 8}, 8, "moe_config.expert_num: models of sev"),
+    # The model.
+    "an unknown model": (
+        {"model__arch__type": "GPT"},
+        8,
+        f"model.arch.type: 'GPT' is not known; valid are {ARCHITECTURES}",
+    ),
+    "no model": ({"model": None}, 8, f"model.arch.type: missing; valid are {ARCHITECTURES}"),
+    "a configuration of another model": (
+        {"model__model_config__type": "QwenConfig"},
+        8,
+        "model.model_config.type: LlamaForCausalLM needs LlamaConfig, not QwenConfig",
+    ),
+    "a size that is missing": (
+        {"model__model_config__num_layers": None},
+        8,
+        "model.model_config.num_layers: missing",
+    ),
+    "a width that is not divisible into heads": (
+        {"model__model_config__num_heads": 7},
+        8,
+        "model.model_config: hidden_size=64 cannot be divided into num_heads=7",
+    ),
+    "channels of other heads": (
+        {"model__model_config__kv_channels": 16},
+        8,
+        "model.model_config.kv_channels: 16 · num_heads 8 is not 64",
+    ),
+    "a part of a layer": (
+        {"model__model_config__num_layers": 3.5},
+        8,
+        "model.model_config.num_layers: expected a whole number, got 3.5",
+    ),
+    "labels that are ignored otherwise": (
+        {"model__model_config__ignore_token_id": 0},
+        8,
+        "model.model_config.ignore_token_id: labels that do not count must be -100",
+    ),
+    "an unknown dtype": (
+        {"model__model_config__compute_dtype": "int8"},
+        8,
+        "compute_dtype: 'int8' is not known; valid are float32, float16, bfloat16",
+    ),
+    "positions that are stretched": (
+        {"model__model_config__extend_method": "NTK"},
+        8,
+        "model.model_config.extend_method: NTK is not built: must be None",
+    ),
+    "half of a head rotated": (
+        {"model__model_config__rotary_pct": 0.5},
+        8,
+        "model.model_config.rotary_pct: only whole heads are rotated: must be 1.0",
+    ),
+    "two bases": (
+        {"model__model_config__theta": 5e5, "model__model_config__rotary_emb_base": 1e4},
+        8,
+        "model.model_config.rotary_emb_base: 10000, but theta says 500000",
+    ),
+    "everything dropped": (
+        {**PANGU, "model__model_config__hidden_dropout_rate": 1.5},
+        8,
+        "model_config.hidden_dropout_rate: 1.5 must be at least 0 and below 1",
+    ),
+    "two rates of dropout": (
+        {
+            **PANGU,
+            "model__model_config__hidden_dropout_rate": 0.0,
+            "model__model_config__attention_dropout_rate": 0.2,
+        },
+        8,
+        "must be equal, not hidden_dropout_rate 0, attention_dropout_rate 0.2",
+    ),
+    "an unknown adapter": (
+        {"model__model_config__pet_config": {"pet_type": "prefix"}},
+        8,
+        "pet_config.pet_type: 'prefix' is not known; valid are lora",
+    ),
+    "nothing to adapt": (
+        {"model__model_config__pet_config": {"target_modules": ".*nothing"}},
+        8,
+        "linear layers of this model are called down_proj, gate_proj, k_proj, lm_head, o_proj",
+    ),
+    # Training.
+    "a number that is text": (
+        {"parallel_config__data_parallel": "eight"},
+        8,
+        "parallel_config.data_parallel: expected a number, got 'eight'",
+    ),
+    "a size of memory without a unit": (
+        {"context__max_device_memory": "58"},
+        8,
+        "context.max_device_memory: expected a size such as 58GB, got '58'",
+    ),
+    "an empty batch": ({"runner_config__batch_size": 0}, 8, "batch_size: 0 must be at least 1"),
+    "two learning rates": (
+        {"lr_schedule__learning_rate": 2e-4},
+        8,
+        "lr_schedule.learning_rate: 0.0002, but optimizer.learning_rate says 0.0001",
+    ),
+    "no learning rate": (
+        {"optimizer__learning_rate": None},
+        8,
+        "optimizer.learning_rate: missing",
+    ),
+    "a learning rate of nothing": (
+        {"optimizer__learning_rate": 0},
+        8,
+        "optimizer.learning_rate: 0 must be above 0",
+    ),
+    "an unknown optimizer": (
+        {"optimizer__type": "Lion"},
+        8,
+        "optimizer.type: 'Lion' is not known; valid are FP32StateAdamWeightDecay, ",
+    ),
+    "one beta": ({"optimizer__betas": 0.9}, 8, "optimizer.betas: expected two numbers, got 0.9"),
+    "a beta that is too large": (
+        {"optimizer__betas": [0.9, 1.5]},
+        8,
+        "optimizer.betas[1]: 1.5 must be at least 0 and below 1",
+    ),
+    "betas twice": (
+        {"optimizer__betas": [0.9, 0.95], "optimizer__beta1": 0.9},
+        8,
+        "optimizer.betas: give either betas, or beta1 and beta2",
+    ),
+    "gradients clipped to nothing": (
+        {"runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 0}},
+        8,
+        "runner_wrapper.max_grad_norm: 0 must be above 0",
+    ),
+    "an unknown schedule of the rate": (
+        {"lr_schedule__type": "Step"},
+        8,
+        "lr_schedule.type: 'Step' is not known; valid are CosineWithWarmUpLR, ",
+    ),
+    "two lengths of the rise": (
+        {"lr_schedule": {"warmup_ratio": 0.1, "warmup_steps": 5}},
+        8,
+        "lr_schedule.warmup_ratio: 0.1, but warmup_steps says 5 steps",
+    ),
+    "a mode that trains nothing": (
+        {"run_mode": "predict"},
+        8,
+        "run_mode: 'predict' is not known; valid are train, finetune",
+    ),
+    "nothing to go on from": (
+        {"resume_training": True},
+        8,
+        "resume_training: True needs load_checkpoint: where to go on",
+    ),
+    "callbacks that are no list": ({"callbacks": "all"}, 8, "callbacks: expected a list, got 'all"),
+    "no device": ({}, 0, "devices=0: must be a whole number of at least 1"),
+}
+
+OF_THE_PLAN = (
+    "no device",
+    "a chosen weight without a limit",
+    "a file of strategies that is missing",
+)
+"""Mistakes that no single file makes, or another one than that of the run."""
+
+PLANNED: dict[str, tuple[dict[str, Any], int]] = {
+    "seven devices": ({}, 7),
+    "twelve devices": ({}, 12),
+    "seven devices, each with its own batch": ({"parallel__parallel_mode": 0}, 7),
+    "six devices in two stages": (
+        {"parallel_config__pipeline_stage": 2, "parallel_config__micro_batch_num": 2},
+        6,
+    ),
+    "heads that do not divide": ({"parallel_config__model_parallel": 3}, 8),
+    "no numbers at all": ({"parallel_config": None}, 8),
+    "numbers that are text": ({"optimizer__eps": "1e-8", "parallel_config__data_parallel": "4"}, 8),
+    "propagation": ({"parallel__search_mode": "sharding_propagation"}, 8),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bad_input")
+
+
+def planned(
+    folder: Path,
+    text: str,
+    devices: int | str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of `shardwright plan`; JSON is YAML."""
+    monkeypatch.chdir(folder)
+    (folder / "run.yaml").write_text(text)
+    arguments = ["shardwright", "plan", "run.yaml", "--devices", str(devices)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    output = capsys.readouterr()
+    return int(caught.value.code or 0), output.out, output.err
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mistake_is_one_error_with_its_place_and_what_is_valid(
+    name: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    changes, devices, message = REFUSED[name]
+    text = json.dumps(small(**changes))
+    status, out, err = planned(folder, text, devices, monkeypatch, capsys)
+    (error,) = (line for line in err.splitlines() if line.startswith("error: "))
+    assert (status, out) == (2, "")
+    assert message in error
+    assert error.startswith("error: run.yaml: ") == (name not in OF_THE_PLAN)
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "runner_config: {}\ntrain_dataset_task: {dataset_config: *train_dataset}\n",
+            "line 2, column 38: *train_dataset has no anchor: write &train_dataset before the value"
+            " that it stands for",
+        ),
+        (
+            "parallel_config: {data_parallel: 1, data_parallel: 2}\n",
+            "line 1, column 37: the key data_parallel is given twice",
+        ),
+        ("parallel_config: {data_parallel: 1\nmodel: {\n", "line 2, column 6: expected ',' or '}'"),
+        ("parallel_config:\n\tdata_parallel: 1\n", "line 2, column 1: found character '\\t'"),
+        ("", "expected keys with values (model, loss, data, "),
+    ],
+)
+def test_what_is_no_file_of_keys_is_one_error_with_its_line(
+    text: str,
+    message: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, out, err = planned(folder, text, 8, monkeypatch, capsys)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: run.yaml: {message}")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("changes", "devices"), PLANNED.values(), ids=PLANNED)
+def test_what_the_original_refuses_or_cannot_divide_is_planned(
+    changes: dict[str, Any],
+    devices: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = json.dumps(small(**changes))
+    status, out, _ = planned(folder, text, devices, monkeypatch, capsys)
+    assert status == 0
+    assert f"Plan for {devices} devices" in out
