@@ -16,7 +16,7 @@ def test_numbers_with_an_exponent_are_numbers_and_anchors_are_followed() -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: *data\n", r"^run\.yaml: line 2, column 4: found undefined alias 'data'"),
+        ("a: 1\nb: *data\n", r"^run\.yaml: line 2, column 4: \*data has no anchor: write &data"),
         ("a: 1\na: 2\n", r"^run\.yaml: line 2, column 1: the key a is given twice"),
         ("a: [1\n", r"^run\.yaml: line 2, column 1: expected ',' or ']'"),
     ],
