@@ -140,6 +140,14 @@ def test_a_model_without_a_loss_is_predicted_from_its_outputs() -> None:
     assert found.peak == stage.parameters + stage.inputs + 2 * 16 * 32 * 4 + 64 * 32 * 4
 
 
+def test_so_is_the_last_stage_of_a_model_without_a_loss() -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(2)))
+    plan = sw.plan(net, (torch.zeros(16, 64),), devices=2, stages=2, micro_batches=4)
+    first, last = of_plan(plan, "sgd").stages
+    assert first.parameters == last.parameters == 64 * 64 * 4
+    assert first.gradients == last.gradients == 64 * 64 * 4
+
+
 def test_the_table_shows_every_stage_and_sizes_in_binary_units() -> None:
     stage = StageMemory(0, 1024, 2048, 0, 0, 3 * 2**20, 5, 0, "backward of micro-batch 0")
     found = Memory((stage, replace(stage, stage=1, temporary=2**30)), "adamw")

@@ -205,7 +205,7 @@ class _Run:
         """The outputs of a model without a loss, which its user differentiates."""
         module, step = self.module, self.module.step
         tensors = module.residents.tensors()
-        outputs, _ = module.program(tensors, step.buffers, step.pieces[0])
+        outputs, _ = module.program(tensors, step.buffers, module.read(0, self.given))
         return tuple(t for t in outputs if isinstance(t, Tensor) and t.requires_grad)
 
     def _taken(self) -> tuple[tuple[Tensor, ...], list[Tensor] | None, list[Tensor]]:

@@ -90,11 +90,10 @@ class StageModule(nn.Module):
     def forward(self, *arrived: Tensor, number: Tensor | int) -> Tensor | tuple[Tensor, ...]:
         micro_batch = int(number)
         given = border(arrived)
-        piece = self.step.pieces[micro_batch]
         outputs, updates = self.program(
             self.residents.tensors(),
             self.step.buffers,
-            [*(piece[index] for index in self._inputs), *given],
+            self.read(micro_batch, given),
             seed_of(self.step.seed, micro_batch),
         )
         # New values in new tensors: autograd may hold the old ones for other micro-batches.
@@ -110,6 +109,11 @@ class StageModule(nn.Module):
         leaving = [_with_gradient(value, made[value]) for value in self.part.leaving]
         follows = [tensor for tensor in given if tensor.requires_grad and self._follows]
         return border(leaving, follows[:1])
+
+    def read(self, micro_batch: int, arrived: Sequence[Tensor]) -> list[Any]:
+        """The inputs of the program: those of the model that it reads, then what has arrived."""
+        piece = self.step.pieces[micro_batch]
+        return [*(piece[index] for index in self._inputs), *arrived]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The tensors in which gradients add up."""

@@ -106,9 +106,11 @@ def _needs(plan: Plan) -> Iterable[str]:
     )
     if not others:
         return
-    ends = [f"{binary(each.peak)} (stage {each.stage})" for each in (others[0], others[-1])]
-    several = len(others) > 1
-    yield f"the others need {' to '.join(ends)}" if several else f"those of the other {ends[0]}"
+    if len(others) > 1:
+        ends = (f"{binary(each.peak)} (stage {each.stage})" for each in (others[0], others[-1]))
+        yield f"the others need {' to '.join(ends)}"
+    else:
+        yield f"each of stage {others[0].stage} needs {binary(others[0].peak)}"
     if plan.step is None:
         bubbles = plan.timeline().bubble
         yield f"stages wait for {bubbles:.1%} of the time, if operations say how long parts take"
