@@ -51,7 +51,19 @@ def in_fork(function: Callable[[], T]) -> T:
     Raises:
         RuntimeError: if it raises there.
     """
-    context = multiprocessing.get_context("fork")
+    return _in(multiprocessing.get_context("fork"), function)
+
+
+def in_fresh_process(function: Callable[[], T]) -> T:
+    """What `function` returns in a process that has done nothing before.
+
+    Raises:
+        RuntimeError: if it raises there.
+    """
+    return _in(multiprocessing.get_context("spawn"), function)
+
+
+def _in(context: Any, function: Callable[[], T]) -> T:
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, function))
     process.start()

@@ -1,18 +1,21 @@
 """The benchmarks count and compare rightly, and every number finds its way into the page."""
 
 import os
+import sys
 import threading
+from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import pytest
 import torch
-from benchmarks import bench_bytes, bench_one_device, bench_pins, bench_search
+from benchmarks import bench_bytes, bench_one_device, bench_pins, bench_scale, bench_search
 from benchmarks.__main__ import main
 from benchmarks.collect import measure, names
 from benchmarks.models import LLAMA_2, example, examples, llama_2, small
 from benchmarks.page import facts, page, with_section
 from benchmarks.table import Table
-from benchmarks.timing import Sample, cpu_seconds, in_fork, paired
+from benchmarks.timing import Sample, cpu_seconds, in_fork, in_fresh_process, paired
 from torch import nn
 
 from shardwright import Check, capture, plan
@@ -200,3 +203,26 @@ def test_one_section_is_replaced_and_a_new_one_added_with_a_date_of_its_own():
     longer = with_section(changed, "Third\n\nHow.", [measured(4)], facts())
     assert longer.startswith(changed.rstrip("\n"))
     assert longer.index("## Third") < longer.index("| 4 |")
+
+
+def test_planning_at_scale_says_which_goal_it_misses():
+    found = bench_scale.Scale(7, 3, 20.0, (0.5, 0.6, 1.2), (5.0, 6.0, 41.0), 4.5)
+    assert bench_scale.missed(found) == [
+        "the search on 1024 devices takes 1.20 s",
+        "capture and plan on 1024 take 61 s",
+        "4.50 GiB are needed",
+    ]
+    assert not bench_scale.missed(replace(found, searches=(0.5,) * 3, plans=(1.0,) * 3, memory=1.0))
+
+
+def test_a_fresh_process_has_imported_nothing_of_this_one():
+    sys.modules["marked"] = sys
+    try:
+        assert in_fork(partial(is_imported, "marked"))
+        assert not in_fresh_process(partial(is_imported, "marked"))
+    finally:
+        del sys.modules["marked"]
+
+
+def is_imported(name):
+    return name in sys.modules

@@ -39,6 +39,17 @@ def test_two_rows_of_different_blocks_are_two_runs() -> None:
     assert all(run.blocks >= 4 for run in found_runs)
 
 
+def test_blocks_that_read_a_value_of_their_own_twice_are_equal() -> None:
+    builder = GraphBuilder()
+    x = builder.input("x", 8, 16)
+    for number in range(8):
+        scale = builder.parameter(f"{number}.scale", 16)
+        once = builder.op(f"{number}.mul", aten.mul.Tensor, x, scale)
+        x = builder.op(f"{number}.add", aten.add.Tensor, once, scale)
+    (run,) = found(builder.build())
+    assert (run.period, run.blocks) in ((2, 8), (2, 7))
+
+
 def test_what_must_be_equal_parts_rows() -> None:
     graph = stack([32] * 8)
     pinned = [op.name == "4.up" for op in graph.ops]

@@ -97,14 +97,14 @@ def _stretch(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[int, in
 
 def _reads_alike(indexed: IndexedGraph, op: int, period: int) -> bool:
     """Whether the operator one period after `op` reads as it does: what is made as long before, the
-    same, or a parameter of its own."""
+    same, or a parameter or constant that its own block reads likewise."""
     for mine, theirs in zip(indexed.inputs[op], indexed.inputs[op + period], strict=True):
         if mine == theirs:
             continue
         made, makes = indexed.producer[mine], indexed.producer[theirs]
         if made is None and makes is None:
-            uses = (indexed.consumers[mine], indexed.consumers[theirs])
-            if any(len(consumers) != 1 for consumers in uses):
+            uses = [(reader + period, place) for reader, place in indexed.consumers[mine]]
+            if uses != list(indexed.consumers[theirs]):
                 return False
         elif made is None or makes is None or (makes[0] - period, makes[1]) != made:
             return False
