@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from shardwright.cli import app
 from shardwright.cost import local
-from shardwright.cost.cluster import Level, load_cluster
+from shardwright.cost.cluster import Cluster, Level, load_cluster
 
 MODEL = """
 from torch import nn
@@ -35,7 +35,9 @@ def test_calibrate_prints_and_keeps_what_it_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(local, "measured_link", lambda processes: Level("processes", 3e9, 1e-4))
+    link = Level("processes", 3e9, 1e-4)
+    found = Cluster("local", local.measured_device(), (link,))
+    monkeypatch.setattr(local, "measured", lambda processes: found)
     result = CliRunner().invoke(app, ["calibrate"])
     assert result.exit_code == 0, result.output
     assert "bandwidth: 3000000000.0" in result.output

@@ -94,14 +94,14 @@ def test_a_model_is_captured_once_for_plans_and_comparisons(
     run.plan(8)
     assert len(list(graphs_folder().iterdir())) == 1
     monkeypatch.setattr(build, "capture", None)
-    course = Course(run, CLUSTER, 8)
+    course = Course(run, load_cluster(CLUSTER), 8)
     # What the plan pinned is of its own model.
     assert course.graph.module_tags == {}
 
 
 def test_no_way_is_faster_than_the_bound_by_which_it_may_be_left_out(tmp_path: Path) -> None:
     run = expert_run(written(tmp_path, 4, 2, 1, parallel_config__micro_batch_num=4))
-    course = Course(run, CLUSTER, 8)
+    course = Course(run, load_cluster(CLUSTER), 8)
     cluster, ways = load_cluster(CLUSTER), list(course.grid())
     assert (4, 2, 1) in ways
     for parts in ways:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwright.cost import local
-from shardwright.cost.cluster import Cluster, built_in, load_cluster, read_cluster, written
+from shardwright.cost.cluster import GLOO, Cluster, built_in, load_cluster, read_cluster, written
 from shardwright.errors import ConfigError
 from shardwright.layout import Layout, prime_mesh
 
@@ -89,6 +89,8 @@ def test_devices_that_share_a_processor_are_slower_in_proportion(tiny: Cluster) 
     shared = read_cluster(TEXT.replace("  matrix", "  at_full_rate: 2\n  matrix"), "shared")
     assert shared.device.among(2) == shared.device
     assert shared.device.among(8).rate(torch.float32) == tiny.device.rate(torch.float32) / 4
+    assert (shared.device.shared(2), shared.device.shared(3)) == (False, True)
+    assert not tiny.device.shared(1000)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,11 @@ def test_devices_that_share_a_processor_are_slower_in_proportion(tiny: Cluster) 
         ("float32:", "float31:", "rates.float31 is no dtype of torch"),
         ("devices: 4,", "", r"levels\[0\].devices is missing"),
         ("devices: 16", "devices: 6", r"levels\[1\].devices is 6, which is no multiple of the 4"),
+        (
+            "latency: 2 us",
+            "latency: 2 us, collectives: nccl",
+            "collectives must be one of trees, gloo",
+        ),
         ("devices: 16", "devices: many", r"levels\[1\].devices must be a positive whole number"),
         (TEXT, "[1, 2]", "the file must be a mapping"),
         (TEXT, "a: [", "this is not YAML"),
@@ -137,5 +144,13 @@ def test_calibration_measures_links_between_processes(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cluster = local.calibrate(2)
     assert cluster.levels[0] != local.ASSUMED_LINK
+    assert cluster.levels[0].collectives == GLOO
     assert 1e-6 < cluster.levels[0].latency < 1
+    assert 1e-8 < cluster.device.overhead < 1e-3
+    assert min(cluster.device.rates.values()) > 1e8
     assert load_cluster("local") == cluster
+
+
+def test_one_process_alone_measures_no_links() -> None:
+    with pytest.raises(ValueError, match="at least 2 processes, not 1"):
+        local.measured(1)

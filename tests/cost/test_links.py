@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.cost.cluster import Cluster, Device, Level
+from shardwright.cost.cluster import GLOO, Cluster, Device, Level
 from shardwright.cost.links import Links
 from shardwright.layout import Layout, prime_mesh
 
@@ -56,3 +56,13 @@ def test_a_group_of_one_device_takes_no_time() -> None:
 def test_stages_that_do_not_fill_a_node_cross_nodes() -> None:
     assert Links(CLUSTER, prime_mesh(2), stages=2).levels == (0,)
     assert Links(CLUSTER, prime_mesh(3), stages=2).levels == (1,)
+
+
+def test_gloo_hands_messages_round_a_ring_and_reduces_all_to_scatter() -> None:
+    ring = Level("processes", bandwidth=100.0, latency=1.0, collectives=GLOO)
+    links = Links(Cluster("toy", CLUSTER.device, (ring,)), prime_mesh(8))
+    assert links.seconds("all_gather", (0, 1, 2), 800) == pytest.approx(7 * 1 + 7 / 8 * 800 / 100)
+    all_reduce = links.seconds("all_reduce", (0, 1, 2), 800)
+    assert all_reduce == pytest.approx(2 * (7 * 1 + 7 / 8 * 800 / 100))
+    assert links.seconds("reduce_scatter", (0, 1, 2), 800) == all_reduce
+    assert links.seconds("all_gather", (0,), 800) == pytest.approx(1 + 1 / 2 * 800 / 100)

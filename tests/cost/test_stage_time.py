@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.cost.cluster import load_cluster
 from shardwright.cost.memory import binary
+from shardwright.cost.predicted import predict
 from shardwright.errors import PlanError
 
 
@@ -42,6 +45,22 @@ def test_on_a_cluster_actions_take_seconds_and_messages_take_time(plan: sw.Plan)
     assert 0 < first.end < 1e-3
     assert second.start > first.end
     assert 0 < line.bubble < 0.5
+
+
+def test_stages_that_share_a_processor_leave_it_to_each_other_where_they_wait(
+    plan: sw.Plan,
+) -> None:
+    apart = load_cluster("h100")
+    shared = replace(apart, device=replace(apart.device, at_full_rate=1))
+    graph, pipeline = plan.graph, plan.pipeline
+    assert graph is not None
+    found = predict(graph, plan.mesh, plan.decided, shared, pipeline)
+    assert found.timeline is not None and found.bubble > 0.1
+    link, micro_batches = apart.levels[0], pipeline.micro_batches
+    sending = 2 * micro_batches * (link.latency + 4096 * 1024 * 4 / 4 / link.bandwidth)
+    busy = sum(part.computation for part in found.parts)
+    assert found.seconds == pytest.approx((busy + sending) / 2)
+    assert found.seconds > predict(graph, plan.mesh, plan.decided, apart, pipeline).computation
 
 
 def test_the_text_of_a_plan_says_what_each_stage_needs_and_waits(plan: sw.Plan) -> None:

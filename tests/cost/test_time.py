@@ -110,6 +110,15 @@ def test_what_every_micro_batch_gathers_and_reduces_hides_behind_its_own_computa
     assert time.seconds == 2 * 3.5 + 0.75
 
 
+def test_nothing_overlaps_where_devices_share_a_processor(graph: Graph) -> None:
+    processes = replace(CLUSTER, device=replace(DEVICE, at_full_rate=1))
+    time = timed(graph, data_parallel(graph, prime_mesh(2)), 2, processes)
+    assert time.backward > time.gradients > 0
+    assert time.exposed == time.gradients
+    alone = StepTime(1.0, 2.0, 0.0, 0.0, 0.5, 0.5, 0.0, 1.5, 1.75, overlaps=False)
+    assert alone.seconds == 1.0 + 2.0 + 0.5 + 0.5 + 1.5 + 1.75
+
+
 @pytest.mark.parametrize("model", [mlp, llama], ids=lambda m: m.__name__)
 def test_on_instant_links_data_parallel_halves_the_time_of_shared_operators(model) -> None:
     net, args, kwargs = model()

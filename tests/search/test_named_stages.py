@@ -41,6 +41,21 @@ def test_operators_without_a_name_follow_their_neighbours(graph: Graph) -> None:
     assert parts["last"] == parts["mean"] == 2
 
 
+def test_a_module_whose_parameters_another_reads_may_be_named() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.places = nn.Linear(8, 8), nn.Linear(8, 1), nn.Embedding(4, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x + self.places.weight)).mean()
+
+    graph = sw.capture(Positions(), (torch.ones(4, 8),))
+    assert "places" not in {op.module for op in graph.ops}
+    stages, _, part_of = named(graph, {"places": 0, "one": 0, "two": 1}, "1f1b")
+    assert (stages, part_of["two"]) == (2, 1)
+
+
 def test_the_longest_name_counts(graph: Graph) -> None:
     config = {"one": 0, "block": 0, "block.2": 1, "last": 1}
     _, _, part_of = named(graph, config, "gpipe")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from statistics import quantiles
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -13,12 +14,25 @@ from rich.table import Table
 
 from shardwright.cli.app import app
 from shardwright.cli.progress import ShowProgress, progress
-from shardwright.compare import AUTO, DATA_PARALLEL, EXPERT, GRID, TENSOR_PARALLEL, Comparison, Way
+from shardwright.compare import (
+    AUTO,
+    DATA_PARALLEL,
+    EXPERT,
+    GRID,
+    TENSOR_PARALLEL,
+    Comparison,
+    RealComparison,
+    Way,
+    compare_really,
+    named,
+)
 from shardwright.compare import compare as compared
+from shardwright.compare.measured import ROUNDS
 from shardwright.cost.memory import binary
 from shardwright.progress import within
+from shardwright.train.launch import LogFolder
 
-WIDTH = 140
+WIDTH, CLUSTER, PROCESSES = 140, "ascend910b", 8
 
 
 @app.command()
@@ -27,20 +41,51 @@ def compare(
         list[Path], typer.Argument(help="Experts' configurations, such as configs/*_expert.yaml.")
     ],
     cluster: Annotated[
-        str, typer.Option(help="Devices and links: a name, or a YAML file.")
-    ] = "ascend910b",
+        str | None,
+        typer.Option(
+            help=f"Devices and links: a name, or a YAML file; by default {CLUSTER}, with --run this"
+            " machine, measured anew."
+        ),
+    ] = None,
     devices: Annotated[
-        int | None, typer.Option(help="Number of devices; by default the configuration's.")
+        int | None,
+        typer.Option(
+            help="Number of devices; by default the configuration's, with --run"
+            f" {PROCESSES} processes."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     show_progress: ShowProgress = None,
+    run: Annotated[
+        Literal["tiny"] | None,
+        typer.Option(help="Really run training steps of the tiny variants on local processes."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="With --run: steps of each way.")] = ROUNDS,
+    log_dir: Annotated[Path, typer.Option(help="With --run: folder of the ranks' logs.")] = Path(
+        "log_output"
+    ),
 ) -> None:
     """Compare the automatic plan with what experts configure by hand and with all ways of data x
     tensor x pipeline parallel, by the predicted time of a step. Exit status 1 where another way
     that fits into memory is faster."""
+    if run is not None:
+        logs, processes = LogFolder(log_dir), devices or PROCESSES
+        with progress(show_progress) as told:
+            real = compare_really(
+                configs,
+                logs,
+                devices=processes,
+                rounds=rounds,
+                cluster=cluster,
+                on_progress=told,
+            )
+        _show_real(real, json)
+        return
     with progress(show_progress) as told:
         found = [
-            compared(config, cluster, devices, within(told, config.stem, done, len(configs)))
+            compared(
+                config, cluster or CLUSTER, devices, within(told, config.stem, done, len(configs))
+            )
             for done, config in enumerate(configs)
         ]
     if json:
@@ -54,6 +99,39 @@ def compare(
                 console.print(refused(each), highlight=False, soft_wrap=True)
     if not all(each.holds for each in found):
         raise typer.Exit(1)
+
+
+def _show_real(found: list[RealComparison], json: bool) -> None:
+    if json:
+        data = [{**asdict(each), "spearman": each.correlation} for each in found]
+        typer.echo(dumps(data, indent=1))
+        return
+    console = Console(width=WIDTH)
+    for each in found:
+        console.print(real_table(each))
+
+
+def real_table(found: RealComparison) -> Table:
+    """A row for each way that was run."""
+    shown = Table(
+        title=f"{found.model}: a step of {found.batch} x {found.seq_length} tokens on"
+        f" {found.processes} processes; Spearman's ρ of predicted and measured"
+        f" {found.correlation:.2f}",
+        title_justify="left",
+    )
+    shown.add_column("data · tensor · pipeline parallel", overflow="fold")
+    for name in ("predicted, ms", "measured, ms (quartiles)", "SpeedUp (quartiles)"):
+        shown.add_column(name, justify="right")
+    for run in found.runs:
+        low, _, high = quantiles(run.seconds, n=4)
+        slower, middle, faster = found.speed_ups(run)
+        shown.add_row(
+            "\n".join(run.ways),
+            f"{1e3 * run.predicted:.1f}",
+            f"{1e3 * run.median:.1f} ({1e3 * low:.1f}–{1e3 * high:.1f})",
+            f"{middle:.0%} ({slower:.0%}–{faster:.0%})",
+        )
+    return shown
 
 
 def table(found: list[Comparison]) -> Table:
@@ -80,12 +158,10 @@ def table(found: list[Comparison]) -> Table:
 def refused(found: Comparison) -> str:
     """Which ways do not fit, and by how much."""
     assert found.limit is not None
-    ways = ", ".join(f"{_name(way)} ({binary(way.memory)})" for way in found.too_large)
+    ways = ", ".join(
+        f"{named(way.kind, way.parts)} ({binary(way.memory)})" for way in found.too_large
+    )
     return f"{found.model}: too large for {binary(found.limit)}, so not counted: {ways}"
-
-
-def _name(way: Way) -> str:
-    return way.kind if way.parts is None else f"{way.kind} {'·'.join(map(str, way.parts))}"
 
 
 def _cell(way: Way | None) -> str:

@@ -1,5 +1,6 @@
 """The automatic plan against what experts configure by hand: predicted, and really run."""
 
+from shardwright.compare.measured import Measured, RealComparison, compare_really
 from shardwright.compare.modelled import compare
 from shardwright.compare.ways import (
     AUTO,
@@ -9,6 +10,7 @@ from shardwright.compare.ways import (
     TENSOR_PARALLEL,
     Comparison,
     Way,
+    named,
 )
 
 __all__ = [
@@ -18,6 +20,10 @@ __all__ = [
     "GRID",
     "TENSOR_PARALLEL",
     "Comparison",
+    "Measured",
+    "RealComparison",
     "Way",
     "compare",
+    "compare_really",
+    "named",
 ]

@@ -18,7 +18,8 @@ from shardwright.models.expert import ROW
 def least_seconds(graph: Graph, cluster: Cluster, parts: Parts, micro_batches: int) -> float:
     """Seconds that a step takes at least: matrix products that all devices share equally, and the
     all-reduce behind each linear layer that `models.expert` cuts along its inputs, forward and
-    backward. An average stage computes all micro-batches, and the others one of them besides.
+    backward. An average stage computes all micro-batches, and waits while the others compute one of
+    them besides, unless devices share a processor.
 
     Args:
         graph: captured with one micro-batch.
@@ -38,4 +39,5 @@ def least_seconds(graph: Graph, cluster: Cluster, parts: Parts, micro_batches: i
             sent = op.output.numel * op.output.itemsize / data
             passes = 2 if op.inputs[0].requires_grad else 1
             seconds += passes * links.seconds("all_reduce", axes, sent)
-    return (micro_batches + stages - 1) * seconds / stages
+    waiting = 0 if cluster.device.shared(prod(parts)) else stages - 1
+    return (micro_batches + waiting) * seconds / stages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from shardwright.compare.ways import (
     DATA_PARALLEL,
     EXPERT,
     GRID,
-    REFUSED,
+    OF_GRID,
     TENSOR_PARALLEL,
     Comparison,
     Parts,
@@ -22,7 +22,7 @@ from shardwright.compare.ways import (
 )
 from shardwright.config.build import Run
 from shardwright.config.parts import mark_recomputed
-from shardwright.cost.cluster import load_cluster
+from shardwright.cost.cluster import Cluster, load_cluster
 from shardwright.errors import ConfigError, MemoryLimitError
 from shardwright.graph.graph import Graph
 from shardwright.graph.tags import attached
@@ -57,7 +57,7 @@ def compare(
     run = replace(expert_run(expert), on_progress=on_progress)
     assert run.language is not None
     number = devices or run.language.parallelism.devices
-    course = Course(run, cluster, number, run.language.memory_limit)
+    course = Course(run, load_cluster(cluster), number, run.language.memory_limit)
     return Comparison(
         model=run.language.name,
         devices=number,
@@ -96,7 +96,7 @@ class Course:
         limit: bytes of a device.
     """
 
-    def __init__(self, run: Run, cluster: str, devices: int, limit: int | None = None) -> None:
+    def __init__(self, run: Run, cluster: Cluster, devices: int, limit: int | None = None) -> None:
         self.run, self.cluster, self.devices, self.limit = run, cluster, devices, limit
         self.net = run.model_to_plan()
         self.batch = run.micro_batch_to_plan()
@@ -138,9 +138,10 @@ class Course:
         """The fastest that fits, the expert's own among them, and faster ones that do not fit. What
         a plan needs is known only after a rehearsal, and what it takes only when it is made:
         neither is found out of ways that cannot be faster than one that fits."""
-        cluster, micro_batches = load_cluster(self.cluster), self.run.config.parallel.micro_batches
+        micro_batches = self.run.config.parallel.micro_batches
         bounds = {
-            parts: least_seconds(self.graph, cluster, parts, micro_batches) for parts in self.grid()
+            parts: least_seconds(self.graph, self.cluster, parts, micro_batches)
+            for parts in self.grid()
         }
         best, refused = replace(expert, kind=GRID), list[Way]()
         for parts in sorted(bounds, key=lambda each: bounds[each]):
@@ -151,7 +152,7 @@ class Course:
             if not best.fits or plan.step_time < best.seconds:
                 way = self._way(GRID, parts, plan)
                 if not way.fits:
-                    refused.append(replace(way, kind=REFUSED))
+                    refused.append(replace(way, kind=OF_GRID))
                 best = way if way.fits or way.memory < best.memory else best
         yield best
         yield from (way for way in refused if way.tokens_per_second > best.tokens_per_second)
@@ -198,9 +199,14 @@ class Course:
         )
 
     def by_hand(
-        self, parts: Parts, seq_parallel: bool | None = None, vocab_emb_dp: bool = False
+        self,
+        parts: Parts,
+        seq_parallel: bool | None = None,
+        vocab_emb_dp: bool = False,
+        hsdp: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """Data, tensor and pipeline parallel; by default with the sequence cut between layers."""
+        """Data, tensor and pipeline parallel; by default with the sequence cut between layers, and
+        with the optimizer parallel of the configuration."""
         data, model, stages = parts
         pin_expert(
             self.net,
@@ -217,7 +223,7 @@ class Course:
             cluster=self.cluster,
             stage_config=expert_stages(self.net, stages) if stages > 1 else None,
             on_progress=within(self.run.on_progress, "·".join(map(str, parts))),
-            **self._common(),
+            **{**self._common(), **({} if hsdp is None else {"hsdp": hsdp})},
         )
 
     def _common(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 Parts = tuple[int, int, int]
 """Data, model and pipeline parallel."""
 
-AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, REFUSED = (
+AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, OF_GRID = (
     "auto",
     "expert",
     "data parallel",
@@ -19,6 +19,11 @@ AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, REFUSED = (
 
 NEAR = 1e-3
 """What is less than that apart, relatively, is as fast."""
+
+
+def named(kind: str, parts: Parts | None) -> str:
+    """A way in words: `expert 2·4·1`."""
+    return kind if parts is None else f"{kind} {'·'.join(map(str, parts))}"
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,9 @@ from shardwright.layout import Layout
 LOCAL = "local"
 """The name of the cluster that is this machine: processes on its CPU."""
 
+TREES, GLOO = "trees", "gloo"
+"""How collectives are made."""
+
 
 @dataclass(frozen=True)
 class Level:
@@ -42,12 +45,16 @@ class Level:
         bandwidth: bytes per second that each device sends, all devices sending at once.
         latency: seconds from the start of a message to its arrival.
         devices: how many devices one group of this level joins; None: any number.
+        collectives: `trees`: a group of p devices needs ⌈log₂ p⌉ messages one after the other;
+            `gloo`: it hands p − 1 from neighbour to neighbour, and its reduce-scatter is an
+            all-reduce.
     """
 
     name: str
     bandwidth: float
     latency: float
     devices: int | None = None
+    collectives: str = TREES
 
 
 @dataclass(frozen=True)
@@ -82,9 +89,13 @@ class Device:
         """Bytes per second that an operator reads and writes."""
         return self.memory_bandwidth * self.memory_efficiency
 
+    def shared(self, devices: int) -> bool:
+        """Whether `devices` of them share a processor, so that what one does slows the others."""
+        return self.at_full_rate is not None and devices > self.at_full_rate
+
     def among(self, devices: int) -> Device:
         """The device as it is when `devices` of them compute at once."""
-        if self.at_full_rate is None or devices <= self.at_full_rate:
+        if self.at_full_rate is None or not self.shared(devices):
             return self
         share = self.at_full_rate / devices
         return replace(
@@ -206,6 +217,7 @@ def written(cluster: Cluster) -> str:
     levels = [
         {"name": level.name, "bandwidth": level.bandwidth, "latency": level.latency}
         | ({} if level.devices is None else {"devices": level.devices})
+        | ({} if level.collectives == TREES else {"collectives": level.collectives})
         for level in cluster.levels
     ]
     described = {
@@ -265,6 +277,15 @@ class _Entries:
             raise ConfigError(f"{self.where}: {self.prefix}{key} is a share of 1, not {found:g}")
         return found
 
+    def one_of(self, key: str, valid: tuple[str, ...]) -> str:
+        """One of `valid`, by default the first."""
+        given = self.given.get(key, valid[0])
+        if given not in valid:
+            raise ConfigError(
+                f"{self.where}: {self.prefix}{key} must be one of {', '.join(valid)}, not {given!r}"
+            )
+        return str(given)
+
     def count(self, key: str) -> int | None:
         given = self.given.get(key)
         if given is None:
@@ -299,12 +320,13 @@ def _device(entries: _Entries) -> Device:
 
 
 def _level(entries: _Entries) -> Level:
-    entries.only("name", "bandwidth", "latency", "devices")
+    entries.only("name", "bandwidth", "latency", "devices", "collectives")
     return Level(
         name=str(entries.needed("name")),
         bandwidth=entries.number("bandwidth", BYTES_PER_SECOND),
         latency=entries.number("latency", SECONDS, zero=True),
         devices=entries.count("devices"),
+        collectives=entries.one_of("collectives", (TREES, GLOO)),
     )
 
 

@@ -4,7 +4,8 @@ A message of n bytes takes α + n/β seconds on a link of latency α and bandwid
 several levels of links work level by level, as NCCL's and HCCL's hierarchical algorithms do: an
 all-reduce over nodes is a reduce-scatter within each node, an all-reduce of the shards between
 nodes, and an all-gather within each node. Rounds: a group of p devices needs ⌈log₂ p⌉ (Thakur,
-Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005).
+Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005), or
+p − 1 where messages go round a ring, as gloo's do.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import ceil, log2, prod
 
-from shardwright.cost.cluster import Cluster
+from shardwright.cost.cluster import GLOO, Cluster, Level
 from shardwright.layout import Layout
 
-ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+OF_GLOO = {**ROUNDS, "reduce_scatter": 2}
 
 
 class Links:
@@ -52,15 +54,17 @@ class Links:
             return link.latency + num_bytes / link.bandwidth
         if collective == "all_to_all":
             return self._all_to_all(group, num_bytes)
-        return self._level_by_level(group, num_bytes, ROUNDS[collective])
+        return self._level_by_level(group, num_bytes, collective)
 
-    def _level_by_level(self, group: list[tuple[int, int]], num_bytes: float, rounds: int) -> float:
+    def _level_by_level(
+        self, group: list[tuple[int, int]], num_bytes: float, collective: str
+    ) -> float:
         """Each level moves what the levels inside it have left: the whole, cut by their devices."""
         found, left = 0.0, num_bytes
         for level, size in group:
             link = self.cluster.levels[level]
-            once = ceil(log2(size)) * link.latency + (size - 1) / size * left / link.bandwidth
-            found += rounds * once
+            once = messages(link, size) * link.latency + (size - 1) / size * left / link.bandwidth
+            found += rounds(link, collective) * once
             left /= size
         return found
 
@@ -71,7 +75,7 @@ class Links:
         for level, size in group:
             link = self.cluster.levels[level]
             share = (reached * size - reached) / devices
-            found += ceil(log2(size)) * link.latency + share * num_bytes / link.bandwidth
+            found += messages(link, size) * link.latency + share * num_bytes / link.bandwidth
             reached *= size
         return found
 
@@ -83,3 +87,13 @@ class Links:
             if size > 1:
                 sizes[self.levels[axis]] = sizes.get(self.levels[axis], 1) * size
         return sorted(sizes.items())
+
+
+def messages(link: Level, devices: int) -> int:
+    """How many messages follow each other until all of a group have what all sent."""
+    return devices - 1 if link.collectives == GLOO else ceil(log2(devices))
+
+
+def rounds(link: Level, collective: str) -> int:
+    """How often everything goes through the group: an all-reduce is a reduction and a gather."""
+    return (OF_GLOO if link.collectives == GLOO else ROUNDS)[collective]

@@ -69,6 +69,8 @@ def predict(
 
     With stages the step lasts as long as their timeline, and what is made once a step after it: the
     exposed reductions of gradients and the optimizer's update of the stage that takes longest.
+    Where devices share a processor, a stage that waits leaves it to the others: then the step lasts
+    as long as the stages work on average.
 
     Args:
         graph: captured with one micro-batch.
@@ -88,4 +90,9 @@ def predict(
     after = [0.0] * pipeline.stages
     for part, step in zip(found, steps, strict=True):
         after[part.stage] += step.exposed + step.update
+    if model.shared:
+        busy = (1 - stages.bubble) * stages.seconds
+        sent = 2 * pipeline.micro_batches * sum(seconds.send for _, seconds in times)
+        seconds = busy + (sent + sum(after)) / pipeline.stages
+        return Predicted(cluster.name, steps, stages, seconds)
     return Predicted(cluster.name, steps, stages, stages.seconds + max(after))

@@ -8,6 +8,8 @@ device's memory bandwidth, and an overhead. A collective takes what `Links` says
   earlier operators are differentiated. Only what exceeds it counts.
 - Parameters that are stored sharded are gathered while earlier operators compute: likewise, against
   the forward computation.
+- Where devices are processes that share a processor nothing overlaps: what one sends is copied by
+  the cores that the others compute on.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class StepTime:
         update: the optimizer's.
         micro_batches: how many follow each other.
         bubble: the share of the step in which a pipeline stage waits.
+        overlaps: whether communication of parameters and gradients goes on beside computation.
     """
 
     forward: float
@@ -62,16 +65,18 @@ class StepTime:
     gradients_each: float = 0.0
     micro_batches: int = 1
     bubble: float = 0.0
+    overlaps: bool = True
 
     @property
     def forward_seconds(self) -> float:
         """One micro-batch forward, with all that it waits for."""
-        return self.forward + self.forward_conversions + max(0.0, self.gathers_each - self.forward)
+        waits = self._waits(self.gathers_each, self.forward)
+        return self.forward + self.forward_conversions + waits
 
     @property
     def backward_seconds(self) -> float:
         """One micro-batch backward, with all that it waits for."""
-        waits = max(0.0, self.gradients_each - self.backward)
+        waits = self._waits(self.gradients_each, self.backward)
         return self.backward + self.backward_conversions + waits
 
     @property
@@ -83,10 +88,13 @@ class StepTime:
     def exposed(self) -> float:
         """What no computation hides of the communication of parameters and gradients that is made
         once a step: with the first micro-batch forward, with the last one backward."""
-        hidden = max(0.0, self.forward - self.gathers_each)
-        waits = max(0.0, self.gathers - hidden)
-        hidden = max(0.0, self.backward - self.gradients_each)
-        return waits + max(0.0, self.gradients - hidden)
+        forward = max(0.0, self.forward - self.gathers_each)
+        backward = max(0.0, self.backward - self.gradients_each)
+        return self._waits(self.gathers, forward) + self._waits(self.gradients, backward)
+
+    def _waits(self, communication: float, computation: float) -> float:
+        """What `computation` does not hide."""
+        return max(0.0, communication - computation) if self.overlaps else communication
 
     @property
     def communication(self) -> float:
@@ -122,7 +130,9 @@ class TimeModel:
     ) -> None:
         self.mesh = mesh
         self.links = Links(cluster, mesh, stages)
-        self.device = cluster.device.among(mesh.num_devices * stages)
+        devices = mesh.num_devices * stages
+        self.device = cluster.device.among(devices)
+        self.shared = cluster.device.shared(devices)
         self.sharing = sharing
         self._operators: dict[tuple[object, ...], Seconds] = {}
         self._steps: dict[tuple[Step, Shape, int], Seconds] = {}
@@ -249,6 +259,7 @@ def step_time(
         gradients_each=each[1],
         micro_batches=micro_batches,
         bubble=bubble,
+        overlaps=not model.shared,
     )
 
 

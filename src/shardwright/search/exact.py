@@ -30,7 +30,7 @@ from shardwright.search.network import Network, Node, Stream, network
 from shardwright.search.objective import Cost, Objective
 from shardwright.search.recursive import CutsOfGraph
 from shardwright.search.sweep import sweep
-from shardwright.search.timed import GAIN, ROUNDS, SHARES, Pricing, TimedSearch, cuts_of_graph
+from shardwright.search.timed import GAIN, ROUNDS, Pricing, TimedSearch, cuts_of_graph
 
 MOST_CHOICES = 512
 """Combinations of cuts that one operator may have."""
@@ -81,7 +81,7 @@ def search_exactly(
     search = TimedSearch(found, model, pricing)
     candidates, bound = [search.best()], 0.0
     tables = _Joint(found, model, search.objective)
-    for share in SHARES:
+    for share in search.shares:
         cuts, least = tables.solve(search._weights(share))
         bound = max(bound, least)
         sweep(search.objective, cuts, search._total, ROUNDS, GAIN)

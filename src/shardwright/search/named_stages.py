@@ -30,7 +30,7 @@ def named(
     Args:
         stage_config: stages ascend in the order of execution; with `interleaved_1f1b` they may
             repeat, 0, 1, 0, 1, with `zero_bubble_v` they come back, 0, 1, 1, 0.
-        modules: names that are valid besides those of modules with operators.
+        modules: names that are valid besides those of modules with operators or parameters.
 
     Raises:
         StrategyError: for names that no module has, a module with parameters that is left out, or
@@ -55,7 +55,8 @@ def named(
 
 def _check_names(graph: Graph, stage_config: StageConfig, modules: Iterable[str]) -> None:
     known = dict.fromkeys(modules)
-    for path in (op.module for op in graph.ops):
+    owners = (value.name.rpartition(".")[0] for value in graph.parameters)
+    for path in (*(op.module for op in graph.ops), *owners):
         words = path.split(".")
         known |= dict.fromkeys(".".join(words[: n + 1]) for n in range(len(words)))
     known.pop("", None)

@@ -44,10 +44,15 @@ class Cost:
             self.kept + times * other.kept,
         )
 
-    def total(self, micro_batches: int, kept: float) -> float:
-        """Seconds of a step, and `kept` seconds for each byte that is kept."""
+    def total(self, micro_batches: int, kept: float, overlaps: bool = True) -> float:
+        """Seconds of a step, and `kept` seconds for each byte that is kept.
+
+        Args:
+            overlaps: whether gradients are reduced beside the backward pass.
+        """
         busy = micro_batches * (self.forward + self.backward + self.conversions)
-        exposed = max(0.0, self.gradients - self.backward)
+        hidden = self.backward if overlaps else 0.0
+        exposed = max(0.0, self.gradients - hidden)
         return busy + exposed + self.update + kept * self.kept
 
 

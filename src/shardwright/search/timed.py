@@ -8,6 +8,7 @@ device keeps: a byte kept counts as `mem_coeff` bytes sent over the fastest link
 Gradients of parameters are reduced while the backward pass computes, so that only what exceeds it
 counts: max(0, G - B), which is the largest of λ (G - B) over 0 ≤ λ ≤ 1. The search is made for
 λ = 0, which is right if gradients then do not exceed the backward pass, else for larger values.
+Where devices share a processor nothing is hidden, and gradients count in full.
 """
 
 from __future__ import annotations
@@ -119,10 +120,15 @@ class TimedSearch:
         self.objective = Objective(self.network, self.model)
         self.axes = [a for a, size in enumerate(self.model.mesh.device_matrix) if size > 1]
 
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The values of λ that are tried."""
+        return (1.0,) if self.model.shared else SHARES
+
     def best(self) -> list[Cuts]:
         """The cuts of each node with the least total that is found."""
         candidates: list[tuple[float, list[Cuts]]] = []
-        for share in SHARES:
+        for share in self.shares:
             cuts, cost = self._found(share)
             candidates.append((self._total(cost), cuts))
             if cost.gradients <= cost.backward:
@@ -193,7 +199,8 @@ class TimedSearch:
 
     def _weights(self, share: float) -> Weights:
         times = self.pricing.micro_batches
-        return Weights(times, times - share, times, share, self.pricing.kept)
+        hides = 0.0 if self.model.shared else share
+        return Weights(times, times - hides, times, share, self.pricing.kept)
 
     def _cuts(self, choices: Choices) -> list[Cuts]:
         found: list[Cuts] = []
@@ -211,4 +218,5 @@ class TimedSearch:
         return self.objective.cost(self._cuts(choices))
 
     def _total(self, cost: Cost) -> float:
-        return cost.total(self.pricing.micro_batches, self.pricing.kept)
+        overlaps = not self.model.shared
+        return cost.total(self.pricing.micro_batches, self.pricing.kept, overlaps)
