@@ -20,6 +20,18 @@ def test_every_published_model_has_a_tiny_file() -> None:
     assert all(run_of(name, lora=False).config.model.name == f"{name}_tiny" for name in published)
 
 
+def test_those_that_are_trained_are_all_that_differ() -> None:
+    """But for the name of the model, files of equal tiny models are equal."""
+
+    def said(name: str) -> tuple[object, ...]:
+        config = run_of(name, lora=False).config
+        model = config.model.model_copy(update={"name": None})
+        return MODELS[f"{name}_tiny"], config.model_copy(update={"model": model})
+
+    trained = [said(name) for name in NAMES]
+    assert all(said(path.stem) in trained for path in TINY.glob("*.yaml"))
+
+
 def test_a_tiny_model_learns() -> None:
     losses = history("llama2_7b", lora=False, world=1)
     assert losses[-1] < losses[0] - 0.2

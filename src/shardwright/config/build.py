@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.api import WithLoss, parallelize, plan
 from shardwright.config.graph_cache import kept_graph
+from shardwright.config.kept import Kept
 from shardwright.config.load import validated
 from shardwright.config.mindformers import LanguageRun, has_this_shape, language_run, translated
 from shardwright.config.parts import (
@@ -27,7 +28,7 @@ from shardwright.config.parts import (
 from shardwright.config.schema import Config
 from shardwright.config.yaml_text import parse_yaml, read_text
 from shardwright.cost.cluster import load_cluster
-from shardwright.errors import CheckpointError, ConfigError, PlanError, ShardwrightError
+from shardwright.errors import ConfigError, PlanError, ShardwrightError
 from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
 from shardwright.graph.tags import attached
@@ -40,11 +41,10 @@ from shardwright.strategy_files import load_strategies
 from shardwright.train.checkpoint import Checkpoints
 from shardwright.train.data import Batches
 from shardwright.train.loss import LOSSES
-from shardwright.train.position import BEGINNING, Position
+from shardwright.train.position import Position
 from shardwright.train.process_group import World, process_group
 from shardwright.train.steps import Step
 from shardwright.train.trainer import train
-from shardwright.train.weights import load_weights
 
 DEVICES_OF_A_SERVER = 8
 """The published files are for servers of so many, and so is a run for which no cluster is named."""
@@ -276,33 +276,26 @@ class Run:
         """Whether the run goes on from its newest checkpoint, if there is one."""
         return self.config.train.resume
 
+    @property
+    def kept(self) -> Kept:
+        """What the run begins with and keeps."""
+        said = Kept(self.config.train, self.folder, self.file)
+        if self.language is None:
+            return said
+        return replace(
+            said,
+            load_key="load_checkpoint",
+            resume_key="resume_training",
+            must_resume=self.language.training.resume,
+        )
+
     def check_resumes(self) -> None:
-        """Raises:
-        CheckpointError: the run is to start anew, but its folder holds the checkpoints of another;
-            or it is to go on, but keeps none; or there is nothing at `train.load`.
-        """
-        checkpoints = self.checkpoints()
-        weights = self._weights
-        if weights is not None and not weights.exists():
-            raise CheckpointError(f"train.load: {weights}: there is no such file or folder")
-        if self.resumes and checkpoints is None:
-            raise CheckpointError(
-                "there is nothing to resume: the key train.checkpoint is not given, for example "
-                "train: {checkpoint: {folder: checkpoints, every: 100}}"
-            )
-        if checkpoints is not None and not self.resumes and checkpoints.steps():
-            raise CheckpointError(
-                f"{checkpoints.folder} holds the checkpoints of a run, up to step "
-                f"{checkpoints.steps()[-1]}: go on from there with --resume, or name another folder"
-            )
+        """Raises: CheckpointError: as `Kept.check`."""
+        self.kept.check()
 
     def checkpoints(self) -> Checkpoints | None:
         """The run's checkpoints; None where it keeps none."""
-        said = self.config.train.checkpoint
-        if said is None:
-            return None
-        folder = self.folder / said.folder
-        return Checkpoints(folder, keep=said.keep, asynchronous=said.asynchronous)
+        return self.kept.checkpoints()
 
     def train(
         self,
@@ -327,14 +320,16 @@ class Run:
             )
         settings = self.config.train
         timeout = timedelta(seconds=settings.timeout_seconds)
-        with process_group(world, timeout) as device, self._saving() as checkpoints:
+        saving: AbstractContextManager[Checkpoints | None] = self.checkpoints() or nullcontext()
+        with process_group(world, timeout) as device, saving as checkpoints:
             net = parallelize(self.model().to(device), plan, device)
             optimizer = self.optimizer(net.parameters())
-            start = self._start(net, optimizer, checkpoints)
+            start = self.kept.begin(net, optimizer, checkpoints)
             on_start(start)
 
             def after_step(place: Position) -> None:
-                if self._saves_at(place.step) and checkpoints is not None:
+                saves = self.kept.saves_at(place.step, self.num_steps)
+                if saves and checkpoints is not None:
                     checkpoints.save(net, optimizer, place, plan)
 
             train(
@@ -351,22 +346,6 @@ class Run:
                 clip_norm=self.config.optimizer.clip_norm,
             )
 
-    def _start(
-        self, net: nn.Module, optimizer: torch.optim.Optimizer, checkpoints: Checkpoints | None
-    ) -> Position:
-        """Where the run goes on: after its newest checkpoint; else at the beginning, with the
-        weights that it is told to load."""
-        if checkpoints is not None and self.resumes and checkpoints.newest() is not None:
-            return checkpoints.load(net, optimizer)
-        if self._weights is not None:
-            load_weights(net, self._weights)
-        return BEGINNING
-
-    @property
-    def _weights(self) -> Path | None:
-        given = self.config.train.load
-        return None if given is None else self.folder / given
-
     def save_strategies(self, plan: Plan) -> Path | None:
         """Writes the strategies of `plan` where the configuration says; None where it does not."""
         given = self.config.parallel.save_strategies
@@ -376,14 +355,6 @@ class Run:
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save_strategies(path)
         return path
-
-    def _saving(self) -> AbstractContextManager[Checkpoints | None]:
-        return self.checkpoints() or nullcontext()
-
-    def _saves_at(self, step: int) -> bool:
-        """Every so many steps, and at the end."""
-        said = self.config.train.checkpoint
-        return said is not None and (step % said.every == 0 or step == self.num_steps)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return made_optimizer(self.config.optimizer, parameters)
