@@ -86,3 +86,9 @@ def _say_what_is_taken_otherwise(run: Run, config: Path) -> None:
         count, names = len(run.language.unused), ", ".join(run.language.unused)
         keys = "1 key means" if count == 1 else f"{count} keys mean"
         typer.echo(f"{config}: {keys} nothing here: {names}", err=True)
+
+
+def say_batch(run: Run, config: Path, devices: int) -> None:
+    """Of a file of the MindFormers shape, how its global batch comes about."""
+    if run.language is not None and not launched():
+        typer.echo(f"{config}: {run.language.batch.formula(devices)}", err=True)

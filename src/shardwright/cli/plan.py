@@ -10,7 +10,15 @@ import typer
 from rich.console import Console
 
 from shardwright.cli.app import app
-from shardwright.cli.options import Cluster, Config, Devices, LogCosts, MemCoeff, run_of
+from shardwright.cli.options import (
+    Cluster,
+    Config,
+    Devices,
+    LogCosts,
+    MemCoeff,
+    run_of,
+    say_batch,
+)
 from shardwright.cli.progress import ShowProgress, progress
 from shardwright.plan.table import WIDTH, text
 from shardwright.saved_graphs import SavedGraphs
@@ -45,8 +53,7 @@ def plan_command(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         plan.save(out)
-    if run.language is not None:
-        typer.echo(f"{config}: {run.language.batch.formula(devices)}", err=True)
+    say_batch(run, config, devices)
     typer.echo(shown)
 
 
@@ -61,6 +68,9 @@ def explain(
     name: Annotated[str, typer.Argument(help="An operator, by its module path.")],
     devices: Devices,
     mem_coeff: MemCoeff = None,
+    log_costs: LogCosts = False,
+    cluster: Cluster = None,
 ) -> None:
     """Say how one operator is cut, and why."""
-    typer.echo(run_of(config, mem_coeff).plan(devices).explain(name))
+    run = run_of(config, mem_coeff, log_costs, cluster=cluster)
+    typer.echo(run.plan(devices).explain(name))

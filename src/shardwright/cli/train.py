@@ -14,7 +14,7 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwright.cli.app import app
-from shardwright.cli.options import Config, MemCoeff, run_of
+from shardwright.cli.options import Config, MemCoeff, run_of, say_batch
 from shardwright.config import Run
 from shardwright.errors import LayoutError, PlanError, StrategyError
 from shardwright.plan import Plan
@@ -65,6 +65,7 @@ def train(
     if bounds is not None and not bounds.minimum <= devices <= bounds.maximum:
         raise PlanError(f"--elastic {elastic} does not allow {devices} devices")
     logs, run = LogFolder(log_dir), run.on(devices)
+    say_batch(run, config, devices)
     decided = given or run.plan(devices)
     if world.rank == 0 and plan is None:
         saved = run.save_strategies(decided)
