@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 import shardwright as sw
 from models import llama
 from shardwright.communication import communication
+from shardwright.cost.cluster import load_cluster
 from shardwright.cost.flops import work_of
 from shardwright.cost.memory import Memory, memory
 from shardwright.decided import Decided, Recompute
 from shardwright.search.memory import Fitted, fit_by_recomputation
-from shardwright.search.recomputation import Candidates
+from shardwright.search.recomputation import Candidates, Worth
 
 NET, ARGS, KWARGS = llama(layers=3)
 GRAPH = sw.capture(NET, ARGS, KWARGS)
@@ -74,3 +77,13 @@ def test_what_the_user_marked_stays() -> None:
     found = fitted(marked, 1).decided.recompute
     assert found["model.layers.0.mlp.act_fn"] == said["model.layers.0.mlp.act_fn"]
     assert len(found) > 1
+
+
+def test_on_slow_links_what_is_sent_again_costs_more() -> None:
+    plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
+    costs = []
+    for worth in (Worth.on(load_cluster("h100"), torch.bfloat16), Worth(sent=1e6)):
+        found = Candidates(GRAPH, plan.mesh, plan.decided, lambda op: 0, worth)
+        ways = next(b for b in found.blocks if b.name == "model.layers.1").ways
+        costs.append(ways["again"][0].cost - ways["kept"][0].cost)
+    assert 0 < costs[0] < costs[1]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from shardwright.api.draft import Draft
 from shardwright.api.options import AUTO_RECOMPUTE, MEM_COEFFS, Options
 from shardwright.cost.memory import Memory, StageMemory, binary
@@ -15,6 +17,7 @@ from shardwright.decided import LEVELS, OptimizerParallel
 from shardwright.errors import MemoryLimitError, PlanError, StrategyError
 from shardwright.pipelining import Pipelining
 from shardwright.search.memory import fit_by_recomputation
+from shardwright.search.recomputation import DEFAULT_WORTH, Worth
 
 log = logging.getLogger("shardwright.search")
 
@@ -155,8 +158,11 @@ class _Fitting:
 
     def _with_recomputation(self, draft: Draft) -> tuple[Draft, Memory]:
         """With as much computed again as it needs, or as can be."""
+        graph, options, worth = draft.model.graph, self.options, DEFAULT_WORTH
+        if options.cluster is not None:
+            worth = Worth.on(options.on, graph.compute_dtype or torch.float32)
         fitted = fit_by_recomputation(
-            draft.model.graph, draft.mesh, draft.decided, draft.pipeline, self.limit, draft.memory
+            graph, draft.mesh, draft.decided, draft.pipeline, self.limit, draft.memory, worth
         )
         return replace(draft, decided=fitted.decided), fitted.memory
 

@@ -12,7 +12,7 @@ from shardwright.graph.graph import Graph, Op
 from shardwright.layout import Layout
 from shardwright.pipelining import Pipelining
 from shardwright.search.knapsack import Option, cheapest
-from shardwright.search.recomputation import Block, Candidates
+from shardwright.search.recomputation import DEFAULT_WORTH, Block, Candidates, Worth
 
 ATTEMPTS = 6
 """How often more is computed again after a rehearsal has shown that it is not enough."""
@@ -39,6 +39,7 @@ def fit_by_recomputation(
     pipeline: Pipelining,
     limit: int,
     measure: Measure,
+    worth: Worth = DEFAULT_WORTH,
 ) -> Fitted:
     """Computes again in the backward pass what costs least work and frees enough.
 
@@ -47,6 +48,7 @@ def fit_by_recomputation(
 
     Args:
         limit: bytes of a device.
+        worth: what bytes count that are moved and sent again.
 
     Returns:
         What fits; else, of all that was tried, what needs least.
@@ -54,7 +56,7 @@ def fit_by_recomputation(
     best = Fitted(decided, measure(decided))
     if best.memory.peak <= limit:
         return best
-    candidates = Candidates(graph, mesh, decided, _stages(pipeline))
+    candidates = Candidates(graph, mesh, decided, _stages(pipeline), worth)
     flights = _micro_batches(pipeline)
     needed = dict.fromkeys(range(pipeline.stages), 0)
     memory = best.memory

@@ -17,7 +17,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
+import torch
+
 from shardwright.communication import Communication, communication
+from shardwright.cost.cluster import Cluster
 from shardwright.cost.flops import work_of
 from shardwright.decided import Decided, Recompute
 from shardwright.graph.graph import Graph, Op
@@ -28,15 +31,25 @@ from shardwright.rules import rule_of
 from shardwright.search.keeping import Keeping, Kept
 from shardwright.search.knapsack import Option
 
-FLOPS_PER_BYTE = 156.0
-"""Operations in the time in which a device moves one byte in its memory: an A100 does 312e12 a
-second in bfloat16, and moves 2e12 bytes (NVIDIA's data sheet)."""
-
-FLOPS_PER_BYTE_SENT = 1040.0
-"""Likewise for a byte that it sends: 300e9 a second over NVLink, one way."""
-
 WAYS = ("cheap", "kept", "again")
 Marks = Mapping[str, Recompute]
+
+
+@dataclass(frozen=True)
+class Worth:
+    """How many operations a device does in the time in which it moves one byte in its memory, or
+    sends one. By default those of an A100: 312e12 operations a second in bfloat16, 2e12 bytes in
+    memory, and 300e9 over NVLink one way (NVIDIA's data sheet)."""
+
+    moved: float = 156.0
+    sent: float = 1040.0
+
+    @classmethod
+    def on(cls, cluster: Cluster, dtype: torch.dtype) -> Worth:
+        """On a device of `cluster` that computes in `dtype`, over its fastest links."""
+        rate = cluster.device.rate(dtype)
+        fastest = max(level.bandwidth for level in cluster.levels)
+        return cls(rate / cluster.device.stream, rate / fastest)
 
 
 @dataclass(frozen=True)
@@ -52,16 +65,26 @@ class Block:
     ways: Mapping[str, tuple[Option, Marks]]
 
 
+DEFAULT_WORTH = Worth()
+
+
 class Candidates:
     """The blocks of a planned model.
 
     Args:
         stage_of: for each operator the stage that runs it.
+        worth: what bytes count that are moved and sent again.
     """
 
     def __init__(
-        self, graph: Graph, mesh: Layout, decided: Decided, stage_of: Callable[[Op], int]
+        self,
+        graph: Graph,
+        mesh: Layout,
+        decided: Decided,
+        stage_of: Callable[[Op], int],
+        worth: Worth = DEFAULT_WORTH,
     ) -> None:
+        self.worth = worth
         self.graph, self.mesh, self.decided, self.stage_of = graph, mesh, decided, stage_of
         self._saved = {op.name: saved(op) for op in graph.ops}
         self._keeping = Keeping(graph, self._saved)
@@ -143,7 +166,7 @@ class Candidates:
             if block is None:
                 continue
             work = sum(map(self._operations, self._run_again(segment.ops)))
-            work += FLOPS_PER_BYTE_SENT * sent.get(segment.name, 0)
+            work += self.worth.sent * sent.get(segment.name, 0)
             found[block] = found.get(block, 0.0) + work
         return found
 
@@ -162,4 +185,4 @@ class Candidates:
             size / prod(parts.get(factor, 1) for factor in factors)
             for size, factors in work.forward_bytes
         )
-        return work.forward_flops / prod(parts.values()) + FLOPS_PER_BYTE * moved
+        return work.forward_flops / prod(parts.values()) + self.worth.moved * moved
