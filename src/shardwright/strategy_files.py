@@ -33,11 +33,10 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
             such module or parameter. What needs shapes and devices is checked by `plan`.
         LayoutError: if a layout cannot be.
     """
-    if not Path(path).is_file():
-        raise StrategyError(f"{path}: there is no such file")
+    text = _text(Path(path))
     modules = dict(net.named_modules(remove_duplicate=False))
     found: dict[str, dict[str, Said]] = {}
-    for name, said in read(Path(path).read_text(encoding="utf-8"), str(path)).items():
+    for name, said in read(text, str(path)).items():
         owner = _owner(name, modules)
         rest = name.removeprefix(owner)
         if _operators(rest) is None:
@@ -52,6 +51,17 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
     for owner, pin in pins.items():
         earlier = next((tag for tag in before.get(owner, ()) if isinstance(tag, Pin)), None)
         attach(modules[owner], _joined(earlier, pin))
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        raise StrategyError(f"{path}: there is no such file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise StrategyError(
+            f"{path}: not text; strategies are JSON, as Plan.save_strategies writes them"
+        ) from None
 
 
 def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:

@@ -71,6 +71,8 @@ def train(
         saved = run.save_strategies(decided)
         if saved is not None:
             typer.echo(f"the strategies of the plan are in {saved}", err=True)
+    if run.language is not None and run.language.only_strategies:
+        return
     if launched():
         record(_train_one_rank)(run, decided, world, logs)
         return

@@ -19,6 +19,7 @@ from shardwright.config.kept import Kept
 from shardwright.config.load import validated
 from shardwright.config.mindformers import LanguageRun, has_this_shape, language_run, translated
 from shardwright.config.parts import (
+    check_tokens,
     made_model,
     made_optimizer,
     made_schedule,
@@ -112,6 +113,8 @@ class Run:
         """Raises: DataError: data that is missing or damaged."""
         data = self.config.data
         tensors = made_tensors(data, self.folder)
+        if data.seq_length is not None:
+            check_tokens(tensors[0], self.config.model)
         cast = tuple(t.to(self._dtype) if t.is_floating_point() else t for t in tensors)
         return Batches(cast, data.batch_size, data.seed)
 

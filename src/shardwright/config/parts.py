@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from shardwright.config import schema
 from shardwright.config.target import call_target
-from shardwright.errors import ConfigError
-from shardwright.models import Dimensions, LoRA, build, build_hf
+from shardwright.errors import ConfigError, DataError
+from shardwright.models import Dimensions, LoRA, build, build_hf, dimensions
 from shardwright.models.expert import paths_of_blocks
 from shardwright.recompute import recompute
 from shardwright.train.data import DIGITS_SIZE, digits, mnist
@@ -106,6 +106,18 @@ def made_tensors(data: schema.Data, folder: Path) -> tuple[Tensor, ...]:
         tokenizer = folder / data.tokenizer if data.tokenizer is not None else None
         return packed_text(data.seq_length, path, tokenizer)
     return digits(data.image_size or DIGITS_SIZE)
+
+
+def check_tokens(tokens: Tensor, model: schema.Model) -> None:
+    """Raises: DataError: a token that the model has no embedding of, as far as its size is said."""
+    known = model.sizes or (model.hf if isinstance(model.hf, dict) else {})
+    size = known.get("vocab_size") if model.name is None else dimensions(model.name).vocab_size
+    highest = int(tokens.max())
+    if isinstance(size, int) and highest >= size:
+        raise DataError(
+            f"the text holds token {highest}, but the model's vocab_size is {size}: give a"
+            f" vocab_size of at least {highest + 1}, or a tokenizer of fewer tokens"
+        )
 
 
 def made_optimizer(

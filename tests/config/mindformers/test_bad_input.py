@@ -66,6 +66,17 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         8,
         "pipeline_scheduler: 'seqpipe' is not known; valid are 1f1b, gpipe, zero_bubble_v",
     ),
+    "stages of different sizes": (
+        {
+            **SEMI,
+            "parallel_config__data_parallel": 2,
+            "parallel_config__pipeline_stage": 2,
+            "parallel_config__micro_batch_num": 2,
+            "model__model_config__offset": [1, -1],
+        },
+        8,
+        "model.model_config.offset: [1, -1] is not built: stages take equally many layers",
+    ),
     # What an expert cuts.
     "shards that do not divide the replicas": (
         {
@@ -161,6 +172,11 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         },
         8,
         "strategy_ckpt_config.save_file: b.json, but strategy_ckpt_save_file says a.json",
+    ),
+    "strategies and nowhere to save them": (
+        {"only_save_strategy": True},
+        8,
+        "only_save_strategy: True needs parallel.strategy_ckpt_save_file: where to",
     ),
     "a file of strategies that is missing": (
         {"parallel__strategy_ckpt_load_file": "absent.json"},

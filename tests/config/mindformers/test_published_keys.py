@@ -176,7 +176,7 @@ STAGES = {
 """What the published file of the largest model says otherwise."""
 
 UNUSED = """
-src_strategy_path_or_dir auto_trans_ckpt only_save_strategy trainer.type do_eval
+src_strategy_path_or_dir auto_trans_ckpt trainer.type do_eval
 eval_step_interval eval_epoch_interval runner_config.sink_mode runner_config.sink_size
 train_dataset.data_loader.type train_dataset.data_loader.shuffle train_dataset.input_columns
 train_dataset.output_columns train_dataset.num_parallel_workers

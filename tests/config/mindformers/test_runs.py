@@ -15,7 +15,7 @@ import torch
 from config.mindformers.files import small
 from shardwright import cli
 from shardwright.config import Run
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, DataError
 from shardwright.train.weights import load_weights
 
 TRAINED = {
@@ -125,3 +125,21 @@ def test_what_a_run_should_begin_with_must_be_there(
     run = written("run", **changes)
     with pytest.raises(CheckpointError, match=f"^run.yaml: {message}"):
         run.check_resumes()
+
+
+def test_a_run_may_only_save_its_strategies(
+    losses: Callable[[str, int], list[float]], story: Path
+) -> None:
+    parallel = {"parallel_mode": 2, "full_batch": True, "strategy_ckpt_save_file": "cuts.json"}
+    written("cuts", only_save_strategy=True, parallel=parallel)
+    with pytest.raises(FileNotFoundError, match=r"steps\.jsonl"):
+        losses("cuts", 2)
+    assert "lm_head" in (story / "cuts.json").read_text()
+
+
+def test_a_token_that_the_model_does_not_know_is_an_error(story: Path) -> None:
+    run = written("run", model__model_config__vocab_size=64)
+    with pytest.raises(
+        DataError, match="token 115, but the model's vocab_size is 64: give a vocab"
+    ):
+        len(run.batches)

@@ -16,6 +16,7 @@ def check_parallelism(keys: Keys, ways: Parallelism, sizes: Dimensions) -> None:
     config = keys.section("parallel_config")
     _check_stages(config, ways, sizes)
     if ways.by_numbers:
+        _check_offset(keys, ways)
         _check_shards(keys, ways)
         _check_parts(config, ways, sizes)
         _check_sequence(config, ways, sizes)
@@ -49,6 +50,15 @@ def _check_stages(config: Keys, ways: Parallelism, sizes: Dimensions) -> None:
         raise config.error(
             "micro_batch_num",
             f"{ways.micro_batch_num} must be at least pipeline_stage {ways.stages}",
+        )
+
+
+def _check_offset(keys: Keys, ways: Parallelism) -> None:
+    config = keys.section("model").section("model_config")
+    offset = config.any("offset")
+    if ways.stages > 1 and offset not in (None, 0) and offset != [0] * ways.stages:
+        raise config.error(
+            "offset", f"{offset} is not built: stages take equally many layers; valid is 0"
         )
 
 

@@ -26,6 +26,7 @@ class LanguageRun:
         memory_limit: bytes that a device may use, None for what it has.
         dataset: the folder or file of the training data, empty for none.
         strategy_file: where the strategies of a plan are saved.
+        only_strategies: whether that is all that a run of training does.
         notes: what is taken otherwise than the file says, and why.
         unused: keys of the file that mean nothing here.
     """
@@ -39,6 +40,7 @@ class LanguageRun:
     memory_limit: int | None
     dataset: str
     strategy_file: str
+    only_strategies: bool
     notes: tuple[str, ...]
     unused: tuple[str, ...]
 
@@ -75,6 +77,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         memory_limit=keys.section("context").size("max_device_memory"),
         dataset=keys.section("train_dataset").section("data_loader").text("dataset_dir"),
         strategy_file=strategy_file,
+        only_strategies=_only_strategies(keys, strategy_file),
         notes=tuple(notes),
         unused=(),
     )
@@ -102,3 +105,12 @@ def _strategy_file(keys: Keys) -> str:
     if all(said) and said[0] != said[1]:
         raise config.error("save_file", f"{said[1]}, but strategy_ckpt_save_file says {said[0]}")
     return said[0] or said[1]
+
+
+def _only_strategies(keys: Keys, strategy_file: str) -> bool:
+    only = keys.flag("only_save_strategy", False)
+    if only and not strategy_file:
+        raise keys.error(
+            "only_save_strategy", "True needs parallel.strategy_ckpt_save_file: where to"
+        )
+    return only
