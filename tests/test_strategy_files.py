@@ -247,9 +247,12 @@ def test_a_file_that_is_none_is_refused(text: str, message: str, tmp_path: Path)
         sw.load_strategies(nn.Linear(2, 2), tmp_path / "strategies.json")
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_no_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(sw.StrategyError, match=r"nothing\.json: there is no such file"):
         sw.load_strategies(nn.Linear(2, 2), tmp_path / "nothing.json")
+    (tmp_path / "binary.ckpt").write_bytes(b"\xff\xfe")
+    with pytest.raises(sw.StrategyError, match=r"binary\.ckpt: not text; strategies are JSON"):
+        sw.load_strategies(nn.Linear(2, 2), tmp_path / "binary.ckpt")
 
 
 def test_an_operator_that_is_not_there_is_named_by_plan_with_the_nearest(tmp_path: Path) -> None:
