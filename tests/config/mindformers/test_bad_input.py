@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         "parallel_config.micro_batch_num: 1 must be at least pipeline_stage 2",
     ),
     "stages that do not divide the devices": (
-        {"parallel_config__pipeline_stage": 3, "parallel_config__micro_batch_num": 4},
+        {"parallel_config__pipeline_stage": 3, "parallel_config__micro_batch_num": 8},
         8,
         "parallel_config.pipeline_stage: 3 stages cannot share 8 devices equally; valid are"
         " 1, 2, 4, or auto_pipeline: True",

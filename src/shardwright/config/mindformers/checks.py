@@ -22,7 +22,7 @@ def check_parallelism(keys: Keys, ways: Parallelism, sizes: Dimensions) -> None:
         _check_sequence(config, ways, sizes)
 
 
-def check_devices(ways: Parallelism, devices: int, file: str) -> None:
+def check_devices(ways: Parallelism, sizes: Dimensions, devices: int, file: str) -> None:
     """Raises: ConfigError: the numbers do not make `devices`, or stages do not divide them."""
     where = f"{file}: parallel_config"
     if ways.by_numbers and ways.devices != devices:
@@ -35,7 +35,8 @@ def check_devices(ways: Parallelism, devices: int, file: str) -> None:
     if devices % ways.stages and not ways.auto_pipeline:
         raise ConfigError(
             f"{where}.pipeline_stage: {ways.stages} stages cannot share {devices} devices equally;"
-            f" valid are {divisors(devices, ways.micro_batch_num)}, or auto_pipeline: True"
+            f" valid are {divisors(devices, min(ways.micro_batch_num, sizes.num_layers))}, or"
+            " auto_pipeline: True"
         )
 
 

@@ -46,7 +46,7 @@ class LanguageRun:
 
     def check_devices(self, devices: int) -> None:
         """Raises: ConfigError: the numbers of the file do not fit so many devices."""
-        check_devices(self.parallelism, devices, self.file)
+        check_devices(self.parallelism, self.model.sizes, devices, self.file)
 
 
 def has_this_shape(content: Any) -> bool:
