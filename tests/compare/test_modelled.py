@@ -61,6 +61,22 @@ def test_the_automatic_plan_is_never_slower_than_another_that_fits(
     assert found.speed_up >= 0.999
 
 
+def test_sharded_parameters_that_take_longer_than_computation_are_gathered_by_few(
+    tmp_path: Path,
+) -> None:
+    changes = {
+        "model__model_config__hidden_size": 2048,
+        "model__model_config__num_heads": 64,
+        "model__model_config__seq_length": 64,
+        "parallel_config__micro_batch_num": 1,
+        "runner_config__batch_size": 1,
+    }
+    course = Course(expert_run(written(tmp_path, 16, 1, 1, **changes)), load_cluster("h100"), 16)
+    best = min(course.by_hand(parts).step_time or 0.0 for parts in course.grid())
+    found = course.automatic().step_time
+    assert found is not None and found < 1.1 * best
+
+
 def test_all_ways_have_the_same_batch_and_those_that_do_not_divide_are_left_out(
     tmp_path: Path,
 ) -> None:

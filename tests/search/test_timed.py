@@ -12,7 +12,7 @@ from search.toy import TOY, captured, searcher
 from shardwright.communication import as_used, communication
 from shardwright.cost.cluster import Cluster, Level, load_cluster
 from shardwright.cost.time import StepTime, TimeModel, step_time
-from shardwright.decided import Decided
+from shardwright.decided import Decided, OptimizerParallel
 from shardwright.errors import ConfigError, StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.layout import Layout, prime_mesh
@@ -20,8 +20,9 @@ from shardwright.rules.rule import Cuts
 from shardwright.search.axis import Axis
 from shardwright.search.elimination import minimum
 from shardwright.search.network import network
-from shardwright.search.objective import Objective
+from shardwright.search.objective import Cost, Objective
 from shardwright.search.presets import data_parallel
+from shardwright.search.storage import sharded_storage
 from shardwright.search.timed import Pricing, cuts_of_graph, search_by_time
 
 
@@ -183,3 +184,30 @@ def test_bad_options_are_refused() -> None:
     small = Cluster("small", TOY.device, (Level("node", 1e8, 1e-5, devices=4),))
     with pytest.raises(ConfigError, match="has 4 devices, and 8 are asked for"):
         search_by_time(graph, prime_mesh(8), Pricing(small))
+
+
+def test_parameters_that_are_stored_sharded_are_gathered_where_devices_use_them_alike() -> None:
+    graph, mesh = captured(mlp), prime_mesh(4)
+    sharding = OptimizerParallel("level1", threshold=0)
+    every = network(graph, {}, fold=False)
+    model = TimeModel(TOY, mesh, sharing=sharding.shard_size)
+    half = {name: {f: axes[:1] for f, axes in cut.items()} for name, cut in _along(graph).items()}
+    for cuts in (_along(graph), half):
+        storage = sharded_storage(graph, mesh, cuts, as_used(graph, mesh, cuts), sharding)
+        flow = communication(graph, mesh, Decided(cuts, storage, sharding=sharding))
+        time = step_time(graph, flow, cuts, model)
+        cost = Objective(every, model).cost([cuts.get(node.op.name, {}) for node in every.nodes])
+        # A bucket pays its latency besides.
+        assert 0.5 * time.gathers < cost.gathers < time.gathers, cuts
+        assert cost.update == pytest.approx(time.update)
+
+
+def _along(graph: Graph) -> dict[str, Cuts]:
+    return data_parallel(graph, prime_mesh(4))
+
+
+def test_what_is_gathered_hides_behind_the_forward_pass_and_gradients_behind_the_backward() -> None:
+    cost = Cost(forward=1.0, backward=2.0, gathers=1.5, gradients=2.25, update=0.5)
+    assert cost.exposed == 0.5 + 0.25
+    assert cost.total(4, 0.0) == 4 * 3.0 + 0.75 + 0.5
+    assert cost.total(4, 0.0, overlaps=False) == 4 * 3.0 + 3.75 + 0.5

@@ -195,6 +195,22 @@ class TimeModel:
         whole = self.links.seconds(collective, axes, num_bytes)
         return whole - self.links.seconds(collective, axes, 0)
 
+    def parameter(self, varying: Axes, whole: Axes, num_bytes: float) -> tuple[float, float]:
+        """Gathering a parameter and reducing its gradient, once a step, in buckets.
+
+        Optimizer state that is sharded is so over all axes on which devices use a parameter alike,
+        also where they compute alike: of those the parameter is gathered too.
+
+        Args:
+            varying: the axes over which its gradient is a partial sum.
+            whole: those over which its uses are alike.
+            num_bytes: of the part that a device uses.
+        """
+        if self.sharing is None:
+            return 0.0, self.bucketed(varying, num_bytes)
+        gather = self.bucketed((*varying, *whole), num_bytes, "all_gather")
+        return gather, self.bucketed(varying, num_bytes, "reduce_scatter")
+
     def update(self, num_bytes: float) -> float:
         """The optimizer's step over stored parameters of so many bytes."""
         return UPDATE_PASSES * num_bytes / self.device.stream

@@ -170,9 +170,13 @@ class Axis:
         cost = self.weights.kept * kept
         if value.requires_grad:
             cost += self.model.update_of(kept, shared)
-            if choice != NO_CUT and choice not in dims and node.differentiable:
+            if choice == NO_CUT or choice not in dims:
                 sent = value.numel * value.itemsize / shared
-                cost += self.weights.gradients * self.model.bucketed((self.axis,), sent)
+                varies = choice != NO_CUT and node.differentiable
+                here = (self.axis,)
+                varying, whole = (here, ()) if varies else ((), here)
+                both = self.model.parameter(varying, whole, sent)
+                cost += self.weights.gradients * sum(both)
         return cost
 
     # What it costs that values are made in one way and read in another.

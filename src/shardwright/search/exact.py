@@ -223,7 +223,7 @@ def _weighed(cost: Cost, weights: Weights) -> float:
         weights.forward * cost.forward
         + weights.backward * cost.backward
         + weights.conversions * cost.conversions
-        + weights.gradients * cost.gradients
+        + weights.gradients * (cost.gathers + cost.gradients)
         + cost.update
         + weights.kept * cost.kept
     )

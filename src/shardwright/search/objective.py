@@ -19,7 +19,8 @@ class Cost:
     Args:
         forward, backward: computation.
         conversions: of activations, both ways.
-        gradients: communication of parameters and their gradients, once a step.
+        gathers: of parameters that are stored sharded, once a step.
+        gradients: reductions of gradients, and conversions of parameters, once a step.
         update: the optimizer's.
         kept: bytes.
     """
@@ -27,6 +28,7 @@ class Cost:
     forward: float = 0.0
     backward: float = 0.0
     conversions: float = 0.0
+    gathers: float = 0.0
     gradients: float = 0.0
     update: float = 0.0
     kept: float = 0.0
@@ -39,6 +41,7 @@ class Cost:
             self.forward + times * other.forward,
             self.backward + times * other.backward,
             self.conversions + times * other.conversions,
+            self.gathers + times * other.gathers,
             self.gradients + times * other.gradients,
             self.update + times * other.update,
             self.kept + times * other.kept,
@@ -48,12 +51,17 @@ class Cost:
         """Seconds of a step, and `kept` seconds for each byte that is kept.
 
         Args:
-            overlaps: whether gradients are reduced beside the backward pass.
+            overlaps: whether parameters are gathered beside the forward pass, and gradients reduced
+                beside the backward pass.
         """
         busy = micro_batches * (self.forward + self.backward + self.conversions)
-        hidden = self.backward if overlaps else 0.0
-        exposed = max(0.0, self.gradients - hidden)
+        exposed = self.exposed if overlaps else self.gathers + self.gradients
         return busy + exposed + self.update + kept * self.kept
+
+    @property
+    def exposed(self) -> float:
+        """What computation does not hide of the communication once a step."""
+        return max(0.0, self.gathers - self.forward) + max(0.0, self.gradients - self.backward)
 
 
 class Objective:
@@ -96,13 +104,15 @@ class Objective:
             value, layout = node.op.inputs[place], read[place]
             parts_of_value = self.model.mesh.size(layout.sharded)
             kept = value.numel * value.stored_dtype.itemsize / parts_of_value
-            gradients = update = 0.0
+            gathers = gradients = update = 0.0
             if value.requires_grad:
                 update = self.model.update_of(kept, parts_of_value)
-                if layout.varying and node.differentiable:
-                    sent = value.numel * value.itemsize / parts_of_value
-                    gradients = self.model.bucketed(tuple(layout.varying), sent)
-            total += Cost(gradients=gradients, update=update, kept=kept)
+                varying = tuple(layout.varying) if node.differentiable else ()
+                used = {*layout.sharded, *varying}
+                whole = tuple(a for a in range(len(self.model.mesh.device_matrix)) if a not in used)
+                sent = value.numel * value.itemsize / parts_of_value
+                gathers, gradients = self.model.parameter(varying, whole, sent)
+            total += Cost(gathers=gathers, gradients=gradients, update=update, kept=kept)
         return total
 
     def layouts(

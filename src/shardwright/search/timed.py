@@ -6,7 +6,8 @@ gained. What counts is the step's time on a cluster, and `mem_coeff` for the par
 device keeps: a byte kept counts as `mem_coeff` bytes sent over the fastest link.
 
 Gradients of parameters are reduced while the backward pass computes, so that only what exceeds it
-counts: max(0, G - B), which is the largest of λ (G - B) over 0 ≤ λ ≤ 1. The search is made for
+counts: max(0, G - B), which is the largest of λ (G - B) over 0 ≤ λ ≤ 1. Parameters that are stored
+sharded are gathered likewise while the forward pass computes. The search is made for
 λ = 0, which is right if gradients then do not exceed the backward pass, else for larger values.
 Where devices share a processor nothing is hidden, and gradients count in full.
 """
@@ -131,7 +132,7 @@ class TimedSearch:
         for share in self.shares:
             cuts, cost = self._found(share)
             candidates.append((self._total(cost), cuts))
-            if cost.gradients <= cost.backward:
+            if not cost.exposed:
                 break
         cuts = min(candidates, key=lambda candidate: candidate[0])[1]
         sweep(self.objective, cuts, self._total, ROUNDS, GAIN)
@@ -200,7 +201,8 @@ class TimedSearch:
     def _weights(self, share: float) -> Weights:
         times = self.pricing.micro_batches
         hides = 0.0 if self.model.shared else share
-        return Weights(times, times - hides, times, share, self.pricing.kept)
+        gathers = 0.0 if self.model.sharing is None else hides
+        return Weights(times - gathers, times - hides, times, share, self.pricing.kept)
 
     def _cuts(self, choices: Choices) -> list[Cuts]:
         found: list[Cuts] = []
