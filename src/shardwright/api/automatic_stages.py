@@ -101,10 +101,12 @@ def most_stages(options: Options) -> int:
 
 
 def suggest_stages(options: Options, chosen: Draft, drafted: Drafted) -> None:
-    """Logs which number of stages would be chosen where the user's runs; on this machine, if no
-    cluster was named."""
+    """Logs which number of stages would be chosen where the user's runs, if a cluster was named."""
+    if options.cluster is None:
+        log.info("with a cluster, a faster number of pipeline stages would be suggested")
+        return
     searched = replace(options, asked=replace(options.asked, stages=AUTO))
-    best = with_best_stages(searched, drafted, None if options.cluster is None else chosen)
+    best = with_best_stages(searched, drafted, chosen)
     if best.pipeline.stages != chosen.pipeline.stages:
         log.warning(
             "%d pipeline stages would take %.4g s a step on %s by the prediction, of 1 … %d that"

@@ -80,7 +80,8 @@ def plan(
             model, cut where parts are nearly equal in work, or on a cluster in time. `auto` takes
             the number whose step takes the least time, at most `max_stages` and not more than
             micro-batches.
-        suggest_stages: log which number `auto` would take where it is another than `stages`.
+        suggest_stages: log which number `auto` would take where it is another than `stages`, if a
+            cluster is named.
         micro_batches: pieces of the batch that follow each other; at least as many as stages. A
             graph that is given is that of one micro-batch.
         schedule: in which order stages work on micro-batches: `1f1b`, `gpipe`, `interleaved_1f1b`
