@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from shardwright.api.options import MB, Options
 from shardwright.communication import as_used
@@ -14,8 +15,9 @@ from shardwright.cost.predicted import Predicted, predict
 from shardwright.cost.rehearsals import Rehearsals
 from shardwright.cost.time import TimeModel, operator_seconds
 from shardwright.decided import Decided, Storage
+from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
-from shardwright.layout import Layout
+from shardwright.layout import Layout, TensorLayout
 from shardwright.pins import Pins
 from shardwright.pipelining import Pipelining
 from shardwright.plan import Plan, make_plan
@@ -45,6 +47,11 @@ class Model:
     rehearsals: Rehearsals = field(default_factory=Rehearsals)
     searched: dict[object, tuple[Mapping[str, Cuts], float]] = field(default_factory=dict)
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the user has said anything of operators or parameters."""
+        return bool(self.pins.strategies or self.pins.parameters)
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -73,6 +80,21 @@ class Draft:
     def seconds(self) -> float:
         """Of a step; 0 if no cluster was named."""
         return 0.0 if self.predicted is None else self.predicted.seconds
+
+    @property
+    def weighed(self) -> float:
+        """Seconds of a step, and what `mem_coeff` counts for the parameters that a device keeps, as
+        the search by seconds does."""
+        pricing = self.options.pricing(self.pipeline)
+        assert pricing is not None
+        used = as_used(self.model.graph, self.mesh, self.decided.cuts)
+        parameters = self.model.graph.parameters
+        kept = (
+            prod(TensorLayout(self.mesh, used[value.name]).shard_shape(value.shape))
+            * value.stored_dtype.itemsize
+            for value in parameters
+        )
+        return self.seconds + pricing.kept * sum(kept)
 
     def memory(self, decided: Decided | None = None) -> Memory:
         """What each device needs, with these decisions or with others."""
@@ -110,9 +132,22 @@ class Draft:
 
 
 def draft(model: Model, options: Options) -> Draft:
-    """Decides a model with exactly these options. Raises: as `plan`."""
+    """Decides a model with exactly these options. Of a search by seconds the objective is simpler
+    than what is predicted for a whole plan, so data parallel is taken where it is predicted to be
+    better. Raises: as `plan`."""
+    found = _decided(model, options, options.mode)
+    if options.mode != "recursive_programming" or options.cost_model != "time" or model.is_pinned:
+        return found
+    try:
+        other = _decided(model, options, "data_parallel")
+    except StrategyError:  # The batch cannot be divided so.
+        return found
+    return min((found, other), key=lambda one: one.weighed)
+
+
+def _decided(model: Model, options: Options, mode: str) -> Draft:
     graph, pins = model.graph, model.pins
-    check_takes_pins(options.mode, pins.strategies)
+    check_takes_pins(mode, pins.strategies)
     pipeline = options.asked.pipelining(graph, options.devices, model.modules)
     entries = input_entries(graph, options.dataset_strategy)
     of_stage = options.devices // pipeline.stages
@@ -127,11 +162,11 @@ def draft(model: Model, options: Options) -> Draft:
     }
     shared = None if pricing is None else pricing.sharing
     times = pipeline.stages, pipeline.micro_batches
-    key = (fixed.mesh, options.mode, *options.of_search.values(), *times, shared)
+    key = (fixed.mesh, mode, *options.of_search.values(), *times, shared)
     if key not in model.searched:
         options.on_progress(f"search: {options.in_words()}")
         started = time.perf_counter()
-        found = MODES[options.mode](graph, fixed, asked)
+        found = MODES[mode](graph, fixed, asked)
         model.searched[key] = found, time.perf_counter() - started
     cuts, seconds = model.searched[key]
     if pipeline.stages > 1 and options.asked.stage_config is None and options.cluster is not None:
