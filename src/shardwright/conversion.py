@@ -210,11 +210,11 @@ def steps(
 def _slow_links_on_small_tensors(path: list[Step]) -> list[Step]:
     """Gathers in a row over the outermost axes first, reduce-scatters in a row over them last.
 
-    The order of such steps changes no bytes in total, but which link carries most of them; outer
-    axes lie over slower links.
+    The order of such steps changes no bytes in total where their gradients are alike too, but which
+    link carries most of them; outer axes lie over slower links.
     """
     found: list[Step] = []
-    for kind, group in groupby(path, key=lambda step: step.kind):
+    for (kind, _), group in groupby(path, key=lambda step: (step.kind, step.backward)):
         row = list(group)
         if kind not in ("all_gather", "reduce_scatter") or len({s.dim for s in row}) < len(row):
             found += row
