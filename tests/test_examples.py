@@ -52,8 +52,8 @@ def on_one_device(script: str) -> dict[tuple[int, int], float]:
 @pytest.mark.parametrize(
     ("script", "mode", "pins"),
     [
-        ("ffn", "sharding_propagation", 2),
-        ("advanced", "semi_auto", 4),
+        pytest.param("ffn", "sharding_propagation", 2, marks=pytest.mark.slow),
+        pytest.param("advanced", "semi_auto", 4, marks=pytest.mark.slow),
         ("network", "recursive_programming", 0),
     ],
 )
