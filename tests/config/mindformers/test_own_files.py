@@ -43,6 +43,7 @@ def test_a_file_describes_the_published_model_and_batch(name: str, kind: str) ->
     assert run.model.sizes == MODELS[name]
     assert run.batch.global_batch(devices) == batch
     assert (run.notes, run.unused) == ((), ())
+    assert run.parallelism.cluster == "ascend910b"
     run.check_devices(devices)
 
 

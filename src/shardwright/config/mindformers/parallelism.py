@@ -46,6 +46,7 @@ class Parallelism:
         vocab_emb_dp: whether the embedding table stays whole.
         sharding: of parameters and optimizer state.
         strategies: a file that says how operators are cut, empty for none.
+        cluster: for whose devices and links it is planned, a key of our own; empty for none.
     """
 
     mode: str
@@ -62,6 +63,7 @@ class Parallelism:
     vocab_emb_dp: bool = False
     sharding: OptimizerParallel | None = None
     strategies: str = ""
+    cluster: str = ""
 
     @property
     def by_numbers(self) -> bool:
@@ -107,6 +109,7 @@ def parallelism(keys: Keys, notes: list[str]) -> Parallelism:
         vocab_emb_dp=config.flag("vocab_emb_dp", True),
         sharding=_sharding(parallel),
         strategies=_strategies(keys, parallel),
+        cluster=parallel.text("cluster"),
     )
     _check_no_experts(keys, config)
     return _set_right(found, config.has("vocab_emb_dp"), notes)

@@ -74,6 +74,7 @@ def _parallel(run: LanguageRun) -> dict[str, Any]:
         "stages": ways.stages,
         "schedule": ways.schedule,
         "micro_batches": run.batch.micro_batches(),
+        "cluster": ways.cluster or None,
     }
     if ways.auto_pipeline is not None:
         found |= {"stages": "auto"} if ways.auto_pipeline else {"suggest_stages": True}
