@@ -9,13 +9,14 @@ import pytest
 import yaml
 
 from config.mindformers.files import small
-from shardwright.cli.compare import refused
+from shardwright.cli.compare import refused, table
 from shardwright.compare import AUTO, DATA_PARALLEL, EXPERT, GRID, TENSOR_PARALLEL, compare
 from shardwright.compare.bound import least_seconds
 from shardwright.compare.modelled import Course, expert_run
 from shardwright.config import build
 from shardwright.config.graph_cache import graphs_folder
 from shardwright.cost.cluster import load_cluster
+from shardwright.cost.memory import binary as size
 from shardwright.errors import ConfigError
 
 CLUSTER = "ascend910b"
@@ -87,6 +88,11 @@ def test_all_ways_have_the_same_batch_and_those_that_do_not_divide_are_left_out(
     assert found.way(DATA_PARALLEL) is None
     tokens = {round(way.seconds * way.tokens_per_second) for way in found.ways}
     assert tokens == {4 * 256}
+    expert, data, *_, speed_up = [list(column.cells)[0] for column in table([found]).columns][3:]
+    assert found.ways[0].bytes > 0
+    said = [f"{size(found.ways[0].memory)}", f"sends {size(found.ways[0].bytes)}"]
+    assert str(expert).splitlines()[1:] == said
+    assert (data, speed_up) == ("-", f"{found.speed_up:.1%}")
 
 
 def test_ways_that_do_not_fit_are_named_with_their_need_and_not_counted(tmp_path: Path) -> None:

@@ -134,9 +134,12 @@ def real_table(found: RealComparison) -> Table:
     return shown
 
 
+TITLE = "Thousand tokens a second, memory of a device, and what it sends in a step"
+
+
 def table(found: list[Comparison]) -> Table:
     """A row for each model: its ways, and the speed-up of the automatic plan over the expert's."""
-    shown = Table(title="Thousand tokens a second (memory of a device)", title_justify="left")
+    shown = Table(title=TITLE, title_justify="left")
     shown.add_column("model")
     shown.add_column("devices", justify="right")
     shown.add_column("batch", justify="right")
@@ -169,4 +172,5 @@ def _cell(way: Way | None) -> str:
         return "-"
     parts = "" if way.parts is None else f" {'·'.join(map(str, way.parts))}"
     over = "" if way.fits else " too large"
-    return f"{way.tokens_per_second / 1e3:.1f}{parts}\n({binary(way.memory)}{over})"
+    speed = f"{way.tokens_per_second / 1e3:.1f}{parts}"
+    return f"{speed}\n{binary(way.memory)}{over}\nsends {binary(way.bytes)}"
