@@ -51,9 +51,8 @@ def within_memory(options: Options, drafted: Drafted) -> Draft:
     sharded (`level1` to `level3`), operators are computed again, `mem_coeff` grows, there are more
     stages. With `recompute="auto"`, operators are computed again first. On a cluster, of all levels
     of sharding and `mem_coeff`, each with as much computed again as it needs, the fastest that fits
-    is taken. With
-    `mem_coeff="auto"` it is the smallest with which the plan fits without other changes; where
-    there is none, the changes begin with the smallest.
+    is taken. With `mem_coeff="auto"` it is the smallest with which the plan fits without other
+    changes; where there is none, the changes begin with the smallest.
 
     Raises:
         MemoryLimitError: if none fits; says the smallest limit that would do.
