@@ -21,15 +21,15 @@ from tempfile import TemporaryDirectory
 from benchmarks.bubble_ranks import described
 from benchmarks.page import ROOT
 from benchmarks.table import Table
-from shardwright.cost.schedule import Seconds, timeline
-from shardwright.pipelining import Pipelining
+from shardwright.cost.pipeline_timeline import ChunkSeconds, timeline
+from shardwright.partition.pipeline_spec import PipelineSpec
 
 STAGES = 4
 FORWARD, BACKWARD = 0.1, 0.2
 GOAL = 0.05
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble_v", 2))
 
-Case = tuple[Pipelining, list[Seconds]]
+Case = tuple[PipelineSpec, list[ChunkSeconds]]
 
 
 def run() -> list[Table]:
@@ -58,11 +58,11 @@ def cases() -> list[Case]:
     found = []
     for schedule, chunks in SCHEDULES:
         for pieces, slow in ((4, 1), (12, 1), (8, 2)):
-            pipeline = Pipelining(STAGES, pieces, schedule, chunks)
+            pipeline = PipelineSpec(STAGES, pieces, schedule, chunks)
             parts = []
             for number in range(pipeline.parts):
                 times = (slow if pipeline.stage_of(number) == 1 else 1) / chunks
-                parts.append(Seconds(times * FORWARD, times * BACKWARD))
+                parts.append(ChunkSeconds(times * FORWARD, times * BACKWARD))
             found.append((pipeline, parts))
     return found
 

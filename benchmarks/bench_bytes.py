@@ -24,7 +24,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "data_parallel": {"mode": "data_parallel"},
 }
 MODELS = ("mlp", "network", "resnet", "encoder", "llama", "gpt2", "bert")
-"""Builders in `tests/models.py`."""
+"""Builders in `tests/sample_models.py`."""
 
 
 def run() -> list[Table]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from benchmarks.page import ROOT
 from benchmarks.table import Table
-from shardwright.compare import AUTO, EXPERT, GRID, Comparison, Way, compare
+from shardwright.compare import AUTO, EXPERT, GRID, Alternative, Comparison, compare_predicted
 from shardwright.cost.memory import binary
 
 CLUSTER = "ascend910b"
@@ -38,7 +38,7 @@ def run() -> list[Table]:
         ("model", "devices", "expert", "best of grid", "auto", "SpeedUp", "published"),
     )
     for name, published in PUBLISHED.items():
-        add(table, compare(ROOT / "configs" / f"{name}_expert.yaml", CLUSTER), published)
+        add(table, compare_predicted(ROOT / "configs" / f"{name}_expert.yaml", CLUSTER), published)
     return [table]
 
 
@@ -55,7 +55,7 @@ def add(table: Table, found: Comparison, published: str) -> None:
         table.missed.append(f"{found.model}: another way that fits is faster, or auto does not fit")
 
 
-def shown(way: Way | None) -> str:
+def shown(way: Alternative | None) -> str:
     """Speed, parts and memory."""
     if way is None:
         return "–"

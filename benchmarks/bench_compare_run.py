@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.page import ROOT
 from benchmarks.table import Table
 from benchmarks.timing import Sample
-from shardwright.compare import AUTO, RealComparison, compare_really
+from shardwright.compare import AUTO, RealComparison, compare_measured
 from shardwright.train.launch import LogFolder
 
 MODELS = ("llama2_7b", "qwen_7b", "pangualpha_13b")
@@ -30,7 +30,7 @@ def run() -> list[Table]:
     experts = [ROOT / "configs" / f"{name}_expert.yaml" for name in MODELS]
     with tempfile.TemporaryDirectory() as folder:
         logs = LogFolder(Path(folder))
-        found = compare_really(experts, logs, devices=PROCESSES, rounds=ROUNDS)
+        found = compare_measured(experts, logs, devices=PROCESSES, rounds=ROUNDS)
     return [table(each) for each in found]
 
 

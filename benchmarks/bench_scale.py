@@ -21,11 +21,11 @@ from benchmarks.page import ROOT
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds, in_fork, in_fresh_process
 from shardwright.api import plan
-from shardwright.config.build import Run
-from shardwright.cost.cluster import load_cluster
-from shardwright.graph.capture import capture
-from shardwright.layout import prime_mesh
-from shardwright.search.timed import Pricing, search_by_time
+from shardwright.capture.capture import capture
+from shardwright.config.run import Run
+from shardwright.cost.clusters import load_cluster
+from shardwright.layout.layout import prime_mesh
+from shardwright.search.by_time.search import Pricing, search_by_time
 
 NAMES = (
     *("llama2_7b", "llama2_13b", "llama2_70b", "baichuan2_7b", "baichuan2_13b"),

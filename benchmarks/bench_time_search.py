@@ -1,8 +1,8 @@
 """The search by seconds against the joint optimum
 
 Two layers of LLaMA 2 7B of `transformers`, bfloat16, sequence 4096, on four devices. *Bound*: no
-plan takes less (`search/exact.py`: the elimination over all axes together, where readers of one
-value are charged a part each of its conversion). The others are shares of it: the plan of
+plan takes less (`search/by_time/exact.py`: the elimination over all axes together, where readers of
+one value are charged a part each of its conversion). The others are shares of it: the plan of
 `mode="exact"`, of the recursion by seconds (`cost_model="time"`), of the published symbolic costs,
 and data parallel where the batch can be divided. Seconds are those of a step and what kept bytes
 count with `mem_coeff=0.1`. Goal: the recursion within 3% of the bound.
@@ -21,17 +21,17 @@ import torch
 from benchmarks.models import llama_2
 from benchmarks.table import Table
 from benchmarks.timing import Sample, cpu_seconds, in_fork
-from shardwright.cost.cluster import load_cluster
-from shardwright.cost.time import TimeModel
-from shardwright.graph.capture import capture
+from shardwright.capture.capture import capture
+from shardwright.cost.clusters import load_cluster
+from shardwright.cost.step_time import TimeModel
 from shardwright.graph.graph import Graph
-from shardwright.layout import Layout, prime_mesh
-from shardwright.search.exact import search_exactly
-from shardwright.search.network import network
-from shardwright.search.objective import Objective
-from shardwright.search.presets import data_parallel
-from shardwright.search.recursive import CutsOfGraph, search
-from shardwright.search.timed import Pricing, search_by_time
+from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.search.baselines import data_parallel
+from shardwright.search.by_time.exact import search_exactly
+from shardwright.search.by_time.objective import Objective
+from shardwright.search.by_time.problem import search_problem
+from shardwright.search.by_time.search import Pricing, search_by_time
+from shardwright.search.recursive.search import CutsOfGraph, search_recursively
 
 SEQUENCE, DEVICES, MEM_COEFF = 4096, 4, 0.1
 CLUSTERS = ("h100", "ascend910b")
@@ -70,7 +70,7 @@ def _compare(table: Table, graph: Graph, batch: int, cluster: str) -> None:
     exact = search_exactly(graph, mesh, pricing)
     plans = {
         "seconds": search_by_time(graph, mesh, pricing),
-        "symbolic": search(graph, mesh, mem_coeff=MEM_COEFF),
+        "symbolic": search_recursively(graph, mesh, mem_coeff=MEM_COEFF),
     }
     if batch % DEVICES == 0:
         plans["data parallel"] = data_parallel(graph, mesh)
@@ -88,7 +88,7 @@ def _compare(table: Table, graph: Graph, batch: int, cluster: str) -> None:
 
 def total(graph: Graph, mesh: Layout, pricing: Pricing, cuts: CutsOfGraph) -> float:
     """What the search by seconds counts for these cuts."""
-    every = network(graph, {}, fold=False)
+    every = search_problem(graph, {}, fold=False)
     objective = Objective(every, TimeModel(pricing.cluster, mesh))
     cost = objective.cost([cuts.get(node.op.name, {}) for node in every.nodes])
     return cost.total(pricing.micro_batches, pricing.kept)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import shardwright as sw
 from benchmarks.slow import Chain, slept
-from shardwright.cost.schedule import Seconds
-from shardwright.pipelining import Pipelining
+from shardwright.cost.pipeline_timeline import ChunkSeconds
+from shardwright.partition.pipeline_spec import PipelineSpec
 
 STEPS = 2
 
@@ -24,19 +24,19 @@ def main(file: str, described: str) -> None:
     dist.init_process_group("gloo")
     found: list[float] = []
     for case in json.loads(described):
-        pipeline = Pipelining(**case["pipeline"])
-        found.append(bubble(pipeline, [Seconds(**each) for each in case["parts"]]))
+        pipeline = PipelineSpec(**case["pipeline"])
+        found.append(bubble(pipeline, [ChunkSeconds(**each) for each in case["parts"]]))
     if dist.get_rank() == 0:
         Path(file).write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def described(pipeline: Pipelining, parts: list[Seconds]) -> dict[str, object]:
+def described(pipeline: PipelineSpec, parts: list[ChunkSeconds]) -> dict[str, object]:
     """A case as `main` reads it."""
     return {"pipeline": asdict(pipeline), "parts": [asdict(each) for each in parts]}
 
 
-def bubble(pipeline: Pipelining, parts: list[Seconds]) -> float:
+def bubble(pipeline: PipelineSpec, parts: list[ChunkSeconds]) -> float:
     """The share of all stages' time in which they do not compute; of some steps the median."""
     net, x = Chain(parts), torch.zeros(pipeline.micro_batches, 16)
     plan = sw.plan(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.config.build import Run
+from shardwright.config.run import Run
 
 Model = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -37,11 +37,11 @@ LLAMA_2: dict[str, dict[str, Any]] = {
 
 
 def small(name: str, **sizes: Any) -> Model:
-    """A model of `tests/models.py`: module, positional and keyword arguments."""
+    """A model of `tests/sample_models.py`: module, positional and keyword arguments."""
     tests = str(ROOT / "tests")
     if tests not in sys.path:
         sys.path.append(tests)
-    model: Model = getattr(importlib.import_module("models"), name)(**sizes)
+    model: Model = getattr(importlib.import_module("sample_models"), name)(**sizes)
     return model
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.cost.schedule import Seconds
+from shardwright.cost.pipeline_timeline import ChunkSeconds
 
 slept: list[float] = []
 """Seconds of each sleep of this process since the list was cleared."""
@@ -47,7 +47,7 @@ slow.register_autograd(_gradient, setup_context=_keep)
 class Block(nn.Module):
     """Reads activations and a parameter; the gradient of each takes a time of its own."""
 
-    def __init__(self, seconds: Seconds, width: int) -> None:
+    def __init__(self, seconds: ChunkSeconds, width: int) -> None:
         super().__init__()
         self.seconds = seconds
         self.weight = nn.Parameter(torch.zeros(width))
@@ -61,7 +61,7 @@ class Block(nn.Module):
 class Chain(nn.Module):
     """Blocks one after the other, and a loss."""
 
-    def __init__(self, parts: list[Seconds], width: int = 16) -> None:
+    def __init__(self, parts: list[ChunkSeconds], width: int = 16) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(seconds, width) for seconds in parts)
         self.bias = nn.Parameter(torch.zeros(width))

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 import shardwright as sw
-from shardwright.decided import Decided, Recompute
 from shardwright.graph.graph import Graph
-from shardwright.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.partition.decisions import Decisions, Recompute
 from shardwright.plan import Plan, make_plan
 from shardwright.rules import rule_of
 
@@ -81,7 +81,7 @@ def random_plan(graph: Graph, devices: int, seed: int) -> Plan:
     return make_plan(
         graph,
         mesh,
-        Decided(
+        Decisions(
             random_cuts(graph, mesh, seed),
             random_storage(graph, mesh, seed),
             random_outputs(graph, mesh, seed),

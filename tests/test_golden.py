@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from models import mlp, network
-from shardwright.graph.text import text
-from shardwright.saved_graphs import program_text
+from sample_models import mlp, network
+from shardwright.api.save_graphs import program_text
+from shardwright.graph.printer import graph_text
 
 FOLDER = Path(__file__).parent / "golden"
 
@@ -54,7 +54,7 @@ def pinned() -> sw.Plan:
 def test_the_graph_of_the_network() -> None:
     graph = published().graph
     assert graph is not None
-    compare("network_graph", text(graph))
+    compare("network_graph", graph_text(graph))
 
 
 def test_the_plan_of_the_network() -> None:
@@ -95,7 +95,7 @@ FAILURES: dict[str, Callable[[Any], Any]] = {
     "counts that do not divide": lambda net: sw.shard(net.out, ((3, 1), (1, 1))),
     "factors that disagree": lambda net: sw.shard(net.out, ((2, 4), (4, 1))),
     "a softmax axis that is cut": lambda net: sw.shard(net.scores, ((1, 2),)),
-    "a normalised dimension that is cut": lambda net: sw.shard(net.norm, ((1, 2), (2,), (2,))),
+    "a normalized dimension that is cut": lambda net: sw.shard(net.norm, ((1, 2), (2,), (2,))),
     "more parts than devices": lambda net: sw.shard(net.out, ((8, 2), (1, 2))),
     "a wrong number of inputs": lambda net: sw.shard(net.out, ((8, 1), (1, 1), (1,))),
     "a wrong number of dimensions": lambda net: sw.shard(net.out, ((8,), (1, 1))),

@@ -5,6 +5,9 @@ and trains it there.
 >>> layout = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
 """
 
+import warnings
+from typing import Any
+
 from shardwright.api import (
     AutoParallel,
     Check,
@@ -16,8 +19,12 @@ from shardwright.api import (
     parallelize,
     plan,
 )
-from shardwright.decided import OptimizerParallel
-from shardwright.deferred import materialise, no_init_parameters
+from shardwright.capture.capture import capture
+from shardwright.constraints.load_strategies import load_strategies
+from shardwright.constraints.recompute import recompute
+from shardwright.constraints.shard import NamedFunction as Op
+from shardwright.constraints.shard import shard
+from shardwright.deferred import materialize, no_init_parameters
 from shardwright.errors import (
     CaptureError,
     CheckpointError,
@@ -30,13 +37,10 @@ from shardwright.errors import (
     ShardwrightError,
     StrategyError,
 )
-from shardwright.graph.capture import capture
-from shardwright.layout import Layout, TensorLayout
-from shardwright.lower.adopt import adopt
-from shardwright.pins import Op, shard
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.partition.decisions import OptimizerParallel
 from shardwright.plan import Plan
-from shardwright.recompute import recompute
-from shardwright.strategy_files import load_strategies
+from shardwright.runtime.adopt_optimizer import adopt
 from shardwright.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from shardwright.train.position import Position
 from shardwright.train.state_dict_file import load_state_dict, save_state_dict
@@ -73,7 +77,7 @@ __all__ = [
     "load_checkpoint",
     "load_state_dict",
     "load_strategies",
-    "materialise",
+    "materialize",
     "no_init_parameters",
     "parallelize",
     "plan",
@@ -82,3 +86,10 @@ __all__ = [
     "save_state_dict",
     "shard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "materialise":
+        warnings.warn("sw.materialise is now sw.materialize", DeprecationWarning, stacklevel=2)
+        return materialize
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

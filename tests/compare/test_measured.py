@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import scipy.stats
 
-from compare.test_modelled import written
+from compare.test_predicted import written
 from shardwright.cli.compare import real_table
-from shardwright.compare import AUTO, DATA_PARALLEL, EXPERT, compare_really
+from shardwright.compare import AUTO, DATA_PARALLEL, EXPERT, compare_measured
 from shardwright.compare.measured import Measured, RealComparison, spearman
-from shardwright.compare.modelled import Course, expert_run
-from shardwright.compare.ranks import in_turn
-from shardwright.compare.tiny import tiny_run
-from shardwright.cost.cluster import load_cluster
+from shardwright.compare.predicted import GridComparison, expert_run
+from shardwright.compare.worker import in_turn, tiny_run
+from shardwright.cost.clusters import load_cluster
 from shardwright.errors import ConfigError
 from shardwright.train.launch import LogFolder
 
@@ -53,7 +52,7 @@ def test_a_tiny_model_is_divided_as_its_expert_divides_the_large_one(
     model: str, devices: int, parts: tuple[int, int, int]
 ) -> None:
     run = tiny_run(expert_run(CONFIGS / f"{model}_expert.yaml"), devices)
-    course = Course(run, load_cluster("h100"), devices)
+    course = GridComparison(run, load_cluster("h100"), devices)
     found, plan = course.expert()
     assert found == parts
     assert plan.devices == devices
@@ -85,7 +84,7 @@ def test_a_speed_up_is_that_within_a_round() -> None:
 @pytest.mark.distributed
 def test_ways_are_run_by_processes_and_ranked(tmp_path: Path) -> None:
     file = written(tmp_path, 2, 1, 1)
-    (found,) = compare_really(
+    (found,) = compare_measured(
         [file], LogFolder(tmp_path / "logs"), devices=2, rounds=2, cluster="h100"
     )
     assert found.model == "small_tiny"

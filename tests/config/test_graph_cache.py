@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from shardwright.capture.capture import capture
 from shardwright.config import graph_cache
-from shardwright.config.build import Run
 from shardwright.config.graph_cache import graphs_folder, kept_graph
-from shardwright.graph.capture import capture
+from shardwright.config.run import Run
 from shardwright.graph.graph import Graph
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny" / "llama2_7b.yaml"

@@ -13,8 +13,8 @@ from torch import nn
 
 from shardwright.api import parallelize
 from shardwright.config import Run
-from shardwright.config.parts import made_schedule
-from shardwright.config.schema import Lora
+from shardwright.config.objects import made_schedule
+from shardwright.config.schema import LoraSection
 from shardwright.train.process_group import World, process_group
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny"
@@ -33,7 +33,7 @@ STEPS = 10
 def run_of(name: str, lora: bool) -> Run:
     """The run of a file in double precision, also with adapters."""
     run = Run.from_file(TINY / f"{name}.yaml")
-    model = run.config.model.model_copy(update={"lora": Lora(rank=8)} if lora else {})
+    model = run.config.model.model_copy(update={"lora": LoraSection(rank=8)} if lora else {})
     train = run.config.train.model_copy(update={"dtype": "float64"})
     return replace(run, config=run.config.model_copy(update={"model": model, "train": train}))
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.cost import local
-from shardwright.cost.cluster import GLOO, Cluster, built_in, load_cluster, read_cluster, written
+from shardwright.cost import calibrate
+from shardwright.cost.cluster import GLOO, Cluster, cluster_to_yaml, read_cluster
+from shardwright.cost.clusters import built_in, load_cluster
 from shardwright.errors import ConfigError
-from shardwright.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout, prime_mesh
 
 TEXT = """
 name: tiny
@@ -47,7 +48,7 @@ def test_a_dtype_that_is_not_listed_has_the_lowest_rate(tiny: Cluster) -> None:
 
 
 def test_written_clusters_read_back_equal(tiny: Cluster) -> None:
-    assert read_cluster(written(tiny), "again") == tiny
+    assert read_cluster(cluster_to_yaml(tiny), "again") == tiny
 
 
 @pytest.mark.parametrize("name", built_in())
@@ -133,7 +134,7 @@ def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     first = load_cluster("local")
     assert first.name == "local"
     assert min(first.device.rates.values()) > 1e8
-    monkeypatch.setattr(local, "measured_device", lambda: pytest.fail("measured again"))
+    monkeypatch.setattr(calibrate, "measure_device", lambda: pytest.fail("measured again"))
     assert load_cluster("local") == first
 
 
@@ -142,8 +143,8 @@ def test_calibration_measures_links_between_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cluster = local.calibrate(2)
-    assert cluster.levels[0] != local.ASSUMED_LINK
+    cluster = calibrate.calibrate(2)
+    assert cluster.levels[0] != calibrate.ASSUMED_LINK
     assert cluster.levels[0].collectives == GLOO
     assert 1e-6 < cluster.levels[0].latency < 1
     assert 1e-8 < cluster.device.overhead < 1e-3
@@ -153,4 +154,4 @@ def test_calibration_measures_links_between_processes(
 
 def test_one_process_alone_measures_no_links() -> None:
     with pytest.raises(ValueError, match="at least 2 processes, not 1"):
-        local.measured(1)
+        calibrate.measure_cluster(1)

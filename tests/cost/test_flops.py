@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import encoder, gpt2, llama, mlp, resnet
+from sample_models import encoder, gpt2, llama, mlp, resnet
+from shardwright.capture.capture import capture
 from shardwright.cost.flops import is_view, work_of
-from shardwright.graph.capture import capture
 from shardwright.graph.graph import Graph
 
 

@@ -10,18 +10,18 @@ import torch
 from benchmarks.allocations import peak_of_second_step
 
 import shardwright as sw
-from models import Model, bert, encoder, gpt2, llama, mlp, resnet
+from sample_models import Model, bert, encoder, gpt2, llama, mlp, resnet
 from shardwright.cost.memory import Memory, StageMemory, binary, memory
-from shardwright.decided import OptimizerParallel
 from shardwright.graph.graph import Graph
-from shardwright.pipelining import Pipelining
+from shardwright.partition.decisions import OptimizerParallel
+from shardwright.partition.pipeline_spec import PipelineSpec
 
 SIZES = {"batch": 8, "sequence": 64, "width": 64, "vocabulary": 512, "layers": 2}
 
 
 def of_plan(plan: sw.Plan, optimizer: str = "adamw") -> Memory:
     assert plan.graph is not None
-    return memory(plan.graph, plan.mesh, plan.decided, plan.pipeline, optimizer)
+    return memory(plan.graph, plan.mesh, plan.decisions, plan.pipeline, optimizer)
 
 
 def measured(model: Model, plan: sw.Plan, optimizer: type[torch.optim.Optimizer]) -> int:
@@ -105,7 +105,7 @@ def test_each_level_of_optimizer_parallel_needs_less(graph: Graph) -> None:
         hsdp = None if level is None else OptimizerParallel(level, threshold=0)
         plan = sw.plan(graph, devices=4, mode="data_parallel", hsdp=hsdp, bucket_mb=0.1)
         # Shapes of the graph are those of one of its micro-batches.
-        plan = replace(plan, pipeline=Pipelining(micro_batches=2))
+        plan = replace(plan, pipeline=PipelineSpec(micro_batches=2))
         found = of_plan(plan).stages[0]
         peaks.append(found.peak)
         stored.append(found.parameters + found.optimizer)

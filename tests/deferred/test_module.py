@@ -1,4 +1,4 @@
-"""`materialise`: a deferred model becomes what it would have been."""
+"""`materialize`: a deferred model becomes what it would have been."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from deferred.initialised import layers
+from deferred.initialized import layers
 
 
 class WithAttributes(nn.Module):
@@ -28,7 +28,7 @@ def test_parameters_stay_the_objects_that_an_optimizer_holds() -> None:
         net = layers()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     before = list(net.parameters())
-    assert sw.materialise(net) is net
+    assert sw.materialize(net) is net
     assert [id(parameter) for parameter in net.parameters()] == [id(p) for p in before]
     assert net[0][1].weight is net[0][0].weight
     for model in (net, wanted):
@@ -47,10 +47,10 @@ def test_plain_attributes_get_their_values_too() -> None:
     with sw.no_init_parameters():
         net = WithAttributes()
     x = torch.randn(2, 4)
-    assert torch.equal(sw.materialise(net)(x), wanted(x))
+    assert torch.equal(sw.materialize(net)(x), wanted(x))
 
 
 def test_a_model_with_values_stays_as_it_is() -> None:
     net = nn.Linear(4, 4)
     weight = net.weight
-    assert sw.materialise(net).weight is weight
+    assert sw.materialize(net).weight is weight

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import models
+import sample_models as models
 import shardwright as sw
-from deferred.initialised import FUNCTIONS, Odd, Seeded, layers, one_parameter
+from deferred.initialized import FUNCTIONS, Odd, Seeded, layers, one_parameter
 from shardwright.deferred import Deferred, deferred_attributes, value_of, values_of
 
 
@@ -48,23 +48,23 @@ def check_built_alike(build: Callable[[], nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_a_parameter_is_initialised_alike_by(function: Callable[[Tensor], object]) -> None:
+def test_a_parameter_is_initialized_alike_by(function: Callable[[Tensor], object]) -> None:
     check_built_alike(lambda: one_parameter(function))
 
 
 @pytest.mark.parametrize("build", [Odd, Seeded, layers])
-def test_a_module_is_initialised_alike(build: Callable[[], nn.Module]) -> None:
+def test_a_module_is_initialized_alike(build: Callable[[], nn.Module]) -> None:
     check_built_alike(build)
 
 
 @pytest.mark.parametrize(
     "build", [models.mlp, models.resnet, models.llama, models.gpt2, models.bert]
 )
-def test_a_model_is_initialised_alike(build: Callable[[], models.Model]) -> None:
+def test_a_model_is_initialized_alike(build: Callable[[], models.Model]) -> None:
     check_built_alike(lambda: build()[0])
 
 
-def test_a_model_of_another_default_dtype_is_initialised_alike() -> None:
+def test_a_model_of_another_default_dtype_is_initialized_alike() -> None:
     def build() -> nn.Module:
         torch.set_default_dtype(torch.float64)
         try:
@@ -107,7 +107,7 @@ def test_a_context_inside_another_goes_on_with_its_numbers() -> None:
     torch.manual_seed(0)
     with sw.no_init_parameters():
         net = build()
-    for got, parameter in zip(sw.materialise(net).parameters(), wanted.parameters(), strict=True):
+    for got, parameter in zip(sw.materialize(net).parameters(), wanted.parameters(), strict=True):
         assert torch.equal(got, parameter)
 
 
@@ -139,7 +139,7 @@ def test_generators_that_were_used_since_stay_where_they_are() -> None:
     torch.manual_seed(7)
     wanted = torch.rand(3)
     torch.manual_seed(7)
-    sw.materialise(net)
+    sw.materialize(net)
     assert torch.equal(torch.rand(3), wanted)
 
 
@@ -149,8 +149,8 @@ def test_a_second_context_draws_other_numbers() -> None:
         first = nn.Linear(4, 4)
     with sw.no_init_parameters():
         second = nn.Linear(4, 4)
-    sw.materialise(second)
-    assert not torch.equal(sw.materialise(first).weight, second.weight)
+    sw.materialize(second)
+    assert not torch.equal(sw.materialize(first).weight, second.weight)
 
 
 def test_what_another_context_made_may_be_copied() -> None:
@@ -159,8 +159,8 @@ def test_what_another_context_made_may_be_copied() -> None:
     with sw.no_init_parameters():
         second = nn.Linear(4, 4)
         second.load_state_dict(first.state_dict())
-    sw.materialise(second)
-    assert torch.equal(sw.materialise(first).weight, second.weight)
+    sw.materialize(second)
+    assert torch.equal(sw.materialize(first).weight, second.weight)
 
 
 def test_running_a_model_without_values_says_what_to_do() -> None:
@@ -184,8 +184,8 @@ def test_a_parameter_made_from_a_tensor_that_never_had_values_is_named() -> None
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         with torch.no_grad():
             net[1].weight.copy_(lost)
-    with pytest.raises(sw.DeferredError, match=r"'1\.weight' cannot be initialised"):
-        sw.materialise(net)
+    with pytest.raises(sw.DeferredError, match=r"'1\.weight' cannot be initialized"):
+        sw.materialize(net)
 
 
 def test_large_data_that_changes_before_it_is_used_is_refused_and_small_data_is_copied() -> None:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from random_graphs import random_net
-from shardwright.graph.double import double, in_double
+from shardwright.graph.float64 import graph_in_float64, in_float64
 from shardwright.graph.graph import Graph, Value
-from shardwright.graph.interpret import interpret, run
-from shardwright.graph.split import Piece, split
+from shardwright.graph.interpreter import interpret, run
+from shardwright.graph.split import GraphPiece, split_graph
 
 
 def ascending(graph: Graph, count: int, seed: int) -> dict[str, int]:
@@ -31,7 +31,7 @@ def trained_net(seed: int) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 def chained(
-    pieces: tuple[Piece, ...], whole: Graph, parameters: dict[str, Tensor], inputs: list[Any]
+    pieces: tuple[GraphPiece, ...], whole: Graph, parameters: dict[str, Tensor], inputs: list[Any]
 ) -> dict[str, Tensor]:
     """The values that the pieces return, each given what the piece before leaves."""
     given = dict(zip(whole.inputs, inputs, strict=True))
@@ -52,13 +52,13 @@ def chained(
 @pytest.mark.parametrize("seed", range(12))
 def test_the_parts_of_a_random_graph_compute_what_the_whole_does(seed: int) -> None:
     net, args = trained_net(seed)
-    graph = in_double(sw.capture(net, args))
-    pieces = split(graph, ascending(graph, 2 + seed % 3, seed))
+    graph = graph_in_float64(sw.capture(net, args))
+    pieces = split_graph(graph, ascending(graph, 2 + seed % 3, seed))
     named = dict(net.named_parameters())
     gradients = []
     for part in (False, True):
-        parameters = {v.name: double(named[v.name]).requires_grad_() for v in graph.parameters}
-        inputs = [double(x) for x in args]
+        parameters = {v.name: in_float64(named[v.name]).requires_grad_() for v in graph.parameters}
+        inputs = [in_float64(x) for x in args]
         if part:
             assert graph.loss is not None
             loss = chained(pieces, graph, parameters, inputs)[graph.loss.name]
@@ -97,15 +97,15 @@ class Skips(nn.Module):
 def skips() -> tuple[Graph, dict[str, int]]:
     graph = sw.capture(Skips(), (torch.randint(0, 12, (2, 3)),))
     stages = {"table": 0, "one": 1, "two": 2, "head": 3}
-    part_of, part = {}, 0
+    chunk_of, part = {}, 0
     for op in graph.ops:
         part = max(part, stages.get(op.module, part))
-        part_of[op.name] = part
-    return graph, part_of
+        chunk_of[op.name] = part
+    return graph, chunk_of
 
 
 def test_a_skip_passes_through_the_parts_between() -> None:
-    pieces = split(*skips())
+    pieces = split_graph(*skips())
     assert [[v.name for v in piece.leaving] for piece in pieces] == [
         ["table"],
         ["table", "mul_1"],
@@ -118,8 +118,8 @@ def test_a_skip_passes_through_the_parts_between() -> None:
 
 
 def test_what_follows_from_inputs_alone_is_computed_in_every_part_that_reads_it() -> None:
-    graph, part_of = skips()
-    pieces = split(graph, part_of)
+    graph, chunk_of = skips()
+    pieces = split_graph(graph, chunk_of)
     mask = next(op.name for op in graph.ops if "gt" in op.name)
     readers = [mask in piece.graph.by_name for piece in pieces]
     assert readers == [False, True, True, False]
@@ -127,21 +127,21 @@ def test_what_follows_from_inputs_alone_is_computed_in_every_part_that_reads_it(
 
 
 def test_a_random_operator_is_not_computed_twice() -> None:
-    graph, part_of = skips()
+    graph, chunk_of = skips()
     mask = next(op.name for op in graph.ops if "gt" in op.name)
-    pieces = split(graph, part_of, frozenset({mask}))
+    pieces = split_graph(graph, chunk_of, frozenset({mask}))
     assert sum(mask in piece.graph.by_name for piece in pieces) == 1
 
 
 def test_a_tied_parameter_is_in_every_part_that_uses_it() -> None:
-    pieces = split(*skips())
+    pieces = split_graph(*skips())
     holders = [["table.weight" in {v.name for v in p.graph.parameters}] for p in pieces]
     assert holders == [[True], [False], [False], [True]]
 
 
 def test_outputs_are_returned_where_they_are_made() -> None:
-    graph, part_of = skips()
-    pieces = split(graph, part_of)
+    graph, chunk_of = skips()
+    pieces = split_graph(graph, chunk_of)
     assert graph.loss is not None
     assert [[v.name for v in piece.returned] for piece in pieces] == [
         [],
@@ -153,24 +153,24 @@ def test_outputs_are_returned_where_they_are_made() -> None:
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
-    graph, part_of = skips()
+    graph, chunk_of = skips()
     first, last = graph.ops[0].name, graph.ops[-1].name
     with pytest.raises(sw.PlanError, match="has no stage"):
-        split(graph, {name: part for name, part in part_of.items() if name != last})
+        split_graph(graph, {name: part for name, part in chunk_of.items() if name != last})
     with pytest.raises(sw.PlanError, match="would have no operator"):
-        split(graph, {name: 2 * part for name, part in part_of.items()})
+        split_graph(graph, {name: 2 * part for name, part in chunk_of.items()})
     with pytest.raises(sw.PlanError, match="stages must ascend in the order of execution"):
-        split(graph, {**part_of, "table": 3})
-    assert first in part_of
+        split_graph(graph, {**chunk_of, "table": 3})
+    assert first in chunk_of
 
 
 def test_a_buffer_that_another_part_updates_is_refused() -> None:
     norm = nn.BatchNorm1d(4)
     net = nn.Sequential(norm, nn.Linear(4, 4), norm)
     graph = sw.capture(net, (torch.randn(6, 4),))
-    part_of = {op.name: int(i > 2) for i, op in enumerate(graph.ops)}
+    chunk_of = {op.name: int(i > 2) for i, op in enumerate(graph.ops)}
     with pytest.raises(sw.PlanError, match="put both into one stage"):
-        split(graph, part_of)
+        split_graph(graph, chunk_of)
 
 
 class EarlyLoss(nn.Module):
@@ -188,8 +188,8 @@ class EarlyLoss(nn.Module):
 
 def test_the_loss_goes_on_to_the_last_part() -> None:
     graph = sw.capture(EarlyLoss(), (torch.randn(3, 4),))
-    part_of = {op.name: int(op.module == "two") for op in graph.ops}
-    first, last = split(graph, part_of)
+    chunk_of = {op.name: int(op.module == "two") for op in graph.ops}
+    first, last = split_graph(graph, chunk_of)
     assert graph.loss is not None and graph.loss in first.leaving
     assert first.graph.loss is None and last.graph.loss is not None
     assert last.graph.loss.name == graph.loss.name

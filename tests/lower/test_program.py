@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwright as sw
-from models import Model, bert, encoder, gpt2, llama, mlp, resnet
 from random_plans import check_random_plan, random_plan
+from sample_models import Model, bert, encoder, gpt2, llama, mlp, resnet
 from shardwright.graph.graph import Graph
 
 MODELS: dict[str, Any] = {

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 from shardwright.graph.graph import Op, Value
-from shardwright.layout import Layout, TensorLayout
+from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts, Local, Reduce, Reduction, ShardingRule
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
-from oracle import check
 from torch import Tensor, randn
+
+from rules.oracle import check
 
 attend = torch.ops.aten.scaled_dot_product_attention.default
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from oracle import check, op_of
 from torch import randn
 
+from rules.oracle import check, op_of
 from shardwright.rules import rule_of
 
 aten = torch.ops.aten

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from oracle import check, op_of
 from torch import ones, rand, randn
 
+from rules.oracle import check, op_of
 from shardwright.rules import rule_of
 
 aten = torch.ops.aten

@@ -1,6 +1,7 @@
 import torch
-from oracle import check
 from torch import Tensor, randint, randn, tensor
+
+from rules.oracle import check
 
 embedding = torch.ops.aten.embedding.default
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import check, op_of
 from torch import randint, randn, tensor
 
+from rules.oracle import check, op_of
 from shardwright.rules import rule_of
 
 aten = torch.ops.aten

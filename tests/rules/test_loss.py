@@ -1,9 +1,9 @@
 import pytest
 import torch
-from oracle import check, op_of
 from torch import Tensor, rand, randint, randn
 from torch.nn import Buffer
 
+from rules.oracle import check, op_of
 from shardwright.rules import rule_of
 
 aten = torch.ops.aten

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import Case, check, cuts_of, op_of
 from torch import Tensor, randn
 
+from rules.oracle import Case, check, cuts_of, op_of
 from shardwright.rules.notation import from_notation
 from shardwright.rules.rule import Local, Reduction
 
@@ -27,7 +27,7 @@ def run(made: Case) -> None:
         made.compare(mesh, cuts)
 
 
-def test_a_softmax_cut_where_it_normalises_is_found() -> None:
+def test_a_softmax_cut_where_it_normalizes_is_found() -> None:
     with pytest.raises(AssertionError):
         run(case("b s -> b s", aten.softmax.int, randn(4, 6, dtype=F64), -1))
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
-from oracle import check
 from torch import randn
+
+from rules.oracle import check
 
 aten = torch.ops.aten
 

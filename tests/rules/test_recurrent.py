@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import check
 from torch import nn, randn
+
+from rules.oracle import check
 
 aten = torch.ops.aten
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
-from oracle import op_of
 
+from rules.oracle import op_of
 from shardwright.graph.graph import Op, Value
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.rules import rule_of
 from shardwright.rules.notation import from_notation
 from shardwright.rules.rule import rule_for

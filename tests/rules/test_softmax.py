@@ -1,14 +1,15 @@
 import pytest
 import torch
-from oracle import check
 from torch import randn
+
+from rules.oracle import check
 
 aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("target", [aten.softmax.int, aten.log_softmax.int, aten._safe_softmax])
 @pytest.mark.parametrize("dim", [-1, 0, 1])
-def test_all_but_the_normalised_dimension_may_be_cut(target, dim) -> None:
+def test_all_but_the_normalized_dimension_may_be_cut(target, dim) -> None:
     target = target if isinstance(target, torch._ops.OpOverload) else target.default
     found = check(target, randn(6, 4, 4, dtype=torch.float64), dim)
     assert len(found.factors) == 2

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import check
 from torch import randn
 
-from shardwright.rules.views import segments
+from rules.oracle import check
+from shardwright.rules.views import reshape_segments
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ def test_the_leading_dimensions_of_a_segment_may_be_cut(source, target, text, ca
 
 
 def test_a_view_of_nothing_is_not_cut() -> None:
-    assert segments((0, 4), (2, 0)) == ((None, None), (None, None), {})
+    assert reshape_segments((0, 4), (2, 0)) == ((None, None), (None, None), {})
 
 
 @st.composite

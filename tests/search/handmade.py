@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwright.graph.functional import cross_entropy
+from shardwright.graph.custom_ops import cross_entropy
 from shardwright.graph.graph import Graph, Kind, Op, Value
 
 aten = torch.ops.aten

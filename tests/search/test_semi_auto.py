@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from handmade import case_a
-
-from shardwright.layout import prime_mesh
-from shardwright.search.presets import data_parallel, semi_auto
+from search.handmade import case_a
+from shardwright.layout.layout import prime_mesh
+from shardwright.search.baselines import data_parallel, semi_auto
 
 
 def test_without_pins_it_is_data_parallel() -> None:
@@ -13,7 +12,7 @@ def test_without_pins_it_is_data_parallel() -> None:
     assert semi_auto(graph, mesh, {}) == data_parallel(graph, mesh)
 
 
-def test_neighbours_of_a_pinned_operator_stay_along_the_batch() -> None:
+def test_neighbors_of_a_pinned_operator_stay_along_the_batch() -> None:
     graph, mesh = case_a(batch=48), prime_mesh(8)
     name = graph.ops[1].name
     pin = {"j": (2, 0)}

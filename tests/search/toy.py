@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from shardwright.cost.cluster import Cluster, Device, Level
-from shardwright.cost.time import TimeModel
-from shardwright.graph.capture import capture
+from shardwright.capture.capture import capture
+from shardwright.cost.cluster import Cluster, Device, LinkLevel
+from shardwright.cost.step_time import TimeModel
 from shardwright.graph.graph import Graph
-from shardwright.layout import Layout
-from shardwright.search.network import network
-from shardwright.search.timed import Pricing, TimedSearch
+from shardwright.layout.layout import Layout
+from shardwright.search.by_time.problem import search_problem
+from shardwright.search.by_time.search import Pricing, TimedSearch
 
 TOY = Cluster(
     "toy",
     Device(1, {"float32": 1e9}, memory_bandwidth=1e9),
-    (Level("node", 1e8, 1e-5, devices=4), Level("network", 1e7, 5e-5)),
+    (LinkLevel("node", 1e8, 1e-5, devices=4), LinkLevel("network", 1e7, 5e-5)),
 )
 
 
@@ -28,5 +28,5 @@ def captured(model: Any, **sizes: Any) -> Graph:
 
 
 def searcher(graph: Graph, mesh: Layout, cluster: Cluster, fold: bool = True) -> TimedSearch:
-    found = network(graph, {}, fold=fold)
+    found = search_problem(graph, {}, fold=fold)
     return TimedSearch(found, TimeModel(cluster, mesh), Pricing(cluster, 0.1))

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardwright as sw
 from random_plans import random_plan
-from shardwright.lower.parallel import ParallelModule
+from shardwright.parallel.module import ParallelModule
 from shardwright.train.checkpoint import Checkpoints
 from shardwright.train.position import Position
 

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from checkpoint_ranks import (
+from torch import nn
+
+import shardwright as sw
+from shardwright.train.checkpoint import ABOUT
+from train.checkpoint_ranks import (
     OPTIMIZERS,
     PLANS,
     SAVED_AFTER,
@@ -23,10 +27,6 @@ from checkpoint_ranks import (
     train,
     undisturbed,
 )
-from torch import nn
-
-import shardwright as sw
-from shardwright.train.checkpoint import ABOUT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

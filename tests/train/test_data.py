@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_mnist_is_read_plain_or_gzipped_and_normalised(folder: Path) -> None:
+def test_mnist_is_read_plain_or_gzipped_and_normalized(folder: Path) -> None:
     images, labels = mnist(folder)
     assert images.shape == (5, 1, 3, 2)
     assert images.dtype == torch.float32

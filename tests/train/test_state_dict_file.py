@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from checkpoint_ranks import model
 from torch import nn
 
 import shardwright as sw
+from train.checkpoint_ranks import model
 
 
 @pytest.mark.parametrize("name", ["net.safetensors", "net.pt", "net.pth", "net.bin"])

@@ -1,12 +1,11 @@
 """The calls that users make: plan a model, look into it, run it split."""
 
 from shardwright.api.auto_parallel import AutoParallel
-from shardwright.api.checking import Check, check
-from shardwright.api.examining import Examination, examine
-from shardwright.api.parallelizing import parallelize
-from shardwright.api.pipeline import Pipeline
-from shardwright.api.planning import plan
-from shardwright.api.with_loss import WithLoss
+from shardwright.api.check import Check, check
+from shardwright.api.examine import Examination, WithLoss, examine
+from shardwright.api.parallelize import parallelize
+from shardwright.api.plan import plan
+from shardwright.planner.pipeline import Pipeline
 
 __all__ = [
     "AutoParallel",

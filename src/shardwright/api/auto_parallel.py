@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwright.api.parallelizing import parallelize
-from shardwright.api.planning import plan
-from shardwright.decided import OptimizerParallel
+from shardwright.api.parallelize import parallelize
+from shardwright.api.plan import plan
+from shardwright.constraints import DatasetStrategy, check_dataset_strategy
+from shardwright.constraints.load_strategies import load_strategies
 from shardwright.errors import PlanError, StrategyError
-from shardwright.layout import TensorLayout
-from shardwright.lower.parallel import ParallelModule
-from shardwright.pipelining import SCHEDULES
+from shardwright.layout.layout import TensorLayout
+from shardwright.parallel.module import ParallelModule
+from shardwright.partition.decisions import OptimizerParallel
+from shardwright.partition.pipeline_spec import SCHEDULES
 from shardwright.plan import Plan
-from shardwright.strategy import DatasetStrategy, check_dataset_strategy
-from shardwright.strategy_files import load_strategies
 
 log = logging.getLogger("shardwright")
 

@@ -1,17 +1,13 @@
 """The command `shardwright`: each of its commands reads its arguments and calls the library."""
 
-from shardwright.cli import calibrate, check, compare, diff, launch, models, plan, train, tune
+from shardwright.cli import compare, machine, plan, train, tune
 from shardwright.cli.app import app, main
 
 __all__ = [
     "app",
-    "calibrate",
-    "check",
     "compare",
-    "diff",
-    "launch",
+    "machine",
     "main",
-    "models",
     "plan",
     "train",
     "tune",

@@ -13,20 +13,20 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright.cli.app import app
-from shardwright.cli.progress import ShowProgress, progress
+from shardwright.cli.options import ShowProgressOption, progress
 from shardwright.compare import (
     AUTO,
     DATA_PARALLEL,
     EXPERT,
     GRID,
     TENSOR_PARALLEL,
+    Alternative,
     Comparison,
     RealComparison,
-    Way,
-    compare_really,
-    named,
+    alternative_name,
+    compare_measured,
 )
-from shardwright.compare import compare as compared
+from shardwright.compare import compare_predicted as compared
 from shardwright.compare.measured import ROUNDS
 from shardwright.cost.memory import binary
 from shardwright.progress import within
@@ -35,8 +35,8 @@ from shardwright.train.launch import LogFolder
 WIDTH, CLUSTER, PROCESSES = 140, "ascend910b", 8
 
 
-@app.command()
-def compare(
+@app.command("compare")
+def compare_command(
     configs: Annotated[
         list[Path], typer.Argument(help="Experts' configurations, such as configs/*_expert.yaml.")
     ],
@@ -55,7 +55,7 @@ def compare(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    show_progress: ShowProgress = None,
+    show_progress: ShowProgressOption = None,
     run: Annotated[
         Literal["tiny"] | None,
         typer.Option(help="Really run training steps of the tiny variants on local processes."),
@@ -71,7 +71,7 @@ def compare(
     if run is not None:
         logs, processes = LogFolder(log_dir), devices or PROCESSES
         with progress(show_progress) as told:
-            real = compare_really(
+            real = compare_measured(
                 configs,
                 logs,
                 devices=processes,
@@ -93,7 +93,7 @@ def compare(
         typer.echo(dumps(data, indent=1))
     else:
         console = Console(width=WIDTH)
-        console.print(table(found))
+        console.print(comparison_table(found))
         for each in found:
             if each.too_large:
                 console.print(refused(each), highlight=False, soft_wrap=True)
@@ -137,7 +137,7 @@ def real_table(found: RealComparison) -> Table:
 TITLE = "Thousand tokens a second, memory of a device, and what it sends in a step"
 
 
-def table(found: list[Comparison]) -> Table:
+def comparison_table(found: list[Comparison]) -> Table:
     """A row for each model: its ways, and the speed-up of the automatic plan over the expert's."""
     shown = Table(title=TITLE, title_justify="left")
     shown.add_column("model")
@@ -162,12 +162,12 @@ def refused(found: Comparison) -> str:
     """Which ways do not fit, and by how much."""
     assert found.limit is not None
     ways = ", ".join(
-        f"{named(way.kind, way.parts)} ({binary(way.memory)})" for way in found.too_large
+        f"{alternative_name(way.kind, way.parts)} ({binary(way.memory)})" for way in found.too_large
     )
     return f"{found.model}: too large for {binary(found.limit)}, so not counted: {ways}"
 
 
-def _cell(way: Way | None) -> str:
+def _cell(way: Alternative | None) -> str:
     if way is None:
         return "-"
     parts = "" if way.parts is None else f" {'·'.join(map(str, way.parts))}"

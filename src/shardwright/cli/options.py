@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shardwright.config import Run
 from shardwright.progress import OnProgress, silent
 from shardwright.train.process_group import launched
 
-Config = Annotated[Path, typer.Argument(help="The YAML configuration.", show_default=False)]
-Devices = Annotated[int, typer.Option(help="Number of devices.", show_default=False)]
+ConfigArgument = Annotated[Path, typer.Argument(help="The YAML configuration.", show_default=False)]
+DevicesOption = Annotated[int, typer.Option(help="Number of devices.", show_default=False)]
 
 
 def _coefficient(given: str) -> str:
@@ -31,7 +36,7 @@ def _coefficient(given: str) -> str:
     return given
 
 
-MemCoeff = Annotated[
+MemCoeffOption = Annotated[
     str | None,
     typer.Option(
         help="Weight of memory against communication, instead of the configuration's; auto: the"
@@ -40,11 +45,11 @@ MemCoeff = Annotated[
         callback=lambda given: None if given is None else _coefficient(given),
     ),
 ]
-Cluster = Annotated[
+ClusterOption = Annotated[
     str | None,
     typer.Option(help="Plan by the seconds of a step on it: `local`, `h100`, …, or a YAML file."),
 ]
-LogCosts = Annotated[bool, typer.Option("--log-costs", help="Log what each cut would cost.")]
+LogCostsOption = Annotated[bool, typer.Option("--log-costs", help="Log what each cut would cost.")]
 
 
 def run_of(
@@ -92,3 +97,50 @@ def say_batch(run: Run, config: Path, devices: int) -> None:
     """Of a file of the MindFormers shape, how its global batch comes about."""
     if run.language is not None and not launched():
         typer.echo(f"{config}: {run.language.batch.formula(devices)}", err=True)
+
+
+ShowProgressOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--progress/--no-progress",
+        help="Say on stderr what is being done; by default where it is a terminal.",
+        show_default=False,
+    ),
+]
+
+
+@contextmanager
+def progress(wanted: bool | None = None) -> Iterator[OnProgress]:
+    """Shows on stderr what is told: on a terminal as one line with a bar, which goes away in the
+    end; elsewhere nothing, or, if it is wanted, a line for each part with the seconds before it."""
+    terminal = sys.stderr.isatty()
+    if wanted is False or not (terminal or wanted):
+        yield silent
+    elif terminal:
+        with _bar(Console(stderr=True)) as told:
+            yield told
+    else:
+        yield _lines()
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[OnProgress]:
+    doing = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), doing, BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as shown:
+        task = shown.add_task("read", total=None)
+
+        def told(doing: str, done: int = 0, of: int = 0) -> None:
+            shown.update(task, description=doing, completed=done, total=of or None)
+
+        yield told
+
+
+def _lines() -> OnProgress:
+    started = time.monotonic()
+
+    def told(doing: str, done: int = 0, of: int = 0) -> None:
+        count = f" ({done + 1} of {of})" if of else ""
+        typer.echo(f"{time.monotonic() - started:6.1f} s  {doing}{count}", err=True)
+
+    return told

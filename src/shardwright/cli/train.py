@@ -14,30 +14,27 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwright.cli.app import app
-from shardwright.cli.options import Config, MemCoeff, run_of, say_batch
+from shardwright.cli.options import ConfigArgument, MemCoeffOption, run_of, say_batch
 from shardwright.config import Run
 from shardwright.errors import LayoutError, PlanError, StrategyError
 from shardwright.plan import Plan
-from shardwright.train.elastic import Range, launch_elastic
-from shardwright.train.follow import Follower
-from shardwright.train.launch import LogFolder, StoppedError, launch
+from shardwright.train.launch import LogFolder, Range, StoppedError, launch, launch_elastic
 from shardwright.train.position import Position
 from shardwright.train.process_group import World, launched
-from shardwright.train.progress import LiveProgress
-from shardwright.train.record import continued
-from shardwright.train.steps import Step
+from shardwright.train.progress_bar import Follower, LiveProgress
+from shardwright.train.step_log import StepRecord, continued
 
 
-@app.command()
-def train(
-    config: Config,
+@app.command("train")
+def train_command(
+    config: ConfigArgument,
     devices: Annotated[
         int | None,
         typer.Option(help="Number of devices; by default the plan's, or torchrun's, or 1."),
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="A saved plan, instead of a search.")] = None,
     log_dir: Annotated[Path, typer.Option(help="Folder of the ranks' logs.")] = Path("log_output"),
-    mem_coeff: MemCoeff = None,
+    mem_coeff: MemCoeffOption = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
@@ -66,26 +63,26 @@ def train(
         raise PlanError(f"--elastic {elastic} does not allow {devices} devices")
     logs, run = LogFolder(log_dir), run.on(devices)
     say_batch(run, config, devices)
-    decided = given or run.plan(devices)
+    chosen = given or run.plan(devices)
     if world.rank == 0 and plan is None:
-        saved = run.save_strategies(decided)
+        saved = run.save_strategies(chosen)
         if saved is not None:
             typer.echo(f"the strategies of the plan are in {saved}", err=True)
     if run.language is not None and run.language.only_strategies:
         return
     if launched():
-        record(_train_one_rank)(run, decided, world, logs)
+        record(_train_one_rank)(run, chosen, world, logs)
         return
     logs.clear(num_ranks=devices, keep_steps=run.resumes)
     if devices == 1 and max_restarts == 0 and bounds is None:
-        _train_one_rank(run, decided, world, logs)
+        _train_one_rank(run, chosen, world, logs)
         return
     ranks = _Ranks(config, run, logs)
     with ranks.shown() as progress:
         if bounds is not None:
             launch_elastic(
                 lambda left: ranks.planned_for(left, bounds.minimum),
-                ranks.command(decided, run.resumes),
+                ranks.command(chosen, run.resumes),
                 devices,
                 bounds.minimum,
                 logs,
@@ -98,7 +95,7 @@ def train(
             before = f"{logs.run}/rank.*/stderr.attempt-{number - 1}"
             progress.line(f"a rank failed: restart {number} of {max_restarts}; its log: {before}")
 
-        command = ranks.command(decided, run.resumes)
+        command = ranks.command(chosen, run.resumes)
         launch(command, devices, logs, max_restarts=max_restarts, on_restart=on_restart)
 
 
@@ -137,7 +134,7 @@ class _Ranks:
         with LiveProgress(Console(), self.run.num_steps, len(self.run.batches)) as progress:
             on_line = {
                 self.logs.stdout(0): progress.line,
-                self.logs.steps(0): lambda line: progress.step(Step.from_json(line)),
+                self.logs.steps(0): lambda line: progress.step(StepRecord.from_json(line)),
             }
             with Follower(on_line):
                 yield progress
@@ -161,7 +158,7 @@ def _train_one_rank(run: Run, plan: Plan, world: World, logs: LogFolder) -> None
             if start.step > 0:
                 progress.line(f"going on after step {start.step}")
 
-        def on_step(step: Step) -> None:
+        def on_step(step: StepRecord) -> None:
             files[0].write(step.to_json() + "\n")
             progress.step(step)
             if step.step % every == 0:

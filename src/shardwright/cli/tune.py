@@ -11,24 +11,30 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from shardwright.cli.app import app
-from shardwright.cli.options import Cluster, Config, Devices, run_of
-from shardwright.cli.progress import ShowProgress, progress
+from shardwright.cli.options import (
+    ClusterOption,
+    ConfigArgument,
+    DevicesOption,
+    ShowProgressOption,
+    progress,
+    run_of,
+)
+from shardwright.compare.tune import Trial, Tuning
+from shardwright.compare.tune import tune_mem_coeff as tuned
 from shardwright.cost.memory import binary
-from shardwright.tune import Trial, Tuning
-from shardwright.tune import tune as tuned
 
 WIDTH = 120
 NAMES = 3
 """How many operators of a kind are named."""
 
 
-@app.command()
-def tune(
-    config: Config,
-    devices: Devices,
-    cluster: Cluster = None,
+@app.command("tune")
+def tune_command(
+    config: ConfigArgument,
+    devices: DevicesOption,
+    cluster: ClusterOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    show_progress: ShowProgress = None,
+    show_progress: ShowProgressOption = None,
 ) -> None:
     """Show what the search chooses for values of mem_coeff, each four times the one before, from
     which value on each operator is cut, and which value to take. Exit status 1 where nothing fits
@@ -40,13 +46,13 @@ def tune(
         typer.echo(dumps({**asdict(found), "best": best}, indent=1))
     else:
         Console(width=WIDTH, highlight=False).print(
-            Group(table(found), *_plans(found), *_break_evens(found), _advice(found))
+            Group(tuning_table(found), *_plans(found), *_break_evens(found), _advice(found))
         )
     if found.best is None:
         raise typer.Exit(1)
 
 
-def table(found: Tuning) -> Table:
+def tuning_table(found: Tuning) -> Table:
     """A row for each value."""
     over = "" if found.cluster is None else f" of {found.cluster}"
     shown = Table(title=f"{found.devices} devices{over}", title_justify="left")

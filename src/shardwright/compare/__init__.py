@@ -1,17 +1,17 @@
 """The automatic plan against what experts configure by hand: predicted, and really run."""
 
-from shardwright.compare.measured import Measured, RealComparison, compare_really
-from shardwright.compare.modelled import compare
-from shardwright.compare.ways import (
+from shardwright.compare.alternatives import (
     AUTO,
     DATA_PARALLEL,
     EXPERT,
     GRID,
     TENSOR_PARALLEL,
+    Alternative,
     Comparison,
-    Way,
-    named,
+    alternative_name,
 )
+from shardwright.compare.measured import Measured, RealComparison, compare_measured
+from shardwright.compare.predicted import compare_predicted
 
 __all__ = [
     "AUTO",
@@ -19,11 +19,11 @@ __all__ = [
     "EXPERT",
     "GRID",
     "TENSOR_PARALLEL",
+    "Alternative",
     "Comparison",
     "Measured",
     "RealComparison",
-    "Way",
-    "compare",
-    "compare_really",
-    "named",
+    "alternative_name",
+    "compare_measured",
+    "compare_predicted",
 ]

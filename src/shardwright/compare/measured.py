@@ -10,16 +10,23 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwright.compare.modelled import Course, expert_run
-from shardwright.compare.ranks import Order
-from shardwright.compare.tiny import tiny_run
-from shardwright.compare.ways import AUTO, DATA_PARALLEL, EXPERT, OF_GRID, TENSOR_PARALLEL, named
-from shardwright.config.build import Run
-from shardwright.cost.cluster import Cluster, load_cluster
-from shardwright.cost.local import measured
+from shardwright.capture.pickling import dumps
+from shardwright.compare.alternatives import (
+    AUTO,
+    DATA_PARALLEL,
+    EXPERT,
+    OF_GRID,
+    TENSOR_PARALLEL,
+    alternative_name,
+)
+from shardwright.compare.predicted import GridComparison, expert_run
+from shardwright.compare.worker import MeasureOrder, tiny_run
+from shardwright.config.run import Run
+from shardwright.cost.calibrate import measure_cluster
+from shardwright.cost.cluster import Cluster
+from shardwright.cost.clusters import load_cluster
 from shardwright.errors import ConfigError
 from shardwright.graph.graph import Graph
-from shardwright.graph.pickled import dumps
 from shardwright.plan import Plan
 from shardwright.progress import OnProgress, silent
 from shardwright.train.launch import LogFolder, launch
@@ -92,7 +99,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 
 
-def compare_really(
+def compare_measured(
     experts: Sequence[str | Path],
     logs: LogFolder,
     *,
@@ -124,7 +131,7 @@ def compare_really(
         raise ConfigError(f"rounds={rounds}: quartiles need at least 2")
     runs = [tiny_run(expert_run(file), devices) for file in experts]
     on_progress("the machine is measured")
-    where = measured(devices) if cluster is None else load_cluster(cluster)
+    where = measure_cluster(devices) if cluster is None else load_cluster(cluster)
     logs.clear(devices)
     asked = []
     for run, file in zip(runs, experts, strict=True):
@@ -149,7 +156,7 @@ class _Planned:
 
 
 def _planned(run: Run, config: str, cluster: Cluster, devices: int) -> _Planned:
-    course = Course(run, cluster, devices)
+    course = GridComparison(run, cluster, devices)
     found: list[tuple[list[str], Plan]] = []
     for name, plan in _ways(course):
         same = next((names for names, other in found if _alike(plan, other)), None)
@@ -160,19 +167,19 @@ def _planned(run: Run, config: str, cluster: Cluster, devices: int) -> _Planned:
     return _Planned(config, course.graph, tuple((tuple(names), plan) for names, plan in found))
 
 
-def _ways(course: Course) -> Iterator[tuple[str, Plan]]:
+def _ways(course: GridComparison) -> Iterator[tuple[str, Plan]]:
     parts, expert = course.expert()
-    yield named(EXPERT, parts), expert
+    yield alternative_name(EXPERT, parts), expert
     automatic = course.automatic()
     stages = automatic.pipeline.stages
     yield AUTO if stages == 1 else f"{AUTO}, {stages} stages", automatic
     data, tensor = (course.devices, 1, 1), (1, course.devices, 1)
     for parts in course.grid():
         kind = {data: DATA_PARALLEL, tensor: TENSOR_PARALLEL}.get(parts, OF_GRID)
-        yield named(kind, parts), course.by_hand(parts)
+        yield alternative_name(kind, parts), course.by_hand(parts)
     if course.divides(data):
         sharded = course.by_hand(data, hsdp={"level": "level3", "threshold": 0})
-        yield f"{named(DATA_PARALLEL, data)} level3", sharded
+        yield f"{alternative_name(DATA_PARALLEL, data)} level3", sharded
 
 
 def _alike(plan: Plan, other: Plan) -> bool:
@@ -185,7 +192,7 @@ def _alike(plan: Plan, other: Plan) -> bool:
     return what_runs(plan) == what_runs(other)
 
 
-def _order(number: int, asked: _Planned, folder: Path, rounds: int) -> Order:
+def _order(number: int, asked: _Planned, folder: Path, rounds: int) -> MeasureOrder:
     """Writes graph and plans where the processes find them."""
     graph = folder / f"{number}.graph"
     graph.write_bytes(dumps(asked.graph))
@@ -194,14 +201,14 @@ def _order(number: int, asked: _Planned, folder: Path, rounds: int) -> Order:
         file = folder / f"{number}.{place}.json"
         plan.save(file)
         files[" = ".join(names)] = str(file)
-    return Order(asked.config, str(graph), files, rounds)
+    return MeasureOrder(asked.config, str(graph), files, rounds)
 
 
-def _run(orders: Sequence[Order], devices: int, logs: LogFolder) -> list[list[list[float]]]:
+def _run(orders: Sequence[MeasureOrder], devices: int, logs: LogFolder) -> list[list[list[float]]]:
     """For each order, for each plan, the seconds of its steps."""
     asked, answer = logs.run / "orders.json", logs.run / "seconds.json"
     asked.write_text(json.dumps([asdict(order) for order in orders]), encoding="utf-8")
-    launch(["-P", "-m", "shardwright.compare.ranks", str(asked), str(answer)], devices, logs)
+    launch(["-P", "-m", "shardwright.compare.worker", str(asked), str(answer)], devices, logs)
     found: list[list[list[float]]] = json.loads(answer.read_text(encoding="utf-8"))
     return found
 

@@ -18,8 +18,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from shardwright.capture.pickling import dumps, loads
 from shardwright.graph.graph import Graph
-from shardwright.graph.pickled import dumps, loads
 
 logger = logging.getLogger("shardwright.capture")
 

@@ -14,7 +14,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
 # "package.module:callable", imported from the configuration's folder first.
-Target = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+ImportTarget = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
 
 def _coefficient(given: Any) -> float | str:
@@ -36,7 +36,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Lora(Section):
+class LoraSection(Section):
     """Low-rank adapters; all other weights are frozen."""
 
     target_modules: str | list[str] = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -45,7 +45,7 @@ class Lora(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
-class Model(Section):
+class ModelSection(Section):
     """What is trained.
 
     `target` is called with `arguments` and returns an `nn.Module`. `name` is a language model of
@@ -54,12 +54,12 @@ class Model(Section):
     `AutoConfig.for_model`.
     """
 
-    target: Target | None = None
+    target: ImportTarget | None = None
     name: str | None = None
     sizes: dict[str, Any] | None = None
     hf: str | dict[str, Any] | None = None
     arguments: dict[str, Any] = {}
-    lora: Lora | None = None
+    lora: LoraSection | None = None
 
     @property
     def is_language_model(self) -> bool:
@@ -78,12 +78,12 @@ class Model(Section):
         return self
 
 
-class Data(Section):
+class DataSection(Section):
     """What it is trained on. With a `target`, that is called with `arguments` and returns a tuple
     of tensors with the samples on dimension 0."""
 
     name: Literal["digits", "mnist", "text"] | None = None
-    target: Target | None = None
+    target: ImportTarget | None = None
     arguments: dict[str, Any] = {}
     path: str | None = None
     image_size: Annotated[int, Field(ge=8)] | None = None
@@ -111,7 +111,7 @@ class Data(Section):
         return self
 
 
-class Schedule(Section):
+class ScheduleSection(Section):
     """How the learning rate rises and falls; the arguments of `shardwright.train.Schedule`."""
 
     kind: Literal["constant", "cosine", "linear", "polynomial"] = "cosine"
@@ -128,7 +128,7 @@ class Schedule(Section):
         return self
 
 
-class Optimizer(Section):
+class OptimizerSection(Section):
     """Which optimizer, with what rates; a key that is left out has torch's default.
 
     Gradients whose norm together is above `clip_norm` are scaled down to it.
@@ -140,7 +140,7 @@ class Optimizer(Section):
     weight_decay: NotNegative | None = None
     betas: list[NotNegative] | None = None
     eps: Positive | None = None
-    schedule: Schedule | None = None
+    schedule: ScheduleSection | None = None
     clip_norm: Positive | None = None
 
     @model_validator(mode="after")
@@ -161,7 +161,7 @@ class Optimizer(Section):
         return self
 
 
-class Expert(Section):
+class ExpertSection(Section):
     """How an expert would divide a language model, with `mode: semi_auto`; the arguments of
     `shardwright.models.expert.pin_expert`."""
 
@@ -172,16 +172,16 @@ class Expert(Section):
     vocab_emb_dp: bool = False
 
 
-class OptimizerParallel(Section):
+class OptimizerParallelSection(Section):
     """Parameters and optimizer state stored sharded; the fields of
-    `shardwright.decided.OptimizerParallel`."""
+    `shardwright.decisions.OptimizerParallel`."""
 
     level: Literal["level1", "level2", "level3"] = "level1"
     shard_size: int = -1
     threshold: Annotated[int, Field(ge=0)] = 64
 
 
-class Recompute(Section):
+class RecomputeSection(Section):
     """What is computed again in the backward pass; the arguments of `shardwright.recompute`.
 
     `modules` are paths; where none is given it is every block of a language model. With `operators`
@@ -207,7 +207,7 @@ class Recompute(Section):
         return self
 
 
-class Parallel(Section):
+class ParallelSection(Section):
     """How the plan is searched; the arguments of `shardwright.plan`."""
 
     mode: Literal[
@@ -229,9 +229,9 @@ class Parallel(Section):
     suggest_stages: bool = False
     micro_batches: Count = 1
     schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_v"] = "1f1b"
-    expert: Expert | None = None
-    hsdp: OptimizerParallel | None = None
-    recompute: Recompute | None = None
+    expert: ExpertSection | None = None
+    hsdp: OptimizerParallelSection | None = None
+    recompute: RecomputeSection | None = None
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     memory_limit: Count | str | None = None
     save_strategies: str | None = None
@@ -273,7 +273,7 @@ class Parallel(Section):
         return self
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """Where, after how many steps each, and how many checkpoints of the run are kept."""
 
     folder: str = "checkpoints"
@@ -282,7 +282,7 @@ class Checkpoint(Section):
     asynchronous: bool = Field(default=False, alias="async")
 
 
-class Train(Section):
+class TrainSection(Section):
     """How long, in what precision, what is reported, and what is kept against faults."""
 
     epochs: Count = 1
@@ -290,7 +290,7 @@ class Train(Section):
     log_every: Count = 100
     seed: Seed = 1
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    checkpoint: Checkpoint | None = None
+    checkpoint: CheckpointSection | None = None
     resume: bool = False
     load: str | None = None
     timeout_seconds: Positive = 600.0
@@ -299,12 +299,12 @@ class Train(Section):
 class Config(Section):
     """A whole configuration file."""
 
-    model: Model
+    model: ModelSection
     loss: Literal["cross_entropy", "mae", "mse", "none"] | None = None
-    data: Data = Data()
-    optimizer: Optimizer = Optimizer()
-    parallel: Parallel = Parallel()
-    train: Train = Train()
+    data: DataSection = DataSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    parallel: ParallelSection = ParallelSection()
+    train: TrainSection = TrainSection()
 
     @property
     def loss_name(self) -> str:

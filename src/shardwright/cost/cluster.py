@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,9 @@ import numpy as np
 import torch
 import yaml
 
-from shardwright.cost.quantity import (
-    BYTES,
-    BYTES_PER_SECOND,
-    FLOPS,
-    SECONDS,
-    SHARE,
-    quantity,
-)
+from shardwright.cost.units import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, SHARE, quantity
 from shardwright.errors import ConfigError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 
 LOCAL = "local"
 """The name of the cluster that is this machine: processes on its CPU."""
@@ -37,7 +29,7 @@ TREES, GLOO = "trees", "gloo"
 
 
 @dataclass(frozen=True)
-class Level:
+class LinkLevel:
     """Links of one kind.
 
     Args:
@@ -46,7 +38,7 @@ class Level:
         latency: seconds from the start of a message to its arrival.
         devices: how many devices one group of this level joins; None: any number.
         collectives: `trees`: a group of p devices needs ⌈log₂ p⌉ messages one after the other;
-            `gloo`: it hands p − 1 from neighbour to neighbour, and its reduce-scatter is an
+            `gloo`: it hands p − 1 from neighbor to neighbor, and its reduce-scatter is an
             all-reduce.
     """
 
@@ -112,7 +104,7 @@ class Cluster:
 
     name: str
     device: Device
-    levels: tuple[Level, ...]
+    levels: tuple[LinkLevel, ...]
 
     def servers(self, devices: int) -> int:
         """How many nodes so many devices fill; a cluster of one level is one node."""
@@ -140,7 +132,7 @@ class Cluster:
                 return number
         return len(self.levels) - 1
 
-    def level_between(self, rank: int, other: int) -> Level:
+    def level_between(self, rank: int, other: int) -> LinkLevel:
         """The link from one rank to another.
 
         Raises:
@@ -159,34 +151,6 @@ class Cluster:
                 f"cluster {self.name!r} has {most} devices, and {devices} are asked for; add a"
                 " level that joins more of them, or leave out `devices` of the last level"
             )
-
-
-def built_in() -> tuple[str, ...]:
-    """Names of the clusters that come with the package."""
-    folder = resources.files("shardwright.cost") / "clusters"
-    return tuple(sorted(f.name.removesuffix(".yaml") for f in folder.iterdir()))
-
-
-def load_cluster(name: str | Path) -> Cluster:
-    """The cluster of a built-in name, `local`, or a YAML file.
-
-    Raises:
-        ConfigError: if there is none of that name, or the file is not as it should be.
-    """
-    if str(name) == LOCAL:
-        from shardwright.cost.local import local_cluster
-
-        return local_cluster()
-    if str(name) in built_in():
-        file = resources.files("shardwright.cost") / "clusters" / f"{name}.yaml"
-        return read_cluster(file.read_text(encoding="utf-8"), str(name))
-    path = Path(name)
-    if not path.is_file():
-        names = ", ".join((LOCAL, *built_in()))
-        raise ConfigError(
-            f"cluster {str(name)!r}: there is no such file, and the built-in clusters are {names}"
-        )
-    return read_cluster(path.read_text(encoding="utf-8"), str(path))
 
 
 def read_cluster(text: str, where: str) -> Cluster:
@@ -211,7 +175,7 @@ def read_cluster(text: str, where: str) -> Cluster:
     return Cluster(name, device, found)
 
 
-def written(cluster: Cluster) -> str:
+def cluster_to_yaml(cluster: Cluster) -> str:
     """The cluster as YAML, as `read_cluster` reads it."""
     device = cluster.device
     levels = [
@@ -319,9 +283,9 @@ def _device(entries: _Entries) -> Device:
     )
 
 
-def _level(entries: _Entries) -> Level:
+def _level(entries: _Entries) -> LinkLevel:
     entries.only("name", "bandwidth", "latency", "devices", "collectives")
-    return Level(
+    return LinkLevel(
         name=str(entries.needed("name")),
         bandwidth=entries.number("bandwidth", BYTES_PER_SECOND),
         latency=entries.number("latency", SECONDS, zero=True),
@@ -330,7 +294,7 @@ def _level(entries: _Entries) -> Level:
     )
 
 
-def _check_levels(levels: tuple[Level, ...], where: str) -> None:
+def _check_levels(levels: tuple[LinkLevel, ...], where: str) -> None:
     for number, (inner, outer) in enumerate(pairwise(levels)):
         if inner.devices is None:
             raise ConfigError(

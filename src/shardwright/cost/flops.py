@@ -16,8 +16,7 @@ import torch
 
 from shardwright.graph.graph import Op, Value
 from shardwright.rules import rule_of
-from shardwright.rules.arguments import arguments
-from shardwright.rules.notation import overloads
+from shardwright.rules.notation import call_arguments, overloads
 from shardwright.rules.rule import ShardingRule
 
 aten = torch.ops.aten
@@ -54,10 +53,10 @@ def work_of(op: Op) -> Work:
     differentiable = any(value.requires_grad for value in op.outputs)
     if rule is None:
         return _work(op, None, wanted, differentiable)
-    return _known(_Alike(rule, wanted, differentiable, op))
+    return _known(_WorkKey(rule, wanted, differentiable, op))
 
 
-class _Alike:
+class _WorkKey:
     """An operator, equal to others with the same rule object and the same gradients."""
 
     def __init__(
@@ -70,11 +69,11 @@ class _Alike:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Alike) and self._key == other._key
+        return isinstance(other, _WorkKey) and self._key == other._key
 
 
 @lru_cache(maxsize=1 << 14)
-def _known(alike: _Alike) -> Work:
+def _known(alike: _WorkKey) -> Work:
     return _work(alike.op, alike.rule, alike.wanted, alike.differentiable)
 
 
@@ -147,7 +146,7 @@ def forward_flops(op: Op, rule: ShardingRule | None) -> float:
 def _attention(op: Op) -> float:
     """Scores and weighted values: 2·b·h·s·t·(d + e); half of it where positions to come are
     masked."""
-    given = arguments(op)
+    given = call_arguments(op)
     query, key, value = given["query"], given["key"], given["value"]
     keys = key.shape[-2]
     flops: float = 2.0 * query.numel * keys
@@ -157,7 +156,7 @@ def _attention(op: Op) -> float:
 
 def _convolution(op: Op) -> float:
     """Every element of the output (transposed: of the input) meets one filter."""
-    given = arguments(op)
+    given = call_arguments(op)
     weight, transposed = given["weight"], given.get("transposed", op.target in _TRANSPOSED)
     places = op.inputs[0] if transposed else op.output
     filters: int = weight.numel // weight.shape[0]

@@ -5,8 +5,8 @@
          + activations of the micro-batches that are on their way      as the schedule says
          + what the action of that moment needs besides
 
-Each part is rehearsed for one micro-batch (`cost/rehearsal.py`); the schedule says how many are on
-their way at each moment (`cost/schedule.py`).
+Each part is rehearsed for one micro-batch (`cost/dry_run.py`); the schedule says how many are on
+their way at each moment (`cost/pipeline_timeline.py`).
 """
 
 from __future__ import annotations
@@ -20,26 +20,32 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from shardwright.cost.crossing import Crossing, crossing
-from shardwright.cost.live import PARAMETERS, WEIGHTS
-from shardwright.cost.optimizer import OptimizerBytes, optimizer_bytes, optimizer_name
-from shardwright.cost.rehearsal import (
+from shardwright.cost.dry_run import (
     ACTIVATIONS,
     BATCH,
     BUFFERS,
     GRADIENTS,
     TEMPORARY,
+    DryRun,
+    DryRunCache,
     Kinds,
-    Rehearsal,
     plus,
 )
-from shardwright.cost.rehearsals import Rehearsals
-from shardwright.cost.schedule import BACKWARD, FORWARD, OF_INPUT, OF_WEIGHT, Action, actions
-from shardwright.decided import Decided
+from shardwright.cost.optimizer_state import OptimizerBytes, optimizer_bytes, optimizer_name
+from shardwright.cost.pipeline_timeline import (
+    BACKWARD,
+    FORWARD,
+    OF_INPUT,
+    OF_WEIGHT,
+    Action,
+    actions,
+)
+from shardwright.cost.tensor_tracking import PARAMETERS, WEIGHTS
 from shardwright.graph.graph import Graph
-from shardwright.layout import Layout, TensorLayout
-from shardwright.parts import Part, parts
-from shardwright.pipelining import ONE_STAGE, Pipelining
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.partition.decisions import Decisions
+from shardwright.partition.pipeline_spec import ONE_STAGE, PipelineSpec
+from shardwright.partition.stages import Chunk, chunks
 
 
 @dataclass(frozen=True)
@@ -130,10 +136,10 @@ def binary(number: int) -> str:
 def memory(
     graph: Graph,
     mesh: Layout,
-    decided: Decided,
-    pipeline: Pipelining = ONE_STAGE,
+    decisions: Decisions,
+    pipeline: PipelineSpec = ONE_STAGE,
     optimizer: str | torch.optim.Optimizer = "adamw",
-    rehearsals: Rehearsals | None = None,
+    dry_runs: DryRunCache | None = None,
 ) -> Memory:
     """What each device needs at most in a training step.
 
@@ -147,15 +153,15 @@ def memory(
         PlanError: if there is no such schedule or optimizer.
     """
     orders = actions(pipeline)
-    found: list[list[Part]] = [[] for _ in orders]
-    for part in parts(graph, mesh, decided, pipeline):
+    found: list[list[Chunk]] = [[] for _ in orders]
+    for part in chunks(graph, mesh, decisions, pipeline):
         found[part.stage].append(part)
-    rehearsals = rehearsals or Rehearsals()
+    dry_runs = dry_runs or DryRunCache()
     stages = []
     for number, (order, mine) in enumerate(zip(orders, found, strict=True)):
         kinds = tuple(dict.fromkeys(action.kind for action in order))
         several = pipeline.micro_batches > 1
-        needs = {part.number: rehearsals.of(part, graph, mesh, kinds, several) for part in mine}
+        needs = {part.number: dry_runs.of(part, graph, mesh, kinds, several) for part in mine}
         kept = optimizer_bytes(optimizer, _trained(mine, mesh))
         crossings = {part.number: crossing(part, mesh, pipeline) for part in mine}
         moments = _moments(order, needs, crossings, kept, pipeline.micro_batches)
@@ -163,12 +169,12 @@ def memory(
     return Memory(tuple(stages), optimizer_name(optimizer))
 
 
-def _trained(mine: Sequence[Part], mesh: Layout) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _trained(mine: Sequence[Chunk], mesh: Layout) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Local shapes and dtypes of the parameters that a stage's optimizer updates."""
     found = {}
     for part in mine:
         for value in part.graph.parameters:
-            axes = part.decided.storage.get(value.name, ((),) * len(value.shape))
+            axes = part.decisions.storage.get(value.name, ((),) * len(value.shape))
             if value.requires_grad:
                 shape = TensorLayout(mesh, tuple(axes)).shard_shape(value.shape)
                 found[value.name] = (shape, value.stored_dtype)
@@ -194,7 +200,7 @@ def _stage(
 
 def _moments(
     order: Sequence[Action],
-    needs: Mapping[int, Rehearsal],
+    needs: Mapping[int, DryRun],
     crossings: Mapping[int, Crossing],
     optimizer: OptimizerBytes,
     micro_batches: int,
@@ -241,3 +247,36 @@ def _name(action: Action, owned: int) -> str:
     way = "forward" if action.kind == FORWARD else "backward"
     where = f" through part {action.part}" if owned > 1 else ""
     return f"{way} of micro-batch {action.micro_batch}{where}"
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Bytes of one part, for each micro-batch.
+
+    Args:
+        shared: of what it leaves, what lies in the next part's buffers from its forward pass on.
+        sent: what stays when its backward pass has freed the rest.
+        returned: gradients of what it received, which stay from its backward pass on.
+        once: whether that is so of one micro-batch only.
+    """
+
+    shared: int = 0
+    sent: int = 0
+    returned: int = 0
+    once: bool = False
+
+
+def crossing(part: Chunk, mesh: Layout, pipeline: PipelineSpec) -> Crossing:
+    """What is held of the values that cross the borders of `part`."""
+    sent, returned = part.sent_bytes(mesh)
+
+    def beside(number: int) -> bool:
+        return 0 <= number < pipeline.parts and pipeline.stage_of(number) == part.stage
+
+    if beside(part.number - 1):
+        # The gradients of its buffers are the buffers for the gradients of the part before.
+        returned = 0
+    if beside(part.number + 1):
+        return Crossing(shared=sent, returned=returned)
+    # 1F1B holds one message forward, from before its first backward pass, and the last one back.
+    return Crossing(sent=sent, returned=returned, once=pipeline.schedule == "1f1b")

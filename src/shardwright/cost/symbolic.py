@@ -39,7 +39,7 @@ def cut_cost(
         elements: elements of the current shard of every tensor, inputs, then outputs.
         carries: for each tensor whether the factor cuts it.
         weight: index of the tensor that `mem_coeff` weighs, or None.
-        mem_coeff: below 1 it favours data parallelism, above 1 model parallelism.
+        mem_coeff: below 1 it favors data parallelism, above 1 model parallelism.
 
     >>> cut_cost((32 * 784, 784 * 512, 32 * 512), (True, False, True), 1, 0.1)
     20070.4

@@ -1,12 +1,12 @@
 """Models built without memory for their parameters, and with the values that they would have."""
 
-from shardwright.deferred.module import deferred_attributes, materialise
+from shardwright.deferred.module import deferred_attributes, materialize
 from shardwright.deferred.tensor import Deferred, no_init_parameters, value_of, values_of
 
 __all__ = [
     "Deferred",
     "deferred_attributes",
-    "materialise",
+    "materialize",
     "no_init_parameters",
     "value_of",
     "values_of",

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from shardwright.deferred.tensor import Deferred, value_of, values_of
 
 
-def materialise(module: nn.Module) -> nn.Module:
+def materialize(module: nn.Module) -> nn.Module:
     """Gives every tensor of `module` that was made inside `no_init_parameters` its values, in
     place, on the CPU; returns `module`.
 

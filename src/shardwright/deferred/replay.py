@@ -12,14 +12,20 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwright.deferred.record import Data, Operation, Piece, Record, unchanged
+from shardwright.deferred.init_record import (
+    Operation,
+    Record,
+    StorageView,
+    TensorVersion,
+    unchanged,
+)
 from shardwright.errors import DeferredError
 
 Keep = Callable[[str, Tensor], Tensor]
 """What to keep of a finished tensor, given its name and the tensor."""
 
 
-def replay(record: Record, wanted: Mapping[str, Piece], keep: Keep) -> dict[str, Tensor]:
+def replay(record: Record, wanted: Mapping[str, StorageView], keep: Keep) -> dict[str, Tensor]:
     """What `keep` keeps of each of the `wanted` tensors, which are on the CPU.
 
     Every tensor is given to `keep` as soon as it is finished, and freed where it is not kept. So
@@ -48,7 +54,7 @@ def settle_generators(record: Record) -> None:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ReplaySchedule:
     """Which operations run.
 
     Args:
@@ -61,7 +67,9 @@ class Schedule:
     missing: frozenset[int]
 
 
-def plan_replay(record: Record, wanted: Mapping[str, Piece], states: Iterable[int]) -> Schedule:
+def plan_replay(
+    record: Record, wanted: Mapping[str, StorageView], states: Iterable[int]
+) -> ReplaySchedule:
     """Walks the record backwards from what is wanted.
 
     Args:
@@ -83,7 +91,7 @@ def plan_replay(record: Record, wanted: Mapping[str, Piece], states: Iterable[in
         if operation.draw is not None and isinstance(operation.draw.start, int):
             drawn.update({operation.draw.start} - record.after.keys())
     never = {piece.storage for piece in wanted.values()}.difference(*finished.values())
-    return Schedule(tuple(reversed(steps)), frozenset(alive | never))
+    return ReplaySchedule(tuple(reversed(steps)), frozenset(alive | never))
 
 
 def _finished(record: Record, storages: set[int]) -> dict[int, set[int]]:
@@ -98,7 +106,7 @@ def _finished(record: Record, storages: set[int]) -> dict[int, set[int]]:
 
 
 def _run(
-    record: Record, schedule: Schedule, wanted: Mapping[str, Piece], keep: Keep
+    record: Record, schedule: ReplaySchedule, wanted: Mapping[str, StorageView], keep: Keep
 ) -> dict[str, Tensor]:
     names: dict[int, list[str]] = {}
     for name, piece in wanted.items():
@@ -120,9 +128,9 @@ def _execute(record: Record, number: int, memory: dict[int, torch.UntypedStorage
     operation = record.operations[number]
 
     def real(leaf: Any) -> Any:
-        if isinstance(leaf, Data):
+        if isinstance(leaf, TensorVersion):
             return unchanged(leaf)
-        if not isinstance(leaf, Piece):
+        if not isinstance(leaf, StorageView):
             return leaf
         if leaf.storage not in memory:  # nobody needs what was there
             size = record.nbytes(leaf.storage)
@@ -143,7 +151,7 @@ def _execute(record: Record, number: int, memory: dict[int, torch.UntypedStorage
             memory[piece.storage] = _as_recorded(operation, piece, result)
 
 
-def _as_recorded(operation: Operation, piece: Piece, result: Tensor) -> torch.UntypedStorage:
+def _as_recorded(operation: Operation, piece: StorageView, result: Tensor) -> torch.UntypedStorage:
     """The storage of a result; its other pieces are told by how it lay on the meta device."""
     if (tuple(result.shape), result.stride(), result.storage_offset(), result.dtype) != (
         piece.shape,
@@ -174,13 +182,13 @@ def _undisturbed(record: Record) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _lost(record: Record, wanted: Mapping[str, Piece]) -> str:
+def _lost(record: Record, wanted: Mapping[str, StorageView]) -> str:
     """Says which of the wanted tensors has no values."""
     name = next(
         name for name, piece in wanted.items() if plan_replay(record, {name: piece}, ()).missing
     )
     return (
-        f"{name!r} cannot be initialised: it is made from a tensor on the meta device that never "
+        f"{name!r} cannot be initialized: it is made from a tensor on the meta device that never "
         "had values (made outside of no_init_parameters, or moved there with `.to('meta')`); make "
         "that tensor inside, or give it values"
     )

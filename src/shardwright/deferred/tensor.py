@@ -1,4 +1,4 @@
-"""Tensors without values that know what initialises them, and the context that makes them."""
+"""Tensors without values that know what initializes them, and the context that makes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from shardwright.deferred.record import Piece, Record, draws, on_meta, written
+from shardwright.deferred.init_record import (
+    Record,
+    StorageView,
+    draws_random_numbers,
+    mutated_tensors,
+    on_meta,
+)
 from shardwright.deferred.replay import Keep, replay, settle_generators
 from shardwright.errors import DeferredError
 
@@ -24,7 +30,7 @@ class Deferred(Tensor):
 
     Every operator on it is recorded, also after the context has ended: copies, casts and moves of
     a module stay deferred. While the context is open it says that it is on the CPU, where it would
-    be without the context, so that code which leaves out meta tensors initialises it.
+    be without the context, so that code which leaves out meta tensors initializes it.
     """
 
     _record: Record
@@ -53,16 +59,16 @@ class Deferred(Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise DeferredError(
             f"a parameter of shape {tuple(self.shape)} made inside no_init_parameters has no values"
-            " to save yet: call shardwright.parallelize or shardwright.materialise before"
+            " to save yet: call shardwright.parallelize or shardwright.materialize before"
         )
 
 
 @contextmanager
 def no_init_parameters() -> Iterator[None]:
     """Builds models without memory for their parameters: they are on the meta device, and what
-    initialises them is recorded.
+    initializes them is recorded.
 
-    `parallelize` then makes only this rank's shards of them, `materialise` all of them, with the
+    `parallelize` then makes only this rank's shards of them, `materialize` all of them, with the
     values that they would have had without this context: the same bits from the same seed.
     Nothing is drawn before, so random numbers drawn between this context and `parallelize` are
     others than without it, and so are those of a second context: build all inside one.
@@ -126,10 +132,11 @@ def _call(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str
         )
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not any(isinstance(t, Deferred) for t in tensors) and not (
-            _on_cpu(tensors, kwargs) and (draws(function) or _makes(function, tensors))
+            _on_cpu(tensors, kwargs)
+            and (draws_random_numbers(function) or _makes(function, tensors))
         ):
             return function(*args, **kwargs)
-        targets = written(function, args, kwargs)
+        targets = mutated_tensors(function, args, kwargs)
         if any(not on_meta(target) for target in targets):
             _refuse_draw(function)
         elif targets or _returns_tensors(function):
@@ -196,7 +203,7 @@ def values_of(tensors: Mapping[str, Tensor], keep: Keep) -> dict[str, Tensor]:
         DeferredError: if a tensor is made from one that never had values, or from data that has
             changed.
     """
-    wanted: dict[Record, dict[str, Piece]] = {}
+    wanted: dict[Record, dict[str, StorageView]] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, Deferred):
             record = tensor._record
@@ -236,16 +243,16 @@ def _returns_tensors(function: Any) -> bool:
 
 
 def _refuse_draw(function: Any) -> None:
-    if draws(function):
+    if draws_random_numbers(function):
         raise DeferredError(
             f"{function} writes random numbers into a tensor that has values, inside "
-            "no_init_parameters: make this tensor inside too (not from data), or initialise it "
+            "no_init_parameters: make this tensor inside too (not from data), or initialize it "
             "outside"
         )
 
 
 def _refuse_unknown(function: Any, targets: list[Tensor], error: NotImplementedError) -> None:
-    if targets or draws(function):
+    if targets or draws_random_numbers(function):
         raise DeferredError(
             f"{function} cannot be recorded inside no_init_parameters, as it has no kernel for the "
             "meta device: register one (`torch.library.register_fake`), or call it outside"
@@ -260,5 +267,5 @@ def _refuse_use(
         return
     raise DeferredError(
         f"{function} computes with a parameter made inside no_init_parameters, which has no values "
-        "yet: call shardwright.parallelize or shardwright.materialise on the model before it is run"
+        "yet: call shardwright.parallelize or shardwright.materialize on the model before it is run"
     )

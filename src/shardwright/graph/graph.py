@@ -7,7 +7,7 @@ operators of a module are `layers.0.mlp.mul`, `layers.0.mlp.mul_1`, …
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -66,10 +66,10 @@ class Value:
         return f"{self.name}{list(self.shape)}"
 
 
-Target = Callable[..., Any]
+OpTarget = Callable[..., Any]
 
 
-def target_name(target: Target) -> str:
+def target_name(target: OpTarget) -> str:
     """`aten.linear.default`, or the qualified name of a Python function."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
@@ -92,7 +92,7 @@ class Op:
     """
 
     name: str
-    target: Target
+    target: OpTarget
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[Value, ...]
@@ -209,3 +209,16 @@ class Graph:
             digest.update(f"{described} {outputs}\n".encode())
         digest.update(f"{self.inputs} {self.outputs} {self.updates}".encode())
         return digest.hexdigest()[:16]
+
+
+def made_of_inputs(graph: Graph, values: Iterable[Value]) -> list[Op] | None:
+    """The operators that make `values` of the model's inputs; None if they depend on parameters or
+    buffers."""
+    needed, found = set(values), list[Op]()
+    for op in reversed(graph.ops):
+        if needed.intersection(op.outputs):
+            found.append(op)
+            needed.update(op.inputs)
+    if any(value.kind in (Kind.PARAMETER, Kind.BUFFER) for value in needed):
+        return None
+    return found[::-1]

@@ -18,7 +18,7 @@ from shardwright.graph.graph import Graph, Kind, Op, Value
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class GraphPiece:
     """One part of a graph.
 
     Args:
@@ -35,9 +35,9 @@ class Piece:
     returned: tuple[Value, ...]
 
 
-def split(
-    graph: Graph, part_of: Mapping[str, int], random: frozenset[str] = frozenset()
-) -> tuple[Piece, ...]:
+def split_graph(
+    graph: Graph, chunk_of: Mapping[str, int], random: frozenset[str] = frozenset()
+) -> tuple[GraphPiece, ...]:
     """The parts of `graph`, in the order in which they run.
 
     Args:
@@ -48,24 +48,24 @@ def split(
         PlanError: if an operator has no part, a part no operator, a value is read in an earlier
             part than it is made in, or a buffer is updated in another part than it is read in.
     """
-    count = _count(graph, part_of)
+    count = _count(graph, chunk_of)
     again = _repeatable(graph, random)
-    kept = [_operators(graph, part_of, number, again) for number in range(count)]
-    _check_buffers(graph, part_of)
-    crossing = _crossing(graph, part_of, kept, again)
+    kept = [_operators(graph, chunk_of, number, again) for number in range(count)]
+    _check_buffers(graph, chunk_of)
+    crossing = _crossing(graph, chunk_of, kept, again)
     pieces = []
     for number, ops in enumerate(kept):
         arriving = [v for v, (made, last) in crossing.items() if made < number <= last]
         leaving = [v for v, (made, last) in crossing.items() if made <= number < last]
-        pieces.append(_piece(graph, part_of, number, ops, arriving, leaving))
+        pieces.append(_piece(graph, chunk_of, number, ops, arriving, leaving))
     return tuple(pieces)
 
 
-def _count(graph: Graph, part_of: Mapping[str, int]) -> int:
-    missing = [op.name for op in graph.ops if op.name not in part_of]
+def _count(graph: Graph, chunk_of: Mapping[str, int]) -> int:
+    missing = [op.name for op in graph.ops if op.name not in chunk_of]
     if missing:
         raise PlanError(f"operator {missing[0]!r} has no stage; {len(missing)} in all have none")
-    numbers = {part_of[op.name] for op in graph.ops}
+    numbers = {chunk_of[op.name] for op in graph.ops}
     count = max(numbers) + 1
     empty = sorted(set(range(count)) - numbers)
     if empty:
@@ -92,7 +92,7 @@ def _repeatable(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
 
 
 def _operators(
-    graph: Graph, part_of: Mapping[str, int], number: int, again: frozenset[Value]
+    graph: Graph, chunk_of: Mapping[str, int], number: int, again: frozenset[Value]
 ) -> tuple[Op, ...]:
     """The operators of one part, with those that it repeats."""
     results = {*graph.output_values, *(value for _, value in graph.updates)}
@@ -101,33 +101,33 @@ def _operators(
     for op in reversed(graph.ops):
         if op.outputs[0] in again:
             wanted = any(v in needed for v in op.outputs) or (
-                part_of[op.name] == number and any(v in results for v in op.outputs)
+                chunk_of[op.name] == number and any(v in results for v in op.outputs)
             )
         else:
-            wanted = part_of[op.name] == number
+            wanted = chunk_of[op.name] == number
         if wanted:
             kept.append(op)
             needed.update(op.inputs)
     return tuple(reversed(kept))
 
 
-def _check_buffers(graph: Graph, part_of: Mapping[str, int]) -> None:
+def _check_buffers(graph: Graph, chunk_of: Mapping[str, int]) -> None:
     for buffer, value in graph.updates:
         producer = graph.producer.get(value)
         if producer is None:
             continue
         for op, _ in graph.consumers[buffer]:
-            if part_of[op.name] != part_of[producer.name]:
+            if chunk_of[op.name] != chunk_of[producer.name]:
                 raise PlanError(
-                    f"buffer {buffer.name!r} is read by {op.name!r} in part {part_of[op.name]} but"
-                    f" updated by {producer.name!r} in part {part_of[producer.name]}, while other"
+                    f"buffer {buffer.name!r} is read by {op.name!r} in part {chunk_of[op.name]} but"
+                    f" updated by {producer.name!r} in part {chunk_of[producer.name]}, while other"
                     " micro-batches run; put both into one stage"
                 )
 
 
 def _crossing(
     graph: Graph,
-    part_of: Mapping[str, int],
+    chunk_of: Mapping[str, int],
     kept: Iterable[tuple[Op, ...]],
     again: frozenset[Value],
 ) -> dict[Value, tuple[int, int]]:
@@ -139,40 +139,40 @@ def _crossing(
                 producer = graph.producer.get(value)
                 if producer is None or value in again:
                     continue
-                if part_of[producer.name] > number:
+                if chunk_of[producer.name] > number:
                     raise PlanError(
                         f"{op.name!r} in part {number} reads what {producer.name!r} makes in part"
-                        f" {part_of[producer.name]}; stages must ascend in the order of execution"
+                        f" {chunk_of[producer.name]}; stages must ascend in the order of execution"
                     )
                 last[value] = number
     if graph.loss is not None and graph.loss in graph.producer:
         # Gradients start in the last part.
-        last[graph.loss] = max(part_of.values())
+        last[graph.loss] = max(chunk_of.values())
     found = {}
     for op in graph.ops:
         for value in op.outputs:
-            if last.get(value, 0) > part_of[op.name] and value not in again:
-                found[value] = (part_of[op.name], last[value])
+            if last.get(value, 0) > chunk_of[op.name] and value not in again:
+                found[value] = (chunk_of[op.name], last[value])
     return found
 
 
 def _piece(
     graph: Graph,
-    part_of: Mapping[str, int],
+    chunk_of: Mapping[str, int],
     number: int,
     ops: tuple[Op, ...],
     arriving: list[Value],
     leaving: list[Value],
-) -> Piece:
+) -> GraphPiece:
     given = {value: replace(value, kind=Kind.INPUT) for value in arriving}
     ops = tuple(_reading(op, given) for op in ops)
     read = {value for op in ops for value in op.inputs}
-    loss = _loss(graph, part_of, number, given)
-    returned = _returned(graph, part_of, number, loss)
+    loss = _loss(graph, chunk_of, number, given)
+    returned = _returned(graph, chunk_of, number, loss)
     updates = tuple(
         (buffer, value)
         for buffer, value in graph.updates
-        if _made_in(graph, part_of, value) == number
+        if _made_in(graph, chunk_of, value) == number
     )
     used = read | set(returned) | {v for pair in updates for v in pair}
     inputs = (*(v for v in graph.input_values if v in used), *given.values())
@@ -191,32 +191,32 @@ def _piece(
         updates=updates,
         loss=loss,
     )
-    return Piece(part, tuple(given.values()), passed, returned)
+    return GraphPiece(part, tuple(given.values()), passed, returned)
 
 
-def _made_in(graph: Graph, part_of: Mapping[str, int], value: Value) -> int:
+def _made_in(graph: Graph, chunk_of: Mapping[str, int], value: Value) -> int:
     """The part that makes a value; the first for what is given to the model."""
     producer = graph.producer.get(value)
-    return 0 if producer is None else part_of[producer.name]
+    return 0 if producer is None else chunk_of[producer.name]
 
 
 def _loss(
-    graph: Graph, part_of: Mapping[str, int], number: int, given: Mapping[Value, Value]
+    graph: Graph, chunk_of: Mapping[str, int], number: int, given: Mapping[Value, Value]
 ) -> Value | None:
     """The loss, in the last part."""
-    if graph.loss is None or number != max(part_of.values()):
+    if graph.loss is None or number != max(chunk_of.values()):
         return None
     return given.get(graph.loss, graph.loss)
 
 
 def _returned(
-    graph: Graph, part_of: Mapping[str, int], number: int, loss: Value | None
+    graph: Graph, chunk_of: Mapping[str, int], number: int, loss: Value | None
 ) -> tuple[Value, ...]:
     """What the model returns from one part: what is made in it, and the loss from the last."""
     found = [
         value
         for value in graph.output_values
-        if value is not graph.loss and _made_in(graph, part_of, value) == number
+        if value is not graph.loss and _made_in(graph, chunk_of, value) == number
     ]
     return tuple(dict.fromkeys((*found, *([] if loss is None else [loss]))))
 
@@ -227,3 +227,27 @@ def _reading(op: Op, given: Mapping[Value, Value]) -> Op:
         return op
     args, kwargs = op.arguments(lambda value: given.get(value, value))
     return replace(op, args=args, kwargs=kwargs)
+
+
+def with_neighbors(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int]:
+    """The part of every operator: as named, or the latest of what it reads, or else the earliest of
+    what reads it."""
+    chunk_of: dict[str, int] = {}
+
+    def producer_parts(op: Op) -> list[int]:
+        makers = (graph.producer.get(value) for value in op.inputs)
+        return [chunk_of[maker.name] for maker in makers if maker and maker.name in chunk_of]
+
+    def readers(values: Iterable[Value]) -> list[int]:
+        names = (op.name for value in values for op, _ in graph.consumers[value])
+        return [chunk_of[name] for name in names if name in chunk_of]
+
+    for op in graph.ops:
+        if op.name in anchored:
+            chunk_of[op.name] = anchored[op.name]
+        elif found := producer_parts(op):
+            chunk_of[op.name] = max(found)
+    for op in reversed(graph.ops):
+        if op.name not in chunk_of:
+            chunk_of[op.name] = min(readers(op.outputs), default=0)
+    return chunk_of

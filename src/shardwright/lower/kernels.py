@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.communication import Communication
 from shardwright.graph.graph import Op
-from shardwright.lower.collectives import reduction
-from shardwright.lower.devices import Devices
+from shardwright.partition.communication import Communication
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts, Local, ShardingRule
+from shardwright.runtime.collectives import bound_reduction
+from shardwright.runtime.devices import Devices
 
 
 @dataclass
@@ -35,7 +35,9 @@ class Kernels:
     def _local(self, op: Op, found: ShardingRule) -> Local:
         cuts, made = self.cuts.get(op.name, {}), self.flow.made
         functions = tuple(
-            reduction(self.devices.group(inner.axes), inner.reduction.kind, inner.reduction.varying)
+            bound_reduction(
+                self.devices.group(inner.axes), inner.reduction.kind, inner.reduction.varying
+            )
             for inner in self.flow.reductions.get(op.name, ())
         )
         return Local(

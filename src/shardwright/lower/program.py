@@ -14,23 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.buckets import bucketed_steps
-from shardwright.communication import Communication, communication
-from shardwright.decided import Decided
-from shardwright.graph.graph import Graph, Kind, Op, Value
-from shardwright.graph.leading import made_of_inputs
-from shardwright.lower.bucket_lines import BucketLines
-from shardwright.lower.buckets import BoundBucket
-from shardwright.lower.collectives import bind, start_all_reduce
-from shardwright.lower.devices import Devices
+from shardwright.graph.graph import Graph, Kind, Op, Value, made_of_inputs
+from shardwright.lower.emit import Source, expression
+from shardwright.lower.emit_buckets import BucketLines
 from shardwright.lower.kernels import Kernels
-from shardwright.lower.random import Seeded, number_of
-from shardwright.lower.recomputation import recompute, recompute_drawing
-from shardwright.lower.regather import Regathering
-from shardwright.lower.source import Source, expression
+from shardwright.partition.communication import Communication, communication
+from shardwright.partition.decisions import Decisions
+from shardwright.partition.parameter_buckets import bucketed_steps
+from shardwright.partition.transfer import Transfer
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Ahead, Cuts, ShardingRule
-from shardwright.transfer import Transfer
+from shardwright.runtime.buckets import BoundBucket
+from shardwright.runtime.collectives import bind, start_all_reduce
+from shardwright.runtime.devices import Devices
+from shardwright.runtime.random import (
+    Seeded,
+    number_of,
+    recompute_drawing_segment,
+    recompute_segment,
+)
+from shardwright.runtime.regather import BackwardRegather
 
 aten = torch.ops.aten
 
@@ -57,7 +60,7 @@ class Program:
     parameters: tuple[Value, ...]
     buckets: tuple[BoundBucket, ...]
     resident: bool = False
-    again: Regathering | None = None
+    again: BackwardRegather | None = None
 
     def __call__(
         self,
@@ -90,7 +93,7 @@ class Program:
 def lower(
     graph: Graph,
     devices: Devices,
-    decided: Decided,
+    decisions: Decisions,
     resident: bool = False,
     pending_loss: bool = False,
 ) -> Program:
@@ -102,8 +105,8 @@ def lower(
         pending_loss: whether the sum of the loss over the devices is only started, as its gradient
             does not need it; it must be waited for before it is read (`collectives.wait`).
     """
-    flow = communication(graph, devices.layout, decided)
-    return _Lowering(graph, devices, decided.cuts, flow, resident, pending_loss).program()
+    flow = communication(graph, devices.layout, decisions)
+    return _Lowering(graph, devices, decisions.cuts, flow, resident, pending_loss).program()
 
 
 @dataclass
@@ -161,9 +164,13 @@ class _Lowering:
         """What runs operators that are computed again: on one device, random ones draw from
         PyTorch's own generator."""
         if self.devices.several:
-            return recompute
+            return recompute_segment
         again = (rule_of(self.graph.by_name[name]) for name in self.flow.segment_of)
-        return recompute_drawing if any(r is not None and r.random for r in again) else recompute
+        return (
+            recompute_drawing_segment
+            if any(r is not None and r.random for r in again)
+            else recompute_segment
+        )
 
     # Values
 

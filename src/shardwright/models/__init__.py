@@ -6,7 +6,7 @@
 """
 
 from shardwright.models.build import build, build_hf, example_batch
-from shardwright.models.dimensions import MODELS, Dimensions, dimensions
 from shardwright.models.lora import LoRA
+from shardwright.models.sizes import MODELS, Dimensions, dimensions
 
 __all__ = ["MODELS", "Dimensions", "LoRA", "build", "build_hf", "dimensions", "example_batch"]

@@ -1,4 +1,4 @@
-"""Baichuan 2: LLaMA's blocks, positions rotary (7B) or ALiBi (13B), and a normalised head."""
+"""Baichuan 2: LLaMA's blocks, positions rotary (7B) or ALiBi (13B), and a normalized head."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwright.models.attention import Attention, causal_attention
-from shardwright.models.dimensions import Dimensions
-from shardwright.models.loss import next_token_loss
-from shardwright.models.positions import alibi_features, alibi_slopes, rotary, rotated
-from shardwright.models.weights import draw_weights
+from shardwright.models.attention import (
+    Attention,
+    alibi_features,
+    alibi_slopes,
+    causal_attention,
+    rotary,
+    rotated,
+)
+from shardwright.models.loss import draw_weights, next_token_loss
+from shardwright.models.sizes import Dimensions
 
 Angles = tuple[Tensor, Tensor]
 
 
-class SelfAttention(nn.Module):
+class BaichuanAttention(nn.Module):
     """Attention of all heads; positions enter as the angles that are given, or as ALiBi."""
 
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
@@ -42,7 +47,7 @@ class SelfAttention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
+class BaichuanFeedForward(nn.Module):
     def __init__(self, sizes: Dimensions) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
@@ -53,11 +58,11 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(nn.Module):
+class BaichuanBlock(nn.Module):
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(sizes, kind)
-        self.mlp = FeedForward(sizes)
+        self.self_attn = BaichuanAttention(sizes, kind)
+        self.mlp = BaichuanFeedForward(sizes)
         self.input_layernorm = nn.RMSNorm(sizes.hidden_size, sizes.norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(sizes.hidden_size, sizes.norm_eps)
 
@@ -66,14 +71,14 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Backbone(nn.Module):
+class BaichuanBackbone(nn.Module):
     """From token numbers to hidden states."""
 
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
         super().__init__()
         self.sizes = sizes
         self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
-        self.layers = nn.ModuleList(Block(sizes, kind) for _ in range(sizes.num_layers))
+        self.layers = nn.ModuleList(BaichuanBlock(sizes, kind) for _ in range(sizes.num_layers))
         self.norm = nn.RMSNorm(sizes.hidden_size, sizes.norm_eps)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -102,7 +107,7 @@ class Baichuan(nn.Module):
 
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
         super().__init__()
-        self.model = Backbone(sizes, kind)
+        self.model = BaichuanBackbone(sizes, kind)
         self.lm_head = NormHead(sizes)
         draw_weights(self)
 

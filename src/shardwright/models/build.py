@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from shardwright.errors import ConfigError
 from shardwright.models.attention import Attention
 from shardwright.models.baichuan import Baichuan
-from shardwright.models.causal_lm import causal_lm
-from shardwright.models.decoder import llama, qwen
-from shardwright.models.dimensions import Dimensions, dimensions
+from shardwright.models.hf_causal_lm import causal_lm
+from shardwright.models.llama_qwen import llama, qwen
 from shardwright.models.lora import LoRA, adapt
 from shardwright.models.pangualpha import PanguAlpha
+from shardwright.models.sizes import Dimensions, dimensions
 
 _FAMILIES: Mapping[str, Callable[[Dimensions, Attention], nn.Module]] = {
     "llama": llama,

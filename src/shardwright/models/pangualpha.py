@@ -8,12 +8,11 @@ from torch.nn import functional as F
 
 from shardwright.errors import ConfigError
 from shardwright.models.attention import Attention, causal_attention
-from shardwright.models.dimensions import Dimensions
-from shardwright.models.loss import next_token_loss
-from shardwright.models.weights import draw_weights
+from shardwright.models.loss import draw_weights, next_token_loss
+from shardwright.models.sizes import Dimensions
 
 
-class SelfAttention(nn.Module):
+class PanguAttention(nn.Module):
     """Attention of all heads, with queries of its own or of what is given."""
 
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
@@ -40,7 +39,7 @@ class SelfAttention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
+class PanguFeedForward(nn.Module):
     def __init__(self, sizes: Dimensions) -> None:
         super().__init__()
         self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size)
@@ -55,14 +54,14 @@ def fast_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-class Block(nn.Module):
+class PanguBlock(nn.Module):
     """Norms stand before attention and feed-forward layers; the query layer is one that is given
     queries."""
 
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(sizes, kind)
-        self.mlp = FeedForward(sizes)
+        self.self_attn = PanguAttention(sizes, kind)
+        self.mlp = PanguFeedForward(sizes)
         self.input_layernorm = nn.LayerNorm(sizes.hidden_size, sizes.norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(sizes.hidden_size, sizes.norm_eps)
         self.dropout = nn.Dropout(sizes.dropout)
@@ -72,7 +71,7 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
-class Backbone(nn.Module):
+class PanguBackbone(nn.Module):
     """From token numbers to the hidden states of the query layer."""
 
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
@@ -81,10 +80,10 @@ class Backbone(nn.Module):
         self.embed_tokens = nn.Embedding(sizes.vocab_size, width)
         self.embed_positions = nn.Embedding(sizes.seq_length, width)
         self.dropout = nn.Dropout(sizes.dropout)
-        self.layers = nn.ModuleList(Block(sizes, kind) for _ in range(sizes.num_layers - 1))
+        self.layers = nn.ModuleList(PanguBlock(sizes, kind) for _ in range(sizes.num_layers - 1))
         self.norm = nn.LayerNorm(width, sizes.norm_eps)
         self.embed_queries = nn.Embedding(sizes.seq_length, width)
-        self.query_layer = Block(sizes, kind)
+        self.query_layer = PanguBlock(sizes, kind)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         positions, most = input_ids.shape[1], self.embed_positions.num_embeddings
@@ -105,7 +104,7 @@ class PanguAlpha(nn.Module):
 
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
         super().__init__()
-        self.model = Backbone(sizes, kind)
+        self.model = PanguBackbone(sizes, kind)
         draw_weights(self)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

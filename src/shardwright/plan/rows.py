@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.layout import TensorLayout
+from shardwright.layout.axes import Shape
+from shardwright.layout.layout import TensorLayout
 
-Shape = tuple[int, ...]
 Strategy = tuple[tuple[int, ...], ...]
 
 
@@ -114,3 +114,41 @@ class StepRow:
     computation: float
     communication: float
     bubble: float = 0.0
+
+
+def is_notable(row: OperatorRow) -> bool:
+    """Whether there is more to say of an operator than that it follows its neighbors."""
+    return row.main or row.pinned or row.rule is None or row.bytes > 0
+
+
+def shape_text(sizes: Shape) -> str:
+    """
+    >>> shape_text((4, 8, 32))
+    '4×8×32'
+    """
+    return "×".join(map(str, sizes)) or "1"
+
+
+def cuts_text(row: OperatorRow) -> str:
+    """`b/ab, k/c`: each factor that is cut, with its axes."""
+    return ", ".join(f"{factor}/{''.join(axes)}" for factor, axes in row.cuts.items())
+
+
+def strategy_text(parts: Strategy) -> str:
+    """
+    >>> strategy_text(((2, 4), (4,)))
+    '((2,4),(4,))'
+    """
+    inner = ",".join(f"({','.join(map(str, p))}{',' if len(p) == 1 else ''})" for p in parts)
+    return f"({inner}{',' if len(parts) == 1 else ''})"
+
+
+def seconds_text(number: float) -> str:
+    """
+    >>> seconds_text(1.24), seconds_text(0.0351), seconds_text(0.00021)
+    ('1.24 s', '35.1 ms', '210 μs')
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if number * scale >= 1:
+            return f"{number * scale:.3g} {unit}"
+    return f"{number * 1e6:.3g} μs"

@@ -5,34 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shardwright.constraints import Entry, OperatorStrategy
+from shardwright.constraints.parse import Reading
+from shardwright.constraints.strategy_file import FileEntry
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
-from shardwright.layout import Axes, TensorLayout, prime_mesh
-from shardwright.plan.plan import Plan
+from shardwright.layout.axes import Axes
+from shardwright.layout.layout import TensorLayout, prime_mesh
+from shardwright.plan.data import PlanData
 from shardwright.plan.rows import OperatorRow
-from shardwright.strategy import Entry, OperatorStrategy
-from shardwright.strategy.file import Said
-from shardwright.strategy.reading import Reading
 
 
-def strategies(plan: Plan) -> dict[str, Said]:
+def strategies(plan: PlanData) -> dict[str, FileEntry]:
     """What is to be said of each operator and each module to get the cuts of `plan` again.
 
     Operators without a sharding rule are left out, nothing can be said of them.
     """
     found = {
-        row.name: Said(plan.pins.get(row.name) or _strategy(plan, row))
+        row.name: FileEntry(plan.pins.get(row.name) or _strategy(plan, row))
         for row in plan.operators
         if row.rule is not None
     }
     for name, entry in _stored(plan):
         module, _, parameter = name.rpartition(".")
-        said = found.get(module, Said(None))
+        said = found.get(module, FileEntry(None))
         found[module] = replace(said, parameters={**said.parameters, parameter: entry})
     return found
 
 
-def _strategy(plan: Plan, row: OperatorRow) -> OperatorStrategy:
+def _strategy(plan: PlanData, row: OperatorRow) -> OperatorStrategy:
     outputs = _outputs(plan, row)
     counts = OperatorStrategy(tuple(layout.shard_counts for layout in row.read), outputs)
     exact = OperatorStrategy(tuple(_placed(layout) for layout in row.read), outputs)
@@ -41,7 +42,7 @@ def _strategy(plan: Plan, row: OperatorRow) -> OperatorStrategy:
     return counts if plan.graph is not None and _suffice(plan, plan.graph, counts, row) else exact
 
 
-def _outputs(plan: Plan, row: OperatorRow) -> tuple[Entry, ...] | None:
+def _outputs(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
     """Layouts of the outputs where they are told, or alone say how a factor is cut."""
     told = plan.outputs.get(row.name)
     if told is not None:
@@ -56,7 +57,7 @@ def _placed(layout: TensorLayout) -> TensorLayout:
     return replace(layout, partial=frozenset(), varying=frozenset())
 
 
-def _suffice(plan: Plan, graph: Graph, counts: OperatorStrategy, row: OperatorRow) -> bool:
+def _suffice(plan: PlanData, graph: Graph, counts: OperatorStrategy, row: OperatorRow) -> bool:
     """Whether counts are read as the same cuts."""
     if plan.mesh.device_matrix != prime_mesh(plan.devices).device_matrix:
         return False
@@ -67,7 +68,7 @@ def _suffice(plan: Plan, graph: Graph, counts: OperatorStrategy, row: OperatorRo
     return cuts == plan.cuts.get(row.name, {})
 
 
-def _stored(plan: Plan) -> Iterator[tuple[str, Entry]]:
+def _stored(plan: PlanData) -> Iterator[tuple[str, Entry]]:
     """The parameters that are stored otherwise than as they are used, and how."""
     used: dict[str, tuple[Axes, ...]] = {}
     for row in plan.operators:

@@ -21,12 +21,11 @@ from shardwright.rules import (
     embedding,
     indexing,
     loss,
-    normalisation,
+    normalization,
     pointwise,
     pooling,
     recurrent,
     reduction,
-    softmax,
     views,
 )
 from shardwright.rules.rule import RuleMaker, ShardingRule, registered
@@ -35,7 +34,7 @@ __all__ = ["ShardingRule", "rule_of"]
 
 _REGISTERING = (
     *(attention, contraction, convolution, creation, cross_entropy, dropout, embedding, indexing),
-    *(loss, normalisation, pointwise, pooling, recurrent, reduction, softmax, views),
+    *(loss, normalization, pointwise, pooling, recurrent, reduction, views),
 )
 
 

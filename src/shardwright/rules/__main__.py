@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwright.graph import functional
-from shardwright.graph.graph import Op, Target, Value
+from shardwright.graph import custom_ops
+from shardwright.graph.graph import Op, OpTarget, Value
 from shardwright.rules import rule_of
 from shardwright.rules.pointwise import pointwise
 from shardwright.rules.rule import RuleMaker, ShardingRule, registered, registry
@@ -27,7 +27,7 @@ _HEADS = tuple(_tensor(2, 8, 6, 4) for _ in range(3))
 _GROUPED = tuple(_tensor(*shape, dtype=torch.bfloat16) for shape in ((8, 16), (2, 16, 8)))
 _IMAGES = _tensor(2, 4, 8, 8)
 
-_EXAMPLES: tuple[tuple[Target, tuple[object, ...]], ...] = (
+_EXAMPLES: tuple[tuple[OpTarget, tuple[object, ...]], ...] = (
     (aten.linear.default, (_tensor(2, 6, 4), _tensor(8, 4))),
     (aten.matmul.default, (_tensor(2, 8, 6, 4), _tensor(2, 8, 4, 6))),
     (aten.addmm.default, (_tensor(8), _tensor(6, 4), _tensor(4, 8))),
@@ -44,7 +44,7 @@ _EXAMPLES: tuple[tuple[Target, tuple[object, ...]], ...] = (
     (aten.softmax.int, (_tensor(2, 6, 4), -1)),
     (aten.dropout.default, (_tensor(2, 6), 0.1, True)),
     (aten.max_pool2d.default, (_IMAGES, [2, 2])),
-    (functional.cross_entropy, (_tensor(2, 6, 8), _indices(2, 6))),
+    (custom_ops.cross_entropy, (_tensor(2, 6, 8), _indices(2, 6))),
     (aten.mse_loss.default, (_tensor(2, 6), _tensor(2, 6))),
     (aten.clone.default, (_tensor(2, 6),)),
     (aten.prelu.default, (_tensor(2, 4, 6), _tensor(4))),
@@ -78,7 +78,7 @@ _EXAMPLES: tuple[tuple[Target, tuple[object, ...]], ...] = (
 )
 
 
-def example(target: Target, args: tuple[object, ...]) -> ShardingRule | None:
+def example(target: OpTarget, args: tuple[object, ...]) -> ShardingRule | None:
     """The rule of `target(*args)`, `args` being tensors without data."""
 
     def value(tensor: Tensor) -> Value:
@@ -89,7 +89,7 @@ def example(target: Target, args: tuple[object, ...]) -> ShardingRule | None:
     return rule_of(Op("example", target, values, {}, tuple(value(output) for output in outputs)))
 
 
-def table() -> str:
+def rules_table() -> str:
     """Markdown: for each kind of rule its operators, an example and the factors that give sums."""
     operators: dict[RuleMaker, dict[str, None]] = {}
     for target, maker in registry().items():
@@ -119,4 +119,4 @@ def _name(target: object) -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    print(rules_table())

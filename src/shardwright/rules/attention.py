@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwright.graph.graph import Op
-from shardwright.rules.arguments import arguments, input_dims
-from shardwright.rules.notation import sharding_rule
+from shardwright.rules.notation import call_arguments, input_dims, sharding_rule
 from shardwright.rules.rule import Dims, Main, ShardingRule, rule_for
 
 
@@ -19,7 +18,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
     positions of queries and keys: queries stay whole there. The keys (`t`) and the features of
     queries and keys (`d`) stay whole.
     """
-    given = arguments(op)
+    given = call_arguments(op)
     query, key, mask = given["query"], given["key"], given["attn_mask"]
     ndim = len(query.shape)
     queries = None if given["is_causal"] else "s"

@@ -6,8 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwright.graph.graph import Op
-from shardwright.rules.arguments import arguments, input_dims, with_arguments
-from shardwright.rules.notation import overloads, sharding_rule
+from shardwright.rules.notation import (
+    call_arguments,
+    input_dims,
+    overloads,
+    sharding_rule,
+    with_arguments,
+)
 from shardwright.rules.rule import Dims, Local, Main, ShardingRule, rule_for
 
 
@@ -23,7 +28,7 @@ def transposed_convolution(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("convolution"))
 def general_convolution(op: Op) -> ShardingRule:
-    return _convolution(op, transposed=arguments(op)["transposed"])
+    return _convolution(op, transposed=call_arguments(op)["transposed"])
 
 
 def _convolution(op: Op, transposed: bool) -> ShardingRule:
@@ -33,7 +38,7 @@ def _convolution(op: Op, transposed: bool) -> ShardingRule:
     by one factor `g` of input, weight and output. A bias is added by every device, so with one the
     input channels stay whole.
     """
-    given = arguments(op)
+    given = call_arguments(op)
     weight, groups = given["weight"], given["groups"]
     space: Dims = (None,) * (len(weight.shape) - 2)
     batch: Dims = ("b",)[: len(op.output.shape) - len(space) - 1]
@@ -62,4 +67,4 @@ def _inputs(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, ...]:
 
 
 def _grouped(op: Op, local: Local) -> Callable[..., Any]:
-    return with_arguments(op, groups=arguments(op)["groups"] // local.parts.get("g", 1))
+    return with_arguments(op, groups=call_arguments(op)["groups"] // local.parts.get("g", 1))

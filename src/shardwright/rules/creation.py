@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from shardwright.graph.graph import Op
-from shardwright.rules.arguments import parameters
-from shardwright.rules.notation import draws_random, names, overloads, sharding_rule
+from shardwright.rules.notation import (
+    draws_random,
+    names,
+    overloads,
+    schema_parameters,
+    sharding_rule,
+)
 from shardwright.rules.rule import ShardingRule, rule_for
 
 
@@ -12,7 +17,7 @@ from shardwright.rules.rule import ShardingRule, rule_for
 @rule_for(*overloads("new_zeros", "new_ones", "new_full", "new_empty"))
 def filled(op: Op) -> ShardingRule:
     """Every device makes its part; a tensor given for its dtype is not cut."""
-    place = list(parameters(op.target)).index("size")
+    place = list(schema_parameters(op.target)).index("size")
     by_position = place < len(op.args)
     dims = names(op.output) if by_position else (None,) * len(op.output.shape)
     return sharding_rule(

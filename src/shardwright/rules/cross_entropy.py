@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.graph.functional import cross_entropy
+from shardwright.graph.custom_ops import cross_entropy
 from shardwright.graph.graph import Op
-from shardwright.rules.arguments import arguments, binder, input_dims
 from shardwright.rules.loss import (
     SUM,
     accumulated,
@@ -25,7 +24,7 @@ from shardwright.rules.loss import (
     kernel_of_mean,
     mean_over_targets,
 )
-from shardwright.rules.notation import NAMES, sharding_rule
+from shardwright.rules.notation import NAMES, binder, call_arguments, input_dims, sharding_rule
 from shardwright.rules.rule import Dims, Local, Reduction, ShardingRule, rule_for
 
 NONE = 0
@@ -34,7 +33,7 @@ NONE = 0
 @rule_for(cross_entropy)
 def rule_of_cross_entropy(op: Op) -> ShardingRule:
     """Rows and classes may be cut. A reduced loss is a partial sum where rows are cut."""
-    given = arguments(op)
+    given = call_arguments(op)
     rows: Dims = tuple(name for name in NAMES if name != "v")[: len(given["logits"].shape) - 1]
     target = (*rows, "v") if _by_probabilities(op) else rows
     dims: dict[str, Dims] = {"logits": (*rows, "v"), "target": target, "weight": ("v",)}
@@ -50,14 +49,14 @@ def rule_of_cross_entropy(op: Op) -> ShardingRule:
 
 
 def _by_probabilities(op: Op) -> bool:
-    return bool(arguments(op)["target"].dtype.is_floating_point)
+    return bool(call_arguments(op)["target"].dtype.is_floating_point)
 
 
 def _reductions(op: Op, parts: Mapping[str, int]) -> tuple[Reduction, ...]:
     counted = () if _by_probabilities(op) else mean_over_targets(op, parts)
     if parts.get("v", 1) == 1:
         return counted
-    given = arguments(op)
+    given = call_arguments(op)
     logits = given["logits"]
     dims = [name for name in NAMES if name != "v"]
     rows = tuple(n // parts.get(f, 1) for n, f in zip(logits.shape[:-1], dims, strict=False))
@@ -74,7 +73,7 @@ def _number_of_sums(op: Op) -> int:
     """Σ exp z, Σ a z, W where it is not 1, and with class weights that of the target."""
     if _by_probabilities(op):
         return 3
-    return 2 if arguments(op)["weight"] is None else 4
+    return 2 if call_arguments(op)["weight"] is None else 4
 
 
 def _kernel(op: Op, local: Local) -> Callable[..., Any]:
@@ -86,7 +85,7 @@ def _kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 
 def _over_cut_classes(op: Op, local: Local) -> Callable[..., Any]:
-    logits = arguments(op)["logits"]
+    logits = call_arguments(op)["logits"]
     first = local.index("v") * (logits.shape[-1] // local.parts["v"])
     reduce_max, reduce_sum, *reduce_count = local.reduce
     probabilities, bind = _by_probabilities(op), binder(op)

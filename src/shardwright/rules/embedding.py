@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from shardwright.graph.graph import Op
-from shardwright.rules.arguments import arguments, binder
-from shardwright.rules.notation import names, sharding_rule
+from shardwright.rules.notation import binder, call_arguments, names, sharding_rule
 from shardwright.rules.rule import Dims, Local, Main, ShardingRule, rule_for
 
 aten = torch.ops.aten
@@ -22,7 +21,7 @@ def embedding(op: Op) -> ShardingRule:
     Gradients that are sparse or scaled by how often an index occurs need all indices and rows
     in one place: only the features may be cut then.
     """
-    given = arguments(op)
+    given = call_arguments(op)
     indices = names(given["indices"], taken="ve")
     if given["sparse"] or given["scale_grad_by_freq"]:
         whole: Dims = (None,) * len(indices)

@@ -42,7 +42,7 @@ def stack(op: Op) -> ShardingRule:
 @rule_for(*overloads("unsafe_split_with_sizes", "narrow"))
 @rule_for(aten.split.Tensor, aten.split.sizes, aten.split.default)
 @rule_for(aten.tensor_split.sections, aten.tensor_split.indices)
-def split(op: Op) -> ShardingRule:
+def split_rule(op: Op) -> ShardingRule:
     dims = without(names(op.inputs[0]), argument(op, "dim"))
     others = [(None,) * len(value.shape) for value in op.inputs[1:]]
     return sharding_rule(op, (dims, *others), (dims,) * len(op.outputs))

@@ -9,10 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.graph.functional import MEAN
+from shardwright.graph.custom_ops import MEAN
 from shardwright.graph.graph import Op
-from shardwright.rules.arguments import arguments, binder, input_dims, parameters
-from shardwright.rules.notation import NAMES, aligned, overloads, sharding_rule
+from shardwright.rules.notation import (
+    NAMES,
+    aligned,
+    binder,
+    call_arguments,
+    input_dims,
+    overloads,
+    schema_parameters,
+    sharding_rule,
+)
 from shardwright.rules.rule import (
     Ahead,
     Dims,
@@ -43,7 +51,7 @@ def loss_of_elements(op: Op) -> ShardingRule:
 def kernel_of_mean(op: Op, local: Local) -> Callable[..., Any]:
     """The target itself, its result divided by the number of parts if that is a mean."""
     parts = prod(local.parts.values())
-    if arguments(op)["reduction"] != MEAN or parts == 1:
+    if call_arguments(op)["reduction"] != MEAN or parts == 1:
         return op.target
     return lambda *args, **kwargs: op.target(*args, **kwargs) / parts
 
@@ -51,7 +59,7 @@ def kernel_of_mean(op: Op, local: Local) -> Callable[..., Any]:
 def _reduced_loss(
     op: Op, inputs: tuple[Dims, ...], rows: Dims, kernel: Kernel, reductions: Any = no_reductions
 ) -> ShardingRule:
-    output = () if arguments(op)["reduction"] else rows
+    output = () if call_arguments(op)["reduction"] else rows
     reduced = () if output else [str(name) for name in rows]
     return sharding_rule(
         op, inputs, (output,), reduced=reduced, kernel=kernel, reductions=reductions
@@ -69,7 +77,7 @@ def loss_of_pairs(op: Op) -> ShardingRule:
 @rule_for(*overloads("nll_loss_nd", "nll_loss", "nll_loss2d"))
 def nll_loss(op: Op) -> ShardingRule:
     """`b v s -> b s`: all but the classes may be cut. A mean counts the valid targets of all."""
-    given = arguments(op)
+    given = call_arguments(op)
     rows: Dims = tuple(name for name in NAMES if name != "v")[: len(given["target"].shape)]
     scores = (*rows[:1], None, *rows[1:])
     inputs = input_dims(op, {"self": scores, "target": rows, "weight": (None,)})
@@ -79,7 +87,7 @@ def nll_loss(op: Op) -> ShardingRule:
 def mean_over_targets(op: Op, parts: Mapping[str, int]) -> tuple[Reduction, ...]:
     """The all-reduce of the number (or weight) of valid targets, where a mean goes over parts."""
     cut = tuple(factor for factor, count in parts.items() if factor != "v" and count > 1)
-    if arguments(op)["reduction"] != MEAN or not cut:
+    if call_arguments(op)["reduction"] != MEAN or not cut:
         return ()
     dtype = accumulated(op.output.dtype)
     return (Reduction(cut, "sum", (), dtype, differentiable=False),)
@@ -95,8 +103,8 @@ def divided_by_targets(op: Op, reduce_count: Reduce) -> Ahead:
 
     The sum may be too large for the half precision that the mean has.
     """
-    named = arguments(op)
-    scores, dtype = next(iter(parameters(op.target))), accumulated(op.output.dtype)
+    named = call_arguments(op)
+    scores, dtype = next(iter(schema_parameters(op.target))), accumulated(op.output.dtype)
     ignored, bind = named["ignore_index"], binder(op)
     counted = [named[name] for name in ("target", "weight") if named[name] is not None]
 

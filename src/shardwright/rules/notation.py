@@ -9,14 +9,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from string import ascii_lowercase
 from typing import Any, TypedDict, Unpack
 
 import torch
 
-from shardwright.graph.graph import Op, Value
-from shardwright.rules.arguments import arguments
+from shardwright.graph.graph import Op, OpTarget, Value
 from shardwright.rules.rule import Dims, Kernel, Main, Reduction, ShardingRule
 
 _LEADING = "bstuvwxyz"
@@ -24,7 +25,7 @@ NAMES = _LEADING + "".join(c for c in ascii_lowercase if c not in _LEADING)
 """The names of dimensions that have none of their own, in order."""
 
 
-class Options(TypedDict, total=False):
+class RuleOptions(TypedDict, total=False):
     """What `ShardingRule` takes besides dimensions and sizes."""
 
     complete: frozenset[str]
@@ -41,7 +42,7 @@ def from_notation(
     *,
     reduced: str | Iterable[str] = (),
     capacity: Mapping[str, int] | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[RuleOptions],
 ) -> ShardingRule:
     """The rule of `op` in notation, sizes taken from the shapes of its tensors.
 
@@ -80,7 +81,7 @@ def sharding_rule(
     *,
     reduced: str | Iterable[str] = (),
     capacity: Mapping[str, int] | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[RuleOptions],
 ) -> ShardingRule:
     """The rule of `op` with these dimensions, sizes taken from the shapes of its tensors.
 
@@ -136,7 +137,7 @@ def aligned(op: Op, dims: Dims) -> tuple[Dims, ...]:
 
 def argument(op: Op, name: str, default: Any = None) -> Any:
     """The argument `name` of `op`, or its default; `default` if `op.target` takes none such."""
-    return arguments(op).get(name, default)
+    return call_arguments(op).get(name, default)
 
 
 def draws_random(op: Op) -> bool:
@@ -170,3 +171,56 @@ def _dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
             raise ValueError(f"{' '.join(tokens)!r} does not name {ndim} dimensions")
         tokens = [*tokens[:place], *leading[len(leading) - count :], *tokens[place + 1 :]]
     return tuple(None if token in "_." else token for token in tokens)
+
+
+@cache
+def schema_parameters(target: OpTarget) -> dict[str, Any]:
+    """The names of what `target` takes, in order, with their defaults; None without one."""
+    if isinstance(target, torch._ops.OpOverload):
+        schema = target._schema.arguments
+        return {a.name: a.default_value if a.has_default_value() else None for a in schema}
+    taken = inspect.signature(target).parameters.values()
+    return {p.name: None if p.default is p.empty else p.default for p in taken}
+
+
+def named_arguments(op: Op) -> dict[str, Any]:
+    """What `op` was given, by name, in the order in which it was given; no defaults."""
+    return {**dict(zip(schema_parameters(op.target), op.args, strict=False)), **op.kwargs}
+
+
+def call_arguments(op: Op) -> dict[str, Any]:
+    """Every argument of `op` by name, with the defaults where none was given."""
+    return {**schema_parameters(op.target), **named_arguments(op)}
+
+
+def input_dims(op: Op, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
+    """The dims of `Op.inputs`, from those of the named arguments."""
+    return tuple(
+        dims[name] for name, given in named_arguments(op).items() if isinstance(given, Value)
+    )
+
+
+def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
+    """Gives for a call of a kernel of `op` the arguments by name, with the defaults where none was
+    given. What does not depend on the call is worked out here, once."""
+    defaults = schema_parameters(op.target)
+    names = tuple(defaults)
+
+    def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+    return bind
+
+
+def with_arguments(op: Op, **changed: Any) -> Callable[..., Any]:
+    """The target of `op` as a function of its arguments that replaces those in `changed`."""
+    names = list(schema_parameters(op.target))
+    places = {names.index(name): given for name, given in changed.items()}
+    positional = {i: given for i, given in places.items() if i < len(op.args)}
+    keywords = {names[i]: given for i, given in places.items() if i >= len(op.args)}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        replaced = (positional.get(i, given) for i, given in enumerate(args))
+        return op.target(*replaced, **{**kwargs, **keywords})
+
+    return run

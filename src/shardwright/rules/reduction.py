@@ -13,14 +13,7 @@ from typing import Any
 import torch
 
 from shardwright.graph.graph import Op
-from shardwright.rules.notation import (
-    aligned,
-    argument,
-    names,
-    overloads,
-    sharding_rule,
-    without,
-)
+from shardwright.rules.notation import aligned, argument, names, overloads, sharding_rule, without
 from shardwright.rules.rule import Dims, Local, ShardingRule, rule_for
 
 aten = torch.ops.aten
@@ -53,7 +46,7 @@ def _mean_of_part(op: Op, local: Local) -> Callable[..., Any]:
 @rule_for(*overloads("var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm"))
 @rule_for(*overloads("frobenius_norm", "logsumexp", "nanmean", "median", "nanmedian", "mode"))
 @rule_for(*overloads("kthvalue"))
-def reduction(op: Op) -> ShardingRule:
+def reduction_rule(op: Op) -> ShardingRule:
     """What is reduced stays whole."""
     dims = without(names(op.inputs[0]), *_reduced(op))
     return sharding_rule(op, (dims,), (_kept(op, dims),) * len(op.outputs))

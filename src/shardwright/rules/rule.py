@@ -19,7 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwright.graph.graph import Op
-from shardwright.layout import Layout, TensorLayout
+from shardwright.layout.layout import Layout, TensorLayout
 
 Dims = tuple[str | None, ...]
 """The factor that each dimension of a tensor carries; None where it must stay whole."""

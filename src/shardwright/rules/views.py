@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 @rule_for(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-def reshape(op: Op) -> ShardingRule:
+def reshape_rule(op: Op) -> ShardingRule:
     return _reshaped(op, sizes=1)
 
 
@@ -40,7 +40,7 @@ def reshape_to_local_shape(op: Op) -> ShardingRule:
 
 
 def _reshaped(op: Op, **options: Any) -> ShardingRule:
-    source, target, capacity = segments(op.inputs[0].shape, op.output.shape)
+    source, target, capacity = reshape_segments(op.inputs[0].shape, op.output.shape)
     like = [target for _ in op.inputs[1:]]
     return sharding_rule(op, (source, *like), (target,), capacity=capacity, **options)
 
@@ -50,7 +50,9 @@ def _local_reshape(op: Op, local: Local) -> Callable[..., Any]:
     return lambda x, *args, **kwargs: x.reshape(shape)
 
 
-def segments(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Dims, Dims, dict[str, int]]:
+def reshape_segments(
+    source: tuple[int, ...], target: tuple[int, ...]
+) -> tuple[Dims, Dims, dict[str, int]]:
     """What may be cut when a tensor of shape `source` is read as one of shape `target`.
 
     Returns:
@@ -80,7 +82,7 @@ def segments(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Dims, Di
 
 @rule_for(*overloads("permute", "transpose", "t", "numpy_T", "mT", "movedim", "moveaxis"))
 @rule_for(*overloads("swapaxes", "swapdims", "adjoint", "matrix_H", "mH"))
-def permute(op: Op) -> ShardingRule:
+def permute_rule(op: Op) -> ShardingRule:
     """Every dimension goes over whole into another place, found by permuting distinct sizes."""
     dims = names(op.inputs[0])
     marked = torch.empty([2 + i for i in range(len(dims))], device="meta")
@@ -115,7 +117,7 @@ def _expand_all(op: Op, local: Local) -> Callable[..., Any]:
 
 
 @rule_for(*overloads("repeat", "tile"))
-def repeat(op: Op) -> ShardingRule:
+def repeat_rule(op: Op) -> ShardingRule:
     """Dimensions that are repeated stay whole."""
     dims = names(op.output)
     (x,) = aligned(op, dims)

@@ -6,22 +6,24 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shardwright.constraints import ResolvedConstraints
 from shardwright.errors import IndivisibleError, StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.rules.rule import Cuts
-from shardwright.search.exact import search_exactly
-from shardwright.search.presets import data_parallel, semi_auto, stand_alone
-from shardwright.search.propagation import propagate
-from shardwright.search.recursive import search
-from shardwright.search.timed import search_by_time
-from shardwright.strategy import Fixed
+from shardwright.search.baselines import data_parallel, semi_auto, stand_alone
+from shardwright.search.by_time.exact import search_exactly
+from shardwright.search.by_time.search import search_by_time
+from shardwright.search.propagation.propagation import propagate
+from shardwright.search.recursive.search import search_recursively
 
 logger = logging.getLogger("shardwright.search")
 
-Search = Callable[[Graph, Fixed, Mapping[str, Any]], Mapping[str, Cuts]]
+Search = Callable[[Graph, ResolvedConstraints, Mapping[str, Any]], Mapping[str, Cuts]]
 
 
-def _recursive(graph: Graph, fixed: Fixed, options: Mapping[str, Any]) -> Mapping[str, Cuts]:
+def _recursive(
+    graph: Graph, fixed: ResolvedConstraints, options: Mapping[str, Any]
+) -> Mapping[str, Cuts]:
     if options["pricing"] is not None:
         return search_by_time(
             graph,
@@ -32,7 +34,7 @@ def _recursive(graph: Graph, fixed: Fixed, options: Mapping[str, Any]) -> Mappin
             arrivals=options["arrivals"],
         )
     try:
-        return search(
+        return search_recursively(
             graph,
             fixed.mesh,
             pinned=fixed.cuts,
@@ -46,7 +48,9 @@ def _recursive(graph: Graph, fixed: Fixed, options: Mapping[str, Any]) -> Mappin
         return {}
 
 
-def _exact(graph: Graph, fixed: Fixed, options: Mapping[str, Any]) -> Mapping[str, Cuts]:
+def _exact(
+    graph: Graph, fixed: ResolvedConstraints, options: Mapping[str, Any]
+) -> Mapping[str, Cuts]:
     found = search_exactly(
         graph,
         fixed.mesh,

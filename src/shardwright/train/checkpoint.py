@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
-from shardwright.lower.devices import world_timeout
-from shardwright.lower.parallel import ParallelModule
+from shardwright.parallel.module import ParallelModule
 from shardwright.plan import Plan
-from shardwright.train import state
-from shardwright.train.names import saved_names
+from shardwright.runtime.devices import world_timeout
+from shardwright.train import checkpoint_state
+from shardwright.train.parameter_names import saved_names
 from shardwright.train.position import Position
 
 VERSION = 1
@@ -143,14 +143,14 @@ class Checkpoints:
             CheckpointError: the optimizer has other parameters than the model, or state that is no
                 tensor; or this checkpoint, or the one before, could not be written.
         """
-        tensors = state.model_tensors(net)
+        tensors = checkpoint_state.model_tensors(net)
         if optimizer is not None:
-            tensors |= state.optimizer_tensors(net, optimizer)
+            tensors |= checkpoint_state.optimizer_tensors(net, optimizer)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            tensors |= state.random_tensors(state.device_of(net))
+            tensors |= checkpoint_state.random_tensors(checkpoint_state.device_of(net))
         about = About(
             position=position,
-            groups=None if optimizer is None else state.optimizer_groups(optimizer),
+            groups=None if optimizer is None else checkpoint_state.optimizer_groups(optimizer),
             random=(net.seed, net.steps) if isinstance(net, ParallelModule) else None,
             fingerprint=plan.fingerprint if plan is not None else None,
             devices=plan.devices if plan is not None else None,
@@ -210,25 +210,25 @@ class Checkpoints:
             for key, entry in reader.read_metadata().state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        prefix = f"{state.MODEL}."
+        prefix = f"{checkpoint_state.MODEL}."
         shapes = {k.removeprefix(prefix): e.size for k, e in saved.items() if k.startswith(prefix)}
         names = saved_names(net, shapes, str(folder), new_adapters=optimizer is None)
-        held, optimized = state.model_tensors(net), dict[str, Tensor]()
+        held, optimized = checkpoint_state.model_tensors(net), dict[str, Tensor]()
         model = {
             prefix + names[name]: held[prefix + name] for name in names if prefix + name in held
         }
         if optimizer is not None:
             if about.groups is None:
                 raise CheckpointError(f"{folder} was saved without an optimizer")
-            optimized = state.places_for_optimizer(net, optimizer, saved)
-        device = state.device_of(net)
-        random = {k: v for k, v in state.random_tensors(device).items() if k in saved}
+            optimized = checkpoint_state.places_for_optimizer(net, optimizer, saved)
+        device = checkpoint_state.device_of(net)
+        random = {k: v for k, v in checkpoint_state.random_tensors(device).items() if k in saved}
         places = {**model, **optimized, **random}
         with _saying(folder):
             state_dict_loader.load(places, storage_reader=reader, no_dist=True)
         if optimizer is not None and about.groups is not None:
-            state.restore_optimizer(net, optimizer, optimized, about.groups)
-        state.restore_random(random, device)
+            checkpoint_state.restore_optimizer(net, optimizer, optimized, about.groups)
+        checkpoint_state.restore_random(random, device)
         if isinstance(net, ParallelModule) and about.random is not None:
             net.seed, net.steps = about.random
         return about.position

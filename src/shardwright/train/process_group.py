@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardwright.lower.waiting import naming_conversions
+from shardwright.runtime.collective_errors import naming_conversions
 
 TIMEOUT = timedelta(minutes=10)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from shardwright.errors import DataError
-from shardwright.layout import TensorLayout
+from shardwright.layout.layout import TensorLayout
 from shardwright.plan import Plan
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.config.load import parse_yaml, read_text
 from shardwright.config.mindformers import LanguageRun, language_run
-from shardwright.config.yaml_text import parse_yaml, read_text
 from shardwright.models import MODELS
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from config.mindformers.files import run_of
-from shardwright.decided import OptimizerParallel
+from shardwright.partition.decisions import OptimizerParallel
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def planned(file: Path, text: str, devices: int = 8) -> Plan:
 def check_same(first: Plan, second: Plan) -> None:
     assert first.cuts == second.cuts
     assert first.storage == second.storage
-    assert first.pipeline.part_of == second.pipeline.part_of
+    assert first.pipeline.chunk_of == second.pipeline.chunk_of
     assert (first.forward_bytes, first.backward_bytes) == (
         second.forward_bytes,
         second.backward_bytes,

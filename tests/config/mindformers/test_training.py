@@ -8,24 +8,24 @@ import pytest
 
 from config.mindformers.files import run_of
 from shardwright.config.mindformers.training import Recomputation
-from shardwright.train.schedule import Schedule
+from shardwright.train.lr_schedule import LRSchedule
 
 
 @pytest.mark.parametrize(
     ("section", "schedule"),
     [
-        (None, Schedule("constant", 1e-4)),
+        (None, LRSchedule("constant", 1e-4)),
         (
             {"type": "CosineWithWarmUpLR", "warmup_ratio": 0.03, "total_steps": -1},
-            Schedule("cosine", 1e-4, warmup_ratio=0.03),
+            LRSchedule("cosine", 1e-4, warmup_ratio=0.03),
         ),
         (
             {"type": "polynomial", "warmup_steps": 20, "lr_end": "1e-6", "total_steps": 500},
-            Schedule("polynomial", 1e-4, end=1e-6, warmup_steps=20, total_steps=500),
+            LRSchedule("polynomial", 1e-4, end=1e-6, warmup_steps=20, total_steps=500),
         ),
     ],
 )
-def test_the_learning_rate_is_that_of_the_schedule(section: Any, schedule: Schedule) -> None:
+def test_the_learning_rate_is_that_of_the_schedule(section: Any, schedule: LRSchedule) -> None:
     assert run_of(lr_schedule=section).training.optimizer.schedule == schedule
 
 

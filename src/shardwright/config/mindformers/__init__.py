@@ -1,10 +1,6 @@
 """Configuration files of the MindFormers shape, accepted as they are."""
 
-from shardwright.config.mindformers.language_run import (
-    LanguageRun,
-    has_this_shape,
-    language_run,
-)
-from shardwright.config.mindformers.translated import translated
+from shardwright.config.mindformers.run import LanguageRun, is_mindformers, language_run
+from shardwright.config.mindformers.translate import translate_run
 
-__all__ = ["LanguageRun", "has_this_shape", "language_run", "translated"]
+__all__ = ["LanguageRun", "is_mindformers", "language_run", "translate_run"]

@@ -10,9 +10,9 @@ from typing import Any
 from shardwright.config.mindformers.keys import Keys
 from shardwright.errors import ConfigError
 from shardwright.models.attention import Attention
-from shardwright.models.dimensions import Dimensions, Family, Positions, feed_forward_size
 from shardwright.models.lora import LoRA
 from shardwright.models.loss import IGNORED
+from shardwright.models.sizes import Dimensions, Family, Positions, feed_forward_size
 
 _ARCHITECTURES: Mapping[str, tuple[Family, Positions, str]] = {
     "LlamaForCausalLM": ("llama", "rotary", "LlamaConfig"),
@@ -38,7 +38,7 @@ _LAYERS = {
 
 
 @dataclass(frozen=True)
-class Model:
+class MindFormersModel:
     """A model as the file describes it.
 
     Args:
@@ -53,7 +53,7 @@ class Model:
     lora: LoRA | None
 
 
-def model(keys: Keys, notes: list[str]) -> Model:
+def model(keys: Keys, notes: list[str]) -> MindFormersModel:
     """Reads the model; `notes` takes what is done otherwise than the file says.
 
     Raises:
@@ -81,7 +81,7 @@ def model(keys: Keys, notes: list[str]) -> Model:
         )
     sizes = _sizes(config, family, positions)
     explicit = not config.flag("use_flash_attention", family == "pangualpha")
-    return Model(
+    return MindFormersModel(
         sizes=sizes,
         attention="explicit" if explicit else "fused",
         param_dtype=_dtype(config, "param_init_type", "float32", notes),

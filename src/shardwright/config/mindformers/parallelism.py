@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardwright.config.mindformers.keys import Keys
-from shardwright.decided import OptimizerParallel
 from shardwright.errors import ConfigError
+from shardwright.partition.decisions import OptimizerParallel
 
 _MODES: Mapping[str, str] = {
     "0": "data_parallel",

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwright.config.mindformers.keys import Keys
-from shardwright.train.schedule import Schedule
+from shardwright.config.mindformers.parallelism import WHOLE_OPERATORS, Parallelism
+from shardwright.train.lr_schedule import LRSchedule
 
 _OPTIMIZERS = ("FP32StateAdamWeightDecay", "AdamWeightDecayX", "AdamWeightDecay", "AdamW")
 _SCHEDULES = {
@@ -21,14 +22,14 @@ _CLIP_NORM = 1.0
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class MindFormersOptimizer:
     """AdamW, to which all optimizers of these files come down.
 
     Args:
         clip_norm: norm of all gradients together above which they are scaled down; None for never.
     """
 
-    schedule: Schedule
+    schedule: LRSchedule
     betas: tuple[float, float]
     eps: float
     weight_decay: float
@@ -74,7 +75,7 @@ class Training:
     run_mode: str
     seed: int
     epochs: int
-    optimizer: Optimizer
+    optimizer: MindFormersOptimizer
     recompute: Recomputation
     load_checkpoint: str
     resume: bool
@@ -122,12 +123,12 @@ def _checkpoints(keys: Keys) -> Checkpointing | None:
     return None
 
 
-def _optimizer(keys: Keys) -> Optimizer:
+def _optimizer(keys: Keys) -> MindFormersOptimizer:
     section, wrapper = keys.section("optimizer"), keys.section("runner_wrapper")
     section.text("type", "AdamW", valid=_OPTIMIZERS)
     clips = wrapper.flag("use_clip_grad", False)
     norm = wrapper.number("max_grad_norm", _CLIP_NORM, above=0)
-    return Optimizer(
+    return MindFormersOptimizer(
         schedule=_schedule(keys, section),
         betas=_betas(section),
         eps=section.number("eps", 1e-8, above=0),
@@ -155,7 +156,7 @@ def _betas(section: Keys) -> tuple[float, float]:
     return first, second
 
 
-def _schedule(keys: Keys, optimizer: Keys) -> Schedule:
+def _schedule(keys: Keys, optimizer: Keys) -> LRSchedule:
     section = keys.section("lr_schedule")
     rates = [s.number("learning_rate") for s in (optimizer, section) if s.has("learning_rate")]
     if not rates:
@@ -166,7 +167,7 @@ def _schedule(keys: Keys, optimizer: Keys) -> Schedule:
         )
     (optimizer if optimizer.has("learning_rate") else section).number("learning_rate", above=0)
     if not section.content:
-        return Schedule("constant", rates[0])
+        return LRSchedule("constant", rates[0])
     kind = _SCHEDULES[section.text("type", "ConstantWarmUpLR", valid=list(_SCHEDULES))]
     steps, ratio = section.whole("warmup_steps", 0, least=0), None
     if section.has("warmup_ratio"):
@@ -174,7 +175,7 @@ def _schedule(keys: Keys, optimizer: Keys) -> Schedule:
         if steps:
             raise section.error("warmup_ratio", f"{ratio:g}, but warmup_steps says {steps} steps")
     total = section.whole("total_steps", -1, least=-1)
-    return Schedule(
+    return LRSchedule(
         kind=kind,
         peak=rates[0],
         end=section.number("lr_end", 0.0, least=0),
@@ -192,3 +193,83 @@ def _recompute(section: Keys) -> Recomputation:
         communication=section.flag("mp_comm_recompute", True),
         gathers=section.flag("parallel_optimizer_comm_recompute", False),
     )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What makes the global batch.
+
+        pipeline   full_batch   global batch = batch_size · interleave ·
+        no         False        devices · gradient_accumulation_steps
+        no         True         data_parallel · gradient_accumulation_steps
+        yes        False        devices · micro_batch_num
+        yes        True         data_parallel · micro_batch_num
+
+    A mode that decides no operator (`data_parallel`, `stand_alone`) is the first row, without
+    interleaving. Where `auto_pipeline` may choose several stages there is a pipeline.
+
+    Args:
+        size: `runner_config.batch_size`.
+        gradient_accumulation_steps: without meaning where there are stages.
+        interleave: `micro_batch_interleave_num`.
+    """
+
+    size: int
+    gradient_accumulation_steps: int
+    interleave: int
+    parallelism: Parallelism
+
+    def micro_batches(self) -> int:
+        """Pieces in which the global batch is computed one after the other."""
+        return self.interleave * self._steps()[1]
+
+    def global_batch(self, devices: int) -> int:
+        """Samples of one step on so many devices."""
+        parallelism = self.parallelism
+        replicas = parallelism.data_parallel if parallelism.full_batch else devices
+        return self.size * replicas * self.micro_batches()
+
+    def formula(self, devices: int) -> str:
+        """The row of the rule that holds, with its numbers."""
+        full = self.parallelism.full_batch
+        name, steps = self._steps()
+        replicas = "data_parallel" if full else "devices"
+        number = self.parallelism.data_parallel if full else devices
+        return (
+            f"global batch {self.global_batch(devices)} = batch_size {self.size} · {replicas}"
+            f" {number} · micro_batch_interleave_num {self.interleave} · {name} {steps}"
+        )
+
+    def _steps(self) -> tuple[str, int]:
+        if self.parallelism.pipelined:
+            return "micro_batch_num", self.parallelism.micro_batch_num
+        return "gradient_accumulation_steps", self.gradient_accumulation_steps
+
+
+def batch(keys: Keys, parallelism: Parallelism, notes: list[str]) -> Batch:
+    """Reads the batch; `notes` takes what has no effect.
+
+    Raises:
+        ConfigError: a number is missing or not positive.
+    """
+    runner, dataset = keys.section("runner_config"), keys.section("train_dataset")
+    if runner.has("batch_size"):
+        size = runner.whole("batch_size")
+        if dataset.has("batch_size") and dataset.whole("batch_size") != size:
+            notes.append(
+                f"runner_config.batch_size {size} overrides train_dataset.batch_size"
+                f" {dataset.whole('batch_size')}"
+            )
+    else:
+        size = dataset.whole("batch_size", 1)
+    steps = runner.whole("gradient_accumulation_steps", 1)
+    if steps > 1 and parallelism.pipelined:
+        notes.append(
+            "runner_config.gradient_accumulation_steps has no effect with pipeline_stage"
+            f" {parallelism.stages}: parallel_config.micro_batch_num counts the micro-batches"
+        )
+    interleave = keys.whole("micro_batch_interleave_num", 1)
+    if interleave > 1 and parallelism.mode in WHOLE_OPERATORS:
+        notes.append(f"micro_batch_interleave_num is 1: the mode is {parallelism.mode}")
+        interleave = 1
+    return Batch(size, steps, interleave, parallelism)

@@ -1,0 +1,74 @@
+"""What of a model can be split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwright.capture.capture import capture
+from shardwright.graph.graph import Graph
+from shardwright.planner.pipeline import Pipeline
+from shardwright.rules import rule_of
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What Shardwright sees in a model before it plans it.
+
+    Args:
+        operators: number of operators.
+        main: names of those that the search decides by cost.
+        without_rule: names and operators of those that every device would compute whole.
+        parameters: number of parameters.
+    """
+
+    operators: int
+    main: tuple[str, ...]
+    without_rule: tuple[tuple[str, str], ...]
+    parameters: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.operators} operators, {len(self.main)} of them main, "
+            f"{self.parameters:,} parameters"
+        ]
+        if self.without_rule:
+            lines.append("without a sharding rule, computed whole on every device:")
+            lines += [f"  {name}: {target}" for name, target in self.without_rule]
+        else:
+            lines.append("every operator has a sharding rule")
+        return "\n".join(lines)
+
+
+def examine(
+    net: nn.Module | Graph, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Examination:
+    """Says up front what of a model can be split, and lists what cannot.
+
+    Raises:
+        CaptureError: if the model cannot be captured.
+    """
+    net = net.net if isinstance(net, Pipeline) else net
+    graph = net if isinstance(net, Graph) else capture(net, args, kwargs)
+    found = [(op, rule_of(op)) for op in graph.ops]
+    return Examination(
+        operators=len(graph.ops),
+        main=tuple(op.name for op, r in found if r is not None and r.main is not None),
+        without_rule=tuple((op.name, str(op.target)) for op, r in found if r is None),
+        parameters=sum(value.numel for value in graph.parameters),
+    )
+
+
+class WithLoss(nn.Module):
+    """A model and its loss as one module: `forward(x, y) = loss_fn(net(x), y)`."""
+
+    def __init__(self, net: nn.Module, loss_fn: Callable[[Any, Any], Tensor]) -> None:
+        super().__init__()
+        self.net = net
+        self.loss_fn = loss_fn
+
+    def forward(self, x: Any, y: Any) -> Tensor:
+        return self.loss_fn(self.net(x), y)

@@ -1,0 +1,100 @@
+"""Runs a model as planned on the running process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardwright.capture.capture import capture
+from shardwright.errors import PlanError
+from shardwright.parallel.module import ParallelModule, parallel_module
+from shardwright.parallel.pipeline_module import pipeline_module
+from shardwright.plan import Plan
+from shardwright.planner.pipeline import Pipeline
+from shardwright.runtime.devices import Devices
+
+
+def parallelize(net: nn.Module, plan: Plan, device: str | torch.device | None = None) -> nn.Module:
+    """`net`, run as planned on the running process group: a module whose parameters are DTensors.
+
+    Every rank must hold the same parameters when it calls this (build the model from one seed, or
+    load it), and give the module the whole batch. On one device no process group is needed and the
+    parameters stay plain. In eval mode, or for a batch of another size, the module captures the
+    model once more and keeps the plan's cuts as far as they divide.
+
+    Args:
+        device: where this rank computes; by default the current accelerator if its process group
+            is one, else the CPU.
+
+    Raises:
+        PlanError: if the plan is for another model or another number of devices.
+    """
+    net = net.net if isinstance(net, Pipeline) else net
+    where = torch.device(device) if device is not None else _own_device()
+    devices = Devices.of_process(plan.mesh, where, plan.pipeline.stages)
+    with _in_mode(net, plan.training):
+        graph = plan.graph
+        if graph is None:
+            graph = capture(net, *_example(plan), compute_dtype=plan.computed_in)
+        plan.check_fits(graph)
+        _check_parameters(net, plan)
+        parallel: ParallelModule
+        if plan.pipeline.stages > 1:
+            parallel = pipeline_module(net, graph, devices, plan.decisions, plan.pipeline)
+        else:
+            parallel = parallel_module(net, graph, devices, plan.decisions, plan.pipeline)
+    return parallel if parallel.training == net.training else parallel.train(net.training)
+
+
+@contextmanager
+def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
+    """`net` in training or eval mode for a while; modules that differ from it keep their own mode
+    if the whole is in the mode already."""
+    modes = [module.training for module in net.modules()]
+    if net.training != training:
+        net.train(training)
+    yield
+    for module, mode in zip(net.modules(), modes, strict=True):
+        module.training = mode
+
+
+def _own_device() -> torch.device:
+    """The current accelerator if the process group (if any) works on it, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    if dist.is_initialized() and accelerator.type not in str(dist.get_backend_config()):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _example(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the shapes that the plan was made for, on the meta device."""
+    leaves = [
+        torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device="meta")
+        if isinstance(leaf, dict)
+        else leaf
+        for leaf in plan.inputs
+    ]
+    args, kwargs = pytree.tree_unflatten(leaves, pytree.treespec_loads(plan.structure))
+    return args, kwargs
+
+
+def _check_parameters(net: nn.Module, plan: Plan) -> None:
+    """Raises:
+    PlanError: if a planned parameter is missing in `net` or has another shape.
+    """
+    named = dict(net.named_parameters(remove_duplicate=False))
+    for name, (shape, _) in plan.parameters.items():
+        if name not in named:
+            raise PlanError(f"the plan has a parameter {name!r} that the model does not have")
+        if tuple(named[name].shape) != shape:
+            raise PlanError(
+                f"parameter {name!r} has shape {tuple(named[name].shape)}, planned as {shape}"
+            )

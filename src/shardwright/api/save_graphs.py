@@ -1,0 +1,50 @@
+"""A model's graph before and after planning, and the program made of it, as text files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwright.errors import ShardwrightError
+from shardwright.graph.graph import Graph
+from shardwright.graph.printer import graph_text
+from shardwright.lower.program import lower
+from shardwright.plan import Plan
+from shardwright.runtime.devices import Devices
+
+GRAPH = "1_graph.txt"
+PLAN = "2_plan.txt"
+ERROR = "2_error.txt"
+PROGRAM = "3_program_rank0.txt"
+
+
+class SavedGraphs:
+    """The files in one folder; those of an earlier plan are removed at once."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in (GRAPH, PLAN, ERROR, PROGRAM):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def graph(self, graph: Graph) -> None:
+        """The model as it was captured, without strategies."""
+        self._write(GRAPH, graph_text(graph))
+
+    def plan(self, plan: Plan) -> None:
+        """The graph with strategies, layouts and conversions, and the program of rank 0."""
+        self._write(PLAN, plan.dump())
+        self._write(PROGRAM, program_text(plan))
+
+    def error(self, error: ShardwrightError) -> None:
+        """Why there is no plan."""
+        self._write(ERROR, f"{type(error).__name__}: {error}\n")
+
+    def _write(self, name: str, content: str) -> None:
+        (self.folder / name).write_text(content, encoding="utf-8")
+
+
+def program_text(plan: Plan, rank: int = 0) -> str:
+    """The program that `rank` runs, of a plan that has its graph. Needs no process group."""
+    assert plan.graph is not None
+    devices = Devices.of_rank(plan.mesh, rank)
+    return str(lower(plan.graph, devices, plan.decisions))

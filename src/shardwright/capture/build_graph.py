@@ -1,0 +1,194 @@
+"""From the traced `torch.fx` graph to `Graph`: names, values, gradients."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from shardwright.capture.annotations import tags_of
+from shardwright.capture.fx_nodes import is_tensor, module_calls, module_path, node_shape, tensor
+from shardwright.capture.naming import name_operators, source_of
+from shardwright.capture.signature import (
+    Signature,
+    depending_on,
+    placeholders,
+    reached_by_gradients,
+    results,
+)
+from shardwright.graph.graph import Graph, Kind, Op, Value
+
+
+@dataclass(frozen=True)
+class Call:
+    """The module and the arguments that were captured."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def build_graph(
+    call: Call, graph: fx.Graph, signature: Signature, sources: Sequence[fx.Node]
+) -> Graph:
+    """Makes the `Graph` of a canonical `torch.fx` graph.
+
+    Args:
+        sources: placeholders that require a gradient.
+    """
+    leaves, in_spec = pytree.tree_flatten((call.args, call.kwargs))
+    nodes = placeholders(graph)
+    outputs, updates = results(graph)
+    loss = _loss(outputs, depending_on(graph, sources))
+    ends = [loss] if loss is not None else [n for n in outputs if is_tensor(n)]
+    values = _Values(signature, reached_by_gradients(graph, sources, ends))
+
+    stored = {name: p.dtype for name, p in call.module.named_parameters(remove_duplicate=False)}
+
+    def used(named: dict[str, str], kind: Kind) -> tuple[Value, ...]:
+        kept = [
+            (name, node) for name, node in named.items() if nodes[node].users or node in updates
+        ]
+        return tuple(values.add(nodes[node], name, kind, stored.get(name)) for name, node in kept)
+
+    parameters = used(signature.parameters, Kind.PARAMETER)
+    buffers = used(signature.buffers, Kind.BUFFER)
+    constants = {
+        values.add(nodes[name], f"constant_{index}", Kind.CONSTANT): constant
+        for index, (name, constant) in enumerate(signature.constants.items())
+        if nodes[name].users
+    }
+    inputs = tuple(
+        values.add(nodes[node], name, Kind.INPUT, leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for node, name, leaf in zip(signature.inputs, input_names(call), leaves, strict=True)
+    )
+    modules = call.module.named_modules()
+    childless = frozenset(path for path, module in modules if not any(module.children()))
+    names = name_operators(graph, childless)
+    ops = tuple(values.operator(n, names[n]) for n in graph.nodes if n in names)
+    return Graph(
+        ops=ops,
+        inputs=inputs,
+        in_spec=in_spec,
+        outputs=tuple(values.of(leaf) for leaf in outputs),
+        out_spec=signature.out_spec,
+        parameters=parameters,
+        buffers=buffers,
+        constants=constants,
+        updates=tuple(
+            (values.of(nodes[name]), values.of(new))
+            for name, new in updates.items()
+            if name in signature.buffers.values()
+        ),
+        loss=values.of(loss),
+    )
+
+
+def _loss(outputs: Sequence[Any], differentiable: frozenset[fx.Node]) -> fx.Node | None:
+    scalars = (leaf for leaf in outputs if is_tensor(leaf) and node_shape(leaf) == ())
+    return next((leaf for leaf in scalars if leaf in differentiable), None)
+
+
+class _Values:
+    """The `Value` of every node."""
+
+    def __init__(self, signature: Signature, requires_grad: frozenset[fx.Node]) -> None:
+        self.requires_grad = requires_grad
+        self.values: dict[fx.Node, Value] = {}
+        self.names: set[str] = {*signature.parameters, *signature.buffers}
+
+    def add(self, node: fx.Node, name: str, kind: Kind, given: torch.dtype | None = None) -> Value:
+        if kind not in (Kind.PARAMETER, Kind.BUFFER):
+            name = self._unique(name, "input" if kind is Kind.INPUT else "output")
+        value = self._value(name, tensor(node), kind, node in self.requires_grad)
+        if given not in (None, value.dtype):
+            value = replace(value, given_dtype=given)
+        self.values[node] = value
+        return value
+
+    def _unique(self, name: str, suffix: str) -> str:
+        while name in self.names:
+            name = f"{name}.{suffix}"
+        self.names.add(name)
+        return name
+
+    @staticmethod
+    def _value(name: str, fake: torch.Tensor, kind: Kind, requires_grad: bool) -> Value:
+        return Value(name, tuple(fake.shape), fake.dtype, kind, requires_grad)
+
+    def of(self, leaf: Any) -> Any:
+        """The value of a node; what is no node as it is."""
+        return self.values[leaf] if isinstance(leaf, fx.Node) else leaf
+
+    def operator(self, node: fx.Node, name: str) -> Op:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.of)
+        args, kwargs = _plain(args), _plain(kwargs)
+        path, _ = module_path(node)
+        results = self._results(node, name)
+        target: Any = node.target
+        calls, tags = module_calls(node), tags_of(node)
+        return Op(name, target, args, kwargs, results, path, source_of(node), tags, calls)
+
+    def _results(self, node: fx.Node, name: str) -> tuple[Value, ...]:
+        if is_tensor(node):
+            return (self.add(node, name, Kind.ACTIVATION),)
+        getitems = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        results = []
+        for index, fake in enumerate(node.meta["val"]):
+            if not isinstance(fake, torch.Tensor):
+                continue
+            label = f"{name}[{index}]"
+            if index in getitems:
+                results.append(self.add(getitems[index], label, Kind.ACTIVATION))
+            else:
+                unread = self._unique(label, "output")
+                results.append(self._value(unread, fake, Kind.ACTIVATION, False))
+        return tuple(results)
+
+
+def _plain(arguments: Any) -> Any:
+    """`torch.fx`'s immutable lists and dicts as plain ones, so that pytree knows them."""
+    if isinstance(arguments, tuple):
+        return tuple(_plain(a) for a in arguments)
+    if isinstance(arguments, list):
+        return [_plain(a) for a in arguments]
+    if isinstance(arguments, dict):
+        return {key: _plain(a) for key, a in arguments.items()}
+    return arguments
+
+
+def input_names(call: Call) -> list[str]:
+    """A name for each leaf of the call: `x`, `batch['labels']`, `states[0]`."""
+    signature = inspect.signature(call.module.forward)
+    positional = [
+        p.name
+        for p in signature.parameters.values()
+        if p.kind is not inspect.Parameter.KEYWORD_ONLY
+    ]
+    variadic = next(
+        (
+            p.name
+            for p in signature.parameters.values()
+            if p.kind is inspect.Parameter.VAR_POSITIONAL
+        ),
+        None,
+    )
+    before = positional.index(variadic) if variadic in positional else len(positional)
+    names = []
+    for path, _ in pytree.tree_flatten_with_path((call.args, call.kwargs))[0]:
+        first, rest = path[1], pytree.keystr(path[2:])
+        if isinstance(first, pytree.SequenceKey):
+            index = first.idx
+            head = positional[index] if index < before else f"{variadic}[{index - before}]"
+        else:
+            head = str(first.key)  # type: ignore[attr-defined]
+        names.append(f"{head}{rest}")
+    return names

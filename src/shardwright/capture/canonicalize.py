@@ -1,0 +1,328 @@
+"""Writes equal computations equally, so that few sharding rules cover many models.
+
+Each rewrite below looks at one operator. They run from first to last, on a functional graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwright.capture.fx_nodes import (
+    insert,
+    is_tensor,
+    node_arguments,
+    node_shape,
+    replace,
+    tensor,
+)
+from shardwright.capture.views import SAME_ELEMENTS
+from shardwright.graph import custom_ops
+
+aten = torch.ops.aten
+
+Rewrite = Callable[[fx.Node], fx.Node | None]
+"""Gives what a node is to be replaced by, or None to leave it."""
+
+_REWRITES: dict[Any, Rewrite] = {}
+
+_ASSERTIONS = (
+    "_assert_tensor_metadata",
+    "_assert_async",
+    "_assert_scalar",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+)
+_CREATION_KWARGS = ("device", "pin_memory", "layout")
+
+
+def canonicalize(graph: fx.Graph) -> None:
+    """Rewrites the graph in place."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node._erased:
+            continue
+        if isinstance(node.target, torch._ops.OpOverload):
+            if node.target._schema.name.removeprefix("aten::") in _ASSERTIONS:
+                graph.erase_node(node)
+                continue
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _CREATION_KWARGS}
+        rewrite = _REWRITES.get(node.target)
+        new = rewrite(node) if rewrite else None
+        if new is not None:
+            replace(node, new)
+
+
+def rewrites(*targets: Any) -> Callable[[Rewrite], Rewrite]:
+    def register(rewrite: Rewrite) -> Rewrite:
+        _REWRITES.update(dict.fromkeys(targets, rewrite))
+        return rewrite
+
+    return register
+
+
+def insert_reshape(node: fx.Node, sizes: tuple[int, ...], before: fx.Node) -> fx.Node:
+    """`node` with another shape: reshapes of reshapes are joined, those without effect left out."""
+    while node.target is aten.reshape.default and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    if node_shape(node) == sizes:
+        return node
+    return insert(before, aten.reshape.default, (node, list(sizes)))
+
+
+def insert_permute(node: fx.Node, dims: tuple[int, ...], before: fx.Node) -> fx.Node:
+    """`node` with permuted dimensions: permutations of permutations are joined."""
+    while (inner := permutation(node)) is not None:
+        node = node.args[0]  # type: ignore[assignment]
+        dims = tuple(inner[d] for d in dims)
+    if dims == tuple(range(len(dims))):
+        return node
+    return insert(before, aten.permute.default, (node, list(dims)))
+
+
+def permutation(node: fx.Node) -> tuple[int, ...] | None:
+    """The permutation that a `permute` or `transpose` does: output dim i is input dim `[i]`."""
+    if node.target is aten.permute.default:
+        rank = len(node_shape(node))
+        return tuple(int(d) % rank for d in node.args[1])  # type: ignore[union-attr, arg-type]
+    if node.target is aten.transpose.int:
+        dims = list(range(len(node_shape(node))))
+        a, b = node.args[1:3]
+        dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
+        return tuple(dims)
+    return None
+
+
+def _first(node: fx.Node) -> fx.Node:
+    first = node.args[0]
+    assert isinstance(first, fx.Node)
+    return first
+
+
+@rewrites(*SAME_ELEMENTS)
+def _reshape(node: fx.Node) -> fx.Node:
+    return insert_reshape(_first(node), node_shape(node), node)
+
+
+@rewrites(
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+    aten.positive.default,
+)
+def _copy(node: fx.Node) -> fx.Node:
+    return _first(node)
+
+
+@rewrites(
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
+)
+def _cast(node: fx.Node) -> fx.Node | None:
+    source, dtype = _first(node), tensor(node).dtype
+    if tensor(source).dtype == dtype:
+        return source
+    if node.target is aten.to.dtype and len(node.args) == 2 and not node.kwargs:
+        return None
+    return insert(node, aten.to.dtype, (source, dtype))
+
+
+@rewrites(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+def _expand(node: fx.Node) -> fx.Node:
+    source = _first(node)
+    if node_shape(source) == node_shape(node):
+        return source
+    return insert(node, aten.expand.default, (source, list(node_shape(node))))
+
+
+@rewrites(
+    aten.transpose.int,
+    aten.permute.default,
+    aten.t.default,
+    aten.mT.default,
+    aten.numpy_T.default,
+    aten.swapaxes.default,
+    aten.swapdims.default,
+    aten.movedim.int,
+    aten.movedim.intlist,
+)
+def _permute(node: fx.Node) -> fx.Node | None:
+    source = _first(node)
+    if (dims := permutation(node)) is None:
+        rank = len(node_shape(node))
+        order = torch.empty(tuple(range(2, 2 + rank)), device="meta")
+        moved = node.target(order, *node.args[1:])  # type: ignore[operator]
+        dims = tuple(size - 2 for size in moved.shape)
+        if node.target in (aten.t.default, aten.mT.default) and rank >= 2:
+            return insert(node, aten.transpose.int, (source, rank - 2, rank - 1))
+    elif permutation(source) is None and dims != tuple(range(len(dims))):
+        return None
+    return insert_permute(source, dims, node)
+
+
+@rewrites(aten.slice.Tensor)
+def _slice(node: fx.Node) -> fx.Node:
+    source, given = _first(node), node_arguments(node)
+    dim = given["dim"] % len(node_shape(source))
+    start, end, step = slice(given["start"], given["end"], given["step"]).indices(
+        node_shape(source)[dim]
+    )
+    if node_shape(source) == node_shape(node) and step == 1:
+        return source
+    return insert(node, aten.slice.Tensor, (source, dim, start, max(start, end), step))
+
+
+@rewrites(aten.narrow.default)
+def _narrow(node: fx.Node) -> fx.Node:
+    source, dim, start, length = node.args
+    return insert(node, aten.slice.Tensor, (source, dim, start, start + length, 1))  # type: ignore[operator]
+
+
+@rewrites(
+    aten.dropout.default,
+    aten.feature_dropout.default,
+    aten.alpha_dropout.default,
+    aten.feature_alpha_dropout.default,
+)
+def _dropout(node: fx.Node) -> fx.Node | None:
+    source, p, train = node.args
+    return source if p == 0 or not train else None  # type: ignore[return-value]
+
+
+_OPERATORS_OF_PYTHON = {
+    aten.__and__.Tensor: aten.bitwise_and.Tensor,
+    aten.__and__.Scalar: aten.bitwise_and.Scalar,
+    aten.__or__.Tensor: aten.bitwise_or.Tensor,
+    aten.__or__.Scalar: aten.bitwise_or.Scalar,
+    aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
+    aten.__xor__.Scalar: aten.bitwise_xor.Scalar,
+}
+
+
+@rewrites(*_OPERATORS_OF_PYTHON)
+def _bitwise(node: fx.Node) -> fx.Node:
+    return insert(node, _OPERATORS_OF_PYTHON[node.target], node.args)  # type: ignore[index]
+
+
+_NEUTRAL = {
+    aten.add.Tensor: 0,
+    aten.sub.Tensor: 0,
+    aten.mul.Tensor: 1,
+    aten.div.Tensor: 1,
+}
+
+
+@rewrites(*_NEUTRAL)
+def _neutral(node: fx.Node) -> fx.Node | None:
+    """Adding 0 or multiplying by 1 does nothing unless it changes the dtype."""
+    source, number = node.args[:2]
+    does_nothing = (
+        is_tensor(source)
+        and isinstance(number, (int, float))
+        and number == _NEUTRAL[node.target]  # type: ignore[index]
+        and tensor(source).dtype == tensor(node).dtype
+    )
+    return source if does_nothing else None  # type: ignore[return-value]
+
+
+@rewrites(aten.mm.default, aten.bmm.default)
+def _matmul(node: fx.Node) -> fx.Node:
+    return insert(node, aten.matmul.default, node.args)
+
+
+@rewrites(aten.linear.default)
+def _linear(node: fx.Node) -> fx.Node | None:
+    x, weight, *bias = node.args
+    if not bias or bias[0] is None:
+        return None
+    return add_bias(insert(node, aten.linear.default, (x, weight)), bias[0], node)
+
+
+@rewrites(aten.addmm.default)
+def _addmm(node: fx.Node) -> fx.Node:
+    given = node_arguments(node)
+    product = insert(node, aten.matmul.default, (given["mat1"], given["mat2"]))
+    if given["alpha"] != 1:
+        product = insert(node, aten.mul.Scalar, (product, given["alpha"]))
+    bias = given["self"]
+    if given["beta"] != 1:
+        bias = insert(node, aten.mul.Scalar, (bias, given["beta"]))
+    return add_bias(product, bias, node)
+
+
+@rewrites(
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv1d.padding,
+    aten.conv2d.padding,
+    aten.conv3d.padding,
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+)
+def _convolution(node: fx.Node) -> fx.Node | None:
+    x, weight, *rest = node.args
+    if not rest or rest[0] is None:
+        return None
+    product = insert(node, node.target, (x, weight, None, *rest[1:]), dict(node.kwargs))  # type: ignore[arg-type]
+    spatial = len(node_shape(weight)) - 2  # type: ignore[arg-type]
+    sizes = node_shape(rest[0]) + (1,) * spatial  # type: ignore[arg-type]
+    return add_bias(product, insert_reshape(rest[0], sizes, node), node)  # type: ignore[arg-type]
+
+
+def add_bias(product: fx.Node, bias: Any, node: fx.Node) -> fx.Node:
+    """`product + bias`, named after the operator whose bias it is."""
+    new = insert(node, aten.add.Tensor, (product, bias))
+    new.meta["bias_of"] = product
+    return new
+
+
+@rewrites(aten.cross_entropy_loss.default)
+def _cross_entropy(node: fx.Node) -> fx.Node:
+    given = node_arguments(node)
+    logits, target = given["self"], given["target"]
+    rank = len(node_shape(logits))
+    class_last = (0, *range(2, rank), 1) if rank > 2 else tuple(range(rank))
+    if tensor(target).is_floating_point():
+        target = insert_permute(target, class_last, node)
+    options = (given["weight"], given["reduction"], given["ignore_index"], given["label_smoothing"])
+    args = (insert_permute(logits, class_last, node), target, *options)
+    return insert(node, custom_ops.cross_entropy, args)
+
+
+@rewrites(aten.batch_norm.default)
+def _batch_norm(node: fx.Node) -> fx.Node | None:
+    given = node_arguments(node)
+    if not given["training"] or given["running_mean"] is not None:
+        return None
+    args = (given["input"], given["weight"], given["bias"], None, None)
+    return insert(node, custom_ops.batch_norm_train, (*args, given["momentum"], given["eps"]))
+
+
+@rewrites(aten.broadcast_tensors.default)
+def _broadcast(node: fx.Node) -> None:
+    """Each tensor of the list is expanded on its own."""
+    sources: Any = node.args[0]
+    for getitem in list(node.users):
+        source = sources[getitem.args[1]]
+        if node_shape(source) != node_shape(getitem):
+            source = insert(getitem, aten.expand.default, (source, list(node_shape(getitem))))
+        replace(getitem, source)
+
+
+@rewrites(aten.detach.default)
+def _detach(node: fx.Node) -> fx.Node | None:
+    source = _first(node)
+    needless = not is_tensor(source) or not tensor(source).is_floating_point()
+    return source if needless or source.target is aten.detach.default else None

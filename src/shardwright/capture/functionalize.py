@@ -1,0 +1,223 @@
+"""Replaces operators that change a tensor in place by ones that return the new tensor.
+
+A tensor that is changed is a *base* or a view of one. Writing to a view computes the new base
+(with `slice_scatter`, `select_scatter`, the inverse permutation, …); a later read of any view of
+that base repeats the view on the new base.
+"""
+
+from __future__ import annotations
+
+import operator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwright.capture.fx_nodes import call, node_arguments, node_shape, tensor
+from shardwright.capture.naming import line_of
+from shardwright.capture.views import IN_PLACE, replay_view, viewed, write_through
+from shardwright.errors import CaptureError
+from shardwright.graph.custom_ops import batch_norm_train, instance_norm_train
+
+aten = torch.ops.aten
+
+_RANDOM = {
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.normal_.default: aten.normal_functional.default,
+    aten.uniform_.default: aten.uniform.default,
+    aten.exponential_.default: aten.exponential.default,
+}
+_NORMS = {
+    aten.batch_norm.default: ("training", batch_norm_train),
+    aten.instance_norm.default: ("use_input_stats", instance_norm_train),
+}
+
+
+_DETACH = {aten.detach.default}
+
+
+def mutated_arguments(node: fx.Node) -> list[str]:
+    """Names of the arguments that an operator changes in place."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    if node.target in _NORMS:
+        given = node_arguments(node)
+        names = ["running_mean", "running_var"]
+        updates = given[_NORMS[node.target][0]] and all(given[name] for name in names)
+        return names if updates else []
+    return [
+        argument.name
+        for argument in node.target._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def functionalize(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A graph in which no operator changes its arguments.
+
+    Returns:
+        That graph, and for each of its placeholders that is changed the node of its last value.
+
+    Raises:
+        CaptureError: for a change in place that has no functional form.
+    """
+    if not any(mutated_arguments(node) for node in graph.nodes):
+        return graph, {}
+    program = _Program()
+    for node in graph.nodes:
+        program.run(node)
+    return program.graph, program.changed_placeholders()
+
+
+class _Program:
+    """The functional graph while it is made, and what every node of the old one holds by now."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.view_of: dict[fx.Node, fx.Node] = {}
+        self.version: dict[fx.Node, int] = {}
+        self.holds: dict[fx.Node, tuple[int, fx.Node]] = {}
+
+    def base(self, node: fx.Node) -> fx.Node:
+        while node in self.view_of:
+            node = self.view_of[node]
+        return node
+
+    def read(self, node: fx.Node) -> fx.Node:
+        """The new node with what an old one holds at this point."""
+        version = self.version.get(self.base(node), 0)
+        seen, new = self.holds[node]
+        if seen != version:
+            new = replay_view(self.graph, node, self.read(self.view_of[node]))
+            self.holds[node] = (version, new)
+        return new
+
+    def write(self, node: fx.Node, new: fx.Node, by: fx.Node) -> None:
+        """Lets an old node, and with it all that share its memory, hold `new`."""
+        path = [node]
+        while path[-1] in self.view_of:
+            path.append(self.view_of[path[-1]])
+        base = path[-1]
+        if by.meta.get("no_grad") or any(IN_PLACE.get(v.target, v.target) in _DETACH for v in path):
+            new = self._without_gradient(base, new, by)
+        whole = new
+        for view, source in pairwise(path):
+            whole = write_through(self.graph, view, self.read(source), whole)
+        version = self.version[base] = self.version.get(base, 0) + 1
+        self.holds[base] = (version, whole)
+        self.holds[node] = (version, new)
+
+    def _without_gradient(self, base: fx.Node, new: fx.Node, by: fx.Node) -> fx.Node:
+        if not tensor(new).is_floating_point():
+            return new
+        if not self._is_leaf(base):
+            raise CaptureError(
+                f"{line_of(by)}: a tensor is changed in place where autograd does not see it, so "
+                f"that its gradient is not that of its value. Compute a new tensor instead."
+            )
+        return call(self.graph, aten.detach.default, (new,), like=by)
+
+    def _is_leaf(self, base: fx.Node) -> bool:
+        return (
+            base.op == "placeholder" or bool(base.meta.get("no_grad")) or not base.all_input_nodes
+        )
+
+    def run(self, node: fx.Node) -> None:
+        """Takes over one node of the old graph."""
+        changed = mutated_arguments(node)
+        if changed:
+            if node.target in _NORMS:
+                self._norm(node)
+            else:
+                self._change(node, changed)
+            return
+        copied = self.graph.node_copy(node, self.read)
+        if node.op == "placeholder":
+            # A copy that is called like a Python function (`input`) would be renamed.
+            copied.name = node.name
+        self.holds[node] = (0, copied)
+        source = viewed(node)
+        if source is not None:
+            self.view_of[node] = source
+            self.holds[node] = (self.version.get(self.base(node), 0), self.holds[node][1])
+
+    def _change(self, node: fx.Node, changed: list[str]) -> None:
+        given = node_arguments(node)
+        if changed != [next(iter(given))] or not isinstance(given[changed[0]], fx.Node):
+            raise CaptureError(
+                f"{line_of(node)}: `{node.target}` writes into its argument {changed[0]!r}, which "
+                f"cannot be captured. Use the operator that returns a new tensor."
+            )
+        target = given[changed[0]]
+        self.view_of[node] = target
+        if node.target in IN_PLACE:
+            version = self.version.get(self.base(node), 0)
+            self.holds[node] = (version, replay_view(self.graph, node, self.read(target)))
+            return
+        self.write(target, self._functional(node, self.read(target)), node)
+        self.holds[node] = self.holds[target]
+
+    def _functional(self, node: fx.Node, old: fx.Node) -> fx.Node:
+        """The new value of what an in-place operator changes."""
+        assert isinstance(node.target, torch._ops.OpOverload)
+        rest: Any = fx.map_arg(node.args[1:], self.read)
+        kwargs = fx.map_arg(node.kwargs, self.read)
+        name, overload = node.target._schema.name, node.target._overloadname
+        if name == "aten::copy_":
+            return self._fit(rest[0], old, node)
+        if name == "aten::zero_":
+            return call(self.graph, aten.zeros_like.default, (old,), like=node)
+        if name == "aten::fill_" and overload == "Scalar":
+            return call(self.graph, aten.full_like.default, (old, rest[0]), like=node)
+        if name == "aten::fill_":
+            return self._fit(rest[0], old, node)
+        if node.target in _RANDOM:
+            parameters = [
+                v for k, v in node_arguments(node).items() if k not in ("self", "generator")
+            ]
+            old = call(self.graph, aten.detach.default, (old,), like=node)
+            return call(self.graph, _RANDOM[node.target], (old, *parameters), like=node)
+        target = _out_of_place(node.target)
+        if target is None:
+            raise CaptureError(
+                f"{line_of(node)}: `{node.target}` changes its argument in place and has no form "
+                f"that returns a new tensor, so it cannot be captured."
+            )
+        new = call(self.graph, target, (old, *rest), kwargs, like=node)
+        return self._fit(new, old, node)
+
+    def _fit(self, new: fx.Node, old: fx.Node, node: fx.Node) -> fx.Node:
+        """Casts and broadcasts to what the changed tensor is."""
+        if tensor(new).dtype != tensor(old).dtype:
+            new = call(self.graph, aten.to.dtype, (new, tensor(old).dtype), like=node)
+        if node_shape(new) != node_shape(old):
+            new = call(self.graph, aten.expand.default, (new, list(node_shape(old))), like=node)
+        return new
+
+    def _norm(self, node: fx.Node) -> None:
+        given = node_arguments(node)
+        target: Any = _NORMS[node.target][1]  # type: ignore[index]
+        names = ("input", "weight", "bias", "running_mean", "running_var")
+        tensors = [fx.map_arg(given[name], self.read) for name in names]
+        result = call(self.graph, target, (*tensors, given["momentum"], given["eps"]), like=node)
+        parts = [call(self.graph, operator.getitem, (result, i), like=node) for i in range(3)]
+        self.holds[node] = (0, parts[0])
+        self.write(given["running_mean"], parts[1], node)
+        self.write(given["running_var"], parts[2], node)
+
+    def changed_placeholders(self) -> dict[fx.Node, fx.Node]:
+        """New placeholder → node of its last value, for those that were written to."""
+        placeholders = {n.name: n for n in self.graph.nodes if n.op == "placeholder"}
+        return {
+            placeholders[base.name]: self.holds[base][1]
+            for base in self.version
+            if base.op == "placeholder"
+        }
+
+
+def _out_of_place(target: torch._ops.OpOverload) -> Any:
+    """`add_.Tensor` → `add.Tensor`; None if there is none."""
+    name = target._schema.name.removeprefix("aten::").removesuffix("_")
+    packet = getattr(aten, name.strip("_") if name.startswith("__i") else name, None)
+    return getattr(packet, target._overloadname, None)

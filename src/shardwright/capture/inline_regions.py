@@ -1,0 +1,137 @@
+"""Puts sub-graphs (no-grad and autocast regions) in the place of the nodes that call them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwright.capture.fx_nodes import evaluate, insert, is_tensor, tensor
+from shardwright.capture.naming import line_of
+from shardwright.errors import CaptureError
+
+aten = torch.ops.aten
+_SET_GRAD = "wrap_with_set_grad_enabled"
+_AUTOCAST = "wrap_with_autocast"
+
+
+def inline(module: fx.GraphModule) -> None:
+    """Inlines all regions in place, the outermost first.
+
+    Nodes of a no-grad region are marked `no_grad`, and what leaves it goes through `aten.detach`.
+    Casts of an autocast region become operators.
+
+    Raises:
+        CaptureError: for control flow and other operators that hold sub-graphs.
+    """
+    _inline(module.graph, module)
+    for node in list(module.graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            module.graph.erase_node(node)
+
+
+def _inline(graph: fx.Graph, owner: fx.GraphModule) -> None:
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(
+            node.target, torch._ops.HigherOrderOperator
+        ):
+            continue
+        name = str(node.target)
+        if name == _SET_GRAD:
+            enabled, region, *args = node.args
+            _splice(node, _subgraph(owner, region), args, not enabled, None)
+        elif name == _AUTOCAST:
+            device, dtype, enabled, _, region, *args = node.args
+            if enabled and device != "cpu":
+                raise CaptureError(
+                    f"{line_of(node)}: autocast for {device!r} cannot be captured. Cast explicitly "
+                    f"with `.to(dtype)`, or keep the model in the lower precision."
+                )
+            _splice(node, _subgraph(owner, region), args, None, dtype if enabled else None)
+        else:
+            raise CaptureError(
+                f"{line_of(node)}: `{name}` holds a sub-graph, which cannot be captured. "
+                f"Use operators on tensors (`torch.where`) or Python control flow on constants."
+            )
+
+
+def _subgraph(owner: fx.GraphModule, node: Any) -> fx.GraphModule:
+    region = owner.get_submodule(str(node.target))
+    assert isinstance(region, fx.GraphModule)
+    return region
+
+
+def _splice(
+    call: fx.Node,
+    region: fx.GraphModule,
+    args: list[Any],
+    no_grad: bool | None,
+    autocast: torch.dtype | None,
+) -> None:
+    """Copies a region before the node that calls it and removes that node."""
+    if no_grad is not None:
+        for node in region.graph.nodes:
+            node.meta["no_grad"] = no_grad
+    elif call.meta.get("no_grad"):
+        for node in region.graph.nodes:
+            node.meta.setdefault("no_grad", True)
+    _inline(region.graph, region)
+    copies: dict[fx.Node, Any] = dict(
+        zip((n for n in region.graph.nodes if n.op == "placeholder"), args, strict=True)
+    )
+    results: Any = ()
+    with call.graph.inserting_before(call):
+        for node in region.graph.nodes:
+            if node.op == "output":
+                results = fx.map_arg(node.args[0], lambda n: copies[n])
+            elif node.op == "call_function":
+                copy = call.graph.node_copy(node, lambda n: copies[n])
+                copies[node] = copy
+                if autocast is not None:
+                    _cast_arguments(copy, autocast)
+    if no_grad:
+        results = fx.map_arg(results, lambda n: _detached(n, call))
+    for getitem in list(call.users):
+        assert getitem.target is operator.getitem
+        getitem.replace_all_uses_with(results[getitem.args[1]])
+        call.graph.erase_node(getitem)
+    call.graph.erase_node(call)
+
+
+def _detached(node: fx.Node, call: fx.Node) -> fx.Node:
+    if not is_tensor(node) or not tensor(node).is_floating_point():
+        return node
+    return insert(call, aten.detach.default, (node,), like=node)
+
+
+def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:
+    """Writes out the casts that autocast does, known by the dtype that tracing recorded."""
+    if not is_tensor(node):
+        return
+    wanted = tensor(node).dtype
+    for cast_to in (None, dtype, torch.float32):
+
+        def cast(arg: fx.Node, to: torch.dtype | None = cast_to) -> fx.Node:
+            if to is None or not is_tensor(arg) or not tensor(arg).is_floating_point():
+                return arg
+            return insert(node, aten.to.dtype, (arg, to)) if tensor(arg).dtype != to else arg
+
+        if cast_to is None:
+            if _dtype(node.target, node.args, node.kwargs) == wanted:
+                return
+            continue
+        args = fx.map_arg(node.args, cast)
+        if _dtype(node.target, args, node.kwargs) == wanted:
+            node.args = args
+            return
+    raise CaptureError(f"{line_of(node)}: autocast of `{node.target}` cannot be captured.")
+
+
+def _dtype(target: Any, args: Any, kwargs: Any) -> torch.dtype | None:
+    try:
+        result = evaluate(target, args, kwargs)
+    except RuntimeError:
+        return None
+    return result.dtype if isinstance(result, torch.Tensor) else None

@@ -1,0 +1,136 @@
+"""Names operators after the modules they were called in."""
+
+from __future__ import annotations
+
+import linecache
+import operator
+import re
+import traceback
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwright.capture.fx_nodes import module_path
+from shardwright.graph.custom_ops import batch_norm_train, instance_norm_train
+
+aten = torch.ops.aten
+
+MAIN = (
+    aten.linear.default,
+    aten.matmul.default,
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+    aten.embedding.default,
+    aten.layer_norm.default,
+    aten.rms_norm.default,
+    aten.group_norm.default,
+    aten.batch_norm.default,
+    batch_norm_train,
+    instance_norm_train,
+)
+"""What gives a leaf module its name if it has several operators, the first in this order."""
+
+
+def local_operator_name(target: Any) -> str:
+    """`linear` of `aten.linear.default`, the name of a Python function."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1].strip("_")
+    return str(getattr(target, "__name__", target))
+
+
+def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str]:
+    """A unique name for every operator of the graph (list elements are no operators).
+
+    The main operator of a module without children has the module's path as its name, others have
+    `path.operator`, `path.operator_1`, …; the second call of a module is `path@2`; an added bias is
+    `<name of the operator>.bias`.
+    """
+    calls: dict[tuple[str, int], list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            calls[module_path(node)].append(node)
+    names: dict[fx.Node, str] = {}
+    taken: Counter[str] = Counter()
+    for (module, number), nodes in calls.items():
+        path = module if number == 1 else f"{module}@{number}"
+        main = _main(nodes) if module and module in leaves else None
+        for node in nodes:
+            product = node.meta.get("bias_of")
+            if node is main:
+                wanted = path
+            elif product in names:
+                wanted = f"{names[product]}.bias"
+            else:
+                wanted = ".".join(filter(None, (path, local_operator_name(node.target))))
+            names[node] = _unique(wanted, taken)
+    return names
+
+
+def _unique(wanted: str, taken: Counter[str]) -> str:
+    """`wanted`, or with the next number that is free: `path.add_1`."""
+    name = wanted
+    while name in taken:
+        name = f"{wanted}_{taken[wanted]}"
+        taken[wanted] += 1
+    taken[name] += 1
+    return name
+
+
+def _main(nodes: list[fx.Node]) -> fx.Node | None:
+    own = [node for node in nodes if "bias_of" not in node.meta]
+    for target in MAIN:
+        for node in own:
+            if node.target is target:
+                return node
+    return own[-1] if own else None
+
+
+_OURS = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_OURS, _TORCH, "<"))
+
+
+def _frame(node: fx.Node) -> tuple[str, int] | None:
+    """The innermost frame outside of torch in which the operator was called."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    users = [(file, int(line)) for file, line in frames if _is_users(file)]
+    return users[-1] if users else None
+
+
+def source_of(node: fx.Node) -> str:
+    """`file.py:12`, or `""` where it is not known."""
+    frame = _frame(node)
+    return f"{Path(frame[0]).name}:{frame[1]}" if frame else ""
+
+
+def _describe(file: str, line: int) -> str:
+    return f"{file}:{line}: `{linecache.getline(file, line).strip()}`"
+
+
+def line_of(node: fx.Node) -> str:
+    """Where the user called the operator, with the text of the line, for error messages."""
+    frame = _frame(node)
+    return _describe(*frame) if frame else f"operator {node.target}"
+
+
+def line_of_error(error: BaseException) -> str:
+    """The user's innermost line in the traceback of an error or of what caused it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        frames = traceback.extract_tb(cause.__traceback__)
+        users = [f for f in frames if _is_users(f.filename) and f.lineno]
+        if users:
+            return _describe(users[-1].filename, users[-1].lineno or 0)
+        cause = cause.__cause__ or cause.__context__
+    return "the model"

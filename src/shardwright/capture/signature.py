@@ -1,0 +1,227 @@
+"""What the placeholders and the results of the traced graph stand for."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from shardwright.capture.fx_nodes import replace
+from shardwright.capture.naming import line_of
+from shardwright.errors import CaptureError
+
+
+@dataclass
+class Signature:
+    """Names of placeholders, sorted by what they stand for, and the structure of the result.
+
+    Args:
+        parameters, buffers: name in the module → placeholder; tied names share one.
+        inputs: a placeholder for each leaf of the call.
+        constants: placeholder → tensor that the model's code made.
+    """
+
+    out_spec: pytree.TreeSpec
+    parameters: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+    inputs: list[str] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, exported: ExportedProgram) -> Signature:
+        """Reads the signature that `torch.export` gives."""
+        signature = cls(exported.call_spec.out_spec)
+        nodes = placeholders(exported.graph)
+        for spec in exported.graph_signature.input_specs:
+            name, target = spec.arg.name, str(spec.target)
+            if spec.kind is InputKind.PARAMETER:
+                signature.parameters[target] = name
+            elif spec.kind is InputKind.BUFFER:
+                signature.buffers[target] = name
+            elif spec.kind is InputKind.USER_INPUT:
+                signature.inputs.append(name)
+            elif spec.kind is InputKind.CONSTANT_TENSOR:
+                signature.constants[name] = _real(nodes[name], exported.constants[target])
+            else:
+                raise CaptureError(
+                    f"{target}: a model that holds a {spec.kind.name} cannot be captured."
+                )
+        return signature
+
+
+def _real(node: fx.Node, constant: Any) -> torch.Tensor:
+    if constant.is_meta or isinstance(constant, torch._subclasses.FakeTensor):
+        reader = next(iter(node.users), node)
+        raise CaptureError(
+            f"{line_of(reader)}: this reads a tensor without values that is neither a parameter "
+            f"nor a buffer nor an input (`.data` of a parameter, or an attribute on the meta "
+            f"device). Use the parameter itself, or `register_buffer`."
+        )
+    return torch.Tensor.detach(constant)
+
+
+def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
+    return {node.name: node for node in graph.nodes if node.op == "placeholder"}
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    node: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return node
+
+
+def results(graph: fx.Graph) -> tuple[list[Any], dict[str, fx.Node]]:
+    """The leaves that the model returns, and for each changed placeholder its new value."""
+    returned, updates = output_node(graph).args
+    return list(returned), dict(updates)  # type: ignore[arg-type]
+
+
+def join_tied(module: nn.Module, graph: fx.Graph, signature: Signature) -> dict[str, str]:
+    """Lets all names of one parameter or buffer mean one placeholder.
+
+    Returns:
+        The other names of tied tensors, each with the first name.
+    """
+    tied: dict[str, str] = {}
+    nodes = placeholders(graph)
+    for known, named in (
+        (signature.parameters, module.named_parameters(remove_duplicate=False)),
+        (signature.buffers, module.named_buffers(remove_duplicate=False)),
+    ):
+        first: dict[int, str] = {}
+        for name, found in named:
+            original = first.setdefault(id(found), name)
+            if original == name:
+                continue
+            tied[name] = original
+            if name in known:
+                other = known.pop(name)
+                if original in known:
+                    nodes[other].replace_all_uses_with(nodes[known[original]])
+                else:
+                    known[original] = other
+    return tied
+
+
+def add_updates(graph: fx.Graph, changed: Mapping[fx.Node, fx.Node]) -> None:
+    """Makes the new values of changed placeholders results of the graph, after what it returns."""
+    output = output_node(graph)
+    output.args = (output.args[0], {node.name: new for node, new in changed.items()})
+
+
+def gradient_sources(
+    module: nn.Module, leaves: list[Any], signature: Signature, graph: fx.Graph
+) -> list[fx.Node]:
+    """The placeholders of trained parameters, and of inputs that require a gradient."""
+    nodes = placeholders(graph)
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    names = [node for name, node in signature.parameters.items() if name in trained]
+    for node, leaf in zip(signature.inputs, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            names.append(node)
+    return [nodes[name] for name in names]
+
+
+aten = torch.ops.aten
+
+_CONSTANT = frozenset(
+    {
+        "detach",
+        "ones_like",
+        "zeros_like",
+        "full_like",
+        "empty_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "new_ones",
+        "new_zeros",
+        "new_full",
+        "new_empty",
+        "normal_functional",
+        "uniform",
+        "exponential",
+    }
+)
+"""Operators that return a floating tensor through which no gradient passes to their input."""
+
+_DIFFERENTIABLE_RESULTS = {"batch_norm_train": 1, "instance_norm_train": 1}
+
+
+def reached_by_gradients(
+    graph: fx.Graph, sources: Iterable[fx.Node], outputs: Iterable[fx.Node]
+) -> frozenset[fx.Node]:
+    """The floating nodes on a differentiable path from `sources` to one of the `outputs`."""
+    return depending_on(graph, sources) & _leading_to(graph, outputs)
+
+
+def drop_needless_detach(graph: fx.Graph, sources: Iterable[fx.Node]) -> None:
+    """Removes every `aten.detach` that no gradient would pass anyway."""
+    differentiable = depending_on(graph, sources, no_grad=True)
+    for node in list(graph.nodes):
+        if node.target is aten.detach.default and node.args[0] not in differentiable:
+            replace(node, node.args[0])
+
+
+def depending_on(
+    graph: fx.Graph, sources: Iterable[fx.Node], no_grad: bool = False
+) -> frozenset[fx.Node]:
+    """The floating nodes that depend differentiably on one of the `sources`.
+
+    Args:
+        no_grad: whether to count dependencies through no-grad regions, which autograd would see in
+            the inlined graph.
+    """
+    found = set(sources)
+    for node in graph.nodes:
+        inputs = (n for n in node.all_input_nodes if n in found)
+        if node.op == "call_function" and any(_passes(node, n, no_grad) for n in inputs):
+            found.add(node)
+    return frozenset(found)
+
+
+def _leading_to(graph: fx.Graph, outputs: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    found = set(outputs)
+    for node in reversed(graph.nodes):
+        if node in found and node.op == "call_function":
+            found.update(n for n in node.all_input_nodes if _passes(node, n))
+    return frozenset(found)
+
+
+def _passes(node: fx.Node, source: fx.Node, no_grad: bool = False) -> bool:
+    """Whether a gradient passes from a node to one of its inputs."""
+    return (
+        _name(node) not in _CONSTANT
+        and (no_grad or not node.meta.get("no_grad"))
+        and _is_floating(node)
+        and _is_floating(source)
+        and not _is_statistic(node)
+    )
+
+
+def _name(node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[-1]
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _is_statistic(node: fx.Node) -> bool:
+    if node.target is not operator.getitem:
+        return False
+    whole, index = node.args
+    assert isinstance(whole, fx.Node) and isinstance(index, int)
+    return index >= _DIFFERENTIABLE_RESULTS.get(_name(whole), index + 1)
+
+
+def _is_floating(node: fx.Node) -> bool:
+    value: Any = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return any(
+        isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values
+    )

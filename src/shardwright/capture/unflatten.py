@@ -1,0 +1,295 @@
+"""Moves the flattening of leading dimensions down, past operators that treat rows alike.
+
+`linear(x.reshape(b * s, k))` becomes `linear(x).reshape(b * s, j)`, and so on until the reshape
+meets its inverse or a loss, which absorbs it. Then each of the leading dimensions can be cut by
+itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwright.capture.canonicalize import insert_reshape, permutation
+from shardwright.capture.fx_nodes import insert, is_tensor, node_shape, replace, tensor
+from shardwright.graph import custom_ops
+
+aten = torch.ops.aten
+
+
+def move_flattening_down(graph: fx.Graph) -> None:
+    """Rewrites the graph in place; reshapes that nothing reads any more are left for removal."""
+    moved: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        new = _rewritten(node)
+        if new is None:
+            continue
+        if (product := node.meta.get("bias_of")) is not None:
+            new.meta["bias_of"] = moved.get(product, product)
+        moved[node] = new
+        replace(node, insert_reshape(new, node_shape(node), node))
+
+
+def _rewritten(node: fx.Node) -> fx.Node | None:
+    """What computes the same elements as `node` without reading a flattened tensor."""
+    if node.target is aten.reshape.default:
+        source = insert_reshape(node.args[0], node_shape(node), node)  # type: ignore[arg-type]
+        return source if source.args != node.args else None
+    if permutation(node) is not None and (new := _permute(node)) is not None:
+        return new
+    handler = _HANDLERS.get(node.target)
+    if handler is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        handler = _pointwise
+    flats = {arg: flat for arg in node.all_input_nodes if (flat := flattened(arg)) is not None}
+    return handler(node, flats) if handler and flats else None
+
+
+@dataclass(frozen=True)
+class Flat:
+    """`joined` is `source` with the dimensions `lead` joined to one, and `rest` after it."""
+
+    joined: fx.Node
+    source: fx.Node
+    lead: tuple[int, ...]
+    rest: tuple[int, ...]
+
+    def whole(self, before: fx.Node) -> fx.Node:
+        """The tensor with its leading dimensions apart: one node for all its readers."""
+        meta = self.joined.meta
+        if "apart" not in meta:
+            meta["apart"] = insert_reshape(self.source, self.lead + self.rest, before)
+        apart: fx.Node = meta["apart"]
+        return apart
+
+
+Handler = Callable[[fx.Node, dict[fx.Node, Flat]], fx.Node | None]
+
+
+def pieces(source: Sequence[int], target: Sequence[int]) -> list[list[int]] | None:
+    """For each dimension of `target` the sizes, each of (a part of) one of `source`, it is made of.
+
+    None if a dimension of one is not a product of whole parts of the other's. Sizes 1 are left out.
+    """
+    found: list[list[int]] = []
+    left = [size for size in source if size != 1]
+    for wanted in target:
+        found.append([])
+        while wanted > 1:
+            if not left:
+                return None
+            size = left.pop(0)
+            part = min(size, wanted)
+            if size % part or wanted % part:
+                return None
+            found[-1].append(part)
+            wanted //= part
+            if size > part:
+                left.insert(0, size // part)
+    return found
+
+
+def flattened(node: fx.Node) -> Flat | None:
+    """How a reshape flattens leading dimensions; None if it does not."""
+    if node.target is not aten.reshape.default:
+        return None
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    sizes, wanted = node_shape(source), node_shape(node)
+    if not wanted or 0 in wanted:
+        return None
+    if sizes[len(sizes) - len(wanted) + 1 :] == wanted[1:] and len(sizes) > len(wanted):
+        return Flat(node, source, sizes[: len(sizes) - len(wanted) + 1], wanted[1:])
+    parts = pieces(sizes, wanted)
+    if parts is None or len(parts[0]) < 2:
+        return None
+    return Flat(node, source, tuple(parts[0]), wanted[1:])
+
+
+def _first_flat(node: fx.Node, flats: dict[fx.Node, Flat], index: int = 0) -> Flat | None:
+    argument = node.args[index]
+    return flats.get(argument) if isinstance(argument, fx.Node) else None
+
+
+def _row_wise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """Operators on one activation that leave all but its last dimension alone."""
+    flat = _first_flat(node, flats)
+    others = [n for n in node.all_input_nodes if n is not node.args[0]]
+    if flat is None or not flat.rest or any(n in flats for n in others):
+        return None
+    args = (flat.whole(node), *node.args[1:])
+    return insert(node, node.target, args, dict(node.kwargs))  # type: ignore[arg-type]
+
+
+def _matmul(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    a, b = node.args
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    flat = flats.get(a)
+    if flat is None or not flat.rest:
+        return None
+    if len(node_shape(b)) == 2:
+        return insert(node, aten.matmul.default, (flat.whole(node), b))
+    other = flats.get(b)
+    if other is None or other.lead != flat.lead or len(flat.rest) != 2 or len(other.rest) != 2:
+        return None
+    return insert(node, aten.matmul.default, (flat.whole(node), other.whole(node)))
+
+
+def _layer_norm(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    flat = _first_flat(node, flats)
+    if flat is None or len(node.args[1]) > len(flat.rest):  # type: ignore[arg-type]
+        return None
+    return _row_wise(node, flats)
+
+
+def _along_dims(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """Operators along the dimensions in their second argument, none of them the flattened one."""
+    flat = _first_flat(node, flats)
+    dims: Any = node.args[1] if len(node.args) > 1 else None
+    if flat is None or dims is None or dims == []:
+        return None
+    rank = len(flat.rest) + 1
+    listed = [d % rank - rank for d in ([dims] if isinstance(dims, int) else dims)]
+    if -rank in listed:
+        return None
+    counted = listed[0] if isinstance(dims, int) else listed
+    args = (flat.whole(node), counted, *node.args[2:])
+    return insert(node, node.target, args, dict(node.kwargs))  # type: ignore[arg-type]
+
+
+def _embedding(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    flat = _first_flat(node, flats, 1)
+    if flat is None:
+        return None
+    args = (node.args[0], flat.whole(node), *node.args[2:])
+    return insert(node, aten.embedding.default, args, dict(node.kwargs))
+
+
+def _pointwise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """All that has the flattened dimension must be flattened alike; the others broadcast."""
+    if not is_tensor(node):
+        return None
+    rank = len(node_shape(node))
+    lead = next(iter(flats.values())).lead
+    apart: dict[fx.Node, fx.Node] = {}
+    for argument in node.all_input_nodes:
+        sizes = node_shape(argument)
+        if len(sizes) < rank or sizes[0] == 1 != node_shape(node)[0]:
+            continue
+        flat = flats.get(argument)
+        if flat is None or flat.lead != lead:
+            return None
+        apart[argument] = flat.whole(node)
+    return _with(node, apart) if apart else None
+
+
+def _elementwise_loss(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """A loss of equal shapes that is summed over all elements absorbs the flattening."""
+    flat = next(iter(flats.values()))
+    tensors = node.all_input_nodes
+    if any(node_shape(n) != (prod(flat.lead), *flat.rest) for n in tensors):
+        return None
+    return _with(node, {n: insert_reshape(n, flat.lead + flat.rest, node) for n in tensors})
+
+
+def _cross_entropy(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    _, target, *options = node.args
+    flat = _first_flat(node, flats)
+    if flat is None or not flat.rest:
+        return None
+    assert isinstance(target, fx.Node)
+    classes = flat.rest if tensor(target).is_floating_point() else ()
+    args = (flat.whole(node), insert_reshape(target, flat.lead + classes, node), *options)
+    return insert(node, custom_ops.cross_entropy, args)
+
+
+def _with(node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The same operator on other tensors."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: new.get(n, n))
+    return insert(node, node.target, args, dict(kwargs))  # type: ignore[arg-type]
+
+
+def _permute(node: fx.Node) -> fx.Node | None:
+    """A permutation of joined dimensions, of their parts instead.
+
+    It is done where the next reshape keeps the parts whole, or where the joined dimension comes to
+    lead:
+
+    `[s, (b h), d] → [(b h), s, d] → [b, h, s, d]` is one permutation of `[s, b, h, d]`.
+    """
+    joined, dims = node.args[0], permutation(node)
+    assert isinstance(joined, fx.Node) and dims is not None
+    if joined.target is not aten.reshape.default or 0 in node_shape(joined):
+        return None
+    source = joined.args[0]
+    assert isinstance(source, fx.Node)
+    parts = pieces(node_shape(source), node_shape(joined))
+    if parts is None or all(len(p) < 2 for p in parts):
+        return None
+    if not all(_reads_parts(user, parts, dims) for user in node.users):
+        if len(parts[dims[0]]) < 2:
+            return None
+        parts = [parts[d] if d == dims[0] else [n] for d, n in enumerate(node_shape(joined))]
+    apart = [size for part in parts for size in part]
+    starts = [sum(len(p) for p in parts[:dim]) for dim in range(len(parts))]
+    order = [starts[dim] + i for dim in dims for i in range(len(parts[dim]))]
+    if order == list(range(len(order))):
+        return insert_reshape(source, tuple(apart), node)
+    return insert(node, aten.permute.default, (insert_reshape(source, tuple(apart), node), order))
+
+
+def _reads_parts(user: fx.Node, parts: list[list[int]], dims: Sequence[int]) -> bool:
+    """Whether a node reshapes what is permuted in a way that keeps the parts whole."""
+    if user.target is not aten.reshape.default:
+        return False
+    apart = [size for dim in dims for size in parts[dim]]
+    found = pieces(apart, node_shape(user))
+    return found is not None and [size for part in found for size in part] == apart
+
+
+_HANDLERS: dict[Any, Handler] = {
+    aten.linear.default: _row_wise,
+    aten.matmul.default: _matmul,
+    aten.layer_norm.default: _layer_norm,
+    aten.rms_norm.default: _layer_norm,
+    aten.embedding.default: _embedding,
+    custom_ops.cross_entropy: _cross_entropy,
+    **dict.fromkeys(
+        (aten.to.dtype, aten.dropout.default, aten.detach.default, aten.type_as.default),
+        _pointwise,
+    ),
+    **dict.fromkeys(
+        (
+            aten.softmax.int,
+            aten.log_softmax.int,
+            aten.sum.dim_IntList,
+            aten.mean.dim,
+            aten.amax.default,
+            aten.amin.default,
+            aten.argmax.default,
+            aten.logsumexp.default,
+            aten.slice.Tensor,
+            aten.select.int,
+        ),
+        _along_dims,
+    ),
+    **dict.fromkeys(
+        (
+            aten.sum.default,
+            aten.mean.default,
+            aten.mse_loss.default,
+            aten.l1_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.huber_loss.default,
+            aten.binary_cross_entropy.default,
+            aten.binary_cross_entropy_with_logits.default,
+        ),
+        _elementwise_loss,
+    ),
+}

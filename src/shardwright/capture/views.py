@@ -1,0 +1,160 @@
+"""Views of a tensor: which operators make them, how to repeat one and how to write through one."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwright.capture.fx_nodes import call, is_tensor, node_arguments, node_shape, tensor
+from shardwright.capture.naming import line_of
+from shardwright.errors import CaptureError
+
+aten = torch.ops.aten
+
+IN_PLACE: dict[Any, Any] = {
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.transpose_.default: aten.transpose.int,
+    aten.t_.default: aten.t.default,
+    aten.detach_.default: aten.detach.default,
+}
+"""Operators that turn a tensor into a view of itself, with the ones that return that view."""
+
+SAME_ELEMENTS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.view_as.default,
+        aten.reshape_as.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        aten.ravel.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+    }
+)
+"""Operators that keep the elements and their order and change the shape only."""
+
+PIECES = frozenset(
+    {
+        aten.split.Tensor,
+        aten.split.sizes,
+        aten.split_with_sizes.default,
+        aten.chunk.default,
+        aten.tensor_split.sections,
+        aten.tensor_split.indices,
+        aten.unbind.int,
+    }
+)
+"""Operators that return a list of views."""
+
+_SELF_INVERSE = frozenset(
+    {
+        aten.transpose.int,
+        aten.swapaxes.default,
+        aten.swapdims.default,
+        aten.t.default,
+        aten.mT.default,
+        aten.numpy_T.default,
+    }
+)
+
+
+def viewed(node: fx.Node) -> fx.Node | None:
+    """The tensor with which a node shares its memory; None if it is a tensor of its own."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not is_tensor(node):
+        return None
+    if node.target is operator.getitem:
+        whole = source.args[0] if source.args else None
+        return whole if source.target in PIECES and isinstance(whole, fx.Node) else None
+    if not is_tensor(source):
+        return None
+    ours, theirs = tensor(node).untyped_storage(), tensor(source).untyped_storage()
+    return source if ours._cdata == theirs._cdata else None
+
+
+def replay_view(graph: fx.Graph, view: fx.Node, source: fx.Node) -> fx.Node:
+    """The same view of another tensor."""
+    if view.target is operator.getitem:
+        target, args = _piece(view)
+        return call(graph, target, (source, *args), like=view)
+    target = IN_PLACE.get(view.target, view.target)
+    if target in SAME_ELEMENTS:
+        return call(graph, aten.reshape.default, (source, list(node_shape(view))), like=view)
+    if target is not aten.detach.default and _is_identity(view):
+        return source
+    return call(graph, target, (source, *view.args[1:]), dict(view.kwargs), like=view)
+
+
+def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
+    """The whole tensor `source` after its view has become `new`.
+
+    Raises:
+        CaptureError: for a view through which writing has no functional form.
+    """
+    target: Any = IN_PLACE.get(view.target, view.target)
+    args: tuple[Any, ...] = ()
+    if target is operator.getitem:
+        target, args = _piece(view)
+    if target in SAME_ELEMENTS:
+        return call(graph, aten.reshape.default, (new, list(node_shape(source))), like=view)
+    if target in _SELF_INVERSE:
+        return call(graph, target, (new, *view.args[1:]), like=view)
+    if target is aten.permute.default:
+        dims = [int(d) % len(node_shape(new)) for d in view.args[1]]  # type: ignore[union-attr, arg-type]
+        inverse = [dims.index(d) for d in range(len(dims))]
+        return call(graph, target, (new, inverse), like=view)
+    if target in (aten.movedim.int, aten.movedim.intlist):
+        return call(graph, target, (new, view.args[2], view.args[1]), like=view)
+    if target is aten.slice.Tensor:
+        if not args:
+            given = node_arguments(view)
+            args = (given["dim"], given["start"], given["end"], given["step"])
+        return call(graph, aten.slice_scatter.default, (source, new, *args), like=view)
+    if target is aten.narrow.default:
+        _, dim, start, length = view.args
+        end = int(start) + int(length)  # type: ignore[arg-type]
+        return call(graph, aten.slice_scatter.default, (source, new, dim, start, end), like=view)
+    if target is aten.select.int:
+        args = args or view.args[1:]
+        return call(graph, aten.select_scatter.default, (source, new, *args), like=view)
+    if target is aten.diagonal.default:
+        return call(graph, aten.diagonal_scatter.default, (source, new, *view.args[1:]), like=view)
+    if _is_identity(view):
+        return new
+    raise CaptureError(
+        f"{line_of(view)}: the result of `{target}` is changed in place, which cannot be "
+        f"captured: it may change several elements at once. Use an operator that returns a new "
+        f"tensor."
+    )
+
+
+def _is_identity(view: fx.Node) -> bool:
+    source = view.args[0]
+    return isinstance(source, fx.Node) and (
+        node_shape(view) == node_shape(source)
+        and tensor(view).dtype == tensor(source).dtype
+        and tensor(view).stride() == tensor(source).stride()
+        and tensor(view).storage_offset() == tensor(source).storage_offset()
+    )
+
+
+def _piece(getitem: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """An element of `split`, `chunk`, `unbind` as a slice or a selection of the whole."""
+    pieces, index = getitem.args
+    assert isinstance(pieces, fx.Node) and isinstance(index, int)
+    dim = node_arguments(pieces)["dim"]
+    if pieces.target is aten.unbind.int:
+        return aten.select.int, (dim, index)
+    sizes = [piece.shape[dim] for piece in pieces.meta["val"]]
+    start = sum(sizes[:index])
+    return aten.slice.Tensor, (dim, start, start + sizes[index], 1)

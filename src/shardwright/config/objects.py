@@ -1,0 +1,189 @@
+"""The model, data and optimizer that a configuration describes."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.config import schema
+from shardwright.constraints.recompute import recompute
+from shardwright.errors import ConfigError, DataError
+from shardwright.models import Dimensions, LoRA, build, build_hf, dimensions
+from shardwright.models.expert_sharding import paths_of_blocks
+from shardwright.train.data import DIGITS_SIZE, digits, mnist, packed_text
+from shardwright.train.lr_schedule import LRSchedule
+
+Made = TypeVar("Made")
+
+
+def made_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The model that is described; `folder` is what its paths are relative to.
+
+    Raises:
+        ConfigError: a target that returns no module, an unknown model, sizes or arguments.
+    """
+    if model.target is not None:
+        net = call_target("model.target", model.target, model.arguments, folder)
+        if not isinstance(net, nn.Module):
+            kind = type(net).__name__
+            raise ConfigError(f"model.target: {model.target} returned a {kind}, not an nn.Module")
+        return net.to(dtype)
+    for name, key in (("dtype", "train.dtype"), ("lora", "model.lora")):
+        if name in model.arguments:
+            raise ConfigError(f"model.arguments.{name}: give the key {key} instead")
+    options = {**model.arguments, "dtype": dtype, "lora": _lora(model.lora)}
+    if model.hf is not None:
+        inside = isinstance(model.hf, str)
+        source = folder / model.hf if inside else model.hf  # type: ignore[operator]
+        return _called("model", build_hf, source, **options)
+    if model.sizes is not None:
+        sizes = _called("model.sizes", Dimensions, **model.sizes)
+        return _called("model", build, sizes, **options)
+    return _called("model", build, model.name, **options)
+
+
+def _lora(lora: schema.LoraSection | None) -> LoRA | None:
+    return None if lora is None else LoRA(**lora.model_dump())
+
+
+def _called(key: str, function: Callable[..., Made], *args: Any, **kwargs: Any) -> Made:
+    """Raises: ConfigError: arguments that the function does not take, or values that cannot be."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        place = f"{key}.arguments" if key == "model" else key
+        raise ConfigError(f"{place}: {error}") from None
+    try:
+        return function(*args, **kwargs)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def mark_recomputed(net: nn.Module, chosen: schema.RecomputeSection) -> None:
+    """Marks what is computed again in the backward pass.
+
+    Raises:
+        ConfigError: the model has no such module, or no blocks.
+    """
+    modules = dict(net.named_modules())
+    paths = list(paths_of_blocks(net)) if chosen.modules is None else chosen.modules
+    if not paths:
+        raise ConfigError("parallel.recompute: the model has no blocks: give the key modules")
+    for path in paths:
+        if path not in modules:
+            near = get_close_matches(path, modules, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"parallel.recompute.modules: the model has no module {path!r};"
+                f" nearest is {near[0]}"
+            )
+        recompute(modules[path], chosen.communication, operators=chosen.operators)
+
+
+def made_tensors(data: schema.DataSection, folder: Path) -> tuple[Tensor, ...]:
+    """The data, samples on dimension 0; `folder` is what its paths are relative to.
+
+    Raises:
+        ConfigError: a target that returns no tensors.
+        DataError: data that is missing or damaged.
+    """
+    if data.target is not None:
+        tensors = call_target("data.target", data.target, data.arguments, folder)
+        if not isinstance(tensors, tuple) or not all(isinstance(t, Tensor) for t in tensors):
+            raise ConfigError(f"data.target: {data.target} did not return a tuple of tensors")
+        return tensors
+    path = folder / data.path if data.path is not None else None
+    if data.name == "mnist":
+        return mnist(path)
+    if data.seq_length is not None:
+        tokenizer = folder / data.tokenizer if data.tokenizer is not None else None
+        return packed_text(data.seq_length, path, tokenizer)
+    return digits(data.image_size or DIGITS_SIZE)
+
+
+def check_tokens(tokens: Tensor, model: schema.ModelSection) -> None:
+    """Raises: DataError: a token that the model has no embedding of, as far as its size is said."""
+    known = model.sizes or (model.hf if isinstance(model.hf, dict) else {})
+    size = known.get("vocab_size") if model.name is None else dimensions(model.name).vocab_size
+    highest = int(tokens.max())
+    if isinstance(size, int) and highest >= size:
+        raise DataError(
+            f"the text holds token {highest}, but the model's vocab_size is {size}: give a"
+            f" vocab_size of at least {highest + 1}, or a tokenizer of fewer tokens"
+        )
+
+
+def made_optimizer(
+    chosen: schema.OptimizerSection, parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that are trained."""
+    given: dict[str, Any] = {"lr": chosen.learning_rate}
+    for name in ("momentum", "weight_decay", "betas", "eps"):
+        value = getattr(chosen, name)
+        if value is not None:
+            given[name] = tuple(value) if name == "betas" else value
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "momentum": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    return kinds[chosen.name]([p for p in parameters if p.requires_grad], **given)
+
+
+def made_schedule(chosen: schema.OptimizerSection) -> LRSchedule | None:
+    """How the learning rate goes; None where it stays."""
+    if chosen.schedule is None:
+        return None
+    return LRSchedule(peak=chosen.learning_rate, **chosen.schedule.model_dump())
+
+
+def call_target(key: str, target: str, arguments: Mapping[str, Any], folder: Path) -> Any:
+    """Import `target`, call it with `arguments` and return what it returns.
+
+    Args:
+        key: where the configuration names the target, for messages.
+        folder: the configuration's folder; its modules come before those installed.
+
+    Raises:
+        ConfigError: no such module or attribute, not callable, or it does not take `arguments`.
+    """
+    function = _import(key, target, folder)
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        signature = inspect.signature(function)
+        raise ConfigError(f"{key}: {target}{signature} cannot be called: {error}") from None
+    return function(**arguments)
+
+
+def _import(key: str, target: str, folder: Path) -> Callable[..., Any]:
+    module_name, _, attribute = target.partition(":")
+    place = str(folder.resolve())
+    if place not in sys.path:
+        sys.path.insert(0, place)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there: something that it imports is not
+        raise ConfigError(
+            f"{key}: no module {error.name} in {folder} nor among the installed packages"
+        ) from None
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            near = difflib.get_close_matches(name, dir(found), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{key}: module {module_name} has no {attribute}{hint}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise ConfigError(f"{key}: {target} is {found!r}, which cannot be called")
+    return found  # type: ignore[no-any-return]

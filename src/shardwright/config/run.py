@@ -1,0 +1,370 @@
+"""From a `Config` to the objects that it describes, and to a plan and a training run of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.api import WithLoss, parallelize, plan
+from shardwright.api.save_graphs import SavedGraphs
+from shardwright.capture.annotations import attached
+from shardwright.capture.capture import capture
+from shardwright.config.checkpointing import CheckpointPolicy
+from shardwright.config.graph_cache import kept_graph
+from shardwright.config.load import parse_yaml, read_text, validated
+from shardwright.config.mindformers import LanguageRun, is_mindformers, language_run, translate_run
+from shardwright.config.objects import (
+    check_tokens,
+    made_model,
+    made_optimizer,
+    made_schedule,
+    made_tensors,
+    mark_recomputed,
+)
+from shardwright.config.schema import Config
+from shardwright.constraints.load_strategies import load_strategies
+from shardwright.cost.clusters import load_cluster
+from shardwright.errors import ConfigError, PlanError, ShardwrightError
+from shardwright.graph.graph import Graph
+from shardwright.models.expert_sharding import expert_stages, pin_expert
+from shardwright.plan import Plan
+from shardwright.progress import OnProgress, silent
+from shardwright.runtime.micro_batches import micro_batch
+from shardwright.train.checkpoint import Checkpoints
+from shardwright.train.data import Batches
+from shardwright.train.loop import LOSSES, train
+from shardwright.train.position import Position
+from shardwright.train.process_group import World, process_group
+from shardwright.train.step_log import StepRecord
+
+DEVICES_OF_A_SERVER = 8
+"""The published files are for servers of so many, and so is a run for which no cluster is named."""
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A configuration and the folder that its modules and paths are relative to.
+
+    Args:
+        language: the run that a file of the MindFormers shape describes; the size of its batch
+            depends on the number of devices.
+        file: its name, which errors in what it says start with.
+        on_progress: told what is being built, captured and searched.
+    """
+
+    config: Config
+    folder: Path
+    language: LanguageRun | None = None
+    file: str = "config"
+    on_progress: OnProgress = field(default=silent, compare=False, repr=False)
+
+    @staticmethod
+    def from_file(path: str | Path) -> Run:
+        """The run of a file of Shardwright's own shape, or of the MindFormers shape.
+
+        Raises:
+            ConfigError: as `shardwright.config.load.load`.
+        """
+        name, folder = str(path), Path(path).parent
+        content = parse_yaml(read_text(path), name)
+        if not is_mindformers(content):
+            return Run(validated(content, name), folder, file=name)
+        language = language_run(content, name)
+        return Run(translate_run(language, language.parallelism.devices), folder, language, name)
+
+    def on(self, devices: int) -> Run:
+        """The run on so many devices.
+
+        Raises:
+            ConfigError: the numbers of the file do not fit `devices`.
+        """
+        if self.language is None:
+            with self._naming_file():
+                self.config.parallel.check_devices(devices)
+            return self
+        self.language.check_devices(devices)
+        size = self.language.batch.global_batch(devices)
+        data = self.config.data.model_copy(update={"batch_size": size})
+        most = self.language.parallelism.most_stages(self._servers(devices))
+        parallel = self.config.parallel.model_copy(update={"max_stages": most})
+        changed = self.config.model_copy(update={"data": data, "parallel": parallel})
+        return replace(self, config=changed)
+
+    def _servers(self, devices: int) -> int:
+        """How many servers the cluster has for so many devices."""
+        if self.cluster is None:
+            return -(-devices // DEVICES_OF_A_SERVER)
+        return load_cluster(self.cluster).servers(devices)
+
+    @cached_property
+    def batches(self) -> Batches:
+        """Raises: DataError: data that is missing or damaged."""
+        data = self.config.data
+        tensors = made_tensors(data, self.folder)
+        if data.seq_length is not None:
+            check_tokens(tensors[0], self.config.model)
+        cast = tuple(t.to(self._dtype) if t.is_floating_point() else t for t in tensors)
+        return Batches(cast, data.batch_size, data.seed)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole training run."""
+        steps = self.config.train.epochs * len(self.batches)
+        return steps if self.config.train.steps is None else min(steps, self.config.train.steps)
+
+    def model(self) -> nn.Module:
+        """The model with its loss, with parameters that depend on `train.seed` only.
+
+        Raises:
+            ConfigError: it cannot be made as the file says.
+        """
+        torch.manual_seed(self.config.train.seed)
+        with self._naming_file():
+            net = made_model(self.config.model, self.folder, self._dtype)
+        loss = self.config.loss_name
+        return net if loss == "none" else WithLoss(net, LOSSES[loss]())
+
+    def plan(self, devices: int, files: SavedGraphs | None = None) -> Plan:
+        """The plan for `devices` devices, made for the first batch. Needs no process group.
+
+        Args:
+            files: where the graph is saved, and then the plan, or the error that there was.
+        """
+        return self.on(devices)._planned(devices, files)
+
+    def _planned(self, devices: int, files: SavedGraphs | None) -> Plan:
+        try:
+            model, graph = self.captured()
+            if files is not None:
+                files.graph(graph)
+            found = self.plan_of(model, graph, devices)
+        except ShardwrightError as error:
+            if files is not None:
+                files.error(error)
+            raise
+        if files is not None:
+            files.plan(found)
+        return found
+
+    def captured(self) -> tuple[nn.Module, Graph]:
+        """The model with all that the configuration says of its operators, and its graph.
+
+        Raises:
+            ShardwrightError: it cannot be built or captured, or what is said does not fit it.
+        """
+        model, batch = self.model_to_plan(), self.micro_batch_to_plan()
+        parallel = self.config.parallel
+        if parallel.strategies is not None:
+            load_strategies(model, self.folder / parallel.strategies)
+        with self._naming_file():
+            if parallel.expert is not None:
+                pin_expert(model, **parallel.expert.model_dump())
+            if parallel.recompute is not None and not parallel.recomputes_as_needed:
+                mark_recomputed(model, parallel.recompute)
+        return model, self.graph_of(model, batch)
+
+    def graph_of(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Graph:
+        """The graph of `model` on `batch`, with what is attached to its modules; captured, or read
+        from the user's cache.
+
+        Raises:
+            CaptureError: it cannot be captured.
+        """
+        half = torch.bfloat16 if self.config.parallel.compute_dtype == "bfloat16" else None
+
+        def fresh() -> Graph:
+            self.on_progress("capture")
+            return capture(model, batch, compute_dtype=half)
+
+        if not self._describes_graph:
+            return fresh()
+        shapes = tuple((tuple(each.shape), each.dtype) for each in batch)
+        said = (self.config.model.model_dump(), shapes, half, self._dtype, self.config.loss_name)
+        return replace(kept_graph(said, fresh), module_tags=attached(model))
+
+    @contextmanager
+    def _naming_file(self) -> Iterator[None]:
+        """What is wrong inside is said of the file."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"{self.file}: {error}") from None
+
+    @property
+    def _describes_graph(self) -> bool:
+        """Whether the configuration alone says what is captured: no code and no file of the user
+        does."""
+        model, data = self.config.model, self.config.data
+        written = model.is_language_model and not isinstance(model.hf, str)
+        return written and data.seq_length is not None
+
+    def model_to_plan(self) -> nn.Module:
+        """A language model needs no memory for its parameters to be planned."""
+        self.on_progress("build")
+        if not self.config.model.is_language_model:
+            return self.model()
+        with torch.device("meta"):
+            return self.model()
+
+    def micro_batch_to_plan(self) -> tuple[Tensor, ...]:
+        """An example of what the model is captured for; of texts only the shape is needed."""
+        data, pieces = self.config.data, self.config.parallel.micro_batches
+        if data.seq_length is not None:
+            ids = torch.empty((data.batch_size, data.seq_length), dtype=torch.long, device="meta")
+            batch: tuple[Tensor, ...] = (ids, ids)
+        else:
+            batch = self.example_batch()
+        return tuple(micro_batch(list(batch), 0, pieces))
+
+    def plan_of(self, model: nn.Module, graph: Graph, devices: int) -> Plan:
+        """The plan of what `captured` gave. Operators that an expert has not pinned follow those
+        that are."""
+        parallel = self.config.parallel
+        stages: int | Literal["auto"] = parallel.stages
+        stage_config = None
+        if self._has_equal_stages and isinstance(stages, int) and stages > 1:
+            stages, stage_config = 1, expert_stages(model, stages)
+        return plan(
+            graph,
+            devices=devices,
+            mode="sharding_propagation" if parallel.expert is not None else parallel.mode,
+            mem_coeff=parallel.mem_coeff,
+            cost_model=parallel.cost_model,
+            cluster=self.cluster,
+            order=parallel.order,
+            log_costs=parallel.log_costs,
+            stages=stages,
+            max_stages=parallel.max_stages,
+            suggest_stages=parallel.suggest_stages,
+            micro_batches=parallel.micro_batches,
+            schedule=parallel.schedule,
+            hsdp=None if parallel.hsdp is None else parallel.hsdp.model_dump(),
+            memory_limit=parallel.memory_limit,
+            recompute="auto" if parallel.recomputes_as_needed else None,
+            optimizer=self.config.optimizer.name,
+            stage_config=stage_config,
+            on_progress=self.on_progress,
+        )
+
+    @property
+    def _has_equal_stages(self) -> bool:
+        """Whether each stage takes equally many blocks in a row, as an expert divides them."""
+        parallel, model = self.config.parallel, self.config.model
+        by_hand = parallel.mode == "semi_auto" and model.is_language_model
+        return by_hand and parallel.schedule in ("1f1b", "gpipe")
+
+    @property
+    def cluster(self) -> str | None:
+        """The name of the cluster, or the path of its file."""
+        given = self.config.parallel.cluster
+        return given if given is None or not Path(given).suffix else str(self.folder / given)
+
+    def example_batch(self) -> tuple[Tensor, ...]:
+        return next(self.batches.epoch(0))
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run goes on from its newest checkpoint, if there is one."""
+        return self.config.train.resume
+
+    @property
+    def kept(self) -> CheckpointPolicy:
+        """What the run begins with and keeps."""
+        said = CheckpointPolicy(self.config.train, self.folder, self.file)
+        if self.language is None:
+            return said
+        return replace(
+            said,
+            load_key="load_checkpoint",
+            resume_key="resume_training",
+            must_resume=self.language.training.resume,
+        )
+
+    def check_resumes(self) -> None:
+        """Raises: CheckpointError: as `CheckpointPolicy.check`."""
+        self.kept.check()
+
+    def checkpoints(self) -> Checkpoints | None:
+        """The run's checkpoints; None where it keeps none."""
+        return self.kept.checkpoints()
+
+    def train(
+        self,
+        plan: Plan,
+        world: World,
+        on_step: Callable[[StepRecord], None],
+        on_start: Callable[[Position], None] = lambda start: None,
+    ) -> None:
+        """Train as one rank of `world`.
+
+        Args:
+            on_start: told where the run starts, or goes on.
+
+        Raises:
+            PlanError: the world is not of the plan's size, or the plan is for another model.
+            CheckpointError: the newest checkpoint is of another model.
+        """
+        if world.size != plan.devices:
+            raise PlanError(
+                f"the plan is for {plan.devices} devices, but there are {world.size} processes: "
+                f"start {plan.devices}, or plan for {world.size}"
+            )
+        settings = self.config.train
+        timeout = timedelta(seconds=settings.timeout_seconds)
+        saving: AbstractContextManager[Checkpoints | None] = self.checkpoints() or nullcontext()
+        with process_group(world, timeout) as device, saving as checkpoints:
+            net = parallelize(self.model().to(device), plan, device)
+            optimizer = self.optimizer(net.parameters())
+            start = self.kept.begin(net, optimizer, checkpoints)
+            on_start(start)
+
+            def after_step(place: Position) -> None:
+                saves = self.kept.saves_at(place.step, self.num_steps)
+                if saves and checkpoints is not None:
+                    checkpoints.save(net, optimizer, place, plan)
+
+            train(
+                net,
+                optimizer,
+                self.batches,
+                epochs=settings.epochs,
+                max_steps=settings.steps,
+                device=device,
+                on_step=on_step,
+                start=start,
+                after_step=after_step,
+                rate=self._rate(),
+                clip_norm=self.config.optimizer.clip_norm,
+            )
+
+    def save_strategies(self, plan: Plan) -> Path | None:
+        """Writes the strategies of `plan` where the configuration says; None where it does not."""
+        given = self.config.parallel.save_strategies
+        if given is None:
+            return None
+        path = self.folder / given
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plan.save_strategies(path)
+        return path
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return made_optimizer(self.config.optimizer, parameters)
+
+    def _rate(self) -> Callable[[int], float] | None:
+        """The learning rate of each step, where it changes."""
+        schedule, steps = made_schedule(self.config.optimizer), self.num_steps
+        return None if schedule is None else lambda step: schedule.rate(step, steps)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return DTYPES[self.config.train.dtype]

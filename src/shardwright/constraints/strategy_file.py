@@ -1,0 +1,202 @@
+"""Strategies as a JSON file that people can read and edit.
+
+    {
+     "version": 1,
+     "layouts": {
+      "layout": {"device_matrix": [2, 2, 2], "alias_names": ["dp", "sp", "mp"]}
+     },
+     "strategies": {
+      "layer1": {"in_strategy": [[2, 4], {"layout": ["None", ["sp", "mp"]]}]},
+      "layer2": {"in_strategy": [[4, 1], null], "parameter_plan": {"weight": [8, 1]}}
+     }
+    }
+
+An entry is a list of counts, null, or, as in Python, the name of a layout called with what cuts
+each dimension.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from shardwright.constraints.strategy import Entry, OperatorStrategy, check_entry
+from shardwright.errors import LayoutError, StrategyError
+from shardwright.layout.layout import Layout, TensorLayout
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a file says of one operator or module.
+
+    Args:
+        parameters: how the module's parameters are stored, by name in it.
+    """
+
+    strategy: OperatorStrategy | None
+    parameters: Mapping[str, Entry] = field(default_factory=dict)
+
+
+def strategies_to_text(strategies: Mapping[str, FileEntry]) -> str:
+    """The text of a file, one line for each of `strategies`."""
+    names: dict[Layout, str] = {}
+    lines = [f"  {json.dumps(k)}: {json.dumps(_said(s, names))}" for k, s in strategies.items()]
+    layouts = [f"  {json.dumps(n)}: {json.dumps(x.to_dict())}" for x, n in names.items()]
+    sections = [f' "version": {VERSION}', _section("layouts", layouts)]
+    return "{\n" + ",\n".join([*sections, _section("strategies", lines)]) + "\n}\n"
+
+
+def _section(name: str, lines: list[str]) -> str:
+    inner = ",\n".join(lines)
+    return f' "{name}": {{\n{inner}\n }}' if lines else f' "{name}": {{}}'
+
+
+def _said(said: FileEntry, names: dict[Layout, str]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    if said.strategy is not None:
+        data["in_strategy"] = [_entry_data(entry, names) for entry in said.strategy.inputs]
+        if said.strategy.outputs is not None:
+            data["out_strategy"] = [_entry_data(entry, names) for entry in said.strategy.outputs]
+    if said.parameters:
+        data["parameter_plan"] = {n: _entry_data(e, names) for n, e in said.parameters.items()}
+    return data
+
+
+def _entry_data(entry: Entry, names: dict[Layout, str]) -> Any:
+    if not isinstance(entry, TensorLayout):
+        return None if entry is None else list(entry)
+    number = len(names) + 1
+    name = names.setdefault(entry.layout, "layout" if number == 1 else f"layout{number}")
+    dims = ([entry.alias_names[axis] for axis in axes] for axes in entry.axes)
+    return {name: [d if len(d) > 1 else d[0] if d else "None" for d in dims]}
+
+
+def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
+    """What a file says, by name of the operator or module.
+
+    Args:
+        where: the name of the file, for errors.
+
+    Raises:
+        StrategyError: if the text is not such a file, or an entry is none; names the place.
+        LayoutError: if a layout cannot be.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_without_repetition)
+    except json.JSONDecodeError as error:
+        raise StrategyError(f"{where}: not JSON: {error}") from None
+    except StrategyError as error:
+        raise StrategyError(f"{where}: {error}") from None
+    version = data.get("version") if isinstance(data, dict) else None
+    if version != VERSION:
+        raise StrategyError(
+            f"{where}: strategies of version {version!r}; this Shardwright reads version {VERSION}"
+        )
+    _check_keys(where, data, ("version", "layouts", "strategies"))
+    if "strategies" not in data:
+        raise StrategyError(f"{where}: there is no key 'strategies'")
+    layouts = {
+        name: _layout(f"{where}: layouts: {name}", layout)
+        for name, layout in _object(f"{where}: layouts", data.get("layouts", {})).items()
+    }
+    return {
+        name: _read_said(f"{where}: {name}", said, layouts)
+        for name, said in _object(f"{where}: strategies", data["strategies"]).items()
+    }
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise StrategyError(f"the key {twice!r} stands twice; keep one")
+    return found
+
+
+def _object(where: str, data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise StrategyError(f"{where}: must be a JSON object, not {data!r}")
+    return data
+
+
+def _check_keys(where: str, data: Mapping[str, Any], valid: Iterable[str]) -> None:
+    for key in data:
+        if key not in valid:
+            near = get_close_matches(key, list(valid), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(valid)}"
+            raise StrategyError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def _layout(where: str, data: Any) -> Layout:
+    _check_keys(where, _object(where, data), ("device_matrix", "alias_names", "rank_list"))
+    for key in ("device_matrix", "alias_names", "rank_list"):
+        if not isinstance(data.get(key, None if key != "rank_list" else []), list):
+            raise StrategyError(f"{where}: {key} must be a list, not {data.get(key)!r}")
+    try:
+        return Layout.from_dict(data)
+    except LayoutError as error:
+        raise LayoutError(f"{where}: {error}") from None
+
+
+def _read_said(where: str, data: Any, layouts: Mapping[str, Layout]) -> FileEntry:
+    _check_keys(where, _object(where, data), ("in_strategy", "out_strategy", "parameter_plan"))
+    inputs, outputs = (
+        _read_entries(f"{where}: {key}", data.get(key), layouts)
+        for key in ("in_strategy", "out_strategy")
+    )
+    plan = _object(f"{where}: parameter_plan", data.get("parameter_plan", {}))
+    parameters = {
+        name: _read_entry(f"{where}: parameter_plan of {name}", entry, layouts)
+        for name, entry in plan.items()
+    }
+    if inputs is None and outputs is not None:
+        raise StrategyError(f"{where}: out_strategy is given without in_strategy")
+    if inputs is None and not parameters:
+        raise StrategyError(f"{where}: says nothing; give an in_strategy, or a parameter_plan")
+    if inputs is None:
+        return FileEntry(None, parameters)
+    try:
+        return FileEntry(OperatorStrategy(inputs, outputs), parameters)
+    except StrategyError as error:
+        raise StrategyError(f"{where}: {error}") from None
+
+
+def _read_entries(where: str, data: Any, layouts: Mapping[str, Layout]) -> tuple[Entry, ...] | None:
+    if data is None:
+        return None
+    if not isinstance(data, list):
+        raise StrategyError(f"{where}: must be a list with one entry for each tensor, not {data!r}")
+    return tuple(_read_entry(where, entry, layouts) for entry in data)
+
+
+def _read_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> Entry:
+    if data is None:
+        return None
+    if isinstance(data, dict) and len(data) == 1:
+        ((name, dims),) = data.items()
+        if name not in layouts:
+            known = ", ".join(map(repr, layouts)) or "none"
+            raise StrategyError(f"{where}: unknown layout {name!r}; the file's layouts are {known}")
+        if isinstance(dims, list):
+            names = (tuple(d) if isinstance(d, list) else d or "None" for d in dims)
+            try:
+                return layouts[name](*names)
+            except LayoutError as error:
+                raise LayoutError(f"{where}: {error}") from None
+    if not isinstance(data, list):
+        raise StrategyError(
+            f"{where}: {json.dumps(data)} is no entry; an entry is a list of counts such as [2, 4],"
+            ' a layout such as {"layout": ["dp", "None"]}, or null'
+        )
+    counts = tuple(data)
+    try:
+        check_entry("the entry", counts)
+    except StrategyError as error:
+        raise StrategyError(f"{where}: {error}") from None
+    return counts

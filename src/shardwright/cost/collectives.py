@@ -1,0 +1,99 @@
+"""Seconds of collectives over the axes of a device matrix: the α-β model, level by level.
+
+A message of n bytes takes α + n/β seconds on a link of latency α and bandwidth β. Groups that cross
+several levels of links work level by level, as NCCL's and HCCL's hierarchical algorithms do: an
+all-reduce over nodes is a reduce-scatter within each node, an all-reduce of the shards between
+nodes, and an all-gather within each node. Rounds: a group of p devices needs ⌈log₂ p⌉ (Thakur,
+Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005), or
+p − 1 where messages go round a ring, as gloo's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil, log2, prod
+
+from shardwright.cost.cluster import GLOO, Cluster, LinkLevel
+from shardwright.layout.layout import Layout
+
+ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+OF_GLOO = {**ROUNDS, "reduce_scatter": 2}
+
+
+class Links:
+    """The links of a cluster under the axes of a device matrix.
+
+    Args:
+        mesh: the device matrix of one pipeline stage.
+        stages: number of pipeline stages, one after the other in rank order.
+
+    Raises:
+        ConfigError: if the cluster has not so many devices.
+    """
+
+    def __init__(self, cluster: Cluster, mesh: Layout, stages: int = 1) -> None:
+        starts = tuple(stage * mesh.num_devices for stage in range(stages))
+        self.cluster = cluster
+        self.mesh = mesh
+        self.levels = cluster.levels_of(mesh, starts)
+
+    def seconds(self, collective: str, axes: Iterable[int], num_bytes: float) -> float:
+        """Seconds of one collective over the joined `axes`.
+
+        Args:
+            collective: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `permute`.
+            num_bytes: of the tensor of one device: the larger side, as `conversion.Step` counts it
+                (what an all-gather gives, what a reduce-scatter takes).
+        """
+        group = self._group(axes)
+        if not group:
+            return 0.0
+        if collective == "permute":
+            # Every device sends all that it has to one other, which may be in another node.
+            link = self.cluster.levels[group[-1][0]]
+            return link.latency + num_bytes / link.bandwidth
+        if collective == "all_to_all":
+            return self._all_to_all(group, num_bytes)
+        return self._level_by_level(group, num_bytes, collective)
+
+    def _level_by_level(
+        self, group: list[tuple[int, int]], num_bytes: float, collective: str
+    ) -> float:
+        """Each level moves what the levels inside it have left: the whole, cut by their devices."""
+        found, left = 0.0, num_bytes
+        for level, size in group:
+            link = self.cluster.levels[level]
+            once = messages(link, size) * link.latency + (size - 1) / size * left / link.bandwidth
+            found += rounds(link, collective) * once
+            left /= size
+        return found
+
+    def _all_to_all(self, group: list[tuple[int, int]], num_bytes: float) -> float:
+        """Each device sends every other an equal part, over the link between the two."""
+        devices = prod(size for _, size in group)
+        found, reached = 0.0, 1
+        for level, size in group:
+            link = self.cluster.levels[level]
+            share = (reached * size - reached) / devices
+            found += messages(link, size) * link.latency + share * num_bytes / link.bandwidth
+            reached *= size
+        return found
+
+    def _group(self, axes: Iterable[int]) -> list[tuple[int, int]]:
+        """The levels of the joined axes, innermost first, with the number of devices in each."""
+        sizes: dict[int, int] = {}
+        for axis in axes:
+            size = self.mesh.device_matrix[axis]
+            if size > 1:
+                sizes[self.levels[axis]] = sizes.get(self.levels[axis], 1) * size
+        return sorted(sizes.items())
+
+
+def messages(link: LinkLevel, devices: int) -> int:
+    """How many messages follow each other until all of a group have what all sent."""
+    return devices - 1 if link.collectives == GLOO else ceil(log2(devices))
+
+
+def rounds(link: LinkLevel, collective: str) -> int:
+    """How often everything goes through the group: an all-reduce is a reduction and a gather."""
+    return (OF_GLOO if link.collectives == GLOO else ROUNDS)[collective]

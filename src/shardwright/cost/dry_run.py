@@ -1,0 +1,338 @@
+"""Runs a program without data, to see how many bytes it needs.
+
+The very program that a rank will run runs on the meta device, forward and backward, through
+PyTorch's own autograd. Its tensors have shapes and lifetimes, but no memory and no numbers, so a
+model of any size is rehearsed within about a second, and nothing has to be modeled: what operators
+save for their backward pass and when it is freed, how gradients add up, what buckets and recomputed
+segments take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining._backward import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+
+from shardwright.cost.pipeline_timeline import BACKWARD, FORWARD, OF_INPUT, OF_WEIGHT
+from shardwright.cost.tensor_tracking import (
+    META,
+    PARAMETERS,
+    WEIGHTS,
+    DryRunMode,
+    FusedAttention,
+    LiveBytes,
+)
+from shardwright.graph.graph import Graph, Kind, Op, Value
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.lower.program import lower
+from shardwright.parallel.pipeline_stage import StageModule, StepContext, may_halve
+from shardwright.partition.stages import Chunk
+from shardwright.runtime.devices import Devices
+
+BATCH, BUFFERS, GRADIENTS, ACTIVATIONS = "batch", "buffers", "gradients", "activations"
+TEMPORARY = ""
+
+Kinds = Mapping[str, int]
+"""Bytes by kind: `parameters` as stored, the `batch` (of each micro-batch what is given and
+received), `buffers` and constants, `weights` (gathered or cast parameters), `gradients` of
+parameters, `activations` that are kept for the backward pass, and temporary ones: gradients of
+activations, flat buffers, results that nothing keeps."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What an action needs beyond what was there before it.
+
+    Args:
+        height: at the moment when it needs most.
+        change: what it leaves; less than nothing where it frees.
+    """
+
+    height: Kinds
+    change: Kinds
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one part needs on one device.
+
+    Args:
+        stock: before the step; of the batch one micro-batch.
+        begin, end: of the step.
+        first: the actions of the first micro-batch, by kind.
+        later: of those that find gradients to add theirs to.
+    """
+
+    stock: Kinds
+    begin: Phase
+    first: Mapping[str, Phase]
+    later: Mapping[str, Phase]
+    end: Phase
+
+
+def dry_run_chunk(
+    part: Chunk,
+    whole: Graph,
+    mesh: Layout,
+    kinds: Sequence[str],
+    several: bool,
+    known: dict[Any, Any],
+) -> DryRun:
+    """Runs one part of a model for one micro-batch, or for two if there are `several` in a step.
+
+    Without stages and with one micro-batch, the program brings parameters to use by itself.
+
+    Args:
+        whole: the graph of the model.
+        kinds: of the actions of one micro-batch, in order.
+        known: results of operators that were met before.
+    """
+    run = _DryRunInterpreter.of(part, whole, mesh, several, OF_INPUT in kinds, known)
+    with run.live, FusedAttention():
+        stock = run.live.kinds(run.mark(BUFFERS))
+        begin = run.phase(run.begin, WEIGHTS)
+        first = {kind: run.action(kind) for kind in kinds}
+        later = {kind: run.action(kind) for kind in kinds} if several else {}
+        end = run.phase(run.end, GRADIENTS)
+    return DryRun(stock, begin, first, later, end)
+
+
+@dataclass
+class _DryRunInterpreter:
+    """One part on the meta device."""
+
+    module: StageModule
+    stored: dict[str, Tensor]
+    arriving: list[Tensor]
+    gradients: list[Tensor]
+    halves: bool
+    live: LiveBytes
+    number: Tensor = field(default_factory=lambda: torch.tensor(0))
+    outputs: tuple[Tensor, ...] = ()
+    given: list[Tensor] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    left: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        part: Chunk,
+        whole: Graph,
+        mesh: Layout,
+        several: bool,
+        halves: bool,
+        known: dict[Any, Any],
+    ) -> _DryRunInterpreter:
+        place = mesh.coordinates(mesh.ranks[0])
+        devices = Devices(mesh, META, None, lambda function: function(place))
+        constants = {value: tensor.to(META) for value, tensor in part.graph.constants.items()}
+        part = replace(part, graph=replace(part.graph, constants=constants))
+        alone = not part.arriving and not part.leaving
+        program = lower(part.graph, devices, part.decisions, resident=several or not alone)
+        module = StageModule(part, program, whole, follows=halves)
+        made = program.communication.made
+
+        def local(value: Value, dtype: torch.dtype | None = None) -> Tensor:
+            shape = made[value].shard_shape(value.shape)
+            return torch.empty(shape, dtype=dtype or value.dtype, device=META)
+
+        arriving = [local(v).requires_grad_(v.requires_grad) for v in part.arriving]
+        returning = [_returning(part, value, mesh) for value in part.leaving]
+        run = cls(
+            module,
+            {v.name: local(v, v.stored_dtype) for v in part.graph.parameters},
+            arriving,
+            returning,
+            halves and may_halve(module),
+            DryRunMode(known),
+        )
+        read = set(part.graph.input_values)
+        leaves = [
+            local(leaf, leaf.stored_dtype) if isinstance(leaf, Value) and leaf in read else leaf
+            for leaf in whole.inputs
+        ]
+        buffers = {value.name: local(value) for value in part.graph.buffers}
+        module.step = StepContext([leaves], buffers, seed=0)
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        run.live.watch([*tensors, *arriving, *returning], BATCH)
+        run.live.watch(run.stored.values(), PARAMETERS)
+        run.live.watch([*constants.values(), *buffers.values()], BUFFERS)
+        return run
+
+    def mark(self, kind: str) -> int:
+        """What is live and has no kind yet is of this one; how far the history has come."""
+        self.live.label(kind)
+        return len(self.live.history)
+
+    def phase(self, function: Callable[[], None], leaves: str) -> Phase:
+        """Runs something that leaves tensors of a kind."""
+        start = len(self.live.history)
+        function()
+        end = self.mark(leaves)
+        before = self.live.kinds(start)
+        top = self.live.kinds(self.live.peak(start, end))
+        return Phase(less(top, before), less(self.live.kinds(end), before))
+
+    def action(self, kind: str) -> Phase:
+        """Runs an action of one micro-batch."""
+        function = {
+            FORWARD: self.forward,
+            BACKWARD: self.backward,
+            OF_INPUT: self.of_input,
+            OF_WEIGHT: self.of_weight,
+        }[kind]
+        return self.phase(function, ACTIVATIONS if kind in (FORWARD, OF_INPUT) else GRADIENTS)
+
+    def begin(self) -> None:
+        self.module.residents.begin(self.stored)
+
+    def end(self) -> None:
+        self.left = self.module.residents.end()
+
+    def forward(self) -> None:
+        self.given = [
+            tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.arriving
+        ]
+        if self.module.part.graph.loss is None and not self.module.part.leaving:
+            self.outputs = self._returned()
+            return
+        outputs = self.module(*self.given, number=self.number)
+        self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def _returned(self) -> tuple[Tensor, ...]:
+        """The outputs of a model without a loss, which its user differentiates."""
+        module, step = self.module, self.module.step
+        tensors = module.residents.tensors()
+        outputs, _ = module.program(tensors, step.buffers, module.read(0, self.given))
+        return tuple(t for t in outputs if isinstance(t, Tensor) and t.requires_grad)
+
+    def _taken(self) -> tuple[tuple[Tensor, ...], list[Tensor] | None, list[Tensor]]:
+        taken = self.outputs, self.gradients or None, self.given
+        self.outputs, self.given = (), []
+        return taken
+
+    def backward(self) -> None:
+        outputs, gradients, given = self._taken()
+        if gradients:
+            stage_backward(outputs, gradients, given)
+        elif outputs:
+            torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+
+    def of_input(self) -> None:
+        if not self.halves:
+            self.backward()
+        elif self.module.part.number:
+            outputs, gradients, given = self._taken()
+            _, self.groups = stage_backward_input(
+                list(outputs), gradients, given, self.module.parameters()
+            )
+
+    def of_weight(self) -> None:
+        if self.halves and self.module.part.number:
+            groups, self.groups = self.groups, []
+            stage_backward_weight(self.module.parameters(), groups)
+        elif self.halves:
+            self.backward()
+
+
+def _returning(part: Chunk, value: Value, mesh: Layout) -> Tensor:
+    """Where the gradient of a value that leaves is received."""
+    shape = TensorLayout(mesh, part.decisions.departures[value.name]).shard_shape(value.shape)
+    return torch.empty(shape, dtype=value.dtype, device=META)
+
+
+def less(kinds: Kinds, others: Kinds) -> Kinds:
+    """The difference by kind."""
+    return {kind: kinds.get(kind, 0) - others.get(kind, 0) for kind in {**kinds, **others}}
+
+
+def plus(kinds: Kinds, *others: Kinds) -> Kinds:
+    """The sum by kind."""
+    every = {kind for each in (kinds, *others) for kind in each}
+    return {kind: sum(each.get(kind, 0) for each in (kinds, *others)) for kind in every}
+
+
+class DryRunCache:
+    """What parts need that were rehearsed before."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, DryRun] = {}
+        self._operators: dict[Any, Any] = {}
+
+    def of(
+        self, part: Chunk, whole: Graph, mesh: Layout, kinds: Sequence[str], several: bool
+    ) -> DryRun:
+        """What a part needs; the arguments are those of `rehearse`."""
+        key = (chunk_key(part), mesh, tuple(kinds), several)
+        if key not in self._found:
+            found = dry_run_chunk(part, whole, mesh, kinds, several, self._operators)
+            self._found[key] = found
+        return self._found[key]
+
+
+def chunk_key(part: Chunk) -> tuple[object, ...]:
+    """What the bytes of a part depend on: everything but the names of its values and operators, in
+    place of which stand numbers in the order of their first appearance."""
+    return tuple(_Description(part).lines())
+
+
+class _Description:
+    """A part without names."""
+
+    def __init__(self, part: Chunk) -> None:
+        self.part, self.decisions = part, part.decisions
+        self._numbers: dict[object, int] = {}
+
+    def lines(self) -> Iterator[object]:
+        part, graph, decisions = self.part, self.part.graph, self.decisions
+        yield decisions.sharding, decisions.bucket_bytes, part.number > 0, graph.loss is None
+        given = (graph.input_values, graph.parameters, graph.buffers, tuple(graph.constants))
+        for values in given:
+            yield tuple(map(self._value, values))
+        for op in graph.ops:
+            yield self._op(op)
+        yield tuple((self._number(old), self._number(new)) for old, new in graph.updates)
+        for values in (part.arriving, part.leaving, part.returned, graph.output_values):
+            yield tuple(map(self._number, values))
+
+    def _number(self, thing: object) -> int:
+        return self._numbers.setdefault(thing, len(self._numbers))
+
+    def _value(self, value: Value) -> tuple[object, ...]:
+        name, decisions = value.name, self.decisions
+        return (
+            self._number(value),
+            *(value.shape, value.dtype, value.stored_dtype, value.requires_grad),
+            decisions.storage.get(name) if value.kind is Kind.PARAMETER else None,
+            *(decisions.arrivals.get(name), decisions.departures.get(name)),
+        )
+
+    def _op(self, op: Op) -> tuple[object, ...]:
+        decisions, said = self.decisions, self.decisions.recompute.get(op.name)
+        cuts = decisions.cuts.get(op.name, {})
+        return (
+            op.target,
+            self._argument(op.args),
+            self._argument(op.kwargs),
+            tuple(map(self._value, op.outputs)),
+            tuple((factor, tuple(axes)) for factor, axes in cuts.items() if axes),
+            decisions.outputs.get(op.name),
+            None if said is None else (self._number(said.segment), said.communication),
+        )
+
+    def _argument(self, given: Any) -> object:
+        if isinstance(given, Value):
+            return Value, self._number(given)
+        if isinstance(given, list | tuple):
+            return tuple(map(self._argument, given))
+        if isinstance(given, dict):
+            return tuple((name, self._argument(each)) for name, each in given.items())
+        return repr(given)

@@ -1,0 +1,282 @@
+"""The order in which pipeline stages work, and how long they wait.
+
+PyTorch's own schedules say in which order each stage runs its parts, so that what is predicted is
+what runs. The timeline then follows from the seconds of each part: an action begins when its stage
+is free and what it needs has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from shardwright.errors import PlanError
+from shardwright.partition.pipeline_spec import SCHEDULES, PipelineSpec
+
+FORWARD, BACKWARD, OF_INPUT, OF_WEIGHT = "F", "B", "I", "W"
+"""Kinds of actions: forward, the whole backward pass, and its two halves: the gradients of what
+the part read from the one before, and those of its parameters."""
+
+_TORCH_NAMES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "zero_bubble_v": "ZBVZeroBubble",
+}
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """What a stage does without pause: a part of the model for one micro-batch.
+
+    Args:
+        kind: `F`, `B`, `I` or `W`.
+    """
+
+    part: int
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}"
+
+
+def check_pipelining(pipeline: PipelineSpec) -> None:
+    """Raises:
+    PlanError: if there is no such schedule for so many stages, chunks and micro-batches; says which
+        numbers would do.
+    """
+    stages, chunks, pieces = pipeline.stages, pipeline.chunks, pipeline.micro_batches
+    schedule = pipeline.schedule
+    for name, number in (("stages", stages), ("chunks", chunks), ("micro_batches", pieces)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise PlanError(f"{name}={number!r}: must be a whole number of at least 1")
+    if schedule not in SCHEDULES:
+        raise PlanError(f"schedule={schedule!r}: valid are {', '.join(SCHEDULES)}")
+    if stages == 1:
+        if chunks > 1:
+            raise PlanError(
+                f"chunks={chunks} with one stage: chunks divide what a stage owns of a"
+                " pipeline; ask for 2 stages or more, or for chunks=1"
+            )
+        return
+    if pieces < stages:
+        raise PlanError(
+            f"micro_batches={pieces} for {stages} stages: some stage would never have anything to"
+            f" do; valid are {stages} or more micro-batches, or {pieces} or fewer stages"
+        )
+    _check_chunks(schedule, chunks)
+    if schedule == "interleaved_1f1b":
+        rounds = pieces // stages
+        if pieces % rounds:
+            more = next(n for n in range(pieces + 1, 2 * pieces) if n % (n // stages) == 0)
+            raise PlanError(
+                f"micro_batches={pieces} for {stages} stages in schedule {schedule!r}: they come in"
+                f" {rounds} rounds of equal size; valid are multiples of {stages}, or {more}"
+            )
+
+
+def _check_chunks(schedule: str, chunks: int) -> None:
+    wanted = {"zero_bubble_v": chunks == 2, "interleaved_1f1b": chunks >= 2}
+    if wanted.get(schedule, chunks == 1):
+        return
+    valid = {"zero_bubble_v": "2", "interleaved_1f1b": "2 or more"}.get(schedule, "1")
+    other = "; interleaved_1f1b and zero_bubble_v take more" if valid == "1" else ""
+    raise PlanError(f"chunks={chunks} in schedule {schedule!r}: valid is {valid}{other}")
+
+
+def actions(pipeline: PipelineSpec) -> tuple[tuple[Action, ...], ...]:
+    """For each stage its actions, in order. Without stages, forward and backward of one micro-batch
+    after the other.
+
+    Raises:
+        PlanError: if there is no such schedule; see `check_pipelining`.
+    """
+    check_pipelining(pipeline)
+    if pipeline.stages == 1:
+        pieces = range(pipeline.micro_batches)
+        return (tuple(Action(0, kind, m) for m in pieces for kind in (FORWARD, BACKWARD)),)
+    return _of_torch(pipeline.schedule, pipeline.stages, pipeline.micro_batches, pipeline.chunks)
+
+
+@cache
+def _of_torch(
+    schedule: str, stages: int, micro_batches: int, chunks: int
+) -> tuple[tuple[Action, ...], ...]:
+    orders = get_schedule_ops(_TORCH_NAMES[schedule], stages, micro_batches, chunks)
+    result = []
+    for order in orders:
+        # Micro-batches are counted anew: torch's list for the last stage of 1F1B begins with 1,
+        # while that stage begins with 0 as the others do. All take them in turn.
+        counts: dict[tuple[int, str], int] = {}
+        mine = []
+        for action in order:
+            if action is None or not action.is_compute_op:
+                continue
+            kind = action.computation_type.value
+            number = counts.get((action.stage_index, kind), 0)
+            counts[action.stage_index, kind] = number + 1
+            mine.append(Action(action.stage_index, kind, number))
+        result.append(tuple(mine))
+    return tuple(result)
+
+
+def alive(order: Sequence[Action]) -> Iterator[dict[int, int]]:
+    """After each action of a stage: for each of its parts the micro-batches that went forward and
+    not yet all the way back, whose activations it keeps."""
+    counts = {action.part: 0 for action in order}
+    for action in order:
+        if action.kind == FORWARD:
+            counts[action.part] += 1
+        elif action.kind in (BACKWARD, OF_WEIGHT):
+            counts[action.part] -= 1
+        yield dict(counts)
+
+
+@dataclass(frozen=True)
+class ChunkSeconds:
+    """What a part takes for one micro-batch.
+
+    Args:
+        backward: the whole backward pass.
+        of_weight: the part of `backward` for the gradients of parameters, where a schedule runs the
+            two halves apart; a half if None.
+        send: from this part to the next, and the gradient back; nothing within a stage.
+    """
+
+    forward: float
+    backward: float
+    of_weight: float | None = None
+    send: float = 0.0
+
+    def of(self, kind: str) -> float:
+        """Seconds of an action of this kind."""
+        weight = self.backward / 2 if self.of_weight is None else self.of_weight
+        return {
+            FORWARD: self.forward,
+            BACKWARD: self.backward,
+            OF_INPUT: self.backward - weight,
+            OF_WEIGHT: weight,
+        }[kind]
+
+
+@dataclass(frozen=True)
+class Span:
+    """An action with its begin and end, in seconds from the begin of the step."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each stage does what in a step, and when it waits.
+
+    Args:
+        pipeline: stages, micro-batches and schedule.
+        stages: for each its actions in order.
+    """
+
+    pipeline: PipelineSpec
+    stages: tuple[tuple[Span, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the first begin to the last end of any stage."""
+        return max(spans[-1].end for spans in self.stages)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """For each stage the share of the step in which it waits."""
+        return tuple(1 - _busy(spans) / self.seconds for spans in self.stages)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all stages' time in which they wait."""
+        return sum(self.bubbles) / len(self.stages)
+
+    def __str__(self) -> str:
+        return draw_timeline(self)
+
+
+def _busy(spans: Sequence[Span]) -> float:
+    return sum(span.end - span.start for span in spans)
+
+
+def timeline(pipeline: PipelineSpec, parts: Sequence[ChunkSeconds]) -> Timeline:
+    """When each stage does what.
+
+    Args:
+        parts: the seconds of each part, in the order in which they run.
+
+    Raises:
+        PlanError: if there is no such schedule; see `check_pipelining`.
+        ValueError: if `parts` are not as many as the pipeline's.
+    """
+    if len(parts) != pipeline.parts:
+        raise ValueError(f"seconds of {len(parts)} parts for a pipeline of {pipeline.parts}")
+    orders = actions(pipeline)
+    ends: dict[Action, float] = {}
+    done: list[list[Span]] = [[] for _ in orders]
+    waiting = set(range(len(orders)))
+    while waiting:
+        before = len(ends)
+        for stage in sorted(waiting):
+            spans, order = done[stage], orders[stage]
+            while len(spans) < len(order):
+                action = order[len(spans)]
+                arrived = _arrival(pipeline, parts, action, ends)
+                if arrived is None:
+                    break
+                start = max(arrived, spans[-1].end if spans else 0.0)
+                ends[action] = start + parts[action.part].of(action.kind)
+                spans.append(Span(action, start, ends[action]))
+            if len(spans) == len(order):
+                waiting.discard(stage)
+        assert len(ends) > before, "a schedule in which every stage waits for another one"
+    return Timeline(pipeline, tuple(map(tuple, done)))
+
+
+def _arrival(
+    pipeline: PipelineSpec, parts: Sequence[ChunkSeconds], action: Action, ends: dict[Action, float]
+) -> float | None:
+    """When all that an action needs has arrived; None if that is not known yet."""
+    part, piece = action.part, action.micro_batch
+
+    def end(other: int, *kinds: str) -> float | None:
+        found = [ends.get(Action(other, kind, piece)) for kind in kinds]
+        known = next((seconds for seconds in found if seconds is not None), None)
+        if known is None or pipeline.stage_of(other) == pipeline.stage_of(part):
+            return known
+        return known + parts[min(part, other)].send
+
+    if action.kind == FORWARD:
+        return end(part - 1, FORWARD) if part else 0.0
+    if action.kind == OF_WEIGHT:
+        return end(part, OF_INPUT)
+    if part == pipeline.parts - 1:
+        return end(part, FORWARD)
+    return end(part + 1, BACKWARD, OF_INPUT)
+
+
+def draw_timeline(timeline: Timeline, width: int = 96) -> str:
+    """A line of text for each stage: `F2` where it runs micro-batch 2 forward, dots where it waits.
+
+    Where there are several chunks, those of the later ones are marked `F2'`.
+    """
+    total = timeline.seconds
+    lines = []
+    for number, spans in enumerate(timeline.stages):
+        line = ""
+        for span in spans:
+            start, end = (round(width * time / total) for time in (span.start, span.end))
+            chunk = span.action.part // timeline.pipeline.stages
+            label = f"|{span.action}{chunk * chr(39)}"
+            line = line.ljust(start, "·") + label[: max(0, end - start)].ljust(end - start)
+        share = f"waits {timeline.bubbles[number]:.1%}"
+        lines.append(f"stage {number} {line.ljust(width, '·')}| {share}")
+    return "\n".join([*lines, f"in all {timeline.bubble:.1%} of the stages' time is waiting"])

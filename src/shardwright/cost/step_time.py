@@ -1,0 +1,325 @@
+"""Seconds of one training step: computation by a roofline, collectives by the α-β model.
+
+An operator takes the longer of its operations at the device's matrix rate and its bytes at the
+device's memory bandwidth, and an overhead. A collective takes what `Links` says. What overlaps:
+
+- Conversions of activations do not: the next operator waits for them.
+- Gradients of parameters overlap the backward computation, as their buckets are reduced while
+  earlier operators are differentiated. Only what exceeds it counts.
+- Parameters that are stored sharded are gathered while earlier operators compute: likewise, against
+  the forward computation.
+- Where devices are processes that share a processor nothing overlaps: what one sends is copied by
+  the cores that the others compute on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from shardwright.cost.cluster import Cluster
+from shardwright.cost.collectives import Links
+from shardwright.cost.flops import Work, work_of
+from shardwright.graph.graph import Graph, Op, Value
+from shardwright.layout.axes import Axes, Shape
+from shardwright.layout.layout import Layout
+from shardwright.layout.redistribution import RedistributionStep
+from shardwright.partition.communication import Communication
+from shardwright.partition.parameter_buckets import Bucket
+from shardwright.rules import rule_of
+from shardwright.rules.rule import Cuts, Reduction
+
+UPDATE_PASSES = 7
+"""How often AdamW moves each stored parameter: it reads parameter, gradient and two moments, and
+writes parameter and moments."""
+
+ComputeAndExposed = tuple[float, float]
+"""Forward and backward."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one training step on one device, by what takes them.
+
+    Args:
+        forward, backward: computation of one micro-batch.
+        forward_conversions, backward_conversions: of activations, of one micro-batch.
+        gathers: of parameters that are stored sharded, once a step.
+        gradients: reductions of parameters' gradients, once a step.
+        gathers_each, gradients_each: likewise, but in every micro-batch (gradients with what is
+            gathered again for them).
+        update: the optimizer's.
+        micro_batches: how many follow each other.
+        bubble: the share of the step in which a pipeline stage waits.
+        overlaps: whether communication of parameters and gradients goes on beside computation.
+    """
+
+    forward: float
+    backward: float
+    forward_conversions: float
+    backward_conversions: float
+    gathers: float
+    gradients: float
+    update: float
+    gathers_each: float = 0.0
+    gradients_each: float = 0.0
+    micro_batches: int = 1
+    bubble: float = 0.0
+    overlaps: bool = True
+
+    @property
+    def forward_seconds(self) -> float:
+        """One micro-batch forward, with all that it waits for."""
+        waits = self._waits(self.gathers_each, self.forward)
+        return self.forward + self.forward_conversions + waits
+
+    @property
+    def backward_seconds(self) -> float:
+        """One micro-batch backward, with all that it waits for."""
+        waits = self._waits(self.gradients_each, self.backward)
+        return self.backward + self.backward_conversions + waits
+
+    @property
+    def computation(self) -> float:
+        """What all micro-batches and the optimizer compute."""
+        return self.micro_batches * (self.forward + self.backward) + self.update
+
+    @property
+    def exposed(self) -> float:
+        """What no computation hides of the communication of parameters and gradients that is made
+        once a step: with the first micro-batch forward, with the last one backward."""
+        forward = max(0.0, self.forward - self.gathers_each)
+        backward = max(0.0, self.backward - self.gradients_each)
+        return self._waits(self.gathers, forward) + self._waits(self.gradients, backward)
+
+    def _waits(self, communication: float, computation: float) -> float:
+        """What `computation` does not hide."""
+        return max(0.0, communication - computation) if self.overlaps else communication
+
+    @property
+    def communication(self) -> float:
+        """Communication that the step waits for."""
+        each = self.forward_seconds + self.backward_seconds - self.forward - self.backward
+        return self.micro_batches * each + self.exposed
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        busy = self.micro_batches * (self.forward_seconds + self.backward_seconds)
+        return busy / (1 - self.bubble) + self.exposed + self.update
+
+
+class TimeModel:
+    """Seconds of operators and conversions on a device matrix of a cluster; equal ones once.
+
+    Args:
+        stages: number of pipeline stages, each with such a matrix.
+        sharing: over how many devices optimizer state is sharded, of those that use a parameter
+            alike; -1 for all of them, None if it is not.
+
+    Raises:
+        ConfigError: if the cluster has not so many devices.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        mesh: Layout,
+        stages: int = 1,
+        sharing: int | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self.links = Links(cluster, mesh, stages)
+        devices = mesh.num_devices * stages
+        self.device = cluster.device.among(devices)
+        self.shared = cluster.device.shared(devices)
+        self.sharing = sharing
+        self._operators: dict[tuple[object, ...], ComputeAndExposed] = {}
+        self._steps: dict[tuple[RedistributionStep, Shape, int], ComputeAndExposed] = {}
+
+    def operator(self, op: Op, cuts: Cuts) -> ComputeAndExposed:
+        """Computation of one device's part of `op`, forward and backward."""
+        work, rule = work_of(op), rule_of(op)
+        parts = rule.parts(self.mesh, cuts) if rule is not None else {}
+        key = (id(work), tuple(parts.values()))
+        if key not in self._operators:
+            self._operators[key] = self.work(work, parts)
+        return self._operators[key]
+
+    def work(self, work: Work, parts: Mapping[str, int]) -> ComputeAndExposed:
+        """Seconds of `work` that is shared in `parts` of its factors."""
+        everything = prod(parts.values())
+
+        def seconds(flops: float, tensors: tuple[tuple[int, frozenset[str]], ...]) -> float:
+            moved = 0.0
+            for size, factors in tensors:
+                moved += size / prod(parts.get(factor, 1) for factor in factors)
+            compute = flops / everything / self.device.rate(work.dtype)
+            return max(compute, moved / self.device.stream)
+
+        overhead = self.device.overhead
+        forward = backward = 0.0
+        if work.forward_bytes:
+            forward = overhead + seconds(work.forward_flops, work.forward_bytes)
+        if work.backward_bytes:
+            backward = overhead * work.gradients
+            backward += seconds(work.backward_flops, work.backward_bytes)
+        return forward, backward
+
+    def step(
+        self, step: RedistributionStep, value: Value, differentiable: bool
+    ) -> ComputeAndExposed:
+        """One conversion step of `value`, forward and backward."""
+        itemsize = value.itemsize
+        key = (step, value.shape, itemsize)
+        if key not in self._steps:
+            local = max(prod(s.shard_shape(value.shape)) for s in (step.source, step.target))
+            forward = None if step.kind in ("slice", "vary") else step.kind
+            self._steps[key] = (
+                self._collective(forward, step, local * itemsize),
+                self._collective(step.backward, step, local * itemsize),
+            )
+        there, back = self._steps[key]
+        return there, back if differentiable else 0.0
+
+    def inside(self, reduction: Reduction, axes: Axes, differentiable: bool) -> ComputeAndExposed:
+        """One all-reduce inside an operator, forward and backward."""
+        num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
+        once = self.links.seconds("all_reduce", axes, num_bytes)
+        back = reduction.varying and reduction.differentiable and differentiable
+        return once, once if back else 0.0
+
+    def _collective(self, kind: str | None, step: RedistributionStep, num_bytes: int) -> float:
+        return 0.0 if kind is None else self.links.seconds(kind, step.axes, num_bytes)
+
+    def bucketed(self, axes: Axes, num_bytes: float, collective: str = "all_reduce") -> float:
+        """A collective that is joined with others, so that it pays no latency of its own."""
+        whole = self.links.seconds(collective, axes, num_bytes)
+        return whole - self.links.seconds(collective, axes, 0)
+
+    def parameter(self, varying: Axes, whole: Axes, num_bytes: float) -> tuple[float, float]:
+        """Gathering a parameter and reducing its gradient, once a step, in buckets.
+
+        Optimizer state that is sharded is so over all axes on which devices use a parameter alike,
+        also where they compute alike: of those the parameter is gathered too.
+
+        Args:
+            varying: the axes over which its gradient is a partial sum.
+            whole: those over which its uses are alike.
+            num_bytes: of the part that a device uses.
+        """
+        if self.sharing is None:
+            return 0.0, self.bucketed(varying, num_bytes)
+        gather = self.bucketed((*varying, *whole), num_bytes, "all_gather")
+        return gather, self.bucketed(varying, num_bytes, "reduce_scatter")
+
+    def update(self, num_bytes: float) -> float:
+        """The optimizer's step over stored parameters of so many bytes."""
+        return UPDATE_PASSES * num_bytes / self.device.stream
+
+    def update_of(self, num_bytes: float, parts: int) -> float:
+        """The optimizer's step over a parameter that is used in so many bytes, cut in `parts`; the
+        devices that use the same part share it as `sharing` says."""
+        if self.sharing is None:
+            return self.update(num_bytes)
+        sharers = self.mesh.num_devices // parts
+        if self.sharing > 0:
+            sharers = min(sharers, self.sharing)
+        return self.update(num_bytes / sharers)
+
+
+def operator_seconds(graph: Graph, model: TimeModel, cuts: Mapping[str, Cuts]) -> list[float]:
+    """Computation of each operator on one device, forward and backward."""
+    return [sum(model.operator(op, cuts.get(op.name, {}))) for op in graph.ops]
+
+
+def step_time(
+    graph: Graph,
+    flow: Communication,
+    cuts: Mapping[str, Cuts],
+    model: TimeModel,
+    *,
+    micro_batches: int = 1,
+    bubble: float = 0.0,
+) -> StepTime:
+    """Seconds of one training step of `graph` as it was decided.
+
+    Args:
+        flow: what the plan communicates.
+        cuts: of its operators.
+        model: of the cluster and the device matrix.
+        micro_batches: how many of the graph's batches make up a step.
+        bubble: the share of the step in which a pipeline stage waits.
+    """
+    forward = backward = 0.0
+    for op in graph.ops:
+        there, back = model.operator(op, cuts.get(op.name, {}))
+        again = there if op.name in flow.segment_of else 0.0
+        forward, backward = forward + there, backward + back + again
+    there, back = _inside(graph, flow, model)
+    bucketed = {id(t) for b in flow.buckets for member in b.members for t in member.transfers}
+    for transfer in flow.transfers:
+        if id(transfer) not in bucketed:
+            sent, returned = model.step(transfer.step, transfer.value, transfer.differentiable)
+            again = 0.0 if transfer.segment is None else sent
+            there, back = there + sent, back + returned + again
+    once, each = _parameters(flow, model)
+    stored = sum(_stored_bytes(flow, value) for value in graph.parameters if value.requires_grad)
+    return StepTime(
+        forward=forward,
+        backward=backward,
+        forward_conversions=there,
+        backward_conversions=back,
+        gathers=once[0],
+        gradients=once[1],
+        update=model.update(stored),
+        gathers_each=each[0],
+        gradients_each=each[1],
+        micro_batches=micro_batches,
+        bubble=bubble,
+        overlaps=not model.shared,
+    )
+
+
+def _inside(graph: Graph, flow: Communication, model: TimeModel) -> ComputeAndExposed:
+    """All-reduces inside operators."""
+    forward = backward = 0.0
+    for name, inner in flow.reductions.items():
+        differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
+        for one in inner:
+            there, back = model.inside(one.reduction, one.axes, differentiable)
+            again = there if name in flow.segment_of else 0.0
+            forward, backward = forward + there, backward + back + again
+    return forward, backward
+
+
+def _parameters(
+    flow: Communication, model: TimeModel
+) -> tuple[ComputeAndExposed, ComputeAndExposed]:
+    """Gathers of parameters and reductions of gradients: once a step, and in each micro-batch."""
+    once, each = [0.0, 0.0], [0.0, 0.0]
+    for bucket in flow.buckets:
+        gather, reduce = _bucket(bucket, model)
+        (each if bucket.level == "level3" else once)[0] += gather
+        (once if bucket.once else each)[1] += reduce
+        each[1] += gather if bucket.again else 0.0
+    return (once[0], once[1]), (each[0], each[1])
+
+
+def _bucket(bucket: Bucket, model: TimeModel) -> ComputeAndExposed:
+    """Gathering a bucket once, and reducing its gradients once."""
+    gather = reduce = 0.0
+    local = bucket.numel * bucket.members[0].value.itemsize
+    differentiable = any(t.differentiable for t in bucket.members[0].transfers)
+    for step in bucket.steps:
+        if step.kind == "all_gather":
+            local *= step.group_size
+            gather += model.links.seconds("all_gather", step.axes, local)
+        if step.backward is not None and differentiable:
+            reduce += model.links.seconds(step.backward, step.axes, local)
+    return gather, reduce
+
+
+def _stored_bytes(flow: Communication, value: Value) -> int:
+    return prod(flow.made[value].shard_shape(value.shape)) * value.stored_dtype.itemsize

@@ -1,0 +1,90 @@
+"""The axes of device matrices: sizes, names, prime factors. No torch in here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, product
+from math import prod
+
+from shardwright.errors import LayoutError
+
+Axes = tuple[int, ...]
+"""Axes of a device matrix, counted from the left, the most significant first."""
+
+Shape = tuple[int, ...]
+"""Sizes of a tensor's dimensions."""
+
+
+def prime_factors(number: int) -> tuple[int, ...]:
+    """The prime factors of `number`, ascending: 12 → (2, 2, 3), 1 → ()."""
+    found, factor = [], 2
+    while factor * factor <= number:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1
+    return (*found, number) if number > 1 else tuple(found)
+
+
+def axis_names() -> Iterator[str]:
+    """a, b, …, z, aa, ab, …"""
+    for length in count(1):
+        yield from map("".join, product("abcdefghijklmnopqrstuvwxyz", repeat=length))
+
+
+def common_axes(*device_matrices: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes in which all these device matrices can be expressed, each a prime factor.
+
+    >>> common_axes((8,), (2, 4))
+    (2, 2, 2)
+
+    Raises:
+        LayoutError: if they are not of equally many devices, or groups of them do not nest.
+    """
+    totals = sorted({prod(matrix) for matrix in device_matrices})
+    if len(totals) > 1:
+        raise LayoutError(
+            f"device matrices {', '.join(map(str, device_matrices))} are of different numbers of"
+            f" devices: {', '.join(map(str, totals))}"
+        )
+    edges = {prod(m[i:]) for m in device_matrices for i in range(len(m) + 1)}
+    inner, *outer = sorted(edges | {1})
+    sizes: tuple[int, ...] = ()
+    for edge in outer:
+        if edge % inner:
+            raise LayoutError(
+                f"device matrices {', '.join(map(str, device_matrices))} have no common axes:"
+                f" groups of {inner} and groups of {edge} neighboring devices do not nest"
+            )
+        sizes = prime_factors(edge // inner) + sizes
+        inner = edge
+    return sizes
+
+
+def check_sizes(sizes: object) -> None:
+    if not isinstance(sizes, tuple):
+        raise LayoutError(f"device_matrix must be a tuple of positive ints, not {sizes!r}")
+    for size in sizes:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise LayoutError(f"device_matrix {sizes} holds {size!r}; every size is an int >= 1")
+
+
+def check_names(names: object) -> None:
+    if not isinstance(names, tuple):
+        raise LayoutError(f"alias_names must be a tuple of names, not {names!r}")
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise LayoutError(f"alias_names {names} holds {name!r}; every name is a non-empty str")
+        if name == "None":
+            raise LayoutError("no axis may be called 'None': that says that a dimension is whole")
+        if names.count(name) > 1:
+            raise LayoutError(f"alias_names {names} holds {name!r} twice; names must differ")
+
+
+def check_ranks(ranks: object, devices: int) -> None:
+    if not isinstance(ranks, tuple) or not all(isinstance(rank, int) for rank in ranks):
+        raise LayoutError(f"rank_list must be a tuple of ints, not {ranks!r}")
+    if len(ranks) != devices or len(set(ranks)) != devices or min(ranks) < 0:
+        raise LayoutError(
+            f"rank_list {ranks} must hold {devices} different ranks, one for each device"
+        )

@@ -1,0 +1,146 @@
+"""The lines of a program that bring parameters from storage to use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardwright.graph.graph import Kind, Value
+from shardwright.lower.emit import Source
+from shardwright.partition.communication import Communication
+from shardwright.partition.parameter_buckets import Bucket, Member, bucketed_steps
+from shardwright.partition.transfer import Transfer
+from shardwright.runtime.bucket_autograd import (
+    EnterBucket,
+    FinishGather,
+    ReuseGathered,
+    StartGather,
+    UseAsStored,
+)
+from shardwright.runtime.buckets import BoundBucket, bind_bucket
+from shardwright.runtime.devices import Devices
+from shardwright.runtime.regather import BackwardRegather
+
+
+@dataclass
+class BucketLines:
+    """Writes them: all buckets enter at the top, the gather of each is started just before the one
+    before it is waited for, and each is finished at its first use.
+
+    In a resident program, buckets that are reduced once a step are not there: their members come
+    as they are used. The others (`level2`) come gathered, and only their gradients go through it.
+    """
+
+    flow: Communication
+    devices: Devices
+    resident: bool
+    source: Source
+    bound: tuple[BoundBucket, ...] = ()
+    again: BackwardRegather | None = None
+    _entered: dict[Bucket, str] = field(default_factory=dict)
+    _started: dict[Bucket, str] = field(default_factory=dict)
+    _members: dict[Member, str] = field(default_factory=dict)
+    _known: dict[tuple[Value, tuple[int, ...]], tuple[Bucket, Member]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.bound = tuple(bind_bucket(bucket, self.devices) for bucket in self.flow.buckets)
+        for bucket in self.flow.buckets:
+            for member in bucket.members:
+                self._known[member.value, _ids(member.transfers)] = (bucket, member)
+        if any(bucket.again and bucket.segment is None for bucket in self.flow.buckets):
+            self.again = BackwardRegather()
+
+    def enter(self) -> None:
+        """The first lines of a program: later ones' gradients are complete before theirs."""
+        for bound in self.bound:
+            bucket = bound.bucket
+            if self.resident and bucket.once:
+                continue
+            name = self._entered[bucket] = self.source.name(f"bucket_{bucket.number}")
+            function = self.source.refer(f"enter_{bucket.number}", EnterBucket(bound))
+            shards = ", ".join(f"parameters[{m.value.name!r}]" for m in bucket.members)
+            self.source.add([name], f"{function}({shards})", [], _described(bound))
+        first = next((b for b in self._entered if b.gathers and b.segment is None), None)
+        if first is not None:
+            self._start(first)
+
+    def member(self, value: Value, route: Sequence[Transfer]) -> str | None:
+        """The variable of a parameter behind the steps of its route that a bucket makes; None if
+        none does."""
+        length = bucketed_steps(route) if value.kind is Kind.PARAMETER else 0
+        if not length:
+            return None
+        bucket, member = self._known[value, _ids(route[:length])]
+        if member not in self._members:
+            if bucket in self._entered:
+                self._finish(bucket)
+            else:
+                name = self._members[member] = self.source.name(member.name)
+                self.source.add([name], f"parameters[{used_name(member)!r}]", [])
+        return self._members[member]
+
+    def _start(self, bucket: Bucket) -> None:
+        if bucket in self._started:
+            return
+        entered = self._entered[bucket]
+        bound, number = self.bound[bucket.number], bucket.number
+        name = self._started[bucket] = self.source.name(f"bucket_{number}")
+        if self.resident and bucket.level == "level2":
+            function = self.source.refer(f"hold_{number}", ReuseGathered(bound))
+            call = f"{function}({entered}, parameters[{held_name(bucket)!r}])"
+        else:
+            call = f"{self.source.refer(f'start_{number}', StartGather(bound))}({entered})"
+        self.source.add([name], call, [entered], segment=bucket.segment)
+
+    def _finish(self, bucket: Bucket) -> None:
+        bound, number = self.bound[bucket.number], bucket.number
+        held = self.resident and bucket.level == "level2"
+        if bucket.gathers:
+            self._start(bucket)
+            following = self._next(bucket)
+            if following is not None:
+                self._start(following)
+        before = self._started.get(bucket, self._entered[bucket])
+        if bucket.gathers and not held:
+            again = self.again if bucket.again and bucket.segment is None else None
+            function = self.source.refer(f"finish_{number}", FinishGather(bound, again))
+        else:
+            function = self.source.refer(f"finish_{number}", UseAsStored(bound, held))
+        names = [self.source.name(member.name) for member in bucket.members]
+        call = f"{function}({before})"
+        self.source.add(names, call, [before], unpack=True, segment=bucket.segment)
+        self._members.update(zip(bucket.members, names, strict=True))
+
+    def _next(self, bucket: Bucket) -> Bucket | None:
+        """The bucket that is gathered next: its gather is started before this one is waited for."""
+        if bucket.segment is not None:
+            return None
+        later = (b for b in self._entered if b.number > bucket.number)
+        return next((b for b in later if b.gathers and b.segment is None), None)
+
+
+def used_name(member: Member) -> str:
+    """Under which a resident program reads a member as it is used."""
+    return f"{member.name} as used"
+
+
+def held_name(bucket: Bucket) -> str:
+    """Under which a resident program reads all members of a bucket that is gathered already."""
+    return f"bucket {bucket.number}"
+
+
+def _ids(transfers: Sequence[Transfer]) -> tuple[int, ...]:
+    return tuple(id(transfer) for transfer in transfers)
+
+
+def _described(bound: BoundBucket) -> str:
+    """`bucket 0 of 3 parameters: vary over ab, all_gather over c / reduce_scatter`."""
+    bucket, words = bound.bucket, []
+    for step in bucket.steps:
+        names = step.source.layout.alias_names
+        back = f" / {step.backward}" if step.backward is not None else ""
+        words.append(f"{step.kind} over {''.join(names[a] for a in step.axes)}{back}")
+    count = len(bucket.members)
+    again = ", gathered again in the backward pass" if bucket.again else ""
+    parameters = f"{count} parameter{'s' if count > 1 else ''}"
+    return f"bucket {bucket.number} of {parameters}: {', '.join(words)}{again}"

@@ -1,0 +1,390 @@
+"""Runs the parts of a model that this rank's stage owns, on `torch.distributed.pipelining`.
+
+PyTorch's schedules decide when a part works on which micro-batch, and send what crosses. Sender and
+receiver stand at the same place of their stages, and a value crosses in the layout that its part
+says, so its local shape is known to both before anything is sent.
+
+A part takes its share of the model's inputs from the whole batch itself: the schedule tells it the
+number of the micro-batch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FULL_BACKWARD,
+    PipelineScheduleMulti,
+)
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from shardwright.graph.graph import Graph, Value
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.lower.program import Program, lower
+from shardwright.parallel.train_step import LossWeights, arrival_axes
+from shardwright.parallel.unsharded_parameters import UnshardedParameters
+from shardwright.partition.decisions import CutAxes
+from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.partition.stages import Chunk, stages_of_parameters
+from shardwright.runtime.devices import Devices
+from shardwright.runtime.micro_batches import micro_batch
+from shardwright.runtime.random import seed_of
+
+PipelineSchedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
+
+
+@dataclass
+class StepContext:
+    """What the parts of one stage share while they work on a batch.
+
+    Args:
+        pieces: for each micro-batch the leaves of the call's arguments.
+        buffers: by name; a part that updates one puts its new value here.
+        seed: of the step.
+        kept: for each returned value what each micro-batch gave, if outputs are wanted.
+    """
+
+    pieces: Sequence[Sequence[Any]]
+    buffers: dict[str, Tensor]
+    seed: int
+    kept: dict[str, list[Tensor]] | None = None
+
+
+class StageModule(nn.Module):
+    """One part of a model, as PyTorch's schedules call it.
+
+    Args:
+        whole: the model's graph, whose inputs the part reads.
+    """
+
+    step: StepContext
+
+    def __init__(self, part: Chunk, program: Program, whole: Graph, follows: bool) -> None:
+        super().__init__()
+        self.part = part
+        self.program = program
+        self.residents = UnshardedParameters(program)
+        self._follows = follows
+        self._inputs = [
+            index
+            for value in part.graph.input_values
+            for index, leaf in enumerate(whole.inputs)
+            if leaf is value
+        ]
+
+    def forward(self, *arrived: Tensor, number: Tensor | int) -> Tensor | tuple[Tensor, ...]:
+        micro_batch = int(number)
+        given = border(arrived)
+        outputs, updates = self.program(
+            self.residents.tensors(),
+            self.step.buffers,
+            self.read(micro_batch, given),
+            seed_of(self.step.seed, micro_batch),
+        )
+        # New values in new tensors: autograd may hold the old ones for other micro-batches.
+        changed = (buffer.name for buffer, _ in self.part.graph.updates)
+        self.step.buffers.update(zip(changed, updates, strict=True))
+        made = dict(zip(self.part.graph.outputs, outputs, strict=True))
+        if self.step.kept is not None:
+            for value in self.part.returned:
+                self.step.kept.setdefault(value.name, []).append(made[value].detach())
+        if self.part.graph.loss is not None:
+            loss: Tensor = made[self.part.graph.loss]
+            return loss
+        leaving = [_with_gradient(value, made[value]) for value in self.part.leaving]
+        follows = [tensor for tensor in given if tensor.requires_grad and self._follows]
+        return border(leaving, follows[:1])
+
+    def read(self, micro_batch: int, arrived: Sequence[Tensor]) -> list[Any]:
+        """The inputs of the program: those of the model that it reads, then what has arrived."""
+        piece = self.step.pieces[micro_batch]
+        return [*(piece[index] for index in self._inputs), *arrived]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The tensors in which gradients add up."""
+        return iter(self.residents.leaves())  # type: ignore[arg-type]
+
+
+def _with_gradient(value: Value, tensor: Tensor) -> Tensor:
+    """A tensor through which a gradient flows only if one of the loss flows into the value."""
+    return tensor if value.requires_grad else tensor.detach()
+
+
+@dataclass
+class RankStages:
+    """This rank's parts of a model, for one mode and one shape of its inputs.
+
+    Args:
+        graph: the model's, for one micro-batch.
+        parts: all of them.
+        micro_batches: in how many pieces the batch is cut.
+    """
+
+    graph: Graph
+    parts: tuple[Chunk, ...]
+    devices: Devices
+    pipeline: PipelineSpec
+    micro_batches: int
+    modules: tuple[StageModule, ...] = field(init=False)
+    _shared: dict[str, dist.ProcessGroup] = field(init=False)
+    _weight: Sequence[float | Tensor] = ()
+    _training: PipelineSchedule | None = None
+    _forward: PipelineSchedule | None = None
+
+    def __post_init__(self) -> None:
+        self._create_groups()
+        follows = self.pipeline.schedule == "zero_bubble_v"
+        self.modules = tuple(
+            StageModule(
+                part,
+                lower(part.graph, self.devices, part.decisions, resident=True),
+                self.graph,
+                follows,
+            )
+            for part in self.parts
+            if part.stage == self.devices.stage
+        )
+        axes = arrival_axes(self.graph, self.parts[-1].decisions)
+        self._weights = LossWeights(self.graph, self.devices, axes)
+        self._stages: list[_PipelineStageBase] = [self._stage(m) for m in self.modules]
+
+    def train(
+        self,
+        shards: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        seed: int,
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Forward and backward over all micro-batches.
+
+        Args:
+            shards: by name this rank's part of each parameter of its stage, as it is stored.
+            buffers: by name.
+            leaves: of the call's arguments, with the whole batch.
+            seed: of the step.
+
+        Returns:
+            The loss of the batch, on every rank; the gradients of the stored shards; the new values
+            of buffers.
+        """
+        step = self._begin(buffers, leaves, seed)
+        for module in self.modules:
+            module.residents.begin({v.name: shards[v.name] for v in module.part.graph.parameters})
+        if self._training is None:
+            self._training = self._schedule(self._weighted)
+        losses: list[Tensor] = []
+        numbers = torch.arange(self.micro_batches)
+        self._training.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
+        gradients: dict[str, Tensor] = {}
+        for module in self.modules:
+            for name, gradient in module.residents.end().items():
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        self._sum_shared(shards, gradients)
+        loss = torch.stack(losses).sum().detach() if losses else self._no_loss()
+        self._from_stage(self.parts[-1].stage, loss)
+        return loss, gradients, self._changed(step, buffers)
+
+    def evaluate(
+        self,
+        shards: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        seed: int,
+    ) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+        """Forward over all micro-batches.
+
+        Returns:
+            For each value that this stage returns what each micro-batch gave, as it lies on this
+            rank; the new values of buffers.
+        """
+        step = self._begin(buffers, leaves, seed)
+        step.kept = {}
+        with torch.no_grad():
+            for module in self.modules:
+                module.residents.begin(
+                    {v.name: shards[v.name] for v in module.part.graph.parameters}
+                )
+            if self._forward is None:
+                self._forward = self._schedule(None)
+            self._forward.step(number=torch.arange(self.micro_batches), return_outputs=False)
+            for module in self.modules:
+                module.residents.end()
+        return step.kept, self._changed(step, buffers)
+
+    def reduced(self, losses: Sequence[Tensor]) -> Tensor:
+        """The loss of the batch from those of its micro-batches, on the last stage."""
+        return torch.stack([self._weighted(loss, n) for n, loss in enumerate(losses)]).sum()
+
+    def _weighted(self, loss: Tensor, number: Tensor | int) -> Tensor:
+        return loss * self._weight[int(number)]
+
+    def _begin(
+        self, buffers: Mapping[str, Tensor], leaves: Sequence[Any], seed: int
+    ) -> StepContext:
+        count = self.micro_batches
+        pieces = [micro_batch(leaves, number, count) for number in range(count)]
+        step = StepContext(pieces, dict(buffers), seed)
+        for module in self.modules:
+            module.step = step
+        if self.pipeline.loss_reduction == "sum":
+            self._weight = [1.0] * count
+        elif self.devices.stage == self.parts[-1].stage:
+            self._weight = self._weights(pieces)
+        return step
+
+    def _changed(self, step: StepContext, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t for name, t in step.buffers.items() if t is not buffers[name]}
+
+    # Groups and schedules
+
+    def _create_groups(self) -> None:
+        """Every rank creates the groups of every stage, in the same order."""
+        needed = groups_of(self.parts, self.devices.layout)
+        counted = arrival_axes(self.graph, self.parts[-1].decisions)
+        for axes in dict.fromkeys((*needed, *([counted] if counted else []))):
+            self.devices.group(axes)
+        self._shared = {}
+        self._trained = {v.name for v in self.graph.parameters if v.requires_grad}
+        for name, stages in sorted(stages_of_parameters(self.parts).items()):
+            if len(stages) > 1:
+                group = self.devices.among(stages)
+                if self.devices.stage in stages and group is not None:
+                    self._shared[name] = group
+
+    def _stage(self, module: StageModule) -> PipelineStage:
+        part, mesh = module.part, self.devices.layout
+        arriving = tuple(_like(v, part.decisions.arrivals[v.name], mesh) for v in part.arriving)
+        leaving = tuple(_like(v, part.decisions.departures[v.name], mesh) for v in part.leaving)
+        if not leaving:
+            leaving = (torch.empty((), device="meta"),)
+        return PipelineStage(
+            module,
+            part.number,
+            len(self.parts),
+            self.devices.device,
+            input_args=arriving,
+            output_args=leaving,
+            group=self.devices.across,
+            dw_builder=None if may_halve(module) else _at_once,
+        )
+
+    def _schedule(self, loss: Any) -> PipelineSchedule:
+        kind, count = self.pipeline.schedule, self.micro_batches
+        if kind == "gpipe" or (kind == "1f1b" and count < self.pipeline.stages):
+            return ScheduleGPipe(self._stages[0], count, loss, scale_grads=False)
+        if kind == "1f1b":
+            return Schedule1F1B(self._stages[0], count, loss, scale_grads=False)
+        many = ScheduleZBVZeroBubble if kind == "zero_bubble_v" else ScheduleInterleaved1F1B
+        schedule = many(self._stages, count, loss, scale_grads=False)
+        if loss is None:
+            _forward_only(schedule)
+        return schedule
+
+    # What every rank is to have
+
+    def _sum_shared(self, shards: Mapping[str, Tensor], gradients: dict[str, Tensor]) -> None:
+        """Sums the gradients of parameters that several stages hold."""
+        for name, group in self._shared.items():
+            if name in self._trained:
+                gradient = gradients.get(name)
+                total = (
+                    torch.zeros_like(shards[name]) if gradient is None else gradient.contiguous()
+                )
+                dist.all_reduce(total, group=group)
+                gradients[name] = total
+
+    def _no_loss(self) -> Tensor:
+        loss = self.graph.loss
+        assert loss is not None
+        return torch.empty((), dtype=loss.dtype, device=self.devices.device)
+
+    def _from_stage(self, stage: int, tensor: Tensor) -> None:
+        dist.broadcast(tensor, group=self.devices.across, group_src=stage)
+
+
+def groups_of(parts: Sequence[Chunk], mesh: Layout) -> tuple[tuple[int, ...], ...]:
+    """The joined axes over which any part communicates, in a fixed order."""
+    devices = Devices.of_rank(mesh, 0)
+    for part in parts:
+        lower(part.graph, devices, part.decisions, resident=True)
+    return devices.groups
+
+
+def _like(value: Value, axes: CutAxes, mesh: Layout) -> Tensor:
+    """A tensor like the one that crosses, without numbers."""
+    shape = TensorLayout(mesh, axes).shard_shape(value.shape)
+    empty = torch.empty(shape, dtype=value.dtype, device="meta")
+    return empty.requires_grad_(value.requires_grad)
+
+
+def may_halve(module: StageModule) -> bool:
+    """Whether a backward pass can come in two halves, first of inputs and then of parameters: some
+    input must have a gradient, no bucket join the parameters of operators apart, no parameter be
+    read twice, as PyTorch would run what lies between the two again, and no operators be computed
+    again in the backward pass, as each half would do so."""
+    part = module.part
+    uses = part.graph.consumers
+    apart = all(bound.bucket.once for bound in module.program.buckets) and all(
+        len(uses[value]) == 1 for value in part.graph.parameters if value.requires_grad
+    )
+    apart = apart and not module.program.communication.segments
+    return apart and (part.number == 0 or any(v.requires_grad for v in part.arriving))
+
+
+def _at_once() -> Any:
+    """For parts whose parameters' gradients come with those of their inputs."""
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _forward_only(schedule: PipelineScheduleMulti) -> None:
+    """Lets a schedule of several parts a stage leave out what its backward passes would do."""
+    for kind in (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
+        schedule.register_custom_function(kind, _nothing)  # type: ignore[attr-defined]
+
+
+class _Border(torch.autograd.Function):
+    """Passes tensors on as tensors of their own, and their gradients back in one piece each."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.others = len(tensors) - count
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        whole = (None if g is None else g.contiguous() for g in gradients)
+        return None, *whole, *(None,) * ctx.others
+
+
+def border(tensors: Sequence[Tensor], follows: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    """The tensors, ready to be sent or received.
+
+    Args:
+        follows: what all of them depend on in the eyes of autograd, with no gradient. A backward
+            pass in two halves, first of inputs and then of parameters, sees only parameters whose
+            results meet what depends on an input; so each result is made to depend on one.
+    """
+    with_gradient = [tensor for tensor in tensors if tensor.requires_grad]
+    passed = iter(())
+    if with_gradient:
+        passed = iter(_Border.apply(len(with_gradient), *with_gradient, *follows))  # type: ignore[no-untyped-call]
+    return tuple((next(passed) if t.requires_grad else t.detach()).contiguous() for t in tensors)

@@ -1,0 +1,179 @@
+"""A training step of one pipeline stage: forward and backward, micro-batch after micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import PlanError
+from shardwright.graph.custom_ops import MEAN
+from shardwright.graph.graph import Graph, Op, Value, made_of_inputs
+from shardwright.graph.interpreter import run
+from shardwright.lower.program import lower
+from shardwright.parallel.unsharded_parameters import UnshardedParameters
+from shardwright.partition.decisions import Decisions
+from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.rules.notation import call_arguments
+from shardwright.runtime.collectives import all_reduce, wait
+from shardwright.runtime.devices import Devices
+from shardwright.runtime.micro_batches import micro_batch
+from shardwright.runtime.random import seed_of
+
+
+class GradientAccumulation:
+    """Runs the micro-batches of a batch and adds up their gradients.
+
+    Args:
+        graph: the model's, for one micro-batch.
+
+    Raises:
+        PlanError: if the model has no loss.
+    """
+
+    def __init__(
+        self, graph: Graph, devices: Devices, decisions: Decisions, pipeline: PipelineSpec
+    ) -> None:
+        if graph.loss is None:
+            raise PlanError("the model returns no loss, one number that a gradient starts from")
+        self.graph = graph
+        self.micro_batches = pipeline.micro_batches
+        resident = self.micro_batches > 1
+        self.program = lower(graph, devices, decisions, resident, pending_loss=True)
+        self.residents = UnshardedParameters(self.program)
+        self._weights = LossWeights(graph, devices, arrival_axes(graph, decisions))
+        self._sums = pipeline.loss_reduction == "sum"
+        self._place = next(i for i, value in enumerate(graph.outputs) if value is graph.loss)
+
+    def compile(self, compiler: Callable[..., Any]) -> None:
+        """Runs the program as `compiler` makes it of its function."""
+        self.program = replace(self.program, function=compiler(self.program.function))
+
+    def train(
+        self,
+        shards: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        seed: int,
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Forward and backward over all micro-batches, and what is reduced once after them.
+
+        Args:
+            shards: by name this rank's part of each parameter, as it is stored.
+            buffers: by name.
+            leaves: of the call's arguments, with the whole batch.
+            seed: of the step.
+
+        Returns:
+            The loss of the batch; the gradients of the stored shards; the new values of buffers.
+        """
+        loss, changed = self.run(shards, buffers, leaves, seed)
+        return loss, self.residents.end(), changed
+
+    def run(
+        self,
+        shards: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        seed: int,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `train`, but leaves the gradients for `residents.end()` to hand out."""
+        count = self.micro_batches
+        pieces = [micro_batch(leaves, number, count) for number in range(count)]
+        self.residents.begin(shards)
+        weights = [1.0] * count if self._sums else self._weights(pieces)
+        state, losses = dict(buffers), []
+        for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
+            parameters = self.residents.tensors()
+            outputs, updates = self.program(parameters, state, piece, seed_of(seed, number))
+            loss: Tensor = outputs[self._place]
+            # Others, such as logits, need not stay through the backward pass.
+            del outputs
+            if loss.requires_grad:
+                loss.backward(torch.ones_like(loss) * weight)  # type: ignore[no-untyped-call]
+            losses.append((loss.detach(), weight))
+            state.update((b.name, t) for (b, _), t in zip(self.graph.updates, updates, strict=True))
+        changed = {name: tensor for name, tensor in state.items() if tensor is not buffers[name]}
+        # All ranks meet here first: no backward pass waits for the loss of others.
+        return torch.stack([wait(loss) * weight for loss, weight in losses]).sum(), changed
+
+
+COUNTED_LOSSES = ("cross_entropy", "nll_loss_nd", "nll_loss", "nll_loss2d")
+
+
+class LossWeights:
+    """The weights with which the losses of micro-batches make the loss of the whole batch.
+
+    A mean over all targets that are not ignored weighs each micro-batch by the number of its own,
+    if the targets follow from the inputs alone. All other losses are taken as means over equal
+    parts.
+
+    Args:
+        graph: the whole model, for one micro-batch.
+        arrivals: the axes over which inputs arrive cut; what is counted is summed over them.
+    """
+
+    def __init__(self, graph: Graph, devices: Devices, arrivals: tuple[int, ...] = ()) -> None:
+        self._graph, self._devices, self._arrivals = graph, devices, arrivals
+        self._target, self._ignored = _counted(graph)
+        self._ops = made_of_inputs(graph, [self._target]) if self._target is not None else None
+
+    def __call__(self, pieces: Sequence[Sequence[Any]]) -> Sequence[float | Tensor]:
+        """The weights, together 1.
+
+        Args:
+            pieces: for each micro-batch the leaves of its call.
+        """
+        if self._ops is None or len(pieces) == 1:
+            return [1 / len(pieces)] * len(pieces)
+        with torch.no_grad():
+            counts = torch.stack([self._count(piece) for piece in pieces])
+            if self._arrivals:
+                counts = all_reduce(counts, self._devices.group(self._arrivals))
+            loss = self._graph.loss
+            double = loss is not None and loss.dtype == torch.float64
+            return (counts / counts.sum()).to(torch.float64 if double else torch.float32).unbind()
+
+    def _count(self, leaves: Sequence[Any]) -> Tensor:
+        assert self._target is not None and self._ops is not None
+        given = zip(self._graph.inputs, leaves, strict=True)
+        tensors = {value: leaf for value, leaf in given if isinstance(value, Value)}
+        tensors |= {v: t.to(self._devices.device) for v, t in self._graph.constants.items()}
+        for op in self._ops:
+            tensors.update(zip(op.outputs, run(op, tensors, self._devices.device), strict=True))
+        count: Tensor = (tensors[self._target] != self._ignored).sum(dtype=torch.float64)
+        return count
+
+
+def arrival_axes(graph: Graph, decisions: Decisions) -> tuple[int, ...]:
+    """The axes that cut the loss' targets as they arrive."""
+    target, _ = _counted(graph)
+    ops = made_of_inputs(graph, [target]) if target is not None else None
+    read = {target, *(value for op in ops or () for value in op.inputs)}
+    cut = (decisions.arrivals.get(v.name, ()) for v in graph.input_values if v in read)
+    return tuple(sorted({axis for dims in cut for axes in dims for axis in axes}))
+
+
+def _counted(graph: Graph) -> tuple[Value | None, int]:
+    """The targets that a mean loss counts, and which of them it ignores."""
+    op = graph.producer.get(graph.loss) if graph.loss is not None else None
+    while op is not None and str(op.target).startswith(("aten.to.", "aten._to_copy")):
+        op = graph.producer.get(op.inputs[0])
+    if op is None or _name(op) not in COUNTED_LOSSES:
+        return None, 0
+    given = call_arguments(op)
+    target = given["target"]
+    if given["reduction"] != MEAN or given["weight"] is not None or target.dtype.is_floating_point:
+        return None, 0
+    if made_of_inputs(graph, [target]) is None:
+        return None, 0
+    return target, int(given["ignore_index"])
+
+
+def _name(op: Op) -> str:
+    if isinstance(op.target, torch._ops.OpOverload):
+        return op.target._overloadpacket.__name__
+    return op.target.__name__

@@ -1,0 +1,233 @@
+"""All that a plan communicates: for each value the steps from where it is made to where it is read.
+
+Search and cost read it to know the bytes, lowering reads it to emit the steps; that both read the
+same list is why a prediction is exact.
+
+Consumers of one value share steps: `q`, `k` and `v` read one replicated → varying step, whose
+gradient is one all-reduce. What parameters need on their way from storage to use is joined into
+buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from shardwright.graph.graph import Graph, Kind, Op, Value
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.layout.redistribution import RedistributionStep, redistribution_steps
+from shardwright.partition.decisions import Decisions, Recompute, Storage
+from shardwright.partition.parameter_buckets import Bucket, buckets
+from shardwright.partition.recompute_segments import (
+    OperatorTransfers,
+    Segment,
+    assign_recomputed_transfers,
+    recompute_segments,
+)
+from shardwright.partition.transfer import Transfer
+from shardwright.rules import rule_of
+from shardwright.rules.rule import Cuts, Reduction
+
+
+@dataclass(frozen=True)
+class InnerReduction:
+    """An all-reduce inside an operator's kernel, over the joined `axes`."""
+
+    reduction: Reduction
+    axes: tuple[int, ...]
+
+    def bytes(self, mesh: Layout, differentiable: bool) -> tuple[int, int]:
+        """Bytes that one device sends, forward and backward."""
+        size, numel = mesh.size(self.axes), 1
+        for extent in self.reduction.shape:
+            numel *= extent
+        once = -(-2 * (size - 1) * numel * self.reduction.dtype.itemsize // size)
+        back = self.reduction.varying and self.reduction.differentiable and differentiable
+        return once, once if back else 0
+
+
+@dataclass
+class Communication:
+    """What a plan communicates.
+
+    Args:
+        made: the layout in which each value is made, stored (parameters) or arrives (inputs).
+        left: the transfers of a value whose operator is told how to leave it; all its routes begin
+            with them.
+        read: for each operator the layouts in which it reads its inputs.
+        routes: for each input of an operator, `(operator name, index)`, the transfers on the way.
+        output_routes: for each of the graph's output values the transfers to what is returned.
+        update_routes: likewise for the new values of buffers.
+        reductions: all-reduces inside kernels, by operator name.
+        segments: operators that are computed again together in the backward pass.
+        buckets: the first steps of parameters, joined.
+        forward_bytes, backward_bytes: that one device sends in one run of the program.
+    """
+
+    mesh: Layout
+    made: dict[Value, TensorLayout] = field(default_factory=dict)
+    left: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
+    read: dict[str, tuple[TensorLayout, ...]] = field(default_factory=dict)
+    routes: dict[tuple[str, int], tuple[Transfer, ...]] = field(default_factory=dict)
+    output_routes: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
+    update_routes: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
+    reductions: dict[str, tuple[InnerReduction, ...]] = field(default_factory=dict)
+    segments: tuple[Segment, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+    transfers: list[Transfer] = field(default_factory=list)
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one device sends in a training step of one micro-batch."""
+        return self.forward_bytes + self.backward_bytes
+
+    def step_bytes(self, micro_batches: int) -> tuple[int, int]:
+        """Bytes that one device sends in a training step, forward and backward: activations are
+        converted for each micro-batch, parameters gathered and reduced as the level says."""
+        forward, backward = self.forward_bytes * micro_batches, self.backward_bytes * micro_batches
+        for bucket in self.buckets:
+            once, step = bucket.step_bytes(1), bucket.step_bytes(micro_batches)
+            forward += step[0] - micro_batches * once[0]
+            backward += step[1] - micro_batches * once[1]
+        return forward, backward
+
+    @cached_property
+    def segment_of(self) -> dict[str, Segment]:
+        """For operators that are computed again, with which others."""
+        return {name: segment for segment in self.segments for name in segment.ops}
+
+    def layout(self, value: Value) -> TensorLayout:
+        """The layout in which consumers find `value`: as made, or as its operator leaves it."""
+        route = self.left.get(value)
+        return route[-1].step.target if route else self.made[value]
+
+
+def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communication:
+    """Every conversion between the layouts that `decisions` asks for.
+
+    The model's inputs arrive whole on every device unless they are said to arrive cut; its loss is
+    left replicated, and other outputs too if there is no loss, else they stay in the layout in
+    which they are made, unless their departure is said.
+    """
+    result = Communication(mesh)
+    for value in (*graph.input_values, *graph.buffers, *graph.constants):
+        whole = ((),) * len(value.shape)
+        result.made[value] = TensorLayout(mesh, tuple(decisions.arrivals.get(value.name, whole)))
+    for value in graph.parameters:
+        whole = ((),) * len(value.shape)
+        result.made[value] = TensorLayout(mesh, tuple(decisions.storage.get(value.name, whole)))
+    shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer] = {}
+    for op in graph.ops:
+        _operator(result, op, decisions.cuts.get(op.name, {}), shared)
+        for value, axes in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
+            if axes is not None:
+                way = TensorLayout(mesh, axes)
+                result.left[value] = _route(result, value, way, shared, True)
+    for value in graph.output_values:
+        departure = decisions.departures.get(value.name)
+        ends = departure is not None or graph.loss is None or value is graph.loss
+        target = mesh.replicated(len(value.shape)) if ends or not value.shape else None
+        if departure is not None:
+            target = TensorLayout(mesh, departure)
+        found = target or result.layout(value)
+        result.output_routes[value] = _route(result, value, found, shared, ends)
+    for _, value in graph.updates:
+        target = mesh.replicated(len(value.shape))
+        result.update_routes[value] = _route(result, value, target, shared, False)
+    ways = OperatorTransfers(graph, result.routes, result.reductions)
+    result.segments = recompute_segments(graph, decisions.recompute, ways)
+    assign_recomputed_transfers(result.segments, ways, decisions)
+    made_again = {name: Recompute(s.name) for name, s in result.segment_of.items()}
+    together = replace(decisions, recompute=made_again)
+    result.buckets = buckets(graph, mesh, together, result.routes, result.made)
+    _count(result, graph)
+    return result
+
+
+def storage_as_used(graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts]) -> Storage:
+    """Stores each parameter sharded as its first sharding use reads it, else replicated."""
+    storage: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for op in graph.ops:
+        found = rule_of(op)
+        if found is None:
+            continue
+        inputs, _ = found.layouts(mesh, cuts.get(op.name, {}))
+        for value, layout in zip(op.inputs, inputs, strict=True):
+            if value.kind is Kind.PARAMETER and layout.sharded:
+                storage.setdefault(value.name, layout.axes)
+    for value in graph.parameters:
+        storage.setdefault(value.name, ((),) * len(value.shape))
+    return storage
+
+
+def _operator(
+    result: Communication,
+    op: Op,
+    cuts: Cuts,
+    shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer],
+) -> None:
+    mesh, found = result.mesh, rule_of(op)
+    if found is None:
+        inputs = tuple(mesh.replicated(len(value.shape)) for value in op.inputs)
+        outputs = tuple(mesh.replicated(len(value.shape)) for value in op.outputs)
+    else:
+        inputs, outputs = found.layouts(mesh, cuts)
+        inner = []
+        for reduction in found.reductions(op, found.parts(mesh, cuts)):
+            axes = tuple(sorted(a for f in reduction.factors for a in cuts.get(f, ())))
+            inner.append(InnerReduction(reduction, axes))
+        if inner:
+            result.reductions[op.name] = tuple(inner)
+    result.read[op.name] = inputs
+    for value, layout in zip(op.outputs, outputs, strict=True):
+        result.made[value] = layout
+    differentiable = any(value.requires_grad for value in op.outputs)
+    for index, (value, layout) in enumerate(zip(op.inputs, inputs, strict=True)):
+        result.routes[op.name, index] = _route(result, value, layout, shared, differentiable)
+
+
+def _route(
+    result: Communication,
+    value: Value,
+    target: TensorLayout,
+    shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer],
+    differentiable: bool,
+) -> tuple[Transfer, ...]:
+    """The transfers of `value` to `target`; those that exist already are taken over.
+
+    `differentiable` says of this consumer whether it sends a gradient back.
+    """
+    differentiable = differentiable and value.requires_grad
+    path = redistribution_steps(result.layout(value), target, value.shape, differentiable)
+    route = list(result.left.get(value, ()))
+    for length, step in enumerate(path, start=1):
+        key = (value, path[:length])
+        if key not in shared:
+            before = route[-1] if route else None
+            shared[key] = Transfer(value, step, before, differentiable)
+            result.transfers.append(shared[key])
+        shared[key].differentiable |= differentiable
+        route.append(shared[key])
+    return tuple(route)
+
+
+def _count(result: Communication, graph: Graph) -> None:
+    bucketed = {id(t) for bucket in result.buckets for m in bucket.members for t in m.transfers}
+    for transfer in result.transfers:
+        if id(transfer) not in bucketed:
+            result.forward_bytes += transfer.forward_bytes
+            result.backward_bytes += transfer.backward_bytes
+    for bucket in result.buckets:
+        forward, backward = bucket.step_bytes(1)
+        result.forward_bytes += forward
+        result.backward_bytes += backward
+    for name, inner in result.reductions.items():
+        differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
+        for reduction in inner:
+            forward, backward = reduction.bytes(result.mesh, differentiable)
+            again = forward if name in result.segment_of else 0
+            result.forward_bytes += forward
+            result.backward_bytes += backward + again

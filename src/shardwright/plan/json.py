@@ -1,0 +1,133 @@
+"""Plans as JSON text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from typing import Any
+
+from shardwright.constraints import OperatorStrategy
+from shardwright.errors import PlanError
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.partition.decisions import OptimizerParallel, Recompute
+from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.plan.data import PlanData
+from shardwright.plan.rows import ConversionRow, CrossingRow, OperatorRow, StepRow
+
+VERSION = 3
+
+OF_THIS_RUN = {"graph", "optimizer", "dry_runs"}
+"""Fields that are not written: a plan from a file has no memory to rehearse."""
+
+
+def plan_to_json(plan: PlanData) -> str:
+    """See `Plan.to_json`."""
+    data = {f.name: getattr(plan, f.name) for f in fields(PlanData) if f.name not in OF_THIS_RUN}
+    data["mesh"] = {
+        "device_matrix": plan.mesh.device_matrix,
+        "alias_names": plan.mesh.alias_names,
+    }
+    data["operators"] = [_row_data(row) for row in plan.operators]
+    data["returned"] = [asdict(row) for row in plan.returned]
+    data["crossings"] = [asdict(row) for row in plan.crossings]
+    data["step"] = None if plan.step is None else asdict(plan.step)
+    data["sharding"] = None if plan.sharding is None else asdict(plan.sharding)
+    data["recompute"] = {name: asdict(said) for name, said in plan.recompute.items()}
+    data["pipeline"] = asdict(plan.pipeline)
+    data["pins"] = {name: strategy.to_dict() for name, strategy in plan.pins.items()}
+    return json.dumps({"version": VERSION, "devices": plan.devices, **data}, indent=1)
+
+
+def plan_fields(text: str, where: str) -> dict[str, Any]:
+    """The fields of the plan in `text`; see `Plan.from_json`."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{where}: not a plan, it is not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("version") != VERSION:
+        found = data.get("version") if isinstance(data, dict) else None
+        raise PlanError(
+            f"{where}: a plan of version {found!r}; this Shardwright reads version {VERSION}: "
+            "make the plan again with `shardwright plan`"
+        )
+    try:
+        return _fields(data)
+    except (KeyError, TypeError) as error:
+        raise PlanError(f"{where}: not a complete plan: {error!r}") from None
+
+
+def _fields(data: dict[str, Any]) -> dict[str, Any]:
+    known = {f.name for f in fields(PlanData)} - OF_THIS_RUN - {"memory_limit"}
+    values = {key: data[key] for key in known}
+    values["memory_limit"] = data.get("memory_limit")  # it may be missing: nothing depends on it
+    mesh = data["mesh"]
+    values["mesh"] = Layout(tuple(mesh["device_matrix"]), tuple(mesh["alias_names"]))
+    values["cuts"] = {
+        name: {f: tuple(axes) for f, axes in factors.items()}
+        for name, factors in data["cuts"].items()
+    }
+    values["storage"] = {name: _tuples(axes) for name, axes in data["storage"].items()}
+    values["outputs"] = {name: _tuples(left) for name, left in data["outputs"].items()}
+    values["arrivals"] = {name: _tuples(axes) for name, axes in data["arrivals"].items()}
+    values["step"] = None if data["step"] is None else StepRow(**data["step"])
+    sharding = data["sharding"]
+    values["sharding"] = None if sharding is None else OptimizerParallel(**sharding)
+    values["recompute"] = {name: Recompute(**said) for name, said in data["recompute"].items()}
+    pipeline = dict(data["pipeline"])
+    if "part_of" in pipeline:  # as it was called before version 0.1.0
+        pipeline["chunk_of"] = pipeline.pop("part_of")
+    values["pipeline"] = PipelineSpec(**pipeline)
+    values["pins"] = {n: OperatorStrategy.from_dict(pin) for n, pin in data["pins"].items()}
+    values["parameters"] = {name: _tuples(entry) for name, entry in data["parameters"].items()}
+    values["inputs"] = tuple(
+        {**leaf, "shape": tuple(leaf["shape"])} if isinstance(leaf, dict) else leaf
+        for leaf in data["inputs"]
+    )
+    rows = data["operators"]
+    values["operators"] = tuple(_operator_row(row, values["mesh"]) for row in rows)
+    values["returned"] = tuple(_conversion_row(row) for row in data["returned"])
+    values["crossings"] = tuple(
+        CrossingRow(**{**row, "values": tuple(row["values"])}) for row in data["crossings"]
+    )
+    return values
+
+
+def _row_data(row: OperatorRow) -> dict[str, Any]:
+    data = {f.name: getattr(row, f.name) for f in fields(row)}
+    for key in ("read", "made"):
+        data[key] = [_layout_data(layout) for layout in data[key]]
+    data["conversions"] = [asdict(conversion) for conversion in row.conversions]
+    return data
+
+
+def _operator_row(data: dict[str, Any], mesh: Layout) -> OperatorRow:
+    values = dict(data)
+    for key in ("inputs", "outputs"):
+        values[key] = _tuples(data[key])
+    for key in ("read", "made"):
+        values[key] = tuple(_layout(layout, mesh) for layout in data[key])
+    values["cuts"] = {factor: tuple(axes) for factor, axes in data["cuts"].items()}
+    values["conversions"] = tuple(_conversion_row(row) for row in data["conversions"])
+    return OperatorRow(**values)
+
+
+def _conversion_row(data: dict[str, Any]) -> ConversionRow:
+    return ConversionRow(**{**data, "steps": tuple(data["steps"])})
+
+
+def _layout_data(layout: TensorLayout) -> dict[str, Any]:
+    """Axes as indices; `partial` and `varying` only where there are any."""
+    data: dict[str, Any] = {"axes": layout.axes}
+    for key, axes in (("partial", layout.partial), ("varying", layout.varying)):
+        if axes:
+            data[key] = sorted(axes)
+    return data
+
+
+def _layout(data: dict[str, Any], mesh: Layout) -> TensorLayout:
+    partial, varying = data.get("partial", ()), data.get("varying", ())
+    return TensorLayout(mesh, _tuples(data["axes"]), frozenset(partial), frozenset(varying))
+
+
+def _tuples(data: Any) -> Any:
+    return tuple(_tuples(item) for item in data) if isinstance(data, list) else data

@@ -1,0 +1,199 @@
+"""What was decided for a model, before all that follows from it is written into a plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+
+from shardwright.constraints import arrivals, input_entries, requested_storage, resolve
+from shardwright.constraints.recompute import recompute_of
+from shardwright.constraints.shard import Pins
+from shardwright.cost.dry_run import DryRunCache
+from shardwright.cost.memory import Memory, memory
+from shardwright.cost.predict import Predicted, predict
+from shardwright.cost.step_time import TimeModel, operator_seconds
+from shardwright.errors import StrategyError
+from shardwright.graph.graph import Graph
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.partition.communication import storage_as_used
+from shardwright.partition.decisions import Decisions, Storage
+from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.plan import Plan, make_plan
+from shardwright.planner.options import MB, PlanOptions
+from shardwright.rules.rule import Cuts
+from shardwright.search.assign_stages import balanced_stages
+from shardwright.search.modes import MODES, check_takes_pins
+from shardwright.search.optimizer_sharding import sharded_storage
+
+
+@dataclass(frozen=True)
+class CapturedModel:
+    """A captured model and what its user attached to it.
+
+    Args:
+        modules: names that can be stages.
+        training: the mode it was captured in.
+        rehearsals: of its parts, whose results serve every draft.
+        searched: what was decided before, by what the search was asked.
+    """
+
+    graph: Graph
+    pins: Pins
+    modules: tuple[str, ...]
+    training: bool
+    dry_runs: DryRunCache = field(default_factory=DryRunCache)
+    searched: dict[object, tuple[Mapping[str, Cuts], float]] = field(default_factory=dict)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the user has said anything of operators or parameters."""
+        return bool(self.pins.strategies or self.pins.parameters)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Decisions with the options that they were made for.
+
+    Args:
+        mesh: the device matrix of one stage.
+    """
+
+    model: CapturedModel
+    options: PlanOptions
+    mesh: Layout
+    decisions: Decisions
+    pipeline: PipelineSpec
+    search_seconds: float
+
+    @cached_property
+    def predicted(self) -> Predicted | None:
+        """What a step takes; None if no cluster was named."""
+        if self.options.cluster is None:
+            return None
+        self._told("time")
+        return predict(self.model.graph, self.mesh, self.decisions, self.options.on, self.pipeline)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; 0 if no cluster was named."""
+        return 0.0 if self.predicted is None else self.predicted.seconds
+
+    @property
+    def weighed(self) -> float:
+        """Seconds of a step, and what `mem_coeff` counts for the parameters that a device keeps, as
+        the search by seconds does."""
+        pricing = self.options.pricing(self.pipeline)
+        assert pricing is not None
+        used = storage_as_used(self.model.graph, self.mesh, self.decisions.cuts)
+        parameters = self.model.graph.parameters
+        kept = (
+            prod(TensorLayout(self.mesh, used[value.name]).shard_shape(value.shape))
+            * value.stored_dtype.itemsize
+            for value in parameters
+        )
+        return self.seconds + pricing.kept * sum(kept)
+
+    def memory(self, decisions: Decisions | None = None) -> Memory:
+        """What each device needs, with these decisions or with others."""
+        self._told("memory")
+        return memory(
+            self.model.graph,
+            self.mesh,
+            self.decisions if decisions is None else decisions,
+            self.pipeline,
+            self.options.optimizer,
+            self.model.dry_runs,
+        )
+
+    def _told(self, doing: str) -> None:
+        self.options.on_progress(f"{doing}: {self.options.in_words()}")
+
+    def plan(self) -> Plan:
+        """The plan."""
+        model, options = self.model, self.options
+        return make_plan(
+            model.graph,
+            self.mesh,
+            self.decisions,
+            mode=options.mode,
+            options=options.of_search,
+            search_seconds=self.search_seconds,
+            training=model.training,
+            pipeline=self.pipeline,
+            pins=model.pins.strategies,
+            predicted=self.predicted,
+            memory_limit=options.device_memory,
+            optimizer=options.optimizer,
+            dry_runs=model.dry_runs,
+        )
+
+
+MakeCandidate = Callable[[PlanOptions], Candidate]
+"""Decides a model with the options that it is given."""
+
+
+def make_candidate(model: CapturedModel, options: PlanOptions) -> Candidate:
+    """Decides a model with exactly these options. Of a search by seconds the objective is simpler
+    than what is predicted for a whole plan, so data parallel is taken where it is predicted to be
+    better. Raises: as `plan`."""
+    found = _decided(model, options, options.mode)
+    if options.mode != "recursive_programming" or options.cost_model != "time" or model.is_pinned:
+        return found
+    try:
+        other = _decided(model, options, "data_parallel")
+    except StrategyError:  # The batch cannot be divided so.
+        return found
+    return min((found, other), key=lambda one: one.weighed)
+
+
+def _decided(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate:
+    graph, pins = model.graph, model.pins
+    check_takes_pins(mode, pins.strategies)
+    pipeline = options.asked.pipelining(graph, options.devices, model.modules)
+    entries = input_entries(graph, options.dataset_strategy)
+    of_stage = options.devices // pipeline.stages
+    fixed = resolve(graph, of_stage, pins.strategies, {**pins.parameters, **entries})
+    arriving = arrivals(graph, fixed.mesh, options.dataset_strategy)
+    pricing = options.pricing(pipeline)
+    asked = {
+        **options.of_search,
+        "log_costs": options.log_costs,
+        "pricing": pricing,
+        "arrivals": arriving,
+    }
+    shared = None if pricing is None else pricing.sharing
+    times = pipeline.stages, pipeline.micro_batches
+    key = (fixed.mesh, mode, *options.of_search.values(), *times, shared)
+    if key not in model.searched:
+        options.on_progress(f"search: {options.in_words()}")
+        started = time.perf_counter()
+        found = MODES[mode](graph, fixed, asked)
+        model.searched[key] = found, time.perf_counter() - started
+    cuts, seconds = model.searched[key]
+    if pipeline.stages > 1 and options.asked.stage_config is None and options.cluster is not None:
+        work = operator_seconds(graph, TimeModel(options.on, fixed.mesh, pipeline.stages), cuts)
+        pipeline = replace(pipeline, chunk_of=balanced_stages(graph, pipeline.parts, work))
+    decisions = Decisions(
+        cuts,
+        _storage(model, fixed.mesh, cuts, options),
+        fixed.outputs,
+        arriving,
+        sharding=options.sharding,
+        bucket_bytes=int(options.bucket_mb * MB),
+        recompute=recompute_of(graph),
+    )
+    return Candidate(model, options, fixed.mesh, decisions, pipeline, seconds)
+
+
+def _storage(
+    model: CapturedModel, mesh: Layout, cuts: Mapping[str, Cuts], options: PlanOptions
+) -> Storage:
+    """How each parameter is stored: as used, as said, else sharded further where that is asked."""
+    graph, said = model.graph, model.pins.parameters
+    storage: Storage = requested_storage(graph, mesh, said, storage_as_used(graph, mesh, cuts))
+    if options.sharding is None:
+        return storage
+    return sharded_storage(graph, mesh, cuts, storage, options.sharding, said)

@@ -1,0 +1,270 @@
+"""Drafts that fit into the memory of their devices."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from shardwright.cost.memory import Memory, StageMemory, binary
+from shardwright.cost.pipeline_timeline import check_pipelining
+from shardwright.errors import MemoryLimitError, PlanError, StrategyError
+from shardwright.partition.decisions import LEVELS, OptimizerParallel
+from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.planner.candidate import Candidate, MakeCandidate
+from shardwright.planner.options import AUTO_RECOMPUTE, MEM_COEFFS, PlanOptions
+from shardwright.search.recompute.candidates import DEFAULT_PRICES, RecomputePrices
+from shardwright.search.recompute.fit import fit_by_recomputation
+
+log = logging.getLogger("shardwright.search")
+
+FACTOR, LARGEST_MEM_COEFF = 8.0, 1e4
+"""By what `mem_coeff` grows from one attempt to the next, and how far."""
+
+GAIN = 0.01
+"""Less of a step is not worth a further attempt."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What is tried.
+
+    Args:
+        recompute: whether further operators may be computed again.
+    """
+
+    options: PlanOptions
+    recompute: bool
+
+    def __str__(self) -> str:
+        return self.options.in_words(self.recompute)
+
+
+def within_memory(options: PlanOptions, drafted: MakeCandidate) -> Candidate:
+    """The draft that `options` ask for if it fits into their memory limit, else the first that does
+    after these changes, each on top of those before: parameters and optimizer state are stored
+    sharded (`level1` to `level3`), operators are computed again, `mem_coeff` grows, there are more
+    stages. With `recompute="auto"`, operators are computed again first. On a cluster, of all levels
+    of sharding and `mem_coeff`, each with as much computed again as it needs, the fastest that fits
+    is taken. With `mem_coeff="auto"` it is the smallest with which the plan fits without other
+    changes; where there is none, the changes begin with the smallest.
+
+    Raises:
+        MemoryLimitError: if none fits; says the smallest limit that would do.
+    """
+    found = faster_within_memory(options, drafted, float("inf"))
+    assert found is not None
+    return found
+
+
+def faster_within_memory(
+    options: PlanOptions, drafted: MakeCandidate, below: float
+) -> Candidate | None:
+    """Likewise; None if what fits takes `below` seconds or more.
+
+    Raises:
+        MemoryLimitError: if none fits; says the smallest limit that would do.
+    """
+    if options.limit is None:
+        draft = drafted(options)
+        return draft if draft.seconds < below else None
+    coefficients = MEM_COEFFS if options.has_auto_mem_coeff else ()
+    if coefficients:
+        options = replace(options, mem_coeff=coefficients[0], memory_limit=options.limit)
+    fitting = _Fitting(options, drafted, below)
+    for choices in _attempts(options, coefficients[1:]):
+        found = fitting.fastest(choices)
+        if found is not None or fitting.too_slow:
+            return found
+    needs, attempt = fitting.least_found()
+    raise MemoryLimitError(_too_large(options, needs, attempt), needs.peak)
+
+
+@dataclass
+class _Fitting:
+    """The attempts that were made for some options.
+
+    Args:
+        below: seconds; only what takes less counts.
+        least: what needed least memory of all that did not fit.
+        hopeless: the last that does not fit whatever is computed again.
+        too_slow: whether an attempt did not count.
+    """
+
+    options: PlanOptions
+    drafted: MakeCandidate
+    below: float
+    least: tuple[Memory, Attempt] | None = None
+    hopeless: tuple[Candidate, Attempt] | None = None
+    too_slow: bool = False
+    seen: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def fastest(self, choices: Iterable[Attempt]) -> Candidate | None:
+        """The fastest of these that fits: as it is, or with operators computed again where that is
+        allowed. No more are tried once there is hardly any time to gain."""
+        best: Candidate | None = None
+        larger: list[tuple[Candidate, Memory, Attempt]] = []
+        ideal = float("inf")
+        for attempt in choices:
+            if best is not None and ideal >= (1 - GAIN) * best.seconds:
+                break
+            draft = self._draft(attempt)
+            if draft is None:
+                continue
+            ideal = min(ideal, draft.seconds)
+            if self._is_slow(draft, best):
+                continue
+            needs = draft.memory()
+            if self._fits(needs, attempt):
+                best = draft
+            elif attempt.recompute:
+                larger.append((draft, needs, attempt))
+        for draft, needs, attempt in sorted(larger, key=lambda each: each[0].seconds):
+            if best is not None and draft.seconds >= (1 - GAIN) * best.seconds:
+                break
+            if _always_there(needs) > self.limit:
+                self.hopeless = draft, attempt
+                continue
+            draft, needs = self._with_recomputation(draft)
+            if self._fits(needs, attempt) and not self._is_slow(draft, best):
+                best = draft
+        return best
+
+    def least_found(self) -> tuple[Memory, Attempt]:
+        """What needs least memory of all that does not fit."""
+        if self.hopeless is not None:
+            draft, attempt = self.hopeless
+            self._fits(self._with_recomputation(draft)[1], attempt)
+        assert self.least is not None
+        return self.least
+
+    def _is_slow(self, draft: Candidate, best: Candidate | None) -> bool:
+        """Whether a draft does not count, beside the best so far."""
+        if best is not None and self.options.cluster is not None:
+            return draft.seconds >= best.seconds
+        slow = draft.seconds >= self.below
+        self.too_slow |= slow
+        return slow
+
+    def _fits(self, needs: Memory, attempt: Attempt) -> bool:
+        log.info("%s: %s of %s", attempt, binary(needs.peak), binary(self.limit))
+        if needs.peak > self.limit and (self.least is None or needs.peak < self.least[0].peak):
+            self.least = needs, attempt
+        return needs.peak <= self.limit
+
+    def _with_recomputation(self, draft: Candidate) -> tuple[Candidate, Memory]:
+        """With as much computed again as it needs, or as can be."""
+        graph, options, worth = draft.model.graph, self.options, DEFAULT_PRICES
+        if options.cluster is not None:
+            worth = RecomputePrices.on(options.on, graph.compute_dtype or torch.float32)
+        fitted = fit_by_recomputation(
+            graph, draft.mesh, draft.decisions, draft.pipeline, self.limit, draft.memory, worth
+        )
+        return replace(draft, decisions=fitted.decisions), fitted.memory
+
+    @property
+    def limit(self) -> int:
+        """Bytes of a device."""
+        assert self.options.limit is not None
+        return self.options.limit
+
+    def _draft(self, attempt: Attempt) -> Candidate | None:
+        """What was not tried before."""
+        try:
+            draft = self.drafted(attempt.options)
+        except (PlanError, StrategyError):
+            if attempt.options == self.options:
+                raise
+            return None
+        needed_by = _needed_by(draft, self.seen, attempt)
+        if needed_by in self.seen:
+            return None
+        self.seen.append(needed_by)
+        return draft
+
+
+def _always_there(needs: Memory) -> int:
+    """Bytes that a device needs whatever is computed again."""
+    return max(stage.parameters + stage.optimizer + stage.inputs for stage in needs.stages)
+
+
+def _attempts(options: PlanOptions, coefficients: Sequence[float]) -> Iterator[Iterable[Attempt]]:
+    """What is tried, one after the other until something fits; of several the fastest."""
+    first = options.recompute == AUTO_RECOMPUTE
+    levels = tuple(_more_sharded(options))
+    stored = levels[-1] if levels else options
+    by_time = options.cluster is not None
+    if not by_time or coefficients:
+        yield [Attempt(options, first)]
+    for coefficient in coefficients:
+        yield [Attempt(replace(options, mem_coeff=coefficient), first)]
+    if by_time:
+        asked = (options, *_larger_mem_coeff(options))
+        yield [Attempt(level, True) for each in asked for level in (each, *_more_sharded(each))]
+    else:
+        yield from ([Attempt(each, first)] for each in levels)
+        yield [Attempt(stored, True)]
+        yield from ([Attempt(larger, True)] for larger in _larger_mem_coeff(stored))
+    for staged in _more_stages(stored):
+        yield [Attempt(staged, True)]
+        yield from ([Attempt(larger, True)] for larger in _larger_mem_coeff(staged))
+
+
+def _more_sharded(options: PlanOptions) -> Iterator[PlanOptions]:
+    given = options.sharding
+    done = LEVELS.index(given.level) + 1 if given is not None else 0
+    for level in LEVELS[done:]:
+        yield replace(options, hsdp=replace(given or OptimizerParallel(), level=level))
+
+
+def _larger_mem_coeff(options: PlanOptions) -> Iterator[PlanOptions]:
+    if "mem_coeff" not in options.of_search:
+        return
+    coefficient = options.coefficient * FACTOR
+    while coefficient <= LARGEST_MEM_COEFF:
+        yield replace(options, mem_coeff=coefficient)
+        coefficient *= FACTOR
+
+
+def _more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
+    """Where the user left the stages to be cut, every greater number that divides the devices and
+    that the schedule runs with as many micro-batches."""
+    asked = options.asked
+    if asked.stage_config is not None or not isinstance(asked.stages, int):
+        return
+    for stages in range(asked.stages + 1, options.devices + 1):
+        if options.devices % stages == 0:
+            try:
+                check_pipelining(PipelineSpec(stages, asked.micro_batches, asked.schedule))
+            except PlanError:
+                continue
+            yield replace(options, asked=replace(asked, stages=stages))
+
+
+def _needed_by(draft: Candidate, seen: list[tuple[Any, ...]], attempt: Attempt) -> tuple[Any, ...]:
+    """What the memory depends on; the level only where it shards anything."""
+    decisions = draft.decisions
+    level = decisions.sharding
+    if any(decisions.storage == storage and other is None for storage, other, *_ in seen):
+        level = None
+    return decisions.storage, level, decisions.cuts, draft.pipeline, attempt.recompute
+
+
+def _too_large(options: PlanOptions, needs: Memory, attempt: Attempt) -> str:
+    stage = max(needs.stages, key=lambda each: each.peak)
+    where = f" on stage {stage.stage}" if len(needs.stages) > 1 else ""
+    return (
+        f"no plan for {options.devices} devices was found that fits into memory_limit="
+        f"{binary(options.limit or 0)}; the least that was found needs {binary(needs.peak)}"
+        f" ({needs.peak:,} bytes){where}, with {attempt}: {_breakdown(stage)}; give that much, more"
+        " devices, or more micro-batches"
+    )
+
+
+def _breakdown(stage: StageMemory) -> str:
+    kinds = ("parameters", "optimizer", "gradients", "gathered", "activations", "temporary")
+    sizes = ((kind, getattr(stage, kind)) for kind in kinds)
+    return ", ".join(f"{kind} {binary(size)}" for kind, size in sizes if size)

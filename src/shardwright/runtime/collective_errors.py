@@ -1,0 +1,136 @@
+"""Says in which conversion communication failed, or waited in vain for another rank.
+
+A program's text names each conversion and the operator that reads it. The stack of an error holds
+the line of the text; in the backward pass, what autograd keeps of the conversion does.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from textwrap import shorten
+from traceback import walk_tb
+from types import FrameType
+
+import torch
+
+from shardwright.partition.parameter_buckets import Bucket
+
+PROGRAM = "<program>"
+"""The file name that programs are compiled under."""
+
+TEXT = "__program__"
+"""The name under which a program's scope holds its text."""
+
+SHOWN = 4
+"""Parameters of a bucket that are named, at most."""
+
+LENGTH = 120
+"""Characters of a line that are shown, at most."""
+
+NEAR = 6
+"""Frames between a program and what it calls, at most."""
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed: another rank is gone, or did not come within the time-out."""
+
+
+@dataclass(frozen=True)
+class ProgramLine:
+    """A line of a program.
+
+    Args:
+        text: of the whole program.
+        line: its number, from 1 on.
+    """
+
+    text: str
+    line: int
+
+    def __str__(self) -> str:
+        lines = [line.strip() for line in self.text.splitlines()]
+        here = shorten(lines[self.line - 1].partition("; del ")[0], LENGTH, placeholder=" …")
+        return f"`{here}` (line {self.line} of the program{self._operator(lines)})"
+
+    def _operator(self, lines: list[str]) -> str:
+        """The operator of the line; of a conversion, that which reads it and comes next. A comment
+        above its line names it."""
+        for line in lines[self.line - 2 :]:
+            if line.startswith("# "):
+                return f", {re.split('[:;]', line.removeprefix('# '))[0]}"
+        return ""
+
+
+def program_line() -> ProgramLine | None:
+    """The line that the program which calls this is at; None within `torch.compile`, or where no
+    program does."""
+    if torch.compiler.is_compiling():
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(NEAR):
+        if frame is None:
+            return None
+        if frame.f_code.co_filename == PROGRAM:
+            return ProgramLine(frame.f_globals[TEXT], frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+@contextmanager
+def naming_conversions() -> Iterator[None]:
+    """Within it, an error of a collective names the conversion.
+
+    Raises:
+        CommunicationError: instead of the collective's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # The schedules of pipelines raise errors of their own from that of the collective.
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        where = _where(first)
+        if where is None:
+            raise
+        # Gloo begins with the place in its own source.
+        reason = re.sub(r"^\[[^\]]*\] ", "", str(first))
+        raise CommunicationError(
+            f"communication failed in {where}: {reason} (another rank is gone or stuck)"
+        ) from error
+
+
+def _where(error: BaseException) -> str | None:
+    """In words where the collective was that failed; None if the error came from elsewhere."""
+    frames = list(walk_tb(error.__traceback__))
+    rooms = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    if not (_CONVERTING.intersection(rooms) or rooms[-1].startswith("torch.distributed.")):
+        return None
+    words = []
+    for frame, line in frames:
+        held = getattr(frame.f_locals.get("ctx"), "place", None)
+        if isinstance(held, ProgramLine) and frame.f_code.co_name == "backward":
+            words.append(f"the gradient of {held}")
+        elif frame.f_code.co_filename == PROGRAM:
+            words.append(str(ProgramLine(frame.f_globals[TEXT], line)))
+        bound = frame.f_locals.get("self")
+        if frame.f_globals.get("__name__") == _BUCKETS and bound is not None:
+            words.append(_described(bound.bucket))
+    if not words and _STAGES.intersection(rooms):
+        words = ["an exchange between pipeline stages"]
+    return ", ".join(dict.fromkeys(words)) or None
+
+
+def _described(bucket: Bucket) -> str:
+    names = [member.value.name for member in bucket.members]
+    shown = ", ".join(names[:SHOWN]) + (" …" if len(names) > SHOWN else "")
+    return f"bucket {bucket.number} of {shown}"
+
+
+_BUCKETS = "shardwright.runtime.buckets"
+_CONVERTING = {"shardwright.runtime.collectives", _BUCKETS}
+_STAGES = {"shardwright.parallel.pipeline_stage", "shardwright.parallel.pipeline_module"}

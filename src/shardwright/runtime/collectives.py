@@ -1,0 +1,189 @@
+"""The conversion steps as functions on local tensors, with their gradients.
+
+Each kind of step is a pair of plain functions, forward and backward, over PyTorch's functional
+collectives; one autograd function joins any pair. The gradient of each step is another step:
+
+| step | what it does | its gradient |
+|---|---|---|
+| slice | keep this rank's block of a replicated tensor | all-gather |
+| vary | nothing | all-reduce |
+| all_reduce | sum the terms | nothing |
+| reduce_scatter | sum the terms, keep a block | all-gather |
+| all_gather | join the blocks | reduce-scatter if varying, else slice |
+| all_to_all | join along one dimension, cut another | all-to-all, the other way |
+| permute | exchange whole blocks | permute, the other way |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.layout.redistribution import RedistributionStep
+from shardwright.rules.rule import Function, Reduce
+from shardwright.runtime.collective_errors import program_line
+from shardwright.runtime.devices import Devices, Group, Index, block
+
+_c10d = torch.ops._c10d_functional
+
+
+def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
+    """Sum (or maximum) over the group."""
+    return wait(_c10d.all_reduce(x.contiguous(), kind, group.name))
+
+
+def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The blocks of the group joined along `dim`."""
+    out = wait(_c10d.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    if dim == 0 and group.in_order:
+        return out
+    blocks = out.chunk(group.size, 0)
+    return torch.cat([blocks[position] for position in group.order], dim)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Sum over the group, cut along `dim`: this rank's block."""
+    if dim != 0 or not group.in_order:
+        x = torch.cat(_by_position(x.chunk(group.size, dim), group), 0)
+    return wait(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
+
+
+def all_to_all(x: Tensor, dim: int, to_dim: int, group: Group) -> Tensor:
+    """A tensor cut along `dim` becomes whole there and cut along `to_dim`."""
+    parts = torch.cat(_by_position(x.chunk(group.size, to_dim), group), 0)
+    sizes = [parts.shape[0] // group.size] * group.size
+    out = wait(_c10d.all_to_all_single(parts.contiguous(), sizes, sizes, group.name))
+    blocks = out.chunk(group.size, 0)
+    return torch.cat([blocks[position] for position in group.order], dim)
+
+
+def slice_block(x: Tensor, dim: int, index: Index, parts: int) -> Tensor:
+    """Block number `index` of `parts` along `dim`."""
+    size = x.shape[dim] // parts
+    return torch.narrow(x, dim, index * size, size)
+
+
+def exchange(x: Tensor, send: list[Index], receive: list[Index], name: str) -> Tensor:
+    """Sends this rank's whole block to one rank and takes another's; `send[i]` is 1 for that rank,
+    `receive[i]` for the one it comes from, else 0."""
+    flat = x.contiguous().view(1, -1)
+    return wait(_c10d.all_to_all_single(flat, receive, send, name)).view(x.shape)
+
+
+def _by_position(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
+    placed = list(blocks)
+    for part, position in zip(blocks, group.order, strict=True):
+        placed[position] = part
+    return placed
+
+
+def wait(x: Tensor) -> Tensor:
+    """What a collective gave, once it has ended."""
+    return _c10d.wait_tensor(x)  # type: ignore[no-any-return]
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+class _Convert(torch.autograd.Function):
+    """Applies one function forward and another to the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Function, backward: Function) -> Tensor:
+        ctx.backward_function, ctx.place = backward, program_line()
+        out = forward(x)
+        return out.view_as(x) if out is x else out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_function(gradients[0]), None, None
+
+
+@dataclass(frozen=True)
+class BoundCollective:
+    """One step, bound to the devices; called on the local tensor."""
+
+    forward: Function
+    backward: Function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            return _Convert.apply(x, self.forward, self.backward)  # type: ignore[no-any-return,no-untyped-call]
+        return self.forward(x)
+
+
+def bind(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    """The function that carries out `step` on `devices`."""
+    if step.kind == "permute":
+        return _bind_permute(step, devices)
+    axes, dim = step.axes, step.dim
+    group, parts = devices.group(axes), devices.layout.size(axes)
+    index = devices.index(axes)
+    if step.kind == "vary":
+        return BoundCollective(identity, lambda g: all_reduce(g, group))
+    if step.kind == "all_reduce":
+        return BoundCollective(lambda x: all_reduce(x, group), identity)
+    assert dim is not None
+    if step.kind == "slice":
+        return BoundCollective(
+            lambda x: slice_block(x, dim, index, parts), lambda g: all_gather(g, dim, group)
+        )
+    if step.kind == "reduce_scatter":
+        return BoundCollective(
+            lambda x: reduce_scatter(x, dim, group), lambda g: all_gather(g, dim, group)
+        )
+    if step.kind == "all_gather":
+        if step.backward == "reduce_scatter":
+            return BoundCollective(
+                lambda x: all_gather(x, dim, group), lambda g: reduce_scatter(g, dim, group)
+            )
+        return BoundCollective(
+            lambda x: all_gather(x, dim, group), lambda g: slice_block(g, dim, index, parts)
+        )
+    to_dim = step.to_dim
+    assert step.kind == "all_to_all" and to_dim is not None
+    return BoundCollective(
+        lambda x: all_to_all(x, dim, to_dim, group), lambda g: all_to_all(g, to_dim, dim, group)
+    )
+
+
+def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    """As `bind`, for an all-reduce whose result is waited for by who reads it."""
+    group = devices.group(step.axes)
+    return BoundCollective(lambda x: _c10d.all_reduce(x.contiguous(), "sum", group.name), identity)
+
+
+def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    group = devices.group(tuple(sorted(step.axes)))
+    to = step.permutation()
+    came_from = [to.index(position) for position in range(group.size)]
+    send = [_one_where(devices, group, source) for source in came_from]
+    receive = [_one_where(devices, group, target) for target in to]
+    return BoundCollective(
+        lambda x: exchange(x, send, receive, group.name),
+        lambda g: exchange(g, receive, send, group.name),
+    )
+
+
+def _one_where(devices: Devices, group: Group, position: int) -> Index:
+    """1 on the rank at `position` of the group, else 0."""
+    return devices.per_rank(lambda place: int(block(devices.layout, place, group.axes) == position))
+
+
+def bound_reduction(group: Group, kind: str, varying: bool) -> Reduce:
+    """An all-reduce inside a kernel; its gradient too is all-reduced if it is `varying`."""
+
+    def start(x: Tensor) -> Tensor:
+        return _c10d.all_reduce(x.detach().contiguous(), kind, group.name)  # type: ignore[no-any-return]
+
+    def whole(x: Tensor) -> Tensor:
+        return wait(start(x))
+
+    if kind != "sum":
+        return Reduce(whole, start, wait)
+    backward: Function = (lambda g: all_reduce(g, group)) if varying else identity
+    return Reduce(BoundCollective(whole, backward), start, wait)

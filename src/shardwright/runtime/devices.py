@@ -1,0 +1,229 @@
+"""The devices that a program runs on: where this rank stands and whom it talks to.
+
+Nothing here depends on the kind of device: the process group brings its own backend (gloo, NCCL).
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from shardwright.errors import PlanError
+from shardwright.layout.layout import Layout
+
+Index = int | torch.SymInt
+"""A number that depends on the rank: a `SymInt` where many ranks are simulated in one process."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that differ from this one only in their places on the joined `axes`.
+
+    Its ranks stand in the order of the mesh; `order[i]` is the position of the rank that holds
+    block `i` when the blocks are counted along `axes`, the first the most significant.
+    """
+
+    axes: tuple[int, ...]
+    name: str
+    size: int
+    order: tuple[int, ...]
+
+    @property
+    def in_order(self) -> bool:
+        return self.order == tuple(range(self.size))
+
+
+@dataclass
+class Devices:
+    """A device matrix bound to process groups.
+
+    With pipeline stages it is the matrix of this rank's stage; each stage has one like it.
+
+    Args:
+        layout: the device matrix of the plan.
+        mesh: the same as a `DeviceMesh`; None for a single device, or without a process group.
+        per_rank: the value, on this rank, of a function of the coordinates on the device matrix.
+        rank: the number of this rank in its stage.
+        stage, stages: the number of its stage, and how many there are.
+        across: this rank's peers in all stages, those at its place; None if there is one stage.
+    """
+
+    layout: Layout
+    device: torch.device
+    mesh: DeviceMesh | None
+    per_rank: Callable[[Callable[[tuple[int, ...]], int]], Index]
+    rank: int = 0
+    stage: int = 0
+    stages: int = 1
+    across: dist.ProcessGroup | None = None
+    _names: dict[tuple[int, ...], str] = field(default_factory=dict)
+    _among: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+
+    @classmethod
+    def of_process(cls, layout: Layout, device: torch.device, stages: int = 1) -> Devices:
+        """The devices of the running process group, divided into `stages`.
+
+        Raises:
+            PlanError: if there is no process group, or one of another size than the plan's.
+        """
+        total = layout.num_devices * stages
+        if total == 1:
+            return cls(layout, device, None, lambda function: function(()))
+        if not dist.is_initialized():
+            raise PlanError(
+                f"the plan is for {total} devices, but no process group is running: "
+                "start the script with torchrun and call torch.distributed.init_process_group()"
+            )
+        if dist.get_world_size() != total:
+            raise PlanError(
+                f"the plan is for {total} devices, but {dist.get_world_size()} "
+                "processes are running: make a plan for that number, or start as many processes "
+                "as the plan has devices"
+            )
+        _let_threads_finish_at_exit()
+        stage, rank = divmod(dist.get_rank(), layout.num_devices)
+        place = layout.coordinates(rank)
+        mesh, across = _meshes(layout, device.type, stages)
+        timeout = world_timeout()
+        for group in (*(mesh.get_all_groups() if mesh is not None else ()), across):
+            if group is not None and timeout is not None:
+                _set_pg_timeout(timeout, group)
+        return cls(
+            layout, device, mesh, lambda function: function(place), rank, stage, stages, across
+        )
+
+    @classmethod
+    def of_rank(cls, layout: Layout, rank: int) -> Devices:
+        """The devices as `rank` sees them, without a process group: to read its program only."""
+        place = layout.coordinates(rank)
+        return cls(layout, torch.device("cpu"), None, lambda function: function(place), rank)
+
+    def group(self, axes: tuple[int, ...]) -> Group:
+        """The group over the joined `axes`; made at the first request, so every rank must ask for
+        its groups in the same order."""
+        key = tuple(sorted(axes))
+        if key not in self._names:
+            self._names[key] = self._create(key)
+        order = [0] * self.layout.size(axes)
+        for place in places(self.layout):
+            order[block(self.layout, place, axes)] = block(self.layout, place, key)
+        return Group(axes, self._names[key], len(order), tuple(order))
+
+    def index(self, axes: tuple[int, ...]) -> Index:
+        """Which block this rank holds along the joined `axes`."""
+        return self.per_rank(lambda place: block(self.layout, place, axes))
+
+    def common_seed(self) -> int:
+        """The seed of rank 0's process, on every rank: devices that hold the same block must draw
+        the same numbers, however their processes were seeded."""
+        seed = torch.tensor(torch.initial_seed() % 2**31, device=self.device)
+        if self.mesh is not None or self.across is not None:
+            dist.broadcast(seed, src=0)
+        return int(seed)
+
+    @property
+    def several(self) -> bool:
+        """Whether a model that runs on them is divided at all, in a stage or into stages."""
+        return self.layout.num_devices * self.stages > 1
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The joined axes whose groups have been asked for, in a fixed order."""
+        return tuple(sorted(self._names, key=lambda axes: (len(axes), axes)))
+
+    def among(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """This rank's peers in some of the stages; None on ranks of other stages. Made at the first
+        request, so every rank must ask for the same stages in the same order."""
+        if len(stages) == self.stages:
+            return self.across
+        if stages not in self._among:
+            size = self.layout.num_devices
+            peers = [[stage * size + place for stage in stages] for place in range(size)]
+            self._among[stages] = _subgroup(peers)
+        return self._among[stages]
+
+    def _create(self, axes: tuple[int, ...]) -> str:
+        layout = self.layout
+        if self.mesh is None:
+            return f"over {''.join(layout.alias_names[axis] for axis in axes)}"
+        if len(axes) == 1:
+            return str(self.mesh.get_group(layout.alias_names[axes[0]]).group_name)
+        everyone = len(axes) == len(layout.device_matrix) and layout.rank_list is None
+        if everyone and self.stages == 1:
+            world = dist.group.WORLD
+            assert world is not None
+            return str(world.group_name)
+        joined: dict[tuple[int, ...], list[int]] = {}
+        for stage in range(self.stages):
+            for rank, place in zip(layout.ranks, places(layout), strict=True):
+                others = (stage, *(c for axis, c in enumerate(place) if axis not in axes))
+                joined.setdefault(others, []).append(stage * layout.num_devices + rank)
+        mine = _subgroup(list(joined.values()))
+        assert mine is not None
+        return str(mine.group_name)
+
+
+def places(layout: Layout) -> Iterator[tuple[int, ...]]:
+    """The coordinates of every device, in the order of `layout.ranks`."""
+    return product(*(range(size) for size in layout.device_matrix))
+
+
+def device_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The `DeviceMesh` with the axes of `layout`, over all ranks of the process group."""
+    return init_device_mesh(device_type, layout.device_matrix, mesh_dim_names=layout.alias_names)
+
+
+def world_timeout() -> timedelta | None:
+    """How long a collective of all processes waits; PyTorch lets new groups wait by a default of
+    their own."""
+    world = dist.group.WORLD
+    assert world is not None
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def _subgroup(ranks: list[list[int]]) -> dist.ProcessGroup | None:
+    """The group of this rank, of those with these ranks; None if it is in none. Every rank of the
+    process group must ask for it."""
+    mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=world_timeout())  # type: ignore[no-untyped-call]
+    return mine  # type: ignore[no-any-return]
+
+
+def _meshes(
+    layout: Layout, device_type: str, stages: int
+) -> tuple[DeviceMesh | None, dist.ProcessGroup | None]:
+    """The mesh of this rank's stage, and the group of its peers in all stages."""
+    if stages == 1:
+        return device_mesh(layout, device_type), None
+    # A name that no axis has.
+    across = "stage" + "_" * ("stage" in layout.alias_names)
+    names = (across, *layout.alias_names)
+    mesh = init_device_mesh(device_type, (stages, *layout.device_matrix), mesh_dim_names=names)
+    own = mesh[layout.alias_names] if layout.device_matrix else None
+    return own, mesh.get_group(across)
+
+
+def block(layout: Layout, place: tuple[int, ...], axes: tuple[int, ...]) -> int:
+    """Which block the device at `place` holds of a dimension that the joined `axes` cut."""
+    index = 0
+    for axis in axes:
+        index = index * layout.device_matrix[axis] + place[axis]
+    return index
+
+
+@cache
+def _let_threads_finish_at_exit() -> None:
+    """A worker thread of gloo drops the tensors of its last collective some time after that has
+    ended, and needs the interpreter's lock for it; one that still waits for the lock when the
+    interpreter ends aborts the process. So the end of the program leaves them a moment."""
+    atexit.register(time.sleep, 0.2)

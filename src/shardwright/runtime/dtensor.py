@@ -1,0 +1,213 @@
+"""Parameters as DTensors: each rank keeps its shard in the layout that the plan stores it in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardwright.deferred import Deferred, deferred_attributes, value_of, values_of
+from shardwright.errors import LayoutError, PlanError
+from shardwright.layout.axes import Axes
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.partition.decisions import Storage
+from shardwright.runtime.adopt_optimizer import remember
+from shardwright.runtime.devices import Devices
+
+
+def local_shard(tensor: Tensor, where: TensorLayout, devices: Devices) -> DTensor:
+    """This rank's block of a whole `tensor`, as a DTensor of the whole tensor's shape."""
+    assert devices.mesh is not None
+    block = tensor.detach()[where.slices(devices.rank, tuple(tensor.shape))]
+    return as_dtensor(block.to(devices.device, copy=True).contiguous(), tensor, where, devices)
+
+
+def as_dtensor(local: Tensor, like: Tensor, where: TensorLayout, devices: Devices) -> DTensor:
+    """A DTensor of the shape of `like` whose part on this rank is `local`; communicates nothing."""
+    assert devices.mesh is not None
+    return DTensor.from_local(
+        local,
+        devices.mesh,
+        placements(where),
+        run_check=False,
+        shape=like.shape,
+        stride=torch.empty(like.shape, device="meta").stride(),
+    )
+
+
+def with_stored_parameters(
+    module: nn.Module,
+    storage: Storage,
+    devices: Devices,
+    left_out: Collection[str] = frozenset(),
+) -> nn.Module:
+    """A copy of `module` whose parameters are DTensors stored as planned, and whose buffers lie on
+    the device; tied parameters stay tied. The given module is left as it is.
+
+    Parameters and buffers that are `left_out`, as other stages hold them, are None. Of parameters
+    made inside `no_init_parameters`, one after another is initialized on the CPU, and only what
+    this rank stores is kept.
+
+    Raises:
+        PlanError: if parameters are on the meta device and nothing says how to initialize them.
+        DeferredError: if a parameter made inside `no_init_parameters` cannot be initialized.
+    """
+    tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+
+    def stored(name: str, whole: Tensor) -> Tensor:
+        if name in left_out:
+            return whole.new_empty(0)
+        if devices.mesh is None or not isinstance(tensors[name], nn.Parameter):
+            return whole.detach().to(devices.device, copy=True)
+        where = TensorLayout(devices.layout, tuple(storage.get(name, ((),) * whole.ndim)))
+        return local_shard(whole, where, devices)
+
+    given = {name: t for name, t in tensors.items() if not isinstance(t, Deferred)}
+    for name, tensor in given.items():
+        _check_has_values(name, tensor)
+    made = {name: stored(name, tensor) for name, tensor in given.items()} | values_of(
+        tensors, stored
+    )
+    memo: dict[int, Any] = {id(tensor): value_of(tensor) for tensor in deferred_attributes(module)}
+    for name, tensor in tensors.items():
+        if name in left_out:
+            memo[id(tensor)] = None
+        elif isinstance(tensor, nn.Parameter):
+            memo[id(tensor)] = nn.Parameter(made[name], requires_grad=tensor.requires_grad)
+        else:
+            memo[id(tensor)] = made[name]
+    parameters = dict(module.named_parameters())
+    kept = {name: memo[id(p)] for name, p in parameters.items() if name not in left_out}
+    remember(parameters, kept)
+    return copy.deepcopy(module, memo)
+
+
+def _check_has_values(name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise PlanError(
+            f"{name!r} is on the meta device: it can be planned, but has no values to train; build "
+            "the model inside `no_init_parameters`, which initializes it shard by shard, or on a "
+            "real device"
+        )
+
+
+class _LocalShards(torch.autograd.Function):
+    """Hands out the local shards of DTensors, and takes their gradients back as DTensors, once for
+    all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.specs = [p._spec for p in parameters]
+        return tuple(p._local_tensor.view_as(p._local_tensor) for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
+        pairs = zip(gradients, ctx.specs, strict=True)
+        return tuple(None if g is None else _stored_like(g, spec) for g, spec in pairs)
+
+
+def local_shards(parameters: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """The local tensors that the program reads; gradients flow back into `parameters`."""
+    if layout.num_devices == 1:
+        return dict(parameters)
+    shards = _LocalShards.apply(*parameters.values())  # type: ignore[no-untyped-call]
+    return dict(zip(parameters, shards, strict=True))
+
+
+def stored_shards(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's shards, apart from autograd."""
+    return {
+        name: parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+        for name, parameter in parameters.items()
+    }
+
+
+def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """Adds gradients of this rank's shards to those that the parameters have."""
+    with torch.no_grad():
+        for name, gradient in gradients.items():
+            parameter = parameters[name]
+            before = parameter.grad
+            if before is not None:
+                (before._local_tensor if isinstance(before, DTensor) else before).add_(gradient)
+            elif isinstance(parameter, DTensor):
+                parameter.grad = _stored_like(gradient, parameter._spec)
+            else:
+                parameter.grad = gradient
+
+
+def _stored_like(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor like a parameter; `DTensor.from_local` would take longer than small operators."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def placements(tensor_layout: TensorLayout) -> tuple[Placement, ...]:
+    """One placement for each axis of a `DeviceMesh` with the layout's axes.
+
+    Varying axes are replicated: a DTensor does not know the difference.
+    """
+    layout = tensor_layout.layout
+    found: list[Placement] = [Replicate()] * len(layout.device_matrix)
+    for axis in tensor_layout.partial:
+        found[axis] = Partial("sum")
+    for dim, axes in enumerate(tensor_layout.axes):
+        for place, axis in enumerate(axes):
+            coarser = layout.size(other for other in axes[:place] if other > axis)
+            strided = coarser > 1
+            found[axis] = _StridedShard(dim, split_factor=coarser) if strided else Shard(dim)
+    return tuple(found)
+
+
+def from_placements(placements: Sequence[Placement], layout: Layout, ndim: int) -> TensorLayout:
+    """The layout of a DTensor with `ndim` dimensions on a mesh with the axes of `layout`.
+
+    Raises:
+        LayoutError: if there is not one placement for each axis, a sum is none, a dimension does
+            not exist, or a `split_factor` fits no order of the axes.
+    """
+    if len(placements) != len(layout.device_matrix):
+        raise LayoutError(
+            f"{len(placements)} placements {tuple(placements)} on a device matrix of"
+            f" {len(layout.device_matrix)} axes {layout.device_matrix}; give one for each axis"
+        )
+    dims: list[Axes] = [()] * ndim
+    partial = set()
+    # From the right, as then each axis finds those that may stand before it.
+    for axis, placement in reversed(list(enumerate(placements))):
+        if isinstance(placement, Shard | _StridedShard):
+            dim = _dimension(placement, ndim)
+            dims[dim] = _inserted(dims[dim], axis, placement, layout)
+        elif isinstance(placement, Partial) and placement.reduce_op == "sum":
+            partial.add(axis)
+        elif not isinstance(placement, Replicate):
+            raise LayoutError(
+                f"placement {placement} on axis {layout.alias_names[axis]!r}: a layout can say"
+                " Shard, _StridedShard, Replicate and Partial('sum')"
+            )
+    return TensorLayout(layout, tuple(dims), frozenset(partial))
+
+
+def _dimension(placement: Shard | _StridedShard, ndim: int) -> int:
+    dim = placement.dim
+    if not -ndim <= dim < ndim:
+        raise LayoutError(f"placement {placement} cuts a dimension that {ndim} dimensions lack")
+    return dim % ndim
+
+
+def _inserted(axes: Axes, axis: int, placement: Placement, layout: Layout) -> Axes:
+    """`axes`, all to the right of `axis`, with it where as many parts as it says come before."""
+    coarser = placement.split_factor if isinstance(placement, _StridedShard) else 1
+    for place in range(len(axes) + 1):
+        if layout.size(axes[:place]) == coarser:
+            return (*axes[:place], axis, *axes[place:])
+    raise LayoutError(
+        f"placement {placement} on axis {layout.alias_names[axis]!r}: no axes to its right that"
+        f" cut the same dimension have {coarser} devices together"
+    )

@@ -1,0 +1,81 @@
+"""Pieces of a batch that follow each other through a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import PlanError
+from shardwright.graph.graph import Graph, Value
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.partition.decisions import CutAxes
+from shardwright.partition.pipeline_spec import PipelineSpec
+
+
+def of_the_batch(leaves: Sequence[Any]) -> list[bool]:
+    """Which leaves of a call are cut into micro-batches: the tensors whose dimension 0 is as long
+    as that of the first tensor that has dimensions. Others are given whole to each micro-batch."""
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+    return [
+        isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == sizes[0] for leaf in leaves
+    ]
+
+
+def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
+    """The leaves of a call for one of `count` equal pieces of the batch, as views.
+
+    Raises:
+        PlanError: if the batch cannot be cut into so many equal pieces.
+    """
+    result = []
+    for leaf, cut in zip(leaves, of_the_batch(leaves), strict=True):
+        if cut:
+            rows, rest = divmod(leaf.shape[0], count)
+            if rest:
+                raise PlanError(
+                    f"a batch of {leaf.shape[0]} rows cannot be cut into {count} equal"
+                    f" micro-batches; valid numbers are {_divisors(leaf.shape[0])}"
+                )
+            leaf = leaf[number * rows : (number + 1) * rows]
+        result.append(leaf)
+    return result
+
+
+def most_micro_batches(leaves: Sequence[Any], pipeline: PipelineSpec) -> int:
+    """Into how many pieces a batch is cut: as planned, or for a batch of another size the most that
+    divide it and that the schedule can run."""
+    rows = next(
+        (leaf.shape[0] for leaf, cut in zip(leaves, of_the_batch(leaves), strict=True) if cut), 1
+    )
+    return next(
+        count
+        for count in range(pipeline.micro_batches, 0, -1)
+        if rows % count == 0 and pipeline.can_run(count)
+    )
+
+
+def _divisors(number: int) -> str:
+    found = [n for n in range(1, number + 1) if number % n == 0]
+    shown = [str(n) for n in found[:12]] + (["…"] if len(found) > 12 else [])
+    return ", ".join(shown)
+
+
+def whole_leaves(
+    graph: Graph, mesh: Layout, arrivals: Mapping[str, CutAxes], leaves: Sequence[Any]
+) -> list[Any]:
+    """The leaves of a call as the model is to see them: in place of parts of inputs that arrive
+    cut, tensors of the whole's shape without data."""
+    if not arrivals or len(leaves) != len(graph.inputs):
+        return list(leaves)
+    found = []
+    for value, leaf in zip(graph.inputs, leaves, strict=True):
+        cut = isinstance(value, Value) and value.name in arrivals
+        if cut and isinstance(leaf, Tensor) and leaf.ndim == len(value.shape):
+            counts = TensorLayout(mesh, arrivals[value.name]).shard_counts
+            shape = [size * count for size, count in zip(leaf.shape, counts, strict=True)]
+            leaf = torch.empty(shape, dtype=leaf.dtype, device="meta")
+        found.append(leaf)
+    return found

@@ -1,0 +1,307 @@
+"""Cuts a model into parts of nearly equal work, one after the other.
+
+The work of a part is the multiply-adds of its main operators and the elements of its parameters.
+Of the cuts whose largest part is at most a tenth above the least possible (a hundredth, where the
+work is known in seconds), the one that lets the fewest bytes cross is taken: between two layers of
+a transformer one value crosses, within one two.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import groupby
+from math import prod
+
+from shardwright.errors import StrategyError
+from shardwright.graph.graph import Graph, Kind, Op
+from shardwright.graph.split import with_neighbors
+from shardwright.partition.pipeline_spec import CHUNKED, PipelineSpec
+from shardwright.rules import rule_of
+
+TOLERANCE = 0.1
+"""By how much the largest part may exceed the least possible, for fewer bytes that cross."""
+
+TOLERANCE_OF_SECONDS = 0.01
+"""Likewise where the work is known in seconds: all micro-batches wait for the slowest part, and
+sending is short beside it."""
+
+
+def balanced_stages(
+    graph: Graph, count: int, work: Sequence[float] | None = None
+) -> dict[str, int]:
+    """For each operator the number of its part, of `count` parts of nearly equal work.
+
+    Args:
+        work: of each operator, in seconds; by default its multiply-adds and the elements of its
+            parameters.
+
+    Raises:
+        StrategyError: if there are fewer operators that work than parts.
+    """
+    weights = list(work) if work is not None else operator_work(graph)
+    able = sum(weight > 0 for weight in weights)
+    if able < count:
+        raise StrategyError(
+            f"the model cannot be cut into {count} parts: only {able} of its operators have"
+            f" parameters or multiply; use at most {able} stages, or name them with stage_config"
+        )
+    total = [0.0]
+    for weight in weights:
+        total.append(total[-1] + weight)
+    tolerance = TOLERANCE if work is None else TOLERANCE_OF_SECONDS
+    limit = (1 + tolerance) * _least_largest(total, weights, count)
+    ends = _cheapest_ends(total, _crossing_bytes(graph), count, limit)
+    return {op.name: bisect_left(ends, index + 1) for index, op in enumerate(graph.ops)}
+
+
+def operator_work(graph: Graph) -> list[float]:
+    """Multiply-adds of each main operator, and of any the parameters that it is first to read."""
+    seen = set()
+    found = []
+    for op in graph.ops:
+        fresh = {v for v in op.inputs if v.kind is Kind.PARAMETER and v not in seen}
+        seen |= fresh
+        found.append(float(_multiply_adds(op) + sum(value.numel for value in fresh)))
+    return found
+
+
+def _multiply_adds(op: Op) -> int:
+    """The product of the sizes of all dimensions of a main operator, those it sums included."""
+    rule = rule_of(op)
+    if rule is None or rule.main is None:
+        return 0
+    sizes: dict[str, int] = {}
+    for dims, value in zip((*rule.inputs, *rule.outputs), (*op.inputs, *op.outputs), strict=True):
+        for factor, size in zip(dims, value.shape, strict=True):
+            if factor is not None:
+                sizes[factor] = max(sizes.get(factor, 1), size)
+    return prod(sizes.values())
+
+
+def _least_largest(total: Sequence[float], weights: Sequence[float], count: int) -> float:
+    """The least weight of the heaviest of `count` contiguous parts, to one in a million."""
+    low, high = max(max(weights), total[-1] / count), total[-1]
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        parts, filled = 1, 0.0
+        for weight in weights:
+            if filled + weight > middle:
+                parts, filled = parts + 1, 0.0
+            filled += weight
+        low, high = (low, middle) if parts <= count else (middle, high)
+    return high
+
+
+def _crossing_bytes(graph: Graph) -> list[int]:
+    """For each place between two operators (place `i` lies before operator `i`) the bytes of the
+    values that are made before it and read after it."""
+    numbers = {op.name: index for index, op in enumerate(graph.ops)}
+    change = [0] * (len(graph.ops) + 2)
+    for index, op in enumerate(graph.ops):
+        for value in op.outputs:
+            readers = [numbers[reader.name] for reader, _ in graph.consumers[value]]
+            if readers:
+                change[index + 1] += value.numel * value.itemsize
+                change[max(readers) + 1] -= value.numel * value.itemsize
+    bytes_at, here = [], 0
+    for step in change[: len(graph.ops) + 1]:
+        here += step
+        bytes_at.append(here)
+    return bytes_at
+
+
+def _cheapest_ends(
+    total: Sequence[float], crossing: Sequence[int], count: int, limit: float
+) -> list[int]:
+    """Where each of `count` parts ends, none heavier than `limit` and none without work, so that
+    the fewest bytes cross."""
+    places = len(total)
+    never = float("inf")
+    best: list[float] = [0.0] + [never] * (places - 1)
+    back: list[list[int]] = []
+    for part in range(count):
+        reached, came = [never] * places, [0] * places
+        for start in range(places):
+            # What is left must fit into the parts that are left.
+            left = total[-1] - total[start]
+            if best[start] == never or left > (count - part) * limit * (1 + 1e-9):
+                continue
+            for end in range(start + 1, places):
+                weight = total[end] - total[start]
+                if weight > limit * (1 + 1e-9):
+                    break
+                cost = best[start] + (crossing[end] if part < count - 1 else 0)
+                if weight > 0 and cost < reached[end]:
+                    reached[end], came[end] = cost, start
+        best = reached
+        back.append(came)
+    ends = [places - 1]
+    for came in reversed(back[1:]):
+        ends.append(came[ends[-1]])
+    return ends[::-1]
+
+
+StageConfig = Mapping[str, int]
+"""Names of modules, each with the number of its stage."""
+
+
+def named_stages(
+    graph: Graph,
+    stage_config: StageConfig,
+    schedule: str,
+    modules: Iterable[str] = (),
+) -> tuple[int, int, dict[str, int]]:
+    """The number of stages, the chunks of each, and for each operator the number of its part.
+
+    A module's stage is that of the longest name that is its path or leads to it. An operator that
+    no name leads to follows what it reads, or else what reads it.
+
+    Args:
+        stage_config: stages ascend in the order of execution; with `interleaved_1f1b` they may
+            repeat, 0, 1, 0, 1, with `zero_bubble_v` they come back, 0, 1, 1, 0.
+        modules: names that are valid besides those of modules with operators or parameters.
+
+    Raises:
+        StrategyError: for names that no module has, a module with parameters that is left out, or
+            stages in another order than the schedule runs them in.
+    """
+    _check_names(graph, stage_config, modules)
+    stages = _stages(stage_config)
+    labels = {op.name: _label(op.module, stage_config) for op in graph.ops}
+    _check_parameters(graph, stage_config)
+    ordered = [op for op in graph.ops if labels[op.name] is not None]
+    runs = [
+        (stage, list(ops)) for stage, ops in groupby(ordered, key=lambda op: labels[op.name] or 0)
+    ]
+    if schedule in CHUNKED:
+        anchored, chunks = _chunked(graph, runs, stages, schedule)
+    else:
+        anchored, chunks = {op.name: labels[op.name] or 0 for op in ordered}, 1
+    chunk_of = with_neighbors(graph, anchored)
+    _check_ascending(graph, chunk_of, PipelineSpec(stages, 1, schedule, chunks))
+    return stages, chunks, chunk_of
+
+
+def _check_names(graph: Graph, stage_config: StageConfig, modules: Iterable[str]) -> None:
+    known = dict.fromkeys(modules)
+    owners = (value.name.rpartition(".")[0] for value in graph.parameters)
+    for path in (*(op.module for op in graph.ops), *owners):
+        words = path.split(".")
+        known |= dict.fromkeys(".".join(words[: n + 1]) for n in range(len(words)))
+    known.pop("", None)
+    unmatched = [name for name in stage_config if name not in known]
+    if not unmatched:
+        return
+    near = get_close_matches(unmatched[0], list(known), n=3, cutoff=0.0)
+    raise StrategyError(
+        f"stage_config names {', '.join(map(repr, unmatched))}, which the model does not have;"
+        f" nearest to the first: {', '.join(near)}; valid are {_listed(list(known))}"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:40]) + (f" and {len(names) - 40} more" if len(names) > 40 else "")
+
+
+def _stages(stage_config: StageConfig) -> int:
+    for name, stage in stage_config.items():
+        if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
+            raise StrategyError(
+                f"stage_config[{name!r}]={stage!r}: must be a whole number from 0 on"
+            )
+    if not stage_config:
+        raise StrategyError("stage_config is empty: name the modules of each stage, or leave it")
+    stages = max(stage_config.values()) + 1
+    missing = sorted(set(range(stages)) - set(stage_config.values()))
+    if missing:
+        raise StrategyError(
+            f"stage_config names stages up to {stages - 1}, but no module in stage"
+            f" {', '.join(map(str, missing))}"
+        )
+    return stages
+
+
+def _label(path: str, stage_config: StageConfig) -> int | None:
+    """The stage of the longest name that leads to `path`."""
+    words = path.split(".")
+    for length in range(len(words), 0, -1):
+        name = ".".join(words[:length])
+        if name in stage_config:
+            return stage_config[name]
+    return None
+
+
+def _check_parameters(graph: Graph, stage_config: StageConfig) -> None:
+    others: dict[str, list[str]] = {}
+    for other, first in graph.tied.items():
+        others.setdefault(first, []).append(other)
+    left = []
+    for value in graph.parameters:
+        owners = [name.rpartition(".")[0] for name in (value.name, *others.get(value.name, ()))]
+        if all(owner and _label(owner, stage_config) is None for owner in owners):
+            left.append(owners[0])
+    if left:
+        raise StrategyError(
+            "stage_config leaves out modules with parameters:"
+            f" {_listed(list(dict.fromkeys(left)))}; name them, or a module that contains them"
+        )
+
+
+def _chunked(
+    graph: Graph, runs: list[tuple[int, list[Op]]], stages: int, schedule: str
+) -> tuple[dict[str, int], int]:
+    """The part of each operator that a name leads to, and the number of chunks."""
+    if schedule == "zero_bubble_v":
+        runs = _with_turn(graph, runs, stages)
+        wanted = [*range(stages), *reversed(range(stages))]
+    else:
+        wanted = list(range(stages)) * max(1, len(runs) // stages)
+    order = [stage for stage, _ in runs]
+    if order != wanted:
+        raise StrategyError(
+            f"stage_config runs through stages {_shown(order)}; with {schedule} it must be"
+            f" {_shown(wanted)}"
+        )
+    return {op.name: part for part, (_, ops) in enumerate(runs) for op in ops}, (
+        len(runs) // stages
+    )
+
+
+def _shown(order: Sequence[int]) -> str:
+    return ", ".join(map(str, order[:16])) + (", …" if len(order) > 16 else "")
+
+
+def _with_turn(
+    graph: Graph, runs: list[tuple[int, list[Op]]], stages: int
+) -> list[tuple[int, list[Op]]]:
+    """The last stage's two parts follow each other: cut where their work is nearest to equal,
+    between two modules."""
+    work = dict(zip((op.name for op in graph.ops), operator_work(graph), strict=True))
+    result = []
+    for stage, ops in runs:
+        places = [i for i in range(1, len(ops)) if ops[i].module != ops[i - 1].module]
+        if stage != stages - 1 or not places:
+            result.append((stage, ops))
+            continue
+        half = sum(work[op.name] for op in ops) / 2
+        place = min(places, key=lambda i: abs(sum(work[op.name] for op in ops[:i]) - half))
+        result += [(stage, ops[:place]), (stage, ops[place:])]
+    return result
+
+
+def _check_ascending(graph: Graph, chunk_of: Mapping[str, int], pipeline: PipelineSpec) -> None:
+    for op in graph.ops:
+        for value in op.inputs:
+            maker = graph.producer.get(value)
+            if maker is None or chunk_of[maker.name] <= chunk_of[op.name]:
+                continue
+            early = pipeline.stage_of(chunk_of[op.name])
+            late = pipeline.stage_of(chunk_of[maker.name])
+            raise StrategyError(
+                f"stages must ascend in the order of execution: {op.name} is in stage {early}, but"
+                f" reads what {maker.name} makes in stage {late}; with schedule"
+                " 'interleaved_1f1b' stages may repeat (0, 1, 0, 1), with 'zero_bubble_v' they come"
+                " back (0, 1, 1, 0)"
+            )

@@ -1,0 +1,61 @@
+"""Plans that need no search: along the batch, as pinned, or nothing at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardwright.errors import StrategyError
+from shardwright.graph.graph import Graph
+from shardwright.layout.layout import Layout
+from shardwright.rules.rule import Cuts
+from shardwright.search.indexed_graph import IndexedGraph, index_graph
+from shardwright.search.recursive.axis_level import AxisLevel
+from shardwright.search.recursive.search import CutsOfGraph, nearest_multiples, record
+
+
+def data_parallel(graph: Graph, mesh: Layout) -> CutsOfGraph:
+    """Every operator follows the batch, dim 0 of the model's inputs, on every axis.
+
+    Raises:
+        StrategyError: the model has no tensor input, or its batch size is not a multiple of the
+            number of devices.
+    """
+    indexed = index_graph(graph)
+    devices, batch_size = mesh.num_devices, indexed.batch_size
+    if batch_size is None:
+        raise StrategyError("data parallel: the model has no tensor input that has a batch")
+    if batch_size % devices:
+        valid = " or ".join(map(str, nearest_multiples(batch_size, devices)))
+        raise StrategyError(
+            f"data parallel: the batch size {batch_size} (dim 0 of the inputs) is not divisible by"
+            f" {devices} devices; valid are multiples of {devices}, such as {valid}"
+        )
+    return _along_batch(indexed, mesh)
+
+
+def semi_auto(graph: Graph, mesh: Layout, pinned: Mapping[str, Cuts]) -> CutsOfGraph:
+    """Pinned operators as they are pinned, all others along the batch.
+
+    Where the batch cannot be divided by all devices it is divided by as many axes as go, the
+    outermost first. What the batch does not reach is whole. Layouts are converted between
+    operators that are cut differently.
+    """
+    cuts = _along_batch(index_graph(graph), mesh)
+    cuts.update({name: dict(factors) for name, factors in pinned.items()})
+    return {name: factors for name, factors in cuts.items() if factors}
+
+
+def _along_batch(indexed: IndexedGraph, mesh: Layout) -> CutsOfGraph:
+    parts = [(1,) * len(kind.factors) for kind in indexed.kinds]
+    cuts: CutsOfGraph = {}
+    for axis, axis_size in enumerate(mesh.device_matrix):
+        level = AxisLevel(indexed, parts, axis_size)
+        level.fill()
+        record(indexed, level.choice, axis, cuts)
+        parts = level.next_parts()
+    return cuts
+
+
+def stand_alone(graph: Graph, mesh: Layout) -> CutsOfGraph:
+    """Nothing is cut: every device computes everything."""
+    return {}

@@ -1,0 +1,224 @@
+"""The double recursion by seconds: axis after axis, and on each axis all operators together.
+
+On each axis the choices with the least cost are found exactly by variable elimination. Then each
+axis is decided again with all others known, and single operators over all axes, until nothing is
+gained. What counts is the step's time on a cluster, and `mem_coeff` for the parameters that a
+device keeps: a byte kept counts as `mem_coeff` bytes sent over the fastest link.
+
+Gradients of parameters are reduced while the backward pass computes, so that only what exceeds it
+counts: max(0, G - B), which is the largest of λ (G - B) over 0 ≤ λ ≤ 1. Parameters that are stored
+sharded are gathered likewise while the forward pass computes. The search is made for
+λ = 0, which is right if gradients then do not exceed the backward pass, else for larger values.
+Where devices share a processor nothing is hidden, and gradients count in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardwright.cost.cluster import Cluster
+from shardwright.cost.step_time import TimeModel
+from shardwright.errors import StrategyError
+from shardwright.graph.graph import Graph
+from shardwright.layout.layout import Layout
+from shardwright.partition.decisions import NO_OUTPUTS, CutAxes, Outputs
+from shardwright.rules.rule import Cuts
+from shardwright.search.by_time.axis_tables import AxisTables, Choices, Weights
+from shardwright.search.by_time.elimination import Elimination, Table
+from shardwright.search.by_time.local_search import local_search
+from shardwright.search.by_time.objective import Objective, ObjectiveCost
+from shardwright.search.by_time.problem import SearchProblem, search_problem
+from shardwright.search.indexed_graph import NO_CUT
+from shardwright.search.recursive.search import CutsOfGraph
+
+ROUNDS = 4
+"""At most so many times all axes, then all operators, are decided again."""
+
+SHARES = (0.0, 0.25)
+"""The values of λ, as long as gradients exceed the backward pass. Larger ones have not found better
+plans for language models on 64 to 1024 devices."""
+
+GAIN = 1e-9
+"""Relative; less is none."""
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """What a search by time counts.
+
+    Args:
+        mem_coeff: bytes sent over the fastest link that a kept byte of parameters counts as.
+        stages: number of pipeline stages, each with the device matrix.
+        micro_batches: how many of the graph's batches make up a step.
+        sharing: over how many devices optimizer state is sharded, which share the optimizer's
+            step; -1 for all that hold a parameter whole, None if it is not sharded.
+    """
+
+    cluster: Cluster
+    mem_coeff: float = 0.1
+    stages: int = 1
+    micro_batches: int = 1
+    sharing: int | None = None
+
+    @property
+    def kept(self) -> float:
+        """Seconds for a byte that is kept."""
+        return self.mem_coeff / max(level.bandwidth for level in self.cluster.levels)
+
+
+def search_by_time(
+    graph: Graph,
+    mesh: Layout,
+    pricing: Pricing,
+    pinned: Mapping[str, Cuts] | None = None,
+    outputs: Outputs = NO_OUTPUTS,
+    arrivals: Mapping[str, CutAxes] | None = None,
+) -> CutsOfGraph:
+    """Decides what every operator of `graph` cuts on every axis of `mesh`.
+
+    Args:
+        pinned: cuts of operators that are kept as they are; the others are decided around them.
+        outputs: for operators that are told how to leave their outputs, the axes of each.
+        arrivals: for inputs that do not arrive whole, the axes that cut them.
+
+    Raises:
+        StrategyError: `mem_coeff` is not positive, or a pinned operator is unknown.
+        ConfigError: if the cluster has not so many devices.
+    """
+    if not pricing.mem_coeff > 0:
+        raise StrategyError(f"mem_coeff must be a positive number, not {pricing.mem_coeff!r}")
+    unknown = [name for name in pinned or {} if name not in graph.by_name]
+    if unknown:
+        raise StrategyError(f"pinned operators that the model does not have: {', '.join(unknown)}")
+    found = search_problem(graph, pinned or {}, outputs, arrivals)
+    model = TimeModel(pricing.cluster, mesh, pricing.stages, pricing.sharing)
+    search = TimedSearch(found, model, pricing)
+    return cuts_of_graph(graph, found, search.best())
+
+
+def cuts_of_graph(graph: Graph, found: SearchProblem, cuts: Sequence[Cuts]) -> CutsOfGraph:
+    """The cuts of each operator, from those of the nodes."""
+    by_op = {op.name: cuts[n] for op, n in zip(graph.ops, found.node_of, strict=True)}
+    return {
+        name: {factor: tuple(axes) for factor, axes in cut.items() if axes}
+        for name, cut in by_op.items()
+        if any(cut.values())
+    }
+
+
+@dataclass
+class TimedSearch:
+    """The search on one network; what it tabulates serves all its passes."""
+
+    network: SearchProblem
+    model: TimeModel
+    pricing: Pricing
+    eliminations: dict[object, Elimination] = field(default_factory=dict)
+    tables: dict[object, Table] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.objective = Objective(self.network, self.model)
+        self.axes = [a for a, size in enumerate(self.model.mesh.device_matrix) if size > 1]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The values of λ that are tried."""
+        return (1.0,) if self.model.shared else SHARES
+
+    def best(self) -> list[Cuts]:
+        """The cuts of each node with the least total that is found."""
+        candidates: list[tuple[float, list[Cuts]]] = []
+        for share in self.shares:
+            cuts, cost = self._found(share)
+            candidates.append((self._total(cost), cuts))
+            if not cost.exposed:
+                break
+        cuts = min(candidates, key=lambda candidate: candidate[0])[1]
+        local_search(self.objective, cuts, self._total, ROUNDS, GAIN)
+        return cuts
+
+    def _found(self, share: float) -> tuple[list[Cuts], ObjectiveCost]:
+        """The recursion for one λ, then the passes that improve it."""
+        choices = self._start()
+        for axis in self.axes:
+            self._redecide(choices, axis, share)
+        best = self._total(self._cost(choices))
+        # Deciding an axis again gives the same as long as no other has changed; the last is fresh.
+        settled = set(self.axes[-1:])
+        for _ in range(ROUNDS):
+            before = best
+            known = set()
+            for axis in self.axes:
+                # Of axes that are alike in all things it is enough to try one.
+                alike = (self._place(axis), tuple(row[axis] for row in choices))
+                if axis in settled or alike in known:
+                    continue
+                known.add(alike)
+                total = self._improve(choices, axis, share, best)
+                settled = {axis} if total < best else settled | {axis}
+                best = total
+            if best >= before * (1 - GAIN):
+                break
+        cuts = self._cuts(choices)
+        return cuts, self.objective.cost(cuts)
+
+    def _place(self, axis: int) -> tuple[int, int]:
+        """The links of an axis and its size."""
+        return self.model.links.levels[axis], self.model.mesh.device_matrix[axis]
+
+    def _start(self) -> Choices:
+        """No cuts, but those that are pinned."""
+        choices = []
+        for node in self.network.nodes:
+            row = [NO_CUT] * len(self.model.mesh.device_matrix)
+            for factor, axes in (node.pinned or {}).items():
+                for axis in axes:
+                    row[axis] = node.kind.factors.index(factor)
+            choices.append(row)
+        return choices
+
+    def _redecide(self, choices: Choices, axis: int, share: float) -> None:
+        decisions = AxisTables(
+            self.network, self.model, axis, choices, self._weights(share), self.tables
+        ).decide(self.eliminations)
+        for row, choice in zip(choices, decisions, strict=True):
+            row[axis] = choice
+
+    def _improve(self, choices: Choices, axis: int, share: float, best: float) -> float:
+        """Decides one axis again, and keeps that if it costs less over all axes."""
+        before = [row[axis] for row in choices]
+        self._redecide(choices, axis, share)
+        if [row[axis] for row in choices] == before:
+            return best
+        total = self._total(self._cost(choices))
+        if total < best * (1 - GAIN):
+            return total
+        for row, choice in zip(choices, before, strict=True):
+            row[axis] = choice
+        return best
+
+    def _weights(self, share: float) -> Weights:
+        times = self.pricing.micro_batches
+        hides = 0.0 if self.model.shared else share
+        gathers = 0.0 if self.model.sharing is None else hides
+        return Weights(times - gathers, times - hides, times, share, self.pricing.kept)
+
+    def _cuts(self, choices: Choices) -> list[Cuts]:
+        found: list[Cuts] = []
+        for node, row in zip(self.network.nodes, choices, strict=True):
+            cuts: dict[str, tuple[int, ...]] = {}
+            for axis, choice in enumerate(row):
+                if choice != NO_CUT:
+                    factor = node.kind.factors[choice]
+                    cuts[factor] = (*cuts.get(factor, ()), axis)
+            # Axes of a pinned operator may stand in another order.
+            found.append(node.pinned if node.pinned is not None else cuts)
+        return found
+
+    def _cost(self, choices: Choices) -> ObjectiveCost:
+        return self.objective.cost(self._cuts(choices))
+
+    def _total(self, cost: ObjectiveCost) -> float:
+        overlaps = not self.model.shared
+        return cost.total(self.pricing.micro_batches, self.pricing.kept, overlaps)

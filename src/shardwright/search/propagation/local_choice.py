@@ -1,0 +1,313 @@
+"""What is decided around one operator, and the cut of it that redistributes least there.
+
+*Redistribution* is what it costs that two operators lay out the tensor between them differently.
+What an operator communicates for its own cut is none: that a partial sum is summed up, and that the
+gradient of an input which it reads whole is. Otherwise the operator behind a product that is cut
+where it sums would best be cut anyhow, and no weight would be cut for the price of its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain, islice, product
+from math import prod
+
+from shardwright.graph.graph import Op
+from shardwright.layout.axes import Axes
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.layout.redistribution import RedistributionStep, redistribution_steps
+from shardwright.partition.communication import InnerReduction
+from shardwright.rules.rule import Cuts, Dims, ShardingRule
+
+CANDIDATES = 512
+"""At most so many cuts are tried at once for one operator; one-axis changes of the best follow."""
+
+LocalCost = tuple[int, int]
+"""Bytes of redistribution, then of memory on one device."""
+
+Between = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
+"""A conversion: from, to, and to where else: ways that share its first steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorContext:
+    """What is decided about one tensor of an operator that is still to be decided.
+
+    Args:
+        dims: the factors that it carries in the operator's rule.
+        stored: whether it is a parameter, which is stored as it is used.
+        made: the layout in which the operator finds it; None if that is not decided, and for the
+            operator's outputs.
+        read: the layouts in which decided operators read it.
+    """
+
+    dims: Dims
+    shape: tuple[int, ...]
+    itemsize: int
+    differentiable: bool
+    stored: bool = False
+    made: TensorLayout | None = None
+    read: tuple[TensorLayout, ...] = ()
+
+    @property
+    def decided(self) -> tuple[TensorLayout, ...]:
+        return self.read if self.made is None else (self.made, *self.read)
+
+    def redistribution(
+        self, source: TensorLayout, target: TensorLayout, others: Sequence[TensorLayout]
+    ) -> int:
+        """Bytes from `source` to `target`, once partial sums are summed up, as `traffic`."""
+        bare = [_bare(layout) for layout in others]
+        return self.traffic(_bare(source), _bare(target), bare)
+
+    def traffic(
+        self, source: TensorLayout, target: TensorLayout, others: Sequence[TensorLayout]
+    ) -> int:
+        """Bytes from `source` to `target` of the steps that no way to one of `others` shares."""
+        path, sizes = self._priced(source, target)
+        if not path:
+            return 0
+        shared = max((_common(path, self._priced(source, o)[0]) for o in others), default=0)
+        return sum(sizes[shared:])
+
+    def _priced(
+        self, source: TensorLayout, target: TensorLayout
+    ) -> tuple[tuple[RedistributionStep, ...], tuple[int, ...]]:
+        return _priced(source, target, self.shape, self.itemsize, self.differentiable)
+
+    def local_bytes(self, layout: TensorLayout) -> int:
+        return prod(self.shape) * self.itemsize // prod(layout.shard_counts)
+
+
+@lru_cache(maxsize=1 << 14)
+def _bare(layout: TensorLayout) -> TensorLayout:
+    """Only where the tensor is cut, partial sums summed up."""
+    return replace(layout, partial=frozenset(), varying=frozenset())
+
+
+@lru_cache(maxsize=1 << 16)
+def _priced(
+    source: TensorLayout,
+    target: TensorLayout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    differentiable: bool,
+) -> tuple[tuple[RedistributionStep, ...], tuple[int, ...]]:
+    """The steps of a conversion and the bytes that one device sends for each, both ways."""
+    path = redistribution_steps(source, target, shape, differentiable)
+    return path, tuple(
+        step.forward_bytes(shape, itemsize)
+        + (step.backward_bytes(shape, itemsize) if differentiable else 0)
+        for step in path
+    )
+
+
+def _common(one: Sequence[RedistributionStep], other: Sequence[RedistributionStep]) -> int:
+    length = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        length += 1
+    return length
+
+
+@dataclass(frozen=True, eq=False)
+class LocalProblem:
+    """One operator among what is decided.
+
+    Args:
+        inputs, outputs: of each of its tensors what is decided about it.
+    """
+
+    op: Op
+    rule: ShardingRule
+    mesh: Layout
+    inputs: tuple[TensorContext, ...]
+    outputs: tuple[TensorContext, ...]
+
+    def cheapest(self) -> dict[str, Axes]:
+        """The cut with the least cost, then traffic; of equal ones the first candidate."""
+        best = self._least(self.candidates())
+        while True:
+            better = self._least(chain((best,), self._changes(best)))
+            if better == best:
+                return best
+            best = better
+
+    def again(self, cuts: dict[str, Axes], forward: bool) -> dict[str, Axes]:
+        """What to cut instead of `cuts`, now that all neighbors are decided.
+
+        Never at more cost. Where nothing redistributes less, but as little, it is what agrees with
+        the inputs (or the outputs, if not `forward`): so conversions move along tensors of equal
+        size, to where they may become cheaper.
+        """
+        bound = self.cost(cuts)
+        if bound is None or not bound[0]:
+            return cuts
+
+        def near(cuts: Cuts) -> int:
+            read, left = self.rule.layouts(self.mesh, cuts)
+            side = self._entering(read) if forward else self._leaving(left)
+            return sum(meeting.redistribution(*between) for meeting, between in side)
+
+        best, least = cuts, (bound[0], near(cuts), bound[1])
+        for other in chain(self.candidates(), self._changes(cuts)):
+            cost = self.cost(other, bound)
+            if cost is not None and (key := (cost[0], near(other), cost[1])) < least:
+                best, least = other, key
+        return best
+
+    def _least(self, candidates: Iterable[dict[str, Axes]]) -> dict[str, Axes]:
+        """The first of the cheapest.
+
+        Traffic is looked at only where the cost is equal: most of its conversions are asked for
+        nowhere else, and finding one takes time.
+        """
+        least: LocalCost | None = None
+        equal: list[dict[str, Axes]] = []
+        for cuts in candidates:
+            cost = self.cost(cuts, least)
+            if cost is not None and cost != least:
+                least, equal = cost, []
+            if cost is not None and cuts not in equal:
+                equal.append(cuts)
+        return equal[0] if len(equal) == 1 else min(equal, key=self.traffic)
+
+    def cost(self, cuts: Cuts, bound: LocalCost | None = None) -> LocalCost | None:
+        """Bytes of redistribution to what is decided, and of memory; None if above `bound`."""
+        read, left = self.rule.layouts(self.mesh, cuts)
+        tensors = zip((*self.inputs, *self.outputs), (*read, *left), strict=True)
+        memory = sum(meeting.local_bytes(layout) for meeting, layout in tensors)
+        redistribution = 0
+        for meeting, between in chain(self._entering(read), self._leaving(left)):
+            redistribution += meeting.redistribution(*between)
+            if bound is not None and (redistribution, memory) > bound:
+                return None
+        return redistribution, memory
+
+    def traffic(self, cuts: Cuts) -> int:
+        """All bytes that cutting the operator so sends, for gradients of parameters too."""
+        read, left = self.rule.layouts(self.mesh, cuts)
+        sent = self._inside(cuts)
+        for meeting, between in chain(self._entering(read), self._leaving(left)):
+            sent += meeting.traffic(*between)
+        return sent
+
+    def _entering(self, read: tuple[TensorLayout, ...]) -> Iterator[tuple[TensorContext, Between]]:
+        for meeting, layout in zip(self.inputs, read, strict=True):
+            source = _bare(layout) if meeting.stored else meeting.made
+            if source is not None:
+                yield meeting, (source, layout, meeting.read)
+
+    def _leaving(self, left: tuple[TensorLayout, ...]) -> Iterator[tuple[TensorContext, Between]]:
+        for meeting, layout in zip(self.outputs, left, strict=True):
+            for place, target in enumerate(meeting.read):
+                yield meeting, (layout, target, meeting.read[:place])
+
+    def _inside(self, cuts: Cuts) -> int:
+        """Bytes of the all-reduces inside the operator."""
+        differentiable = any(meeting.differentiable for meeting in self.outputs)
+        found = 0
+        for reduction in self.rule.reductions(self.op, self.rule.parts(self.mesh, cuts)):
+            axes = tuple(axis for factor in reduction.factors for axis in cuts.get(factor, ()))
+            found += sum(InnerReduction(reduction, axes).bytes(self.mesh, differentiable))
+        return found
+
+    def candidates(self) -> Iterator[dict[str, Axes]]:
+        """Cuts to try: axes that all neighbors treat alike cut the same factor, or none.
+
+        First those that follow the neighbors; no cut is among them. Where all factors on all
+        such groups of axes are too many, only factors that some neighbor cuts.
+        """
+        groups = self._groups()
+        followed = [self._followed(group) for group in groups]
+        every = [(*f, *(n for n in self.rule.factors if n not in f)) for f in followed]
+        options = every if prod(map(len, every)) <= CANDIDATES else followed
+        known = set()
+        for chosen in islice(product(*options), CANDIDATES):
+            assigned = {
+                axis: factor
+                for group, factor in zip(groups, chosen, strict=True)
+                for axis in group
+                if factor is not None
+            }
+            for preferred in self._orders():
+                cuts = self._cuts(assigned, preferred)
+                key = tuple(cuts.items())
+                if key not in known:
+                    known.add(key)
+                    yield cuts
+
+    def _neighbors(self) -> Iterator[tuple[Dims, TensorLayout]]:
+        for meeting in (*self.inputs, *self.outputs):
+            for layout in meeting.decided:
+                yield meeting.dims, layout
+
+    def _groups(self) -> list[Axes]:
+        """The axes of the mesh, those joined that every neighbor uses in the same way."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        layouts = list(dict.fromkeys(layout for _, layout in self._neighbors()))
+        uses = [_uses(layout) for layout in layouts]
+        for axis, size in enumerate(self.mesh.device_matrix):
+            if size > 1:
+                groups.setdefault(tuple(use.get(axis) for use in uses), []).append(axis)
+        return [tuple(group) for group in groups.values()]
+
+    def _followed(self, group: Axes) -> tuple[str | None, ...]:
+        """The factors that neighbors cut on the axes of `group`, then none."""
+        found: dict[str | None, None] = {}
+        for dims, layout in self._neighbors():
+            for factor, axes in zip(dims, layout.axes, strict=True):
+                if group[0] in axes and factor in self.rule.factors:
+                    found[factor] = None
+        return (*found, None)
+
+    def _orders(self) -> list[Mapping[str, Axes]]:
+        """The orders in which neighbors have the axes of each factor; first: as in the mesh."""
+        orders: list[Mapping[str, Axes]] = [{}]
+        for dims, layout in self._neighbors():
+            order = {
+                factor: axes
+                for factor, axes in zip(dims, layout.axes, strict=True)
+                if factor is not None and axes
+            }
+            if order not in orders:
+                orders.append(order)
+        return orders
+
+    def _cuts(self, assigned: Mapping[int, str], preferred: Mapping[str, Axes]) -> dict[str, Axes]:
+        """Each factor cut on its axes, in the preferred order, as far as it divides."""
+        cuts: dict[str, Axes] = {}
+        for factor in self.rule.factors:
+            axes = [axis for axis in preferred.get(factor, ()) if assigned.get(axis) == factor]
+            axes += [a for a in sorted(assigned) if assigned[a] == factor and a not in axes]
+            taken: Axes = ()
+            for axis in axes:
+                if self.rule.capacity[factor] % self.mesh.size((*taken, axis)) == 0:
+                    taken = (*taken, axis)
+            if taken:
+                cuts[factor] = taken
+        return cuts
+
+    def _changes(self, cuts: Cuts) -> Iterator[dict[str, Axes]]:
+        """`cuts` with one axis moved to another factor or taken away."""
+        assigned = {axis: factor for factor, axes in cuts.items() for axis in axes}
+        for axis, size in enumerate(self.mesh.device_matrix):
+            for factor in (*self.rule.factors, None):
+                if size == 1 or factor == assigned.get(axis):
+                    continue
+                changed = {a: f for a, f in assigned.items() if a != axis}
+                if factor is not None:
+                    changed[axis] = factor
+                yield self._cuts(changed, cuts)
+                yield self._cuts(changed, {})
+
+
+def _uses(layout: TensorLayout) -> dict[int, object]:
+    """For each axis that the layout uses the dimension that it cuts, or its state."""
+    found: dict[int, object] = {axis: dim for dim, axes in enumerate(layout.axes) for axis in axes}
+    found.update(dict.fromkeys(layout.partial, "partial"))
+    found.update(dict.fromkeys(layout.varying, "varying"))
+    return found

@@ -1,0 +1,240 @@
+"""Sharding propagation: from pinned operators outwards, each operator as its neighbors ask.
+
+Breadth first from the pinned operators, over the tensors that operators share, in both directions.
+Each next operator takes the cut with the least redistribution to what is decided already: bytes of
+the conversions of the tensors that it shares, forward and backward. Of equal ones it takes the one
+with the least memory (bytes of its tensors on one device), then with the least communication of any
+kind, gradients of parameters included, then the first in a fixed order.
+
+Then operators are decided again with all their neighbors known, so that where the ways from
+several pins have met the conversion between them comes to lie where it is cheapest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+
+from shardwright.errors import StrategyError
+from shardwright.graph.graph import Graph, Kind, Op, Value
+from shardwright.layout.axes import Axes
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.partition.decisions import NO_OUTPUTS, Outputs
+from shardwright.rules import rule_of as rule_of
+from shardwright.rules.rule import Cuts, Dims
+from shardwright.search.baselines import semi_auto
+from shardwright.search.propagation.local_choice import LocalProblem, TensorContext
+from shardwright.search.recursive.search import CutsOfGraph
+
+
+def propagate(
+    graph: Graph, mesh: Layout, pinned: Mapping[str, Cuts], outputs: Outputs = NO_OUTPUTS
+) -> CutsOfGraph:
+    """Decides every operator of `graph` from those that are pinned.
+
+    Args:
+        pinned: the cuts of operators that are kept as they are.
+        outputs: for operators that are told how to leave their outputs, the axes of each.
+
+    Returns:
+        For each operator that is cut the axes that cut each factor. Operators that no path joins
+        with a pinned one follow the batch as far as it divides.
+
+    Raises:
+        StrategyError: nothing is pinned, or the model lacks a pinned operator.
+    """
+    _check(graph, pinned)
+    propagation = _Propagation(graph, mesh, outputs)
+    for op in graph.ops:
+        if op.name in pinned:
+            propagation.decide(op, pinned[op.name])
+    propagation.spread()
+    propagation.settle(pinned)
+    cuts = propagation.cuts
+    apart = [op.name for op in graph.ops if op.name not in cuts]
+    if apart:
+        following = semi_auto(graph, mesh, {})
+        cuts.update({name: following.get(name, {}) for name in apart})
+    return {op.name: cuts[op.name] for op in graph.ops if cuts[op.name]}
+
+
+ROUNDS = 4
+"""At most so many times all operators are decided again, forward and backward."""
+
+
+class _Propagation:
+    """What is decided so far, and in which layouts that leaves and reads the values."""
+
+    def __init__(self, graph: Graph, mesh: Layout, outputs: Outputs) -> None:
+        self.graph = graph
+        self.mesh = mesh
+        self.outputs = outputs
+        self.cuts: CutsOfGraph = {}
+        self.rules = {op.name: rule_of(op) for op in graph.ops}
+        self.data = _of_inputs(graph)
+        arriving = (*graph.input_values, *graph.buffers, *graph.constants)
+        self.made = {value: mesh.replicated(len(value.shape)) for value in arriving}
+        self.read: dict[Value, dict[tuple[str, int], TensorLayout]] = {
+            value: {} for value in graph.values()
+        }
+        self._returned()
+        self._known: dict[tuple[object, ...], dict[str, Axes]] = {}
+
+    def _returned(self) -> None:
+        """What the model returns whole, and its buffers, count as read so."""
+        graph = self.graph
+        for value in graph.output_values:
+            if graph.loss is None or value is graph.loss or not value.shape:
+                self.read[value]["", 0] = self.mesh.replicated(len(value.shape))
+        for _, value in graph.updates:
+            self.read[value]["", 0] = self.mesh.replicated(len(value.shape))
+
+    def decide(self, op: Op, cuts: Cuts) -> None:
+        self.cuts[op.name] = {factor: tuple(axes) for factor, axes in cuts.items() if axes}
+        found = self.rules[op.name]
+        if found is None:
+            read = tuple(self.mesh.replicated(len(v.shape)) for v in op.inputs)
+            left = tuple(self.mesh.replicated(len(v.shape)) for v in op.outputs)
+        else:
+            read, left = found.layouts(self.mesh, self.cuts[op.name])
+        for index, (value, layout) in enumerate(zip(op.inputs, read, strict=True)):
+            self.read[value][op.name, index] = layout
+        told = self.outputs.get(op.name, (None,) * len(left))
+        for value, layout, axes in zip(op.outputs, left, told, strict=True):
+            self.made[value] = layout if axes is None else TensorLayout(self.mesh, axes)
+
+    def spread(self) -> None:
+        """Decides operator after operator, breadth first.
+
+        Paths of data that carry gradients come before others: a mask or a table of positions that
+        all layers share is no short cut from the first layer to the last.
+        """
+        near: deque[Op] = deque()
+        far: deque[Op] = deque()
+        for op in self.graph.ops:
+            if op.name in self.cuts:
+                self._enqueue(op, near, far)
+        while near or far:
+            op = (near or far).popleft()
+            if op.name not in self.cuts:
+                self.decide(op, self._cheapest(op))
+                self._enqueue(op, near, far)
+
+    def _enqueue(self, op: Op, near: deque[Op], far: deque[Op]) -> None:
+        for value, other in self._neighbors(op):
+            if other.name not in self.cuts:
+                (near if value.requires_grad and value in self.data else far).append(other)
+
+    def _neighbors(self, op: Op) -> Iterator[tuple[Value, Op]]:
+        for value in op.inputs:
+            if value in self.graph.producer:
+                yield value, self.graph.producer[value]
+        for value in op.outputs:
+            for consumer, _ in self.graph.consumers[value]:
+                yield value, consumer
+
+    def settle(self, pinned: Mapping[str, Cuts]) -> None:
+        """Decides operators again that redistribute, until that no longer makes it less."""
+        free = [op for op in self.graph.ops if op.name in self.cuts and op.name not in pinned]
+        before = self._redistribution()
+        for _ in range(ROUNDS):
+            for ops, forward in ((free, True), (free[::-1], False)):
+                for op in ops:
+                    cuts = self._again(op, forward)
+                    if cuts != self.cuts[op.name]:
+                        self.decide(op, cuts)
+            now = self._redistribution()
+            if now >= before:
+                return
+            before = now
+
+    def _redistribution(self) -> int:
+        total = 0
+        for value, layouts in self.read.items():
+            if value in self.made:
+                meeting = _meeting(value, ())
+                read = tuple(dict.fromkeys(layouts.values()))
+                for place, target in enumerate(read):
+                    total += meeting.redistribution(self.made[value], target, read[:place])
+        return total
+
+    def _cheapest(self, op: Op) -> dict[str, Axes]:
+        situation = self._situation(op)
+        return {} if situation is None else self._remembered(situation, (), situation.cheapest)
+
+    def _again(self, op: Op, forward: bool) -> dict[str, Axes]:
+        situation, cuts = self._situation(op), self.cuts[op.name]
+        if situation is None:
+            return {}
+        return self._remembered(
+            situation,
+            (tuple(cuts.items()), forward),
+            lambda: situation.again(cuts, forward),
+        )
+
+    def _remembered(
+        self,
+        situation: LocalProblem,
+        more: tuple[object, ...],
+        found: Callable[[], dict[str, Axes]],
+    ) -> dict[str, Axes]:
+        """Operators alike among neighbors alike are cut alike."""
+        key = (id(situation.rule), situation.inputs, situation.outputs, *more)
+        if key not in self._known:
+            self._known[key] = found()
+        return self._known[key]
+
+    def _situation(self, op: Op) -> LocalProblem | None:
+        """What is decided around `op`; None if there is nothing to decide about it."""
+        found = self.rules[op.name]
+        if found is None or not found.factors:
+            return None
+        inputs = tuple(
+            _meeting(value, dims, self.made.get(value), self._others(op, value))
+            for value, dims in zip(op.inputs, found.inputs, strict=True)
+        )
+        outputs = tuple(
+            _meeting(value, dims, None, self._others(op, value))
+            for value, dims in zip(op.outputs, found.outputs, strict=True)
+        )
+        return LocalProblem(op, found, self.mesh, inputs, outputs)
+
+    def _others(self, op: Op, value: Value) -> tuple[TensorLayout, ...]:
+        """The layouts in which others than `op` read `value`; a parameter is no tie to them."""
+        if value.kind is Kind.PARAMETER:
+            return ()
+        read = self.read[value].items()
+        return tuple(dict.fromkeys(layout for (name, _), layout in read if name != op.name))
+
+
+def _meeting(
+    value: Value,
+    dims: Dims,
+    made: TensorLayout | None = None,
+    read: tuple[TensorLayout, ...] = (),
+) -> TensorContext:
+    stored = value.kind is Kind.PARAMETER
+    return TensorContext(dims, value.shape, value.itemsize, value.requires_grad, stored, made, read)
+
+
+def _of_inputs(graph: Graph) -> set[Value]:
+    """The values that depend on the model's inputs."""
+    found = set(graph.input_values)
+    for op in graph.ops:
+        if any(value in found for value in op.inputs):
+            found.update(op.outputs)
+    return found
+
+
+def _check(graph: Graph, pinned: Mapping[str, Cuts]) -> None:
+    if not pinned:
+        raise StrategyError(
+            "sharding propagation starts from pinned operators and there are none: pin some with"
+            ' `sw.shard(module, strategy)`, or use mode="recursive_programming", which needs none'
+        )
+    for name in pinned:
+        if name not in graph.by_name:
+            near = get_close_matches(name, graph.by_name, n=3, cutoff=0.3)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            raise StrategyError(f"the model has no operator {name!r} that is pinned{hint}")

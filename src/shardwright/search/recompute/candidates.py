@@ -1,0 +1,289 @@
+"""What could be computed again in the backward pass: blocks of a model, and ways to do it.
+
+The modules at one depth of the module tree are its blocks, at the depth where computing all of them
+again leaves least. Of each block there are three ways:
+
+| way | computed again | conversions inside |
+|---|---|---|
+| `cheap` | operators without matrix products | kept |
+| `kept` | the whole block | kept |
+| `again` | the whole block | made again |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import torch
+
+from shardwright.constraints.recompute import select
+from shardwright.cost.cluster import Cluster
+from shardwright.cost.flops import is_view, work_of
+from shardwright.graph.graph import Graph, Kind, Op, Value
+from shardwright.graph.saved_tensors import SavedTensors, saved_tensors
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.partition.communication import Communication, communication
+from shardwright.partition.decisions import Decisions, Recompute
+from shardwright.partition.transfer import Transfer
+from shardwright.rules import rule_of
+from shardwright.search.recompute.knapsack import KnapsackItem
+
+WAYS = ("cheap", "kept", "again")
+Marks = Mapping[str, Recompute]
+
+
+@dataclass(frozen=True)
+class RecomputePrices:
+    """How many operations a device does in the time in which it moves one byte in its memory, or
+    sends one. By default those of an A100: 312e12 operations a second in bfloat16, 2e12 bytes in
+    memory, and 300e9 over NVLink one way (NVIDIA's data sheet)."""
+
+    moved: float = 156.0
+    sent: float = 1040.0
+
+    @classmethod
+    def on(cls, cluster: Cluster, dtype: torch.dtype) -> RecomputePrices:
+        """On a device of `cluster` that computes in `dtype`, over its fastest links."""
+        rate = cluster.device.rate(dtype)
+        fastest = max(level.bandwidth for level in cluster.levels)
+        return cls(rate / cluster.device.stream, rate / fastest)
+
+
+@dataclass(frozen=True)
+class RecomputeBlock:
+    """Operators of one module, in one stage.
+
+    Args:
+        ways: by name what is computed again, with what that frees on one device, and its work.
+    """
+
+    stage: int
+    name: str
+    ways: Mapping[str, tuple[KnapsackItem, Marks]]
+
+
+DEFAULT_PRICES = RecomputePrices()
+
+
+class Candidates:
+    """The blocks of a planned model.
+
+    Args:
+        stage_of: for each operator the stage that runs it.
+        worth: what bytes count that are moved and sent again.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Layout,
+        decisions: Decisions,
+        stage_of: Callable[[Op], int],
+        worth: RecomputePrices = DEFAULT_PRICES,
+    ) -> None:
+        self.worth = worth
+        self.graph, self.mesh, self.decisions, self.stage_of = graph, mesh, decisions, stage_of
+        self._saved = {op.name: saved_tensors(op) for op in graph.ops}
+        self._keeping = ActivationEstimate(graph, self._saved)
+        self._free = [op for op in graph.ops if op.name not in decisions.recompute]
+
+    @cached_property
+    def blocks(self) -> tuple[RecomputeBlock, ...]:
+        """At the best depth; operators that the user has marked are in none."""
+        deepest = max((len(op.calls) for op in self._free), default=0)
+        plain = self._kept({})
+        found = [self._divided(depth) for depth in range(1, deepest)] or [self._divided(0)]
+        return self._blocks(min(found, key=lambda names: self._left(names, plain)), plain)
+
+    def _divided(self, depth: int) -> dict[str, tuple[int, str]]:
+        """For each operator its block: the call of a module at this depth, if it is in one."""
+        return {
+            op.name: (self.stage_of(op), op.calls[depth] if depth < len(op.calls) else "")
+            for op in self._free
+        }
+
+    def _left(self, block_of: Mapping[str, tuple[int, str]], plain: SavedBytes) -> int:
+        """What is kept with all blocks computed again, and at once while the largest is."""
+        kept = self._kept(self._whole(block_of, True))
+        inside: dict[tuple[int, str], int] = {}
+        for name, size in plain.items():
+            if name in block_of:
+                inside[block_of[name]] = inside.get(block_of[name], 0) + size
+        return sum(kept.values()) + max(inside.values(), default=0)
+
+    def _whole(self, block_of: Mapping[str, tuple[int, str]], again: bool) -> dict[str, Recompute]:
+        return {name: Recompute(block, again) for name, (_, block) in block_of.items() if block}
+
+    def _cheap(self, block_of: Mapping[str, tuple[int, str]]) -> dict[str, Recompute]:
+        found: dict[str, Recompute] = {}
+        ops = [op for op in self._free if work_of(op).forward_flops == 0]
+        select(self.graph, found, ops, communication=False)
+        return {name: said for name, said in found.items() if name in block_of}
+
+    def _blocks(
+        self, block_of: Mapping[str, tuple[int, str]], plain: SavedBytes
+    ) -> tuple[RecomputeBlock, ...]:
+        ways: dict[tuple[int, str], dict[str, tuple[KnapsackItem, Marks]]] = {}
+        alternatives = {
+            "cheap": self._cheap(block_of),
+            "kept": self._whole(block_of, False),
+            "again": self._whole(block_of, True),
+        }
+        for way, marks in alternatives.items():
+            flow = self._flow(marks)
+            kept = self._keeping.kept(flow)
+            freed: dict[tuple[int, str], int] = {}
+            for name, block in block_of.items():
+                freed[block] = freed.get(block, 0) + plain.get(name, 0) - kept.get(name, 0)
+            work = self._work(flow, block_of)
+            for block, size in freed.items():
+                mine = {n: said for n, said in marks.items() if block_of[n] == block}
+                if size > 0 and mine:
+                    option = KnapsackItem(size, work.get(block, 0.0))
+                    ways.setdefault(block, {})[way] = (option, mine)
+        return tuple(RecomputeBlock(stage, name, found) for (stage, name), found in ways.items())
+
+    def _flow(self, marks: Marks) -> Communication:
+        recompute = {**self.decisions.recompute, **marks}
+        return communication(self.graph, self.mesh, replace(self.decisions, recompute=recompute))
+
+    def _kept(self, marks: Marks) -> SavedBytes:
+        return self._keeping.kept(self._flow(marks))
+
+    def _work(
+        self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
+    ) -> dict[tuple[int, str], float]:
+        """By block what one device does again, in operations."""
+        sent: dict[str, int] = {}
+        for transfer in flow.transfers:
+            if transfer.segment is not None:
+                size = sent.get(transfer.segment, 0)
+                sent[transfer.segment] = size + transfer.forward_bytes
+        found: dict[tuple[int, str], float] = {}
+        for segment in flow.segments:
+            block = block_of.get(segment.ops[0])
+            if block is None:
+                continue
+            work = sum(map(self._operations, self._run_again(segment.ops)))
+            work += self.worth.sent * sent.get(segment.name, 0)
+            found[block] = found.get(block, 0.0) + work
+        return found
+
+    def _run_again(self, names: Sequence[str]) -> list[str]:
+        """All up to the last that keeps something; that one only if it keeps what it makes."""
+        last = max(number for number, name in enumerate(names) if self._saved[name])
+        makes = self._saved[names[last]].outputs or self._saved[names[last]].others
+        return list(names[: last + 1 if makes else last])
+
+    def _operations(self, name: str) -> float:
+        """What one device does for an operator in the forward pass."""
+        op = self.graph.by_name[name]
+        rule, work = rule_of(op), work_of(op)
+        parts = rule.parts(self.mesh, self.decisions.cuts.get(name, {})) if rule is not None else {}
+        moved = sum(
+            size / prod(parts.get(factor, 1) for factor in factors)
+            for size, factors in work.forward_bytes
+        )
+        return work.forward_flops / prod(parts.values()) + self.worth.moved * moved
+
+
+SavedBytes = dict[str, int]
+"""By operator the bytes of what it makes and the backward pass needs."""
+
+
+class ActivationEstimate:
+    """A graph with what autograd keeps of each of its operators.
+
+    Args:
+        saved: for each operator.
+    """
+
+    def __init__(self, graph: Graph, saved: dict[str, SavedTensors]) -> None:
+        self.graph = graph
+        self.saved = saved
+        self._roots: dict[Value, Value] = {}
+        for op in graph.ops:
+            if _shares_memory(op):
+                first = op.inputs[0]
+                self._roots[op.output] = self._roots.get(first, first)
+
+    def kept(self, flow: Communication) -> SavedBytes:
+        """What is kept under a plan, segments and all: what a segment is given, and of operators
+        outside what autograd keeps of them."""
+        found: SavedBytes = {}
+        seen: set[object] = set()
+        for maker, key, size in self._tensors(flow):
+            if key not in seen:
+                seen.add(key)
+                found[maker] = found.get(maker, 0) + size
+        return found
+
+    def _tensors(self, flow: Communication) -> Iterator[tuple[str, object, int]]:
+        makers = _makers(self.graph, flow)
+        for op in self.graph.ops:
+            segment = flow.segment_of.get(op.name)
+            if segment is None:
+                found = self.saved[op.name]
+                for index in found.inputs:
+                    yield from self._read(op, index, flow, makers)
+                for index in found.outputs:
+                    yield self._made(op.outputs[index], flow)
+                share = _local(op.output, flow.made[op.output]) / max(op.output.numel, 1)
+                for number, (shape, dtype) in enumerate(found.others):
+                    size = prod(shape) * dtype.itemsize
+                    yield op.name, (op.name, number), int(size * share)
+                continue
+            for index, value in enumerate(op.inputs):
+                producer = self.graph.producer.get(value)
+                inside = producer is not None and producer.name in segment.ops
+                route = flow.routes[op.name, index]
+                again = any(transfer.segment == segment.name for transfer in route)
+                if not inside or (route and not again):
+                    yield from self._read(op, index, flow, makers, segment.name)
+
+    def _read(
+        self,
+        op: Op,
+        index: int,
+        flow: Communication,
+        makers: dict[Transfer, str],
+        segment: str = "",
+    ) -> Iterator[tuple[str, object, int]]:
+        """What an operator reads, as it is before a segment makes conversions again."""
+        value = op.inputs[index]
+        if value.kind is Kind.PARAMETER:
+            return
+        route = [t for t in flow.routes[op.name, index] if t.segment != segment or not segment]
+        sent = [transfer for transfer in route if transfer.forward_bytes]
+        if sent:
+            yield makers[sent[-1]], sent[-1], _local(value, route[-1].step.target) * value.itemsize
+        elif value.kind is Kind.ACTIVATION:
+            yield self._made(value, flow)
+
+    def _made(self, value: Value, flow: Communication) -> tuple[str, object, int]:
+        root = self._roots.get(value, value)
+        producer = self.graph.producer.get(root)
+        if producer is None:
+            return "", root, 0
+        return producer.name, root, _local(root, flow.made[root]) * root.itemsize
+
+
+def _makers(graph: Graph, flow: Communication) -> dict[Transfer, str]:
+    """For each conversion the operator that it is made for first."""
+    found: dict[Transfer, str] = {}
+    for op in graph.ops:
+        for index in range(len(op.inputs)):
+            for transfer in flow.routes[op.name, index]:
+                found.setdefault(transfer, op.name)
+    return found
+
+
+def _shares_memory(op: Op) -> bool:
+    return bool(op.inputs) and len(op.outputs) == 1 and is_view(op)
+
+
+def _local(value: Value, layout: TensorLayout) -> int:
+    return prod(layout.shard_shape(value.shape))

@@ -1,0 +1,180 @@
+"""What a checkpoint holds of a model and its optimizer, as tensors with names.
+
+The keys are `model.<name>` and `optimizer.<name of the parameter>.<key>`. They do not depend on the
+plan, the number of devices or the pipeline stages: a stage has the keys of its own parameters, and
+a parameter that is tied to another goes by the first of its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from shardwright.errors import CheckpointError
+from shardwright.parallel.module import ParallelModule
+
+MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
+
+SavedMetadata = Mapping[str, TensorStorageMetadata]
+"""The tensors of a checkpoint by key, with their sizes and dtypes."""
+
+
+def model_tensors(net: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers that this rank holds, not copied."""
+    first = first_names(net)
+    state = net.state_dict()
+    held = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {f"{MODEL}.{first[name]}": value for name, value in held.items() if not value.is_meta}
+
+
+def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The state of this rank's parameters, not copied.
+
+    Raises:
+        CheckpointError: the optimizer has a parameter that the model has not, or keeps something
+            that is no tensor.
+    """
+    found = {}
+    for name, parameter in _optimized(net, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is None:
+                continue
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {key!r} of {name!r} as a "
+                    f"{type(value).__name__}; only tensors can be saved"
+                )
+            found[f"{OPTIMIZER}.{name}.{key}"] = value
+    return found
+
+
+def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of each parameter group, the learning rate for example, as plain data."""
+    return [
+        {
+            key: value.item() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def places_for_optimizer(
+    net: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedMetadata
+) -> dict[str, Tensor]:
+    """A tensor for everything that was saved of this rank's parameters' state, to read it into;
+    what has the parameter's shape is laid out as the parameter is."""
+    of_parameter: dict[str, list[str]] = {}
+    for key in saved:
+        kind, _, rest = key.partition(".")
+        if kind == OPTIMIZER:
+            of_parameter.setdefault(rest.rpartition(".")[0], []).append(key)
+    found = {}
+    for name, parameter in _optimized(net, optimizer):
+        for key in of_parameter.get(name, ()):
+            size, dtype = saved[key].size, saved[key].properties.dtype
+            like = size == parameter.shape
+            place = (
+                torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(size).to(dtype)
+            )
+            found[key] = place.detach()
+    return found
+
+
+def restore_optimizer(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    groups: list[dict[str, Any]],
+) -> None:
+    """Give the optimizer the state that was saved.
+
+    Raises:
+        CheckpointError: it has another number of parameter groups.
+    """
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint holds an optimizer with {len(groups)} parameter groups, but this "
+            f"{type(optimizer).__name__} has {len(optimizer.param_groups)}"
+        )
+    of_parameter: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, leaf = key.removeprefix(f"{OPTIMIZER}.").rpartition(".")
+        of_parameter.setdefault(name, {})[leaf] = value
+    state = {
+        number: of_parameter[name]
+        for number, (name, _) in enumerate(_optimized(net, optimizer))
+        if name in of_parameter
+    }
+    current = optimizer.state_dict()["param_groups"]
+    restored = [
+        {**mine, **{key: _as(value, mine.get(key)) for key, value in saved.items()}}
+        for mine, saved in zip(current, groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+def random_tensors(device: torch.device) -> dict[str, Tensor]:
+    """The states of PyTorch's generators, of the CPU and of the accelerator `device`."""
+    found = {f"{RANDOM}.cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        found[f"{RANDOM}.{device.type}"] = torch.get_device_module(device).get_rng_state(device)
+    return found
+
+
+def restore_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set the generators to the states that `random_tensors` gave."""
+    for key, state in tensors.items():
+        if key == f"{RANDOM}.cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+def device_of(net: nn.Module) -> torch.device:
+    """Where `net` computes."""
+    if isinstance(net, ParallelModule):
+        return net.devices.device
+    return next((p.device for p in net.parameters()), torch.device("cpu"))
+
+
+def _optimized(
+    net: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """The optimizer's parameters in its order, with their names."""
+    first = first_names(net)
+    names = {parameter: first[name] for name, parameter in net.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that the model does not have: make it from the "
+                    "parameters of the module that is saved or loaded"
+                )
+            yield names[parameter], parameter
+
+
+def first_names(net: nn.Module) -> dict[str, str]:
+    """For every parameter and persistent buffer of the whole model its name, or the first of its
+    names where it is tied to others."""
+    firsts: dict[int, str] = {}
+    state = original_module(net).state_dict(keep_vars=True)
+    return {name: firsts.setdefault(id(value), name) for name, value in state.items()}
+
+
+def original_module(net: nn.Module) -> nn.Module:
+    """The model with the parameters of all stages."""
+    return net.template if isinstance(net, ParallelModule) else net
+
+
+def _as(value: Any, like: Any) -> Any:
+    """A value that went through JSON in the type that the optimizer has it in."""
+    if isinstance(like, Tensor):
+        return torch.full_like(like, value)
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,144 @@
+"""What a person sees of a run: the documented lines, and below them a live bar on a terminal."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shardwright.train.step_log import StepRecord
+
+
+class LiveProgress:
+    """A context that shows lines and, where the console is a terminal, a bar with the newest step.
+
+    Args:
+        num_steps: steps in the whole run, the length of the bar.
+        steps_per_epoch: steps in an epoch.
+    """
+
+    def __init__(self, console: Console, num_steps: int, steps_per_epoch: int) -> None:
+        self._console = console
+        self._steps_per_epoch = steps_per_epoch
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task("starting", total=num_steps, loss="-", speed="")
+
+    def __enter__(self) -> LiveProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def line(self, text: str) -> None:
+        """Print `text` as it is, above the bar."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, step: StepRecord) -> None:
+        """Show a finished step on the bar, which goes back where a run was restarted."""
+        self._bar.update(
+            self._task,
+            completed=step.epoch * self._steps_per_epoch + step.step + 1,
+            description=f"epoch {step.epoch} step {step.step}",
+            loss=f"{step.loss:.6f}",
+            speed=f"{step.samples_per_second:,.0f} samples/s",
+        )
+
+
+POLL_SECONDS = 0.1
+
+
+class Follower:
+    """A context in which each complete line appended to a file is handed to a function.
+
+    The files need not exist yet. A file that another takes the place of is read to its end, and
+    then the other from its beginning. On leaving, what has been written by then is still handed
+    over, a last line without its end of line included. The functions are called from one thread.
+    """
+
+    def __init__(self, on_line: Mapping[Path, Callable[[str], None]]) -> None:
+        self._files = [_Followed(path, function) for path, function in on_line.items()]
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="follow-logs", daemon=True)
+
+    def __enter__(self) -> Follower:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._ended.wait(POLL_SECONDS):
+            for followed in self._files:
+                followed.read()
+        for followed in self._files:
+            followed.read()
+            followed.close()
+
+
+class _Followed:
+    def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
+        self._path, self._on_line = path, on_line
+        self._file: BinaryIO | None = None
+        self._unfinished = b""
+
+    def read(self) -> None:
+        """Hand over the lines that are new in the file, and in one that took its place."""
+        for file in self._files():
+            *lines, self._unfinished = (self._unfinished + file.read()).split(b"\n")
+            for line in lines:
+                self._on_line(line.decode(errors="replace"))
+
+    def close(self) -> None:
+        """Hand over the last line, even if it is not finished."""
+        if self._unfinished:
+            self._on_line(self._unfinished.decode(errors="replace"))
+            self._unfinished = b""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _files(self) -> Iterator[BinaryIO]:
+        if self._file is not None:
+            # Looked up first: what is written before the file is replaced is still read.
+            replaced = self._replaced(self._file)
+            yield self._file
+            if not replaced:
+                return
+            self.close()
+        if self._path.exists():
+            self._file = self._path.open("rb")
+            yield self._file
+
+    def _replaced(self, file: BinaryIO) -> bool:
+        try:
+            return not os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
+        except FileNotFoundError:
+            return False

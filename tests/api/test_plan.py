@@ -1,0 +1,61 @@
+"""`plan` by the seconds of a step."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+import shardwright as sw
+from sample_models import llama, mlp
+
+Model = tuple[Any, Any, Any]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return mlp(batch=256, sizes=(512, 512, 512))
+
+
+def test_a_named_cluster_means_the_cost_model_of_time(model: Model) -> None:
+    net, args, kwargs = model
+    plan = sw.plan(net, args, kwargs, devices=4, cluster="a100")
+    assert plan.options == {"mem_coeff": 0.1, "cost_model": "time", "cluster": "a100"}
+    again = sw.plan(net, args, kwargs, devices=4, cluster="a100", cost_model="time")
+    assert again.cuts == plan.cuts
+
+
+def test_a_cluster_may_be_named_for_its_figures_only(model: Model) -> None:
+    net, args, kwargs = model
+    plan = sw.plan(net, args, kwargs, devices=4, cluster="a100", cost_model="symbolic")
+    assert plan.cuts == sw.plan(net, args, kwargs, devices=4).cuts
+
+
+def test_a_plan_by_time_runs_as_one_device_does() -> None:
+    net, args, kwargs = llama()
+    plan = sw.plan(net, args, kwargs, devices=4, cluster="h100", mem_coeff=1e6)
+    assert plan.cuts
+    assert sw.check(net, args, kwargs, plan).passes()
+
+
+def test_exact_finds_a_plan_and_says_how_near_the_optimum_it_is(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, args, kwargs = model
+    with caplog.at_level(logging.INFO, logger="shardwright.search"):
+        plan = sw.plan(net, args, kwargs, devices=4, mode="exact", cluster="a100")
+    assert plan.options["cost_model"] == "time"
+    assert "of the optimum" in caplog.text
+
+
+def test_exact_does_not_weigh_symbolic_costs(model: Model) -> None:
+    net, args, kwargs = model
+    with pytest.raises(sw.StrategyError, match="mode='exact' weighs seconds"):
+        sw.plan(net, args, kwargs, devices=4, mode="exact", cost_model="symbolic")
+
+
+def test_an_unknown_cluster_is_an_error(model: Model) -> None:
+    net, args, kwargs = model
+    with pytest.raises(sw.ConfigError, match="the built-in clusters are local, a100"):
+        sw.plan(net, args, kwargs, devices=4, cluster="z100")

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from capture.test_capture import Function, x
+from shardwright.capture.capture import capture
+from shardwright.errors import CaptureError
+from shardwright.graph.interpreter import interpret
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+class Item(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 7
+
+
+class CustomBackward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(x)
+
+
+class Expanded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y.expand(2, 4, 4)[0].add_(1)
+        return y
+
+
+class ThroughData(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y.detach().add_(1)
+        return y * 2
+
+
+class IntoOut(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.ones_like(x)
+        torch.add(x, 1, out=y)
+        return y
+
+
+class Diagonal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2).fill_diagonal_(1)
+
+
+class Raising(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("no such head")
+
+
+@pytest.mark.parametrize(
+    ("net", "line", "advice"),
+    [
+        (Branch(), "if x.sum() > 0:", "torch.where"),
+        (Item(), "return x * x.sum().item()", "leave out `.item()`"),
+        (Masked(), "return x[x > 0]", "multiplication by the mask"),
+        (CustomBackward(), "return Doubled.apply(x)", "torch.library.custom_op"),
+        (Expanded(), "y.expand(2, 4, 4)[0].add_(1)", "returns a new tensor"),
+        (ThroughData(), "y.detach().add_(1)", "Compute a new tensor"),
+        (IntoOut(), "torch.add(x, 1, out=y)", "Use the operator that returns a new tensor"),
+        (Diagonal(), "return (x * 2).fill_diagonal_(1)", "changes its argument in place"),
+        (Raising(), 'raise ValueError("no such head")', "ValueError: no such head"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_the_error_names_the_users_line_and_what_to_change(
+    net: nn.Module, line: str, advice: str
+) -> None:
+    with pytest.raises(CaptureError) as error:
+        capture(net, (x(),))
+    message = str(error.value)
+    assert "test_capture_errors.py:" in message
+    assert f"`{line}`" in message
+    assert advice in message
+
+
+def test_the_data_of_a_parameter_cannot_be_read() -> None:
+    net = Function(lambda net, x: x @ net.weight.data)
+    with pytest.raises(CaptureError, match="Use the parameter itself"):
+        capture(net, (x(),))
+
+
+def test_a_lazy_parameter_must_be_initialized_first() -> None:
+    with pytest.raises(CaptureError, match=r"weight: .* no shape yet\. Run the module once"):
+        capture(nn.LazyLinear(4), (x(),))
+
+
+def test_a_module_that_cannot_be_copied_is_named() -> None:
+    net = nn.Linear(4, 4)
+    net.stream = (i for i in range(3))  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match="Linear cannot be copied"):
+        capture(net, (x(),))
+
+
+def test_custom_functions_work_again_after_a_capture() -> None:
+    with pytest.raises(CaptureError):
+        capture(CustomBackward(), (x(),))
+    given = x().requires_grad_()
+    CustomBackward()(given).sum().backward()
+    assert given.grad is not None
+    assert given.grad.eq(7).all()
+
+
+def test_a_graph_refuses_another_call() -> None:
+    graph = capture(nn.Flatten(), (x(),))
+    with pytest.raises(CaptureError, match=r"captured for shape \(4, 4\), not \(2, 4\)"):
+        interpret(graph, {}, {}, (torch.ones(2, 4),))
+    with pytest.raises(CaptureError, match="was captured for a call"):
+        interpret(graph, {}, {}, (), {"input": x()})

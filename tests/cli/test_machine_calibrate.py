@@ -1,0 +1,74 @@
+"""The commands that measure this machine and plan for a cluster."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardwright.cli import app
+from shardwright.cost import calibrate
+from shardwright.cost.cluster import Cluster, LinkLevel
+from shardwright.cost.clusters import load_cluster
+
+MODEL = """
+from torch import nn
+
+def perceptron():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+"""
+
+CONFIG = """
+model: {target: "cluster_model:perceptron"}
+data: {batch_size: 64}
+"""
+
+CLUSTER = """
+device: {memory: 1 GB, rates: {float32: 1 GFLOP/s}, memory_bandwidth: 1 GB/s}
+levels: [{name: link, bandwidth: 100 GB/s, latency: 0}]
+"""
+
+
+def test_calibrate_prints_and_keeps_what_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    link = LinkLevel("processes", 3e9, 1e-4)
+    found = Cluster("local", calibrate.measure_device(), (link,))
+    monkeypatch.setattr(calibrate, "measure_cluster", lambda processes: found)
+    result = CliRunner().invoke(app, ["calibrate"])
+    assert result.exit_code == 0, result.output
+    assert "bandwidth: 3000000000.0" in result.output
+    assert str(tmp_path / "shardwright" / "local.yaml") in result.output
+    assert load_cluster("local").levels[0].bandwidth == 3e9
+
+
+@pytest.fixture(autouse=True)
+def module_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cluster_model", raising=False)
+
+
+def test_plan_takes_a_cluster_by_its_path_or_name(tmp_path: Path) -> None:
+    (tmp_path / "cluster_model.py").write_text(MODEL)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "mine.yaml").write_text(CLUSTER)
+    command = ["plan", str(tmp_path / "config.yaml"), "--devices", "4", "--json", "--cluster"]
+    for given, name in ((str(tmp_path / "mine.yaml"), "mine"), ("a100", "a100")):
+        result = CliRunner().invoke(app, [*command, given])
+        assert result.exit_code == 0, result.output
+        options = json.loads(result.stdout)["options"]
+        assert (options["cost_model"], options["cluster"]) == ("time", name)
+
+
+def test_a_cluster_beside_the_configuration_is_found(tmp_path: Path) -> None:
+    (tmp_path / "cluster_model.py").write_text(MODEL)
+    (tmp_path / "config.yaml").write_text(CONFIG + "parallel: {cluster: mine.yaml}\n")
+    (tmp_path / "mine.yaml").write_text(CLUSTER)
+    command = ["plan", str(tmp_path / "config.yaml"), "--devices", "4", "--json"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["options"]["cluster"] == "mine"

@@ -1,0 +1,85 @@
+"""What long commands are doing is said on stderr: on a terminal, or where it is asked for."""
+
+import io
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardwright.cli import app
+from shardwright.cli.options import progress
+from shardwright.progress import within
+
+OWN = """
+model: {name: llama2_7b_tiny, arguments: {num_layers: 1}}
+data: {name: text, seq_length: 32, batch_size: 8}
+"""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_a_terminal(wanted: bool | None = None) -> str:
+    """What is written there of two parts."""
+    terminal = Terminal()
+    with redirect_stderr(terminal), progress(wanted) as told:
+        told("first")
+        told("second", 1, 4)
+    return terminal.getvalue()
+
+
+def test_a_terminal_shows_the_newest_part_on_one_line_that_goes_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    written = on_a_terminal()
+    assert "second" in written
+    assert written.endswith("\x1b[2K"), "the line is erased"
+
+
+def test_a_terminal_that_wants_none_stays_empty() -> None:
+    assert on_a_terminal(wanted=False) == ""
+
+
+def test_what_is_no_terminal_stays_empty(capfd: pytest.CaptureFixture[str]) -> None:
+    with progress() as told:
+        told("first")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_part_of_a_part_is_named_after_it_and_counts_as_it() -> None:
+    heard: list[tuple[str, int, int]] = []
+
+    def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
+        heard.append((doing, done, of))
+
+    within(within(on_progress, "llama", 1, 3), "auto")("search", 4, 5)
+    assert heard == [("llama: auto: search", 1, 3)]
+
+
+def parts(stderr: str) -> list[str]:
+    """What each line says, without its seconds."""
+    return [line.split(" s  ", 1)[1] for line in stderr.splitlines() if " s  " in line]
+
+
+def test_plan_says_each_part_on_stderr_and_leaves_stdout_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(OWN)
+    command = ["plan", str(path), "--devices", "2"]
+    quiet = CliRunner().invoke(app, command)
+    told = CliRunner().invoke(app, [*command, "--progress"])
+    assert quiet.stderr == ""
+    assert told.stdout.splitlines()[:-5] == quiet.stdout.splitlines()[:-5]
+    assert "search: mem_coeff=0.1" in parts(told.stderr)
+
+
+def test_tune_counts_its_values(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(OWN)
+    result = CliRunner().invoke(app, ["tune", str(path), "--devices", "2", "--progress"])
+    said = parts(result.stderr)
+    assert "mem_coeff 0.00625: search: mem_coeff=0.00625 (1 of 11)" in said
+    assert said[-1] == "mem_coeff 6553.6: memory (11 of 11)"

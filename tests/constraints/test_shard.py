@@ -1,0 +1,395 @@
+"""Pinned modules, functions and parameters: found in the graph, respected, recorded, run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwright as sw
+
+LAYOUT = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
+PINNING_MODES = ("semi_auto", "recursive_programming", "sharding_propagation")
+
+
+class Digits(nn.Module):
+    """784-512-512-10 of matrix products without biases, in small."""
+
+    def __init__(self, inputs: int = 784, hidden: int = 512) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.flatten = nn.Flatten()
+        self.fc1_weight = nn.Parameter(torch.randn(inputs, hidden) / 28)
+        self.fc2_weight = nn.Parameter(torch.randn(hidden, hidden) / 23)
+        self.fc3_weight = nn.Parameter(torch.randn(hidden, 10) / 23)
+        self.matmul1 = sw.Op(torch.matmul)
+        self.relu1 = sw.Op(torch.relu)
+        self.matmul2 = sw.Op(torch.matmul)
+        self.relu2 = sw.Op(torch.relu)
+        self.matmul3 = sw.Op(torch.matmul)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.relu1(self.matmul1(self.flatten(x), self.fc1_weight))
+        x = self.relu2(self.matmul2(x, self.fc2_weight))
+        return F.cross_entropy(self.matmul3(x, self.fc3_weight), target)
+
+
+def digits() -> tuple[Digits, tuple[Tensor, Tensor]]:
+    """The network of the tutorial on layouts, pinned as it pins it."""
+    net = Digits()
+    sw.shard(net.matmul1, (LAYOUT("mp", ("sp", "dp")), LAYOUT(("sp", "dp"), "None")))
+    sw.shard(net.relu1, ((4, 1),))
+    tp = sw.Layout((8,), ("tp",))
+    sw.shard(net.matmul2, (tp("None", "tp"), tp("tp", "None")))
+    sw.shard(net.relu2, ((8, 1),))
+    return net, (torch.randn(32, 1, 28, 28), torch.arange(32) % 10)
+
+
+class Block(nn.Module):
+    """Two layers that share one activation, and a product of two activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+        self.relu = nn.ReLU()
+        self.spare = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.down(self.relu(self.up(x)))).square().sum()
+
+
+X = torch.randn(16, 16)
+
+
+def plan(net: nn.Module, mode: str = "semi_auto", devices: int = 8) -> sw.Plan:
+    return sw.plan(net, (X,), devices=devices, mode=mode)
+
+
+@pytest.mark.parametrize("mode", PINNING_MODES)
+def test_the_network_of_the_tutorial_runs_as_it_is_pinned(mode: str) -> None:
+    net, args = digits()
+    found = sw.plan(net, args, devices=8, mode=mode)
+    assert found.cuts["matmul1"] == {"b": (2,), "k": (1, 0)}
+    assert found.cuts["relu1"] == {"b": (0, 1)}
+    assert found.cuts["matmul2"] == {"k": (0, 1, 2)}
+    assert found.cuts["relu2"] == {"b": (0, 1, 2)}
+    assert found.strategies["matmul1"] == ((2, 4), (4, 1))
+    assert found.strategies["matmul2"] == ((1, 8), (8, 1))
+    result = sw.check(net, args, {}, found)
+    assert result.passes(1e-9), result
+
+
+@pytest.mark.parametrize(
+    ("out", "collective"),
+    [
+        ((2, 1), "all_reduce over ab"),
+        ((8, 1), "reduce_scatter dim 0 over ab"),
+        (LAYOUT(("mp", "sp", "dp"), "None"), "reduce_scatter dim 0 over ba"),
+        ((2, 4), "reduce_scatter dim 1 over ab"),
+    ],
+)
+def test_an_out_strategy_is_an_all_reduce_or_a_reduce_scatter(out: Any, collective: str) -> None:
+    net, args = digits()
+    inputs = (LAYOUT("mp", ("sp", "dp")), LAYOUT(("sp", "dp"), "None"))
+    sw.shard(net.matmul1, inputs, (out,))
+    found = sw.plan(net, args, devices=8, mode="semi_auto")
+    steps = [s for c in found.row("matmul1").conversions for s in c.steps if c.value == "matmul1"]
+    assert [step.partition(" / ")[0] for step in steps] == [collective]
+    result = sw.check(net, args, {}, found)
+    assert result.passes(1e-9), result
+
+
+@pytest.mark.parametrize("mode", PINNING_MODES)
+def test_a_module_that_is_called_twice_has_one_strategy(mode: str) -> None:
+    net = Block()
+    sw.shard(net.relu, ((2, 4),))
+    found = plan(net, mode)
+    assert found.cuts["relu"] == found.cuts["relu@2"] == {"b": (0,), "s": (1, 2)}
+    assert set(found.pins) == {"relu", "relu@2"}
+    assert sw.check(net, (X,), {}, found).passes(1e-9)
+
+
+def test_shard_returns_the_module_and_a_later_call_replaces_an_earlier_one() -> None:
+    net = Block()
+    assert sw.shard(net.up, ((2, 1), (1, 1))) is net.up
+    sw.shard(net.up, ((1, 1), (4, 1)))
+    assert plan(net).cuts["up"] == {"j": (0, 1)}
+
+
+def test_pins_survive_copies_of_the_module_and_leave_its_state_alone() -> None:
+    net = Block()
+    names = list(net.state_dict())
+    sw.shard(net.up, (LAYOUT("dp", "None"), None), ((2, 1),), {"weight": (1, 8)})
+    twin = copy.deepcopy(net)
+    assert plan(net).cuts == plan(twin).cuts != {}
+    assert plan(net).pins == plan(twin).pins != {}
+    assert list(net.state_dict()) == names
+    net.up = nn.Linear(16, 32)
+    assert plan(net).pins == {}
+    assert set(plan(twin).pins) == {"up"}
+
+
+def test_a_graph_that_was_captured_before_has_the_pins() -> None:
+    net = Block()
+    sw.shard(net.up, ((2, 4), (1, 4)))
+    graph = sw.capture(net, (X,))
+    assert sw.plan(graph, devices=8, mode="semi_auto").cuts["up"] == {"b": (0,), "k": (1, 2)}
+
+
+def test_a_pin_does_not_change_the_fingerprint() -> None:
+    net = Block()
+    before = sw.capture(net, (X,)).fingerprint
+    sw.shard(net.up, ((2, 4), (1, 4)))
+    assert sw.capture(net, (X,)).fingerprint == before
+
+
+class Calls(nn.Module):
+    """Calls a function in `forward`; `inside` is pinned while the module is captured."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.w = nn.Parameter(torch.randn(16, 16))
+        self.bias = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.function(x, self.w)
+        inside = sw.shard(torch.softmax, ((8, 1),))
+        return inside(self.function(y, self.w) + self.bias, -1).square().sum()
+
+
+@pytest.mark.parametrize("mode", PINNING_MODES)
+def test_a_function_is_pinned_in_every_call_also_inside_forward(mode: str) -> None:
+    net = Calls(sw.shard(torch.matmul, ((2, 4), (4, 1)), ((8, 1),)))
+    found = plan(copy.deepcopy(net), mode)
+    assert found.cuts["matmul"] == found.cuts["matmul_1"] == {"b": (0,), "k": (1, 2)}
+    assert found.outputs["matmul"] == (((0, 1, 2), ()),)
+    assert found.cuts["softmax"] == {"b": (0, 1, 2)}
+    assert set(found.pins) == {"matmul", "matmul_1", "softmax"}
+    assert sw.check(net, (X,), {}, found).passes(1e-9)
+
+
+def test_a_pinned_function_computes_what_the_function_computes() -> None:
+    pinned = sw.shard(torch.matmul, ((2, 4), (4, 1)))
+    torch.testing.assert_close(pinned(X, X), X @ X)
+    assert pinned.__name__ == "matmul"
+
+
+def test_pinning_a_pinned_function_replaces_the_pin() -> None:
+    once = sw.shard(torch.matmul, ((2, 4), (4, 1)))
+    assert plan(Calls(sw.shard(once, ((8, 1), (1, 1))))).cuts["matmul"] == {"b": (0, 1, 2)}
+
+
+def added(x: Tensor, w: Tensor) -> Tensor:
+    return torch.addmm(torch.zeros(16), x, w.t())
+
+
+def test_a_pin_stays_with_the_operator_that_a_function_becomes() -> None:
+    found = plan(Calls(sw.shard(added, ((2, 4), (4, 1)))))
+    assert [name for name, cuts in found.cuts.items() if cuts == {"b": (0,), "k": (1, 2)}] == [
+        "matmul",
+        "matmul_1",
+    ]
+
+
+class Flattened(nn.Module):
+    """Rows flattened before the pinned product and apart again after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(16, 16))
+        self.product = sw.shard(F.linear, ((2, 4, 1), (1, 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.product(x.reshape(-1, 16), self.w)
+        return rows.reshape(4, 4, 16).square().sum()
+
+
+def test_a_pin_is_of_the_operator_after_flattening_has_moved() -> None:
+    net, x = Flattened(), torch.randn(4, 4, 16)
+    found = sw.plan(net, (x,), devices=8, mode="semi_auto")
+    assert found.cuts["linear"] == {"b": (0,), "s": (1, 2)}
+    assert sw.check(net, (x,), {}, found).passes(1e-9)
+
+
+def test_a_module_without_children_is_pinned_by_its_main_operator() -> None:
+    class Dense(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.gelu(super().forward(x))
+
+    net = Block()
+    net.up = sw.shard(Dense(16, 32), ((2, 4), (1, 4)))
+    assert set(plan(net).pins) == {"up"}
+
+
+def test_a_module_with_two_paths_is_pinned_once() -> None:
+    net = Block()
+    net.other = net.relu
+    sw.shard(net.relu, ((8, 1),))
+    assert set(plan(net).pins) == {"relu", "relu@2"}
+
+
+def test_the_model_itself_may_be_one_operator() -> None:
+    net = sw.shard(nn.Linear(16, 16), ((2, 1), (4, 1)))
+    assert plan(net).cuts["linear"] == {"b": (0,), "j": (1, 2)}
+
+
+def test_parameters_are_stored_as_planned_and_used_as_the_operator_needs_them() -> None:
+    net = Block()
+    sw.shard(net.up, ((2, 4), (1, 4)), parameter_plan={"weight": (2, 4), "bias": (8,)})
+    sw.shard(net, parameter_plan={"down.weight": LAYOUT("mp", ("sp", "dp"))})
+    for mode in ("semi_auto", "data_parallel"):
+        if mode == "data_parallel":
+            sw.shard(net.up, parameter_plan={"weight": (2, 4), "bias": (8,)})
+        found = plan(net, mode)
+        layouts = {name: axes for name, axes in found.storage.items() if any(axes)}
+        assert layouts["up.bias"] == ((0, 1, 2),)
+        assert layouts["down.weight"] == ((2,), (1, 0))
+        assert [found.mesh.size(axes) for axes in layouts["up.weight"]] == [2, 4]
+        assert sw.check(net, (X,), {}, found).passes(1e-9)
+
+
+def test_a_tied_parameter_may_be_planned_by_any_of_its_names() -> None:
+    net = Block()
+    net.down.weight = nn.Parameter(torch.randn(16, 32))
+    net.second = nn.Linear(32, 16, bias=False)
+    net.second.weight = net.down.weight
+    sw.shard(net.second, parameter_plan={"weight": (8, 1)})
+    assert plan(net).storage["down.weight"] == ((0, 1, 2), ())
+
+
+def test_the_plan_records_and_shows_what_is_pinned() -> None:
+    net = Block()
+    sw.shard(net.up, (LAYOUT("dp", ("sp", "mp")), None), ((8, 1),))
+    found = plan(net)
+    loaded = sw.Plan.from_json(found.to_json())
+    assert loaded == found
+    assert loaded.pins["up"].inputs == (LAYOUT("dp", ("sp", "mp")), None)
+    assert [row.name for row in loaded.operators if row.pinned] == ["up"]
+    (line,) = (line for line in str(loaded).splitlines() if " up " in line)
+    assert "((2,4),(1,4)) pinned" in line
+    assert "pinned as ((dp, sp·mp) on (dp 2, sp 2, mp 2),None) → ((8,1),)" in loaded.explain("up")
+
+
+def pin(**named: Any) -> Callable[[Block], Any]:
+    """Pins one of the block's modules by name; `net` is the block itself."""
+    return lambda net: [
+        sw.shard(net if name == "net" else getattr(net, name), *given)
+        for name, given in named.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shard", "message"),
+    [
+        (
+            pin(spare=(((1, 1), (1, 1)),)),
+            r"module 'spare' .* has no operator in the graph",
+        ),
+        (
+            pin(net=(((2, 4),),)),
+            r"the model itself has \d+ operators, a pin is for one: up,",
+        ),
+        (
+            pin(up=(((2, 4), (4, 1)),)),
+            r"^up: strategy .*aten.linear\(x \[16, 16\], up.weight",
+        ),
+        (pin(up=(((2, 4), (1, 4), (1,)),)), "3 entries for 2 tensor inputs; a bias is added by"),
+        (pin(down=(((16, 1), (1, 1)),)), r"^down: .*16 parts \(b 16\) are more than 8 devices"),
+        (pin(spare=(None, None, {"bias": (1,)})), "the parameter 'spare.bias' is not used"),
+        (
+            pin(up=(None, None, {"weight": (2, 1)}), net=(None, None, {"up.weight": (4, 1)})),
+            "the parameter 'up.weight' is planned twice, differently",
+        ),
+        (pin(up=(None, None, {"weight": (3, 1)})), "up.weight .*: 3 equal parts do not divide"),
+    ],
+)
+def test_a_pin_that_fits_nothing_is_refused(shard: Callable[[Block], Any], message: str) -> None:
+    net = Block()
+    shard(net)
+    with pytest.raises(sw.StrategyError, match=message):
+        plan(net)
+
+
+def test_a_layout_of_another_number_of_devices_is_refused() -> None:
+    net = Block()
+    sw.shard(net.up, (LAYOUT("dp", "None"), None))
+    with pytest.raises(sw.LayoutError, match=r"up: the device matrix .*the plan is for 4"):
+        plan(net, devices=4)
+
+
+def test_a_function_of_several_operators_is_refused_with_their_names() -> None:
+    net = Calls(sw.shard(lambda x, w: torch.exp(x).cos(), ((8, 1),)))
+    message = r"function called at test_shard.py:\d+ has 2 operators, .*: exp, cos"
+    with pytest.raises(sw.StrategyError, match=message):
+        plan(net)
+
+
+def test_a_pinned_function_whose_result_is_not_used_is_refused() -> None:
+    class Unused(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            sw.shard(torch.exp, ((8, 1),))(x)
+            return super().forward(x)
+
+    with pytest.raises(sw.StrategyError, match=r"test_shard.py:\d+, \(\(8,1\),\): no operator"):
+        plan(Unused())
+
+
+def test_an_operator_that_is_pinned_twice_is_refused() -> None:
+    net = Block()
+    net.relu = sw.Op(sw.shard(torch.relu, ((8, 1),)))  # type: ignore[assignment]
+    sw.shard(net.relu, ((4, 1),))
+    with pytest.raises(sw.StrategyError, match=r"relu is pinned twice, as \(\(4,1\),\) and as"):
+        plan(net)
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "stand_alone"])
+def test_modes_that_decide_everything_refuse_pins(mode: str) -> None:
+    net = Block()
+    sw.shard(net.relu, ((8, 1),))
+    message = f"mode='{mode}' decides every operator itself, but shard has pinned relu, relu@2; "
+    with pytest.raises(sw.StrategyError, match=message + "modes that take pins are rec.*semi_auto"):
+        plan(net, mode)
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "message"),
+    [
+        (torch.relu, {}, "shard needs an in_strategy, or a parameter_plan"),
+        (torch.relu, {"out_strategy": ((8, 1),)}, "out_strategy is given without in_strategy"),
+        (torch.relu, {"in_strategy": (8, 1)}, "in_strategy .* holds 8"),
+        (torch.relu, {"in_strategy": ((0, 1),)}, "with 0; every count is an int of at least 1"),
+        (torch.relu, {"in_strategy": ((8,),), "parameter_plan": {}}, "is for modules; a function"),
+        (nn.ReLU, {"in_strategy": ((8, 1),)}, "shard takes a module or a function, not <class"),
+        ("relu", {"in_strategy": ((8, 1),)}, "shard takes a module or a function, not 'relu'"),
+        (
+            nn.Linear(2, 2),
+            {"parameter_plan": {"self.weight": (2, 1)}},
+            "Linear has no parameter 'self.weight'; nearest: weight",
+        ),
+        (
+            nn.Linear(2, 2),
+            {"parameter_plan": {"weight": (2, 0)}},
+            r"parameter_plan of 'weight' holds \(2, 0\) with 0",
+        ),
+    ],
+)
+def test_shard_refuses_at_once_what_needs_no_shapes(
+    target: Any, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(sw.StrategyError, match=message):
+        sw.shard(target, **given)
+
+
+def test_op_takes_functions_only() -> None:
+    with pytest.raises(sw.StrategyError, match="Op takes a function, not ReLU"):
+        sw.Op(nn.ReLU())
+    assert repr(sw.Op(torch.matmul)) == "Op(matmul)"

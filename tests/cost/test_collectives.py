@@ -1,0 +1,68 @@
+"""Seconds of collectives: the α-β formulas, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwright.cost.cluster import GLOO, Cluster, Device, LinkLevel
+from shardwright.cost.collectives import Links
+from shardwright.layout.layout import Layout, prime_mesh
+
+NODE = LinkLevel("node", bandwidth=100.0, latency=1.0, devices=4)
+NETWORK = LinkLevel("network", bandwidth=10.0, latency=3.0)
+CLUSTER = Cluster("toy", Device(1, {"float32": 1.0}, 1.0), (NODE, NETWORK))
+
+
+@pytest.fixture
+def links() -> Links:
+    """2 nodes of 2 · 2 devices."""
+    return Links(CLUSTER, prime_mesh(8))
+
+
+def test_an_all_gather_sends_all_but_its_own_part(links: Links) -> None:
+    assert links.seconds("all_gather", (1, 2), 800) == pytest.approx(2 * 1 + 3 / 4 * 800 / 100)
+    assert links.seconds("reduce_scatter", (0,), 800) == pytest.approx(3 + 1 / 2 * 800 / 10)
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(links: Links) -> None:
+    for axes in [(0,), (2,), (0, 2), (0, 1, 2)]:
+        halves = [links.seconds(kind, axes, 800) for kind in ("reduce_scatter", "all_gather")]
+        assert links.seconds("all_reduce", axes, 800) == pytest.approx(sum(halves))
+
+
+def test_between_nodes_only_the_shards_of_a_node_are_sent(links: Links) -> None:
+    within = 2 * (2 * 1 + 3 / 4 * 800 / 100)
+    between = 2 * (3 + 1 / 2 * (800 / 4) / 10)
+    assert links.seconds("all_reduce", (0, 1, 2), 800) == pytest.approx(within + between)
+
+
+def test_an_all_to_all_sends_each_part_over_the_link_that_it_needs(links: Links) -> None:
+    within = 2 * 1 + 3 / 8 * 800 / 100
+    between = 3 + 4 / 8 * 800 / 10
+    assert links.seconds("all_to_all", (0, 1, 2), 800) == pytest.approx(within + between)
+
+
+def test_a_permute_takes_the_slowest_link(links: Links) -> None:
+    assert links.seconds("permute", (0, 2), 800) == pytest.approx(3 + 80)
+    assert links.seconds("permute", (1, 2), 800) == pytest.approx(1 + 8)
+
+
+def test_a_group_of_one_device_takes_no_time() -> None:
+    links = Links(CLUSTER, Layout((1, 2), ("a", "b")))
+    assert links.seconds("all_reduce", (0,), 800) == 0
+    assert links.seconds("all_reduce", (), 800) == 0
+
+
+def test_stages_that_do_not_fill_a_node_cross_nodes() -> None:
+    assert Links(CLUSTER, prime_mesh(2), stages=2).levels == (0,)
+    assert Links(CLUSTER, prime_mesh(3), stages=2).levels == (1,)
+
+
+def test_gloo_hands_messages_round_a_ring_and_reduces_all_to_scatter() -> None:
+    ring = LinkLevel("processes", bandwidth=100.0, latency=1.0, collectives=GLOO)
+    links = Links(Cluster("toy", CLUSTER.device, (ring,)), prime_mesh(8))
+    assert links.seconds("all_gather", (0, 1, 2), 800) == pytest.approx(7 * 1 + 7 / 8 * 800 / 100)
+    all_reduce = links.seconds("all_reduce", (0, 1, 2), 800)
+    assert all_reduce == pytest.approx(2 * (7 * 1 + 7 / 8 * 800 / 100))
+    assert links.seconds("reduce_scatter", (0, 1, 2), 800) == all_reduce
+    assert links.seconds("all_gather", (0,), 800) == pytest.approx(1 + 1 / 2 * 800 / 100)

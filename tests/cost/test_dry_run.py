@@ -1,0 +1,89 @@
+"""Rehearsals of parts that are alike: made once, and what each would need by itself."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+import shardwright as sw
+from sample_models import llama
+from shardwright.cost import dry_run
+from shardwright.cost.dry_run import DryRun, DryRunCache, chunk_key, dry_run_chunk
+from shardwright.cost.memory import memory
+from shardwright.partition.decisions import Recompute
+from shardwright.partition.pipeline_spec import CHUNKED, SCHEDULES
+from shardwright.partition.stages import chunks
+
+NET, ARGS, KWARGS = llama(layers=8)
+
+
+def planned(schedule: str = "1f1b", level: str = "level1") -> sw.Plan:
+    return sw.plan(
+        NET,
+        ARGS,
+        KWARGS,
+        devices=8,
+        stages=2 if schedule in CHUNKED else 4,
+        micro_batches=4,
+        schedule=schedule,
+        hsdp={"level": level, "threshold": 0},
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "level"), [("gpipe", "level3"), *((each, "level1") for each in SCHEDULES)]
+)
+def test_equal_parts_need_what_each_needs_by_itself(
+    schedule: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(schedule, level)
+    assert plan.graph is not None
+    shared = plan.memory
+
+    def alone(*given: object) -> DryRun:
+        return dry_run_chunk(*given, {})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DryRunCache, "of", lambda self, *given: alone(*given))
+    assert memory(plan.graph, plan.mesh, plan.decisions, plan.pipeline) == shared
+
+
+def test_the_middle_stages_of_equal_layers_are_rehearsed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = planned()
+    by_itself, made = plan.memory, []
+
+    def counted(*given: object) -> DryRun:
+        made.append(given)
+        return dry_run_chunk(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dry_run, "dry_run_chunk", counted)
+    again = replace(plan, dry_runs=DryRunCache())
+    assert again.memory == by_itself
+    assert len(made) < 4
+    before = len(made)
+    assert again.memory_with("sgd").peak < by_itself.peak
+    assert len(made) == before, "the optimizer is not rehearsed"
+
+
+def test_parts_that_differ_in_one_decision_are_not_alike() -> None:
+    plan = planned()
+    assert plan.graph is not None
+    whole = chunks(plan.graph, plan.mesh, plan.decisions, plan.pipeline)
+    middle = whole[1]
+    ops = [op.name for op in middle.graph.ops if op.inputs]
+    name = random.Random(0).choice(ops)
+    weight = middle.graph.parameters[0].name
+    decisions = middle.decisions
+    others = [
+        replace(decisions, recompute={name: Recompute("a")}),
+        replace(decisions, recompute={name: Recompute("a", communication=False)}),
+        replace(decisions, storage={**decisions.storage, weight: ((0, 0), ())}),
+        replace(decisions, bucket_bytes=1),
+        replace(decisions, cuts={**decisions.cuts, name: {"b": (0,)}}),
+        replace(decisions, sharding=None),
+    ]
+    keys = {chunk_key(replace(middle, decisions=each)) for each in (decisions, *others)}
+    assert len(keys) == len(others) + 1

@@ -1,0 +1,83 @@
+"""Timelines of plans: parts take as long as their operations, or as a cluster says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright.cost.clusters import load_cluster
+from shardwright.cost.memory import binary
+from shardwright.cost.predict import predict
+from shardwright.errors import PlanError
+
+
+@pytest.fixture(scope="module")
+def plan() -> sw.Plan:
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+        x = torch.empty(4096, 1024)
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x).mean()
+
+    return sw.plan(Mean(), (x,), devices=2, mode="stand_alone", stages=2, micro_batches=4)
+
+
+def test_equal_parts_wait_as_the_literature_says(plan: sw.Plan) -> None:
+    # 1F1B of two stages and four micro-batches. The first part has one gradient less to compute.
+    assert plan.timeline().bubble == pytest.approx(1 / 5, abs=0.05)
+    forward = plan.timeline().stages[0][0]
+    assert forward.end == pytest.approx(2 * 2 * 1024 * 1024 * 1024 / 1e9)
+
+
+def test_on_a_cluster_actions_take_seconds_and_messages_take_time(plan: sw.Plan) -> None:
+    line = plan.timeline(load_cluster("h100"))
+    first, second = (spans[0] for spans in line.stages)
+    assert 0 < first.end < 1e-3
+    assert second.start > first.end
+    assert 0 < line.bubble < 0.5
+
+
+def test_stages_that_share_a_processor_leave_it_to_each_other_where_they_wait(
+    plan: sw.Plan,
+) -> None:
+    apart = load_cluster("h100")
+    shared = replace(apart, device=replace(apart.device, at_full_rate=1))
+    graph, pipeline = plan.graph, plan.pipeline
+    assert graph is not None
+    found = predict(graph, plan.mesh, plan.decisions, shared, pipeline)
+    assert found.timeline is not None and found.bubble > 0.1
+    link, micro_batches = apart.levels[0], pipeline.micro_batches
+    sending = 2 * micro_batches * (link.latency + 4096 * 1024 * 4 / 4 / link.bandwidth)
+    busy = sum(part.computation for part in found.parts)
+    assert found.seconds == pytest.approx((busy + sending) / 2)
+    assert found.seconds > predict(graph, plan.mesh, plan.decisions, apart, pipeline).computation
+
+
+def test_the_text_of_a_plan_says_what_each_stage_needs_and_waits(plan: sw.Plan) -> None:
+    text = str(plan)
+    most, least = sorted(plan.memory.stages, key=lambda stage: -stage.peak)
+    for part in (
+        f"each device of stage {most.stage} needs {binary(most.peak)}",
+        f"each of stage {least.stage} needs {binary(least.peak)}",
+        "stages wait for",
+    ):
+        assert part in text
+
+
+def test_a_plan_from_a_file_has_nothing_to_rehearse(plan: sw.Plan) -> None:
+    loaded = sw.Plan.from_json(plan.to_json())
+    assert "needs" not in str(loaded)
+    with pytest.raises(PlanError, match="has no graph to rehearse"):
+        loaded.timeline()
+    with pytest.raises(PlanError, match="has no graph to rehearse"):
+        _ = loaded.memory

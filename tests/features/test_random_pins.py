@@ -1,0 +1,62 @@
+"""Random pins on random graphs: pins are kept, values and gradients are those of one device."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardwright as sw
+from random_graphs import random_net
+from random_plans import random_cuts
+from shardwright.layout.layout import TensorLayout, prime_mesh
+from shardwright.rules import rule_of
+
+MODES = ("semi_auto", "sharding_propagation", "recursive_programming")
+
+
+def check_random_pins(seed: int, devices: int, mode: str) -> None:
+    draw = random.Random(seed)
+    net, args = random_net(seed)
+    graph, mesh = sw.capture(net, args), prime_mesh(devices)
+    cuts = random_cuts(graph, mesh, seed)
+    pinned: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for name, module in net.layers.named_children():
+        op = graph.by_name.get(f"layers.{name}")
+        found = rule_of(op) if op is not None else None
+        others = {o.name for o in graph.ops if o.module == f"layers.{name}"}
+        alone = others <= {f"layers.{name}", f"layers.{name}.bias"}
+        if op is None or found is None or not alone or draw.random() < 0.4:
+            continue
+        layouts, _ = found.layouts(mesh, cuts[op.name])
+        counts = tuple(layout.shard_counts for layout in layouts)
+        exact = draw.random() < 0.5
+        entries = tuple(TensorLayout(mesh, layout.axes) for layout in layouts) if exact else counts
+        sw.shard(module, entries)
+        pinned[op.name] = counts
+    if not pinned:
+        return
+    plan = sw.plan(net, args, devices=devices, mode=mode)
+    for name, counts in pinned.items():
+        assert plan.strategies[name] == counts, f"{name}\n{plan}"
+    result = sw.check(net, args, {}, plan)
+    assert result.passes(1e-9), f"{result}\n{plan.text(every=True)}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(5))
+def test_random_pins_are_kept_and_change_no_result(mode: str, seed: int) -> None:
+    check_random_pins(seed, (2, 4, 6, 8, 12)[seed], mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_many_random_pins_are_kept_and_change_no_result(mode: str) -> None:
+    @settings(max_examples=350, deadline=None)
+    @given(st.integers(0, 10**6), st.sampled_from([2, 3, 4, 6, 8]))
+    def run(seed: int, devices: int) -> None:
+        check_random_pins(seed, devices, mode)
+
+    run()

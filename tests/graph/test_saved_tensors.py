@@ -1,0 +1,43 @@
+"""Which parameters the backward pass needs, on operators of known gradients."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwright as sw
+from shardwright.graph.saved_tensors import needed_in_backward
+
+
+class Uses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.first = nn.Linear(4, 4)
+        self.turned = nn.Parameter(torch.ones(4, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.first(self.table(ids)) * self.scale
+        return (x @ self.turned.t()).square().mean()
+
+
+def kept(net: nn.Module, *args: Tensor) -> set[str]:
+    graph = sw.capture(net, args)
+    uses = needed_in_backward(graph)
+    return {graph.by_name[name].inputs[index].name for name, index in uses}
+
+
+def test_weights_are_kept_but_not_embeddings_and_biases() -> None:
+    assert kept(Uses(), torch.zeros(3, dtype=torch.long)) == {"first.weight", "turned", "scale"}
+
+
+def test_the_first_weight_is_not_kept_where_the_input_needs_no_gradient() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.mse_loss(self.layer(x), torch.zeros_like(x))
+
+    assert kept(Plain(), torch.randn(2, 4)) == set()

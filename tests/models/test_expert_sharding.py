@@ -1,0 +1,114 @@
+"""The expert's configuration: Megatron's collectives come out of its pins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright.errors import ConfigError
+from shardwright.models import MODELS, build, example_batch
+from shardwright.models.attention import Attention
+from shardwright.models.expert_sharding import expert_stages, pin_expert
+from shardwright.plan import Plan
+
+LLAMA = MODELS["llama2_7b_tiny"]
+TINY = ("llama2_7b_tiny", "qwen_7b_tiny", "baichuan2_13b_tiny", "pangualpha_2_6b_tiny")
+
+
+def planned(model: str, dp: int, mp: int, seq_parallel: bool = False, layers: int = 2) -> Plan:
+    with torch.device("meta"):
+        net = build(model, num_layers=layers)
+        batch = example_batch(MODELS[model], 8)
+    pin_expert(net, data_parallel=dp, model_parallel=mp, seq_parallel=seq_parallel)
+    return sw.plan(net, batch, devices=dp * mp, mode="sharding_propagation")
+
+
+@pytest.mark.parametrize("seq_parallel", [False, True])
+def test_each_layer_pays_two_all_reduces_forward_and_two_backward(seq_parallel: bool) -> None:
+    two, four = (planned("llama2_7b_tiny", 1, 8, seq_parallel, n) for n in (2, 4))
+    activation = 8 * LLAMA.seq_length * LLAMA.hidden_size * 4
+    all_reduce = 2 * 7 * activation // 8
+    assert four.forward_bytes - two.forward_bytes == 2 * 2 * all_reduce
+    norms = 2 * 2 * 2 * 7 * LLAMA.hidden_size * 4 // 8 if seq_parallel else 0
+    assert four.backward_bytes - two.backward_bytes == 2 * 2 * all_reduce + norms
+
+
+def test_sequence_parallel_makes_them_reduce_scatters_and_all_gathers() -> None:
+    plan = planned("llama2_7b_tiny", 2, 4, seq_parallel=True)
+    steps = [s for c in plan.row("model.layers.0.mlp.down_proj").conversions for s in c.steps]
+    assert "reduce_scatter dim 1 over bc / all_gather" in steps
+    assert plan.row("model.layers.1.add").strategy == ((2, 4, 1), (2, 4, 1))
+
+
+def test_data_parallel_sends_nothing_forward_but_the_loss() -> None:
+    assert planned("llama2_7b_tiny", 8, 1).forward_bytes < 100
+
+
+@pytest.mark.parametrize("model", TINY)
+def test_the_plan_equals_one_device(model: str) -> None:
+    torch.manual_seed(0)
+    net = build(model).eval()
+    batch = example_batch(MODELS[model], 4)
+    pin_expert(net, data_parallel=2, model_parallel=4, seq_parallel=True)
+    plan = sw.plan(net, batch, devices=8, mode="sharding_propagation")
+    assert sw.check(net, batch, {}, plan).passes()
+
+
+@pytest.mark.parametrize(
+    ("model", "attention"),
+    [("llama2_70b_tiny", "masked"), ("baichuan2_13b_tiny", "fused"), (TINY[3], "explicit")],
+)
+def test_context_parallel_equals_one_device(model: str, attention: Attention) -> None:
+    torch.manual_seed(0)
+    net = build(model, attention=attention).eval()
+    batch = example_batch(MODELS[model], 4)
+    pin_expert(net, data_parallel=2, model_parallel=2, context_parallel=2, seq_parallel=True)
+    plan = sw.plan(net, batch, devices=8, mode="sharding_propagation")
+    assert sw.check(net, batch, {}, plan).passes()
+
+
+@pytest.mark.parametrize(
+    ("attention", "cp", "mp", "queries", "steps"),
+    [
+        ("fused", 8, 1, (1, 8, 1, 1), "all_to_all dim 2 to dim 1 over abc / all_to_all"),
+        ("masked", 4, 4, (1, 4, 4, 1), "all_gather dim 2 over ab / reduce_scatter"),
+    ],
+)
+def test_attention_cuts_heads_where_they_divide_else_queries(
+    attention: Attention, cp: int, mp: int, queries: tuple[int, ...], steps: str
+) -> None:
+    with torch.device("meta"):
+        net = build("llama2_70b_tiny", attention=attention)
+        batch = example_batch(MODELS["llama2_70b_tiny"], 1)
+    pin_expert(net, data_parallel=1, model_parallel=mp, context_parallel=cp)
+    plan = sw.plan(net, batch, devices=cp * mp, mode="sharding_propagation")
+    row = plan.row("model.layers.0.self_attn.scaled_dot_product_attention")
+    assert row.strategy[0] == queries
+    assert steps in [s for c in row.conversions for s in c.steps]
+
+
+def test_stages_take_equally_many_blocks() -> None:
+    with torch.device("meta"):
+        net = build("llama2_7b_tiny", num_layers=4)
+    stages = expert_stages(net, 2)
+    assert [stages[f"model.layers.{i}"] for i in range(4)] == [0, 0, 1, 1]
+    assert (stages["model.embed_tokens"], stages["model.norm"], stages["lm_head"]) == (0, 1, 1)
+    with pytest.raises(ConfigError, match="4 layers cannot be divided into 5 stages"):
+        expert_stages(net, 5)
+
+
+def test_sizes_that_do_not_divide_are_refused_by_name() -> None:
+    with torch.device("meta"):
+        net = build("llama2_7b_tiny")
+    with pytest.raises(ConfigError, match="model_parallel 7 does not divide its 320 entries"):
+        pin_expert(net, data_parallel=1, model_parallel=7)
+
+
+def test_a_whole_embedding_table_looks_up_each_devices_positions() -> None:
+    torch.manual_seed(0)
+    net, batch = build("llama2_7b_tiny"), example_batch(LLAMA, 4)
+    pin_expert(net, data_parallel=2, model_parallel=4, seq_parallel=True, vocab_emb_dp=True)
+    plan = sw.plan(net, batch, devices=8, mode="sharding_propagation")
+    assert plan.row("model.embed_tokens").strategy == ((1, 1), (2, 4))
+    assert sw.check(net, batch, {}, plan).passes()

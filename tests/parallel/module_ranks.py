@@ -1,0 +1,250 @@
+"""What `test_parallel.py` runs on every rank: real processes, gloo, real optimizers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import shardwright as sw
+from random_plans import random_plan
+from sample_models import Model, gpt2, llama, mlp, resnet
+from shardwright.train import local_part
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2)
+
+
+def loss_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.loss
+
+
+def train(net: nn.Module, model: Model, make: Optimizer, clip: float) -> list[list[float]]:
+    """Loss and gradient norm of three steps."""
+    _, args, kwargs = model
+    optimizer = make(net.parameters())
+    history = []
+    for _ in range(3):
+        loss = loss_of(net(*args, **kwargs))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), clip)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append([loss.item(), norm.item()])
+    return history
+
+
+def check_training(model: Model, plan: sw.Plan, make: Optimizer) -> None:
+    net, _args, _kwargs = model
+    parallel = sw.parallelize(net, plan)
+    wanted = train(net, model, make, clip=0.5)
+    got = train(parallel, model, make, clip=0.5)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-4, atol=1e-5)
+    whole = get_model_state_dict(parallel, options=StateDictOptions(full_state_dict=True))
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(whole[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def check_searched_plans() -> None:
+    for build in (mlp, lambda: resnet(blocks=(1,)), llama):
+        for mem_coeff, make in ((0.01, sgd), (10.0, adamw)):
+            net, args, kwargs = build()
+            plan = sw.plan(net, args, kwargs, devices=4, mem_coeff=mem_coeff)
+            assert plan.cuts
+            check_training((net, args, kwargs), plan, make)
+
+
+def check_random_plans() -> None:
+    """Random storage too: parameters sharded where they are used whole, axes in any order."""
+    for seed in range(3):
+        net, args, kwargs = gpt2(layers=1)
+        plan = random_plan(sw.capture(net, args, kwargs), 4, seed)
+        check_training((net, args, kwargs), plan, sgd)
+
+
+def check_parameters_are_shards() -> None:
+    net, args, kwargs = llama()
+    plan = sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0)
+    parallel = sw.parallelize(net, plan)
+    assert parallel.state_dict().keys() == net.state_dict().keys()
+    kept = 0
+    for name, parameter in parallel.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        kept += parameter.to_local().numel() * parameter.element_size()
+        assert torch.equal(parameter.full_tensor(), net.get_parameter(name)), name
+    assert kept == plan.parameter_bytes
+    logits = parallel(*args, **kwargs).logits
+    wanted = net(*args, **kwargs).logits
+    assert isinstance(logits, DTensor)
+    torch.testing.assert_close(logits.full_tensor(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def check_deferred_parameters() -> None:
+    """Built without values, with the optimizer, and with tied weights."""
+    net, args, kwargs = gpt2(layers=1)
+    with sw.no_init_parameters():
+        deferred, _, _ = gpt2(layers=1)
+        optimizer = sgd(deferred.parameters())
+    parallel = sw.parallelize(deferred, random_plan(sw.capture(net, args, kwargs), 4, seed=3))
+    sw.adopt(optimizer, parallel)
+    wanted = train(net, (net, args, kwargs), sgd, clip=0.5)
+    got = train(parallel, (net, args, kwargs), lambda parameters: optimizer, clip=0.5)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-4, atol=1e-5)
+
+
+def check_gradients_accumulate() -> None:
+    net, args, kwargs = mlp()
+    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4))
+    for _ in range(2):
+        parallel(*args).backward()
+        net(*args).backward()
+    for name, parameter in parallel.named_parameters():
+        got = parameter.grad.full_tensor()
+        torch.testing.assert_close(got, net.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
+
+
+def check_compiled() -> None:
+    """Forward and backward, collectives included, in one graph without breaks."""
+    for build in (mlp, llama):
+        net, args, kwargs = build()
+        parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0))
+        wanted = loss_of(parallel(*args, **kwargs))
+        parallel.compile(fullgraph=True, backend="aot_eager")
+        loss = loss_of(parallel(*args, **kwargs))
+        loss.backward()
+        torch.testing.assert_close(loss, wanted)
+        loss_of(net(*args, **kwargs)).backward()
+        for name, parameter in parallel.named_parameters():
+            gradient = net.get_parameter(name).grad
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=1e-4, atol=1e-5)
+
+
+def check_recomputed() -> None:
+    """Layers computed again with their conversions and gathers, eager; a model compiled."""
+    net, args, kwargs = llama()
+    sw.recompute(net.model.layers)
+    plan = sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0, hsdp={"level": "level3"})
+    assert plan.recompute
+    check_training((net, args, kwargs), plan, adamw)
+    net, args, _ = mlp()
+    sw.recompute(net, communication=False)
+    parallel = sw.parallelize(net, sw.plan(net, args, devices=4, mem_coeff=10.0))
+    parallel.compile(fullgraph=True, backend="aot_eager")
+    for module in (parallel, net):
+        module(*args).backward()
+    for name, parameter in parallel.named_parameters():
+        got = parameter.grad.full_tensor()
+        torch.testing.assert_close(got, net.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+
+
+def check_other_modes_and_batches() -> None:
+    """After a step in training: eval, and a last batch that nothing divides."""
+    net, (images, labels), _ = resnet(batch=8, blocks=(1,))
+    for mem_coeff in (0.01, 10.0):
+        plan = sw.plan(net, (images, labels), devices=4, mem_coeff=mem_coeff)
+        parallel = sw.parallelize(net, plan)
+        for training in (True, False):
+            for size in (8, 3):
+                got = parallel.train(training)(images[:size], labels[:size])
+                wanted = net.train(training)(images[:size], labels[:size])
+                torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+        parallel.train()(images[:3], labels[:3]).backward()
+        net.train()(images[:3], labels[:3]).backward()
+        for name, parameter in parallel.named_parameters():
+            gradient = net.get_parameter(name).grad
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=1e-3, atol=1e-4)
+        net.zero_grad()
+
+
+def check_dropout_on_ranks_seeded_apart() -> None:
+    """Whole on every rank, so that all must draw one mask."""
+    net, x = nn.Sequential(nn.Dropout(0.5)), torch.ones(64)
+    plan = sw.plan(net, (x,), devices=4, mode="stand_alone")
+    torch.manual_seed(dist.get_rank())
+    mine = sw.parallelize(net, plan)(x)
+    every = [torch.empty_like(mine) for _ in range(4)]
+    dist.all_gather(every, mine)
+    assert all(torch.equal(mine, other) for other in every)
+    assert 0 < int((mine == 0).sum()) < 64
+
+
+def check_inputs_that_arrive_cut() -> None:
+    """Each rank gives its own part, to one program, to micro-batches, and to pipeline stages."""
+    torch.manual_seed(0)
+    net = sw.WithLoss(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), nn.MSELoss())
+    batch, other = ((torch.randn(rows, 6), torch.randn(rows, 4)) for rows in (16, 8))
+    wanted = net(*batch)
+    gradients = torch.autograd.grad(wanted, list(net.parameters()))
+    for stages, pieces in ((1, 1), (1, 2), (2, 2)):
+        plan = sw.plan(
+            net,
+            batch,
+            devices=4,
+            stages=stages,
+            micro_batches=pieces,
+            dataset_strategy="data_parallel",
+        )
+        parallel = sw.parallelize(net, plan)
+        loss = parallel.train_step(*local_part(plan, dist.get_rank(), batch))
+        torch.testing.assert_close(loss, wanted.detach())
+        for name, gradient in zip(dict(net.named_parameters()), gradients, strict=True):
+            owner, _, leaf = name.rpartition(".")
+            mine = getattr(parallel.get_submodule(owner), leaf)
+            if mine is not None:
+                torch.testing.assert_close(mine.grad.full_tensor(), gradient, msg=name)
+        with torch.no_grad():
+            smaller = parallel(*local_part(plan, dist.get_rank(), other))
+        torch.testing.assert_close(smaller, net(*other).detach())
+
+
+def check_world_size() -> None:
+    net, args, kwargs = mlp()
+    try:
+        sw.parallelize(net, sw.plan(net, args, kwargs, devices=8))
+    except sw.PlanError as error:
+        assert "for 8 devices, but 4 processes are running" in str(error)
+    else:
+        raise AssertionError("a plan for 8 devices ran on 4")
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    for check in (
+        check_world_size,
+        check_parameters_are_shards,
+        check_deferred_parameters,
+        check_gradients_accumulate,
+        check_searched_plans,
+        check_random_plans,
+        check_compiled,
+        check_recomputed,
+        check_other_modes_and_batches,
+        check_dropout_on_ranks_seeded_apart,
+        check_inputs_that_arrive_cut,
+    ):
+        check()
+        if dist.get_rank() == 0:
+            print(f"passed {check.__name__}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

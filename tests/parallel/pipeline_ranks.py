@@ -1,0 +1,284 @@
+"""What `test_staged.py` runs on every one of eight ranks: real stages, next to one device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import shardwright as sw
+from parallel.pipeline_models import Dropping, EarlyLoss, FrozenStart, Orphans, Tied, Twice, batch
+from parallel.test_simulate_pipeline import staged_plan, trained_net
+from sample_models import llama
+from shardwright.parallel.pipeline_module import PipelineModule
+
+SCHEDULES = (
+    (2, "1f1b"),
+    (4, "gpipe"),
+    (4, "1f1b"),
+    (2, "interleaved_1f1b"),
+    (2, "zero_bubble_v"),
+    (4, "zero_bubble_v"),
+)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def built(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """A model in double precision, twice."""
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(make().double())
+    return nets[0], nets[1]
+
+
+def loss_of(net: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    output = net(*args, **kwargs)
+    if isinstance(output, Tensor):
+        return output
+    return output[0] if isinstance(output, tuple) else output.loss
+
+
+def reference_step(net: nn.Module, args: Any, kwargs: Any, pieces: int) -> Tensor:
+    """One device's step: over micro-batches in turn where buffers make a difference."""
+    if not any(isinstance(m, nn.BatchNorm1d) for m in net.modules()):
+        loss = loss_of(net, args, kwargs)
+        loss.backward()
+        return loss.detach()
+    counts = [(x != -100).sum() for x in args[1].chunk(pieces)]
+    total = torch.zeros((), dtype=torch.float64)
+    for number, count in enumerate(counts):
+        if count:
+            weight = count / sum(counts)
+            loss = weight * loss_of(net, [x.chunk(pieces)[number] for x in args], kwargs)
+            loss.backward()
+            total += loss.detach()
+        else:
+            loss_of(net, [x.chunk(pieces)[number] for x in args], kwargs)
+    return total
+
+
+def check_training(
+    nets: tuple[nn.Module, nn.Module],
+    plan: sw.Plan,
+    args: Any,
+    kwargs: Any | None = None,
+    near: float = 1e-9,
+) -> PipelineModule:
+    """Losses, norms, final parameters and buffers of five steps."""
+    kwargs = kwargs or {}
+    net, other = nets
+    parallel = sw.parallelize(net, plan)
+    assert isinstance(parallel, PipelineModule)
+    # Random stages may have no parameters, of which there is no optimizer.
+    own = [*parallel.parameters()] or [nn.Parameter(torch.zeros(1))]
+    mine = torch.optim.SGD(own, lr=0.1, momentum=0.9)
+    its = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(5):
+        loss = parallel.train_step(*args, **kwargs)
+        wanted = reference_step(other, args, kwargs, plan.pipeline.micro_batches)
+        torch.testing.assert_close(loss, wanted, rtol=near, atol=near)
+        norm = parallel.clip_grad_norm_(0.5)
+        wanted = nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+        torch.testing.assert_close(norm, wanted, rtol=near, atol=near)
+        for optimizer in (mine, its):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in parallel.named_parameters():
+        expected = other.get_parameter(name)
+        torch.testing.assert_close(whole(parameter), expected, rtol=10 * near, atol=10 * near)
+    for name, buffer in parallel.named_buffers():
+        torch.testing.assert_close(buffer, other.get_buffer(name), rtol=10 * near, atol=10 * near)
+    return parallel
+
+
+def planned(net: nn.Module, args: Any, stages: int, schedule: str, **options: Any) -> sw.Plan:
+    options = {"micro_batches": 4, "mem_coeff": 10.0, **options}
+    return sw.plan(net, args, devices=8, stages=stages, schedule=schedule, **options)
+
+
+def check_schedules() -> None:
+    for stages, schedule in SCHEDULES:
+        nets, args = built(Tied), batch()
+        plan = planned(nets[0], args, stages, schedule)
+        parallel = check_training(nets, plan, args)
+        held = {name for name, _ in parallel.named_parameters()}
+        every: list[set[str]] = [set()] * 8
+        dist.all_gather_object(every, held)
+        assert set.union(*every) == {name for name, _ in nets[0].named_parameters()}
+        assert all(len(names) < len(set.union(*every)) for names in every), every
+
+
+def check_parameters_in_unusual_places() -> None:
+    for make in (Orphans, FrozenStart, Twice):
+        for schedule in ("zero_bubble_v", "interleaved_1f1b"):
+            nets, args = built(make), batch()
+            names = ["one", "two", "three", "last"]
+            turn = [0, 1, 1, 0] if schedule == "zero_bubble_v" else [0, 1, 0, 1]
+            config = {**dict(zip(names, turn, strict=True)), "table": 0, "mid": 1, "norm": 1}
+            config = {name: s for name, s in config.items() if hasattr(nets[0], name)}
+            plan = planned(nets[0], args, 1, schedule, stage_config=config)
+            check_training(nets, plan, args)
+
+
+def check_a_loss_before_the_last_stage() -> None:
+    nets, args = built(EarlyLoss), batch()
+    plan = planned(nets[0], args, 1, "1f1b", stage_config={"one": 0, "two": 0, "three": 1})
+    parallel = check_training(nets, plan, args)
+    with torch.no_grad():
+        for mine, its in zip(parallel(*args), nets[1](*args), strict=True):
+            torch.testing.assert_close(mine, its)
+
+
+def check_own_parts_of_the_batch() -> None:
+    """Each device of a stage is given its own rows; outputs come back in the order of the batch."""
+    nets, args = built(EarlyLoss), batch(16)
+    config = {"one": 0, "two": 0, "three": 1}
+    own = {"dataset_strategy": "data_parallel", "micro_batches": 2, "stage_config": config}
+    parallel = sw.parallelize(nets[0], planned(nets[0], args, 1, "1f1b", **own))
+    mine = [x.chunk(4)[dist.get_rank() % 4] for x in args]
+    loss = parallel.train_step(*mine)
+    wanted = loss_of(nets[1], args, {})
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted)
+    for name, parameter in parallel.named_parameters():
+        gradient = nets[1].get_parameter(name).grad
+        if gradient is not None:
+            torch.testing.assert_close(whole(parameter.grad), gradient, rtol=1e-8, atol=1e-8)
+    with torch.no_grad():
+        for got, expected in zip(parallel(*mine), nets[1](*args), strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def check_random_models() -> None:
+    for seed in (1, 2):
+        nets = []
+        for _ in range(2):
+            net, args = trained_net(seed)
+            nets.append(net.double())
+        args = tuple(x.double() for x in args)
+        graph = sw.capture(nets[0], tuple(x[:1] for x in args))
+        stages = staged_plan(graph, 1, seed).pipeline.stages
+        plan = staged_plan(graph, 8 // stages, seed)
+        check_training((nets[0], nets[1]), plan, args)
+
+
+def check_language_model() -> None:
+    """With names of stages, and the loss summed. It computes in single precision inside."""
+    nets = [llama(layers=4)[0].double() for _ in range(2)]
+    _, args, kwargs = llama(layers=4)
+    config = {
+        "model.embed_tokens": 0,
+        **{f"model.layers.{i}": i // 2 for i in range(4)},
+        "model.norm": 1,
+        "lm_head": 1,
+    }
+    pipeline = sw.Pipeline(nets[0], 2, config, loss_reduction="sum")
+    plan = sw.plan(pipeline, args, kwargs, devices=8)
+    loss = sw.parallelize(pipeline, plan).train_step(*args, **kwargs)
+    torch.testing.assert_close(loss, 2 * nets[1](*args, **kwargs).loss, rtol=1e-6, atol=1e-6)
+    plan = sw.plan(nets[0], args, kwargs, devices=8, micro_batches=2, stage_config=config)
+    check_training((nets[0], nets[1]), plan, args, kwargs, near=1e-5)
+
+
+def check_outputs_reach_every_rank() -> None:
+    for stages, schedule in SCHEDULES[2:5]:
+        nets, args = built(Tied), batch()
+        parallel = sw.parallelize(nets[0], planned(nets[0], args, stages, schedule))
+        parallel.train_step(*args)
+        reference_step(nets[1], args, {}, 4)
+        for net in (parallel, nets[1]):
+            net.eval()
+        for rows in (8, 6, 5):
+            with torch.no_grad():
+                loss, logits = parallel(*batch(rows))
+                wanted = nets[1](*batch(rows))
+            torch.testing.assert_close(loss, wanted[0])
+            torch.testing.assert_close(logits, wanted[1])
+        for net in (parallel, nets[1]):
+            net.train()
+        smaller = batch(6)
+        loss = parallel.train_step(*smaller)
+        torch.testing.assert_close(loss, reference_step(nets[1], smaller, {}, 3))
+
+
+def check_compiled() -> None:
+    nets, args = built(Tied), batch()
+    parallel = sw.parallelize(nets[0], planned(nets[0], args, 2, "interleaved_1f1b"))
+    parallel.compile(backend="aot_eager")
+    loss = parallel.train_step(*args)
+    torch.testing.assert_close(loss, reference_step(nets[1], args, {}, 4))
+    for name, parameter in parallel.named_parameters():
+        wanted = nets[1].get_parameter(name).grad
+        if wanted is not None:
+            torch.testing.assert_close(whole(parameter.grad), wanted, rtol=1e-8, atol=1e-8)
+
+
+def check_dropout() -> None:
+    """One mask for each micro-batch, operator and step; the same after the same seed."""
+    x = torch.ones(8, 8, dtype=torch.float64)
+    losses = []
+    for seed in (5, 5, 6):
+        net, _ = built(Dropping)
+        torch.manual_seed(seed)
+        plan = planned(net, (x,), 2, "1f1b", stage_config={"one": 0, "two": 0, "three": 1})
+        parallel = sw.parallelize(net, plan)
+        losses.append([float(parallel.train_step(x)) for _ in range(2)])
+    assert losses[0] == losses[1]
+    assert losses[0][0] != losses[0][1] and losses[0] != losses[2]
+
+
+def check_what_is_refused() -> None:
+    net, _ = built(Tied)
+    parallel = sw.parallelize(net, planned(net, batch(), 2, "1f1b"))
+    for call, message in (
+        (lambda: parallel(*batch()), "train it with train_step"),
+        (lambda: parallel.train_step(batch()[0]), "planned for other arguments"),
+        (lambda: sw.parallelize(net, sw.plan(net, batch(), devices=4)), "for 4 devices, but 8"),
+    ):
+        try:
+            call()
+        except sw.PlanError as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError(f"not refused: {message}")
+
+
+CHECKS = (
+    check_schedules,
+    check_parameters_in_unusual_places,
+    check_a_loss_before_the_last_stage,
+    check_own_parts_of_the_batch,
+    check_random_models,
+    check_compiled,
+    check_language_model,
+    check_outputs_reach_every_rank,
+    check_dropout,
+    check_what_is_refused,
+)
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(minutes=3))
+    torch.set_num_threads(1)
+    for check in CHECKS:
+        check()
+        if dist.get_rank() == 0:
+            print(f"passed {check.__name__}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

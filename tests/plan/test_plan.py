@@ -1,0 +1,153 @@
+"""Plans as data: saved, loaded, printed, explained, and refused where they do not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from sample_models import llama, mlp, network
+
+
+def plan_of_network(devices: int = 8) -> sw.Plan:
+    net, args, kwargs = network(batch=32)
+    return sw.plan(net, args, kwargs, devices=devices, order="topology")
+
+
+def test_a_saved_plan_loads_equal(tmp_path: Path) -> None:
+    for model in (network(batch=32), llama()):
+        net, args, kwargs = model
+        plan = sw.plan(net, args, kwargs, devices=12)
+        plan.save(tmp_path / "plan.json")
+        assert sw.Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_strategies_are_those_of_the_published_search() -> None:
+    """Golden case A, weights as torch stores them: (out_features, in_features)."""
+    strategies = plan_of_network().strategies
+    assert strategies["layer1"] == ((2, 4), (1, 4))
+    assert strategies["layer2"] == ((2, 1), (4, 1))
+    assert strategies["layer3"] == ((2, 4), (1, 4))
+
+
+def test_the_table_shows_shapes_cuts_strategies_conversions_and_bytes() -> None:
+    text = str(plan_of_network())
+    for part in (
+        "layer1",
+        "32×784 512×784 → 32×512",
+        "k/ab, b/c",
+        "((2,4),(1,4))",
+        "all_reduce over ab",
+        "392.0 KiB",
+    ):
+        assert part in text
+
+
+def test_the_table_folds_equal_blocks_into_one_row() -> None:
+    net, args, kwargs = llama(layers=4)
+    text = sw.plan(net, args, kwargs, devices=2, mode="data_parallel").text(every=True)
+    assert "layers.{0..3}" in text
+    assert "layers.2." not in text
+
+
+def test_explain_tells_rule_cuts_and_the_way_of_each_input() -> None:
+    story = plan_of_network().explain("layer2")
+    for part in ("rule: b k, j k -> b j", "cuts: j/ab, b/c", "vary over ab / all_reduce"):
+        assert part in story
+    assert "stored in 4·1 parts" in story
+
+
+def test_the_table_names_axes_that_cut_nothing() -> None:
+    assert "do the same work" not in str(plan_of_network())
+    net, args, kwargs = network(batch=32)
+    text = str(sw.plan(net, args, kwargs, devices=40))
+    assert "nothing is cut over d: groups of 5 devices do the same work" in text
+
+
+def test_explain_of_an_unknown_operator_names_the_nearest() -> None:
+    with pytest.raises(sw.PlanError, match="no operator 'layr1'; nearest: layer1"):
+        plan_of_network().explain("layr1")
+
+
+def test_parameter_bytes_are_those_of_the_shards() -> None:
+    plan = plan_of_network()
+    whole = 4 * (784 * 512 + 512 * 512 + 512)
+    assert plan.parameter_bytes == whole // 4
+
+
+def test_planning_twice_gives_the_same_plan() -> None:
+    first, second = plan_of_network(), plan_of_network()
+    assert first.cuts == second.cuts
+    assert first.fingerprint == second.fingerprint
+
+
+@pytest.mark.parametrize("devices", [0, -8, 2.0, True])
+def test_devices_must_be_a_whole_number_of_at_least_one(devices: object) -> None:
+    net, args, kwargs = mlp()
+    with pytest.raises(sw.StrategyError, match="must be a whole number of at least 1"):
+        sw.plan(net, args, kwargs, devices=devices)  # type: ignore[arg-type]
+
+
+def test_unknown_options_name_the_valid_ones() -> None:
+    net, args, kwargs = mlp()
+    with pytest.raises(sw.StrategyError, match="valid are recursive_programming, "):
+        sw.plan(net, args, kwargs, devices=2, mode="magic")
+    with pytest.raises(sw.StrategyError, match="mem_coeff=0: must be a positive number"):
+        sw.plan(net, args, kwargs, devices=2, mem_coeff=0)
+    with pytest.raises(sw.StrategyError, match="order='size': valid are weight, topology"):
+        sw.plan(net, args, kwargs, devices=2, order="size")
+
+
+def test_a_plan_of_another_version_or_none_at_all_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with pytest.raises(sw.PlanError, match=r"plan\.json: there is no such file"):
+        sw.Plan.load(path)
+    path.write_text("{")
+    with pytest.raises(sw.PlanError, match="not a plan, it is not JSON"):
+        sw.Plan.load(path)
+    data = json.loads(plan_of_network().to_json())
+    path.write_text(json.dumps({**data, "version": 99}))
+    with pytest.raises(
+        sw.PlanError, match="a plan of version 99; this Shardwright reads version 3"
+    ):
+        sw.Plan.load(path)
+    del data["cuts"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(sw.PlanError, match="not a complete plan: KeyError"):
+        sw.Plan.load(path)
+
+
+def test_a_plan_for_another_model_is_refused_and_says_what_differs() -> None:
+    net, args, kwargs = network(batch=32)
+    plan = sw.plan(net, args, kwargs, devices=1)
+    other, _, _ = network(batch=32, hidden=256)
+    with pytest.raises(sw.PlanError, match=r"parameter 'layer1.weight' is .*256.*planned as"):
+        sw.parallelize(other, sw.Plan.from_json(plan.to_json()))
+    with pytest.raises(sw.PlanError, match=r"parameter 'layer1.weight' has shape"):
+        sw.parallelize(other, plan)
+    with pytest.raises(sw.PlanError, match="that the model does not have"):
+        sw.parallelize(nn.Linear(2, 2), plan)
+
+
+def test_a_plan_for_many_devices_wants_a_process_group() -> None:
+    net, _, _ = network(batch=32)
+    with pytest.raises(sw.PlanError, match="for 8 devices, but no process group is running"):
+        sw.parallelize(net, plan_of_network())
+
+
+def test_operators_without_a_rule_are_listed_never_silent() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.inv(self.linear(x)).sum()
+
+    args = (torch.randn(8, 8),)
+    plan = sw.plan(Odd(), args, devices=2)
+    assert len(plan.without_rule) == 1
+    assert plan.without_rule[0] in str(plan)
+    assert "linalg_inv" in str(sw.examine(Odd(), args))

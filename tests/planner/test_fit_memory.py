@@ -1,0 +1,128 @@
+"""Plans under a memory limit: what is changed, in which order, and what is said if nothing fits."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwright as sw
+from shardwright.partition.decisions import LEVELS
+
+
+class Stack(nn.Module):
+    """Parameters of 256 KiB a layer, and activations of as much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.mse_loss(x, torch.zeros_like(x))
+
+
+ARGS = (torch.randn(512, 128),)
+GRAPH = sw.capture(Stack(), ARGS)
+
+
+def plan(**options: Any) -> sw.Plan:
+    return sw.plan(GRAPH, **{"devices": 4, "mode": "data_parallel", **options})
+
+
+def test_a_plan_that_fits_is_not_changed() -> None:
+    free = plan()
+    assert plan(memory_limit=free.memory.peak).dump() == free.dump()
+
+
+def test_storage_is_sharded_first_then_operators_are_computed_again() -> None:
+    peaks = [plan(hsdp=hsdp).memory.peak for hsdp in (None, True, {"level": "level3"})]
+    first = plan(memory_limit=peaks[1])
+    assert first.sharding is not None and first.sharding.level == "level1"
+    assert not first.recompute
+    second = plan(memory_limit=min(peaks) - 1)
+    assert second.sharding is not None and second.sharding.level == "level3"
+    assert second.recompute and second.memory.peak < min(peaks)
+
+
+def test_recompute_auto_computes_again_before_anything_else() -> None:
+    free = plan(devices=1)
+    limit = free.memory.peak - 400_000
+    fitted = plan(devices=1, memory_limit=limit, recompute="auto")
+    assert fitted.recompute and fitted.memory.peak <= limit
+    assert plan(memory_limit="1 TB", recompute="auto").recompute == {}
+
+
+def test_on_a_cluster_the_fastest_that_fits_is_taken() -> None:
+    options = {"mode": "recursive_programming", "cluster": "ascend910b"}
+    others = [
+        plan(**options, hsdp=hsdp, mem_coeff=mem_coeff)
+        for hsdp in (None, *({"level": level} for level in LEVELS))
+        for mem_coeff in (0.1, 6.4, 51.2)
+    ]
+    limit = sorted(other.memory.peak for other in others)[len(others) // 2]
+    found = plan(**options, memory_limit=limit)
+    assert found.memory.peak <= limit < others[0].memory.peak
+    fitting = [other.step_time for other in others if other.memory.peak <= limit]
+    assert found.step_time is not None
+    assert all(other is not None and found.step_time <= 1.011 * other for other in fitting)
+
+
+def test_model_parallel_and_stages_follow() -> None:
+    """One layer's parameters and optimizer state are more than a device has."""
+    net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)), Sum())
+    graph = sw.capture(net, (torch.randn(8, 256),))
+    alone = sw.plan(graph, devices=2, mode="stand_alone", micro_batches=2)
+    fitted = sw.plan(
+        graph,
+        devices=2,
+        mode="stand_alone",
+        micro_batches=2,
+        hsdp={"level": "level3", "shard_size": 1},
+        memory_limit=int(0.7 * alone.memory.peak),
+    )
+    assert fitted.pipeline.stages == 2
+    larger = sw.plan(
+        graph,
+        devices=2,
+        mem_coeff=1e-3,
+        hsdp={"level": "level3", "shard_size": 1},
+        memory_limit=int(0.7 * alone.memory.peak),
+    )
+    assert larger.options["mem_coeff"] > 1e-3 and larger.pipeline.stages == 1
+
+
+class Sum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().sum()
+
+
+def test_if_nothing_fits_the_smallest_limit_that_works_is_said() -> None:
+    with pytest.raises(sw.MemoryLimitError, match=r"fits into memory_limit=1.0 KiB") as error:
+        plan(memory_limit="1KiB")
+    needed = error.value.needed
+    assert f"{needed:,} bytes" in str(error.value)
+    assert re.search(r"with hsdp level3, recompute.*: parameters", str(error.value))
+    assert plan(memory_limit=needed).memory.peak == needed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_limit": "much"}, "memory_limit='much': must be a number of bytes, or a text"),
+        ({"memory_limit": 0}, "memory_limit=0: must be a number of bytes"),
+        ({"recompute": "all"}, "recompute='all': valid are None and 'auto'"),
+        ({"recompute": "auto"}, "give a memory_limit, as in '24GiB', or a cluster"),
+    ],
+)
+def test_what_is_no_limit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(sw.StrategyError, match=re.escape(message)):
+        plan(**options)

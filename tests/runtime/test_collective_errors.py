@@ -1,0 +1,95 @@
+"""What is said of the place where communication failed; real ranks hang in `test_faults.py`."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright.parallel.simulate_ranks import simulate
+from shardwright.runtime import buckets, collectives
+from shardwright.runtime.collective_errors import (
+    CommunicationError,
+    ProgramLine,
+    naming_conversions,
+    program_line,
+)
+
+TEXT = """def program(parameters, buffers, inputs, seed):
+    x_1 = all_gather_dim0_a(x); del x
+    # net.first: b over a; with net.first.bias
+    net_first = aten.linear.default(x_1, w); del x_1, w
+    y = slice_dim0_a(net_first)
+    return [y], []
+"""
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (2, "`x_1 = all_gather_dim0_a(x)` (line 2 of the program, net.first)"),
+        (4, "`net_first = aten.linear.default(x_1, w)` (line 4 of the program, net.first)"),
+        (5, "`y = slice_dim0_a(net_first)` (line 5 of the program)"),
+    ],
+)
+def test_a_place_is_told_by_its_line_and_its_operator(line: int, said: str) -> None:
+    assert str(ProgramLine(TEXT, line)) == said
+
+
+def test_a_long_line_is_cut() -> None:
+    text = f"def program():\n    {', '.join(f'name_{n}' for n in range(100))} = finish(bucket)\n"
+    assert len(str(ProgramLine(text, 2))) < 160
+
+
+def fail(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("[/a/place/in/gloo.cc:78] Timed out waiting 5ms for recv operation")
+
+
+def failing_plan() -> tuple[Loss, torch.Tensor, sw.Plan]:
+    net, x = Loss(), torch.ones(4, 4)
+    return net, x, sw.plan(net, (x,), devices=2, mode="data_parallel")
+
+
+def run(net: Loss, x: torch.Tensor, plan: sw.Plan) -> None:
+    assert plan.graph is not None
+    gradients = [torch.ones(())]
+    parameters = dict(net.named_parameters())
+    simulate(plan.graph, plan.mesh, plan.decisions, parameters, {}, [x], output_gradients=gradients)
+
+
+def test_an_error_of_a_collective_names_the_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x, plan = failing_plan()
+    run(net, x, plan)
+    monkeypatch.setattr(collectives, "wait", fail)
+    said = (
+        r"^communication failed in `sum_1 = all_reduce_a\(sum\)` \(line \d+ of the program\): "
+        r"Timed out waiting 5ms for recv operation \(another rank is gone or stuck\)$"
+    )
+    with pytest.raises(CommunicationError, match=said), naming_conversions():
+        run(net, x, plan)
+
+
+def test_an_error_of_a_bucket_names_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x, plan = failing_plan()
+    monkeypatch.setattr(buckets, "wait", fail)
+    said = r"^communication failed in bucket 0 of layer\.weight, layer\.bias: Timed out"
+    with pytest.raises(CommunicationError, match=said), naming_conversions():
+        run(net, x, plan)
+
+
+def test_an_error_of_something_else_is_left_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match=r"^shapes$") as caught, naming_conversions():
+        raise RuntimeError("shapes")
+    assert caught.type is RuntimeError
+
+
+def test_outside_a_program_there_is_no_place() -> None:
+    assert program_line() is None

@@ -1,0 +1,102 @@
+"""Every conversion step, run as the program runs it, on simulated ranks."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.layout.redistribution import redistribution_steps
+from shardwright.parallel.simulate_ranks import assemble_shards, simulated_devices
+from shardwright.runtime.collectives import bind
+
+MATRICES = ((2, 2), (2, 3), (2, 2, 2))
+SHAPE = (24, 24)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, mesh: Layout, partial: bool) -> TensorLayout:
+    """Any layout of a matrix: each axis cuts a dimension, or none; in any order."""
+    dims: list[list[int]] = [[], []]
+    other: set[int] = set()
+    for axis in draw(st.permutations(range(len(mesh.device_matrix)))):
+        where = draw(st.sampled_from(["rows", "columns", "whole", "other"]))
+        if where in ("rows", "columns"):
+            dims[where == "columns"].append(axis)
+        elif where == "other":
+            other.add(axis)
+    axes = tuple(tuple(d) for d in dims)
+    if partial:
+        return TensorLayout(mesh, axes, partial=frozenset(other))
+    return TensorLayout(mesh, axes, varying=frozenset(other))
+
+
+def ways(matrix: tuple[int, ...]) -> st.SearchStrategy[tuple[TensorLayout, TensorLayout]]:
+    mesh = Layout(matrix, tuple("abc"[: len(matrix)]))
+    return st.tuples(layouts(mesh, True), layouts(mesh, False))
+
+
+def convert(source: TensorLayout, target: TensorLayout) -> tuple[Tensor, float, Tensor, Tensor]:
+    """A value in `source`, converted to `target`, and its gradient.
+
+    Returns the value put together, the difference between its copies, the gradient put together,
+    and the gradient that it should be.
+    """
+    mesh = source.layout
+    full = torch.arange(24 * 24, dtype=torch.float64).reshape(SHAPE)
+    terms = {rank: torch.rand(SHAPE, dtype=torch.float64) for rank in range(mesh.num_devices)}
+    upstream = torch.cos(full)
+
+    def term(rank: int) -> Tensor:
+        """One term of the sum that makes up `full` over the partial axes."""
+        place = mesh.coordinates(rank)
+        if not source.partial:
+            return full
+        first = all(place[a] == 0 for a in source.partial)
+        if not first:
+            return terms[key(place)]
+        others = [
+            terms[key(p)]
+            for p in places
+            if all(p[a] == place[a] for a in kept) and any(p[a] for a in source.partial)
+        ]
+        return full - sum(others)
+
+    kept = [a for a in range(len(mesh.device_matrix)) if a not in source.partial]
+    places = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
+
+    def key(place: tuple[int, ...]) -> int:
+        """Ranks that hold the same block must hold the same term."""
+        return places.index(
+            tuple(
+                c if a in source.partial or a in source.sharded else 0 for a, c in enumerate(place)
+            )
+        )
+
+    with simulated_devices(mesh) as (devices, mode):
+        assert mode is not None
+        x = mode.rank_map(lambda r: term(r)[source.slices(r, SHAPE)].clone()).requires_grad_()
+        y = x
+        for step in redistribution_steps(source, target, SHAPE):
+            y = bind(step, devices)(y)
+        # The gradient of a varying value is a sum: give each rank an equal part of it.
+        parts = mesh.size(tuple(target.varying))
+        g = mode.rank_map(lambda r: (upstream / parts)[target.slices(r, SHAPE)].clone())
+        y.backward(g)
+        values, gradients = dict(y._local_tensors), dict(x.grad._local_tensors)
+    got, difference = assemble_shards(values, target, SHAPE)
+    whole = TensorLayout(mesh, source.axes)
+    gradient, spread = assemble_shards(gradients, whole, SHAPE)
+    return got - full, max(difference, spread), gradient, upstream
+
+
+@given(st.sampled_from(MATRICES).flatmap(ways))
+@settings(max_examples=60, deadline=None)
+def test_a_conversion_keeps_the_value_and_its_gradient(
+    way: tuple[TensorLayout, TensorLayout],
+) -> None:
+    source, target = way
+    error, spread, gradient, wanted = convert(source, target)
+    torch.testing.assert_close(error, torch.zeros_like(error), rtol=0, atol=1e-9)
+    assert spread < 1e-9
+    torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-9)

@@ -1,0 +1,92 @@
+"""Recomputation that makes plans fit: within the limit, cheaper for larger limits, and right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import shardwright as sw
+from sample_models import llama
+from shardwright.cost.clusters import load_cluster
+from shardwright.cost.flops import work_of
+from shardwright.cost.memory import Memory, memory
+from shardwright.partition.communication import communication
+from shardwright.partition.decisions import Decisions, Recompute
+from shardwright.search.recompute.candidates import Candidates, RecomputePrices
+from shardwright.search.recompute.fit import Fitted, fit_by_recomputation
+
+NET, ARGS, KWARGS = llama(layers=3)
+GRAPH = sw.capture(NET, ARGS, KWARGS)
+
+
+def measured(plan: sw.Plan, decisions: Decisions) -> Memory:
+    return memory(GRAPH, plan.mesh, decisions, plan.pipeline)
+
+
+def fitted(plan: sw.Plan, limit: int) -> Fitted:
+    return fit_by_recomputation(
+        GRAPH, plan.mesh, plan.decisions, plan.pipeline, limit, lambda d: measured(plan, d)
+    )
+
+
+def work_again(plan: sw.Plan, decisions: Decisions) -> float:
+    """Operations that a device does twice."""
+    flow = communication(GRAPH, plan.mesh, decisions)
+    return sum(work_of(GRAPH.by_name[name]).forward_flops for s in flow.segments for name in s.ops)
+
+
+def test_less_memory_takes_more_work() -> None:
+    plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
+    plain = measured(plan, plan.decisions)
+    floor = fitted(plan, 1).memory.peak
+    assert floor < plain.peak
+    work = []
+    for share in (1.0, 0.6, 0.2):
+        limit = int(floor + share * (plain.peak - floor))
+        found = fitted(plan, limit)
+        assert found.memory.peak <= limit
+        assert found.memory == measured(plan, found.decisions), "what is said is what it needs"
+        work.append(work_again(plan, found.decisions))
+    assert work[0] == 0 < work[1] < work[2]
+
+
+def test_a_fitted_plan_computes_the_same() -> None:
+    plan = sw.plan(GRAPH, devices=2, mem_coeff=10.0)
+    found = replace(plan, recompute=fitted(plan, 1).decisions.recompute)
+    assert found.recompute
+    result = sw.check(NET, ARGS, KWARGS, found)
+    assert result.passes(1e-9), result
+
+
+def test_layers_are_blocks_and_gathers_make_the_difference_between_ways() -> None:
+    plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
+    found = Candidates(GRAPH, plan.mesh, plan.decisions, lambda op: 0)
+    blocks = {block.name: block for block in found.blocks}
+    assert {"model.layers.0", "model.layers.1"} <= set(blocks)
+    ways = blocks["model.layers.1"].ways
+    cheap, kept, again = (ways[name][0] for name in ("cheap", "kept", "again"))
+    assert cheap.freed < kept.freed < again.freed
+    assert cheap.cost < kept.cost < again.cost
+
+
+def test_what_the_user_marked_stays() -> None:
+    plan = sw.plan(GRAPH, devices=1)
+    said = {"model.layers.0.mlp.act_fn": Recompute("mine", communication=False)}
+    marked = replace(plan, recompute=said)
+    found = fitted(marked, 1).decisions.recompute
+    assert found["model.layers.0.mlp.act_fn"] == said["model.layers.0.mlp.act_fn"]
+    assert len(found) > 1
+
+
+def test_on_slow_links_what_is_sent_again_costs_more() -> None:
+    plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
+    costs = []
+    for worth in (
+        RecomputePrices.on(load_cluster("h100"), torch.bfloat16),
+        RecomputePrices(sent=1e6),
+    ):
+        found = Candidates(GRAPH, plan.mesh, plan.decisions, lambda op: 0, worth)
+        ways = next(b for b in found.blocks if b.name == "model.layers.1").ways
+        costs.append(ways["again"][0].cost - ways["kept"][0].cost)
+    assert 0 < costs[0] < costs[1]

@@ -1,0 +1,57 @@
+"""Stages cut automatically are nearly equal in work and let little cross."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+import shardwright as sw
+from sample_models import llama, mlp
+from shardwright.graph.graph import Graph
+from shardwright.graph.split import split_graph
+from shardwright.search.assign_stages import balanced_stages, operator_work
+
+
+def work_of_parts(graph: Graph, chunk_of: dict[str, int]) -> list[float]:
+    parts = [0.0] * (max(chunk_of.values()) + 1)
+    for op, work in zip(graph.ops, operator_work(graph), strict=True):
+        parts[chunk_of[op.name]] += work
+    return parts
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_parts_ascend_and_are_nearly_equal(count: int) -> None:
+    net, args, kwargs = llama(layers=8)
+    graph = sw.capture(net, args, kwargs)
+    chunk_of = balanced_stages(graph, count)
+    numbers = [chunk_of[op.name] for op in graph.ops]
+    assert numbers == sorted(numbers)
+    work = work_of_parts(graph, chunk_of)
+    assert len(work) == count
+    heaviest = max(operator_work(graph))
+    assert max(work) - min(work) <= 2 * heaviest
+
+
+def test_a_transformer_is_cut_where_one_value_crosses() -> None:
+    net, args, kwargs = llama(layers=8)
+    graph = sw.capture(net, args, kwargs)
+    pieces = split_graph(graph, balanced_stages(graph, 4))
+    assert [len(piece.leaving) for piece in pieces] == [1, 1, 1, 0]
+
+
+def test_given_work_decides() -> None:
+    net, args, _ = mlp()
+    graph = sw.capture(net, args)
+    work = [0.0] * len(graph.ops)
+    work[0] = work[-1] = 1.0
+    chunk_of = balanced_stages(graph, 2, work)
+    assert work_of_parts(graph, chunk_of)[0] > 0
+    assert chunk_of[graph.ops[0].name] == 0 and chunk_of[graph.ops[-1].name] == 1
+
+
+def test_more_parts_than_working_operators_are_refused() -> None:
+    import torch
+
+    graph = sw.capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.ones(2, 4),))
+    with pytest.raises(sw.StrategyError, match="cannot be cut into 4 parts: only 2"):
+        balanced_stages(graph, 4)
