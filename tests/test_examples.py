@@ -54,7 +54,7 @@ def on_one_device(script: str) -> dict[tuple[int, int], float]:
     [
         pytest.param("ffn", "sharding_propagation", 2, marks=pytest.mark.slow),
         pytest.param("advanced", "semi_auto", 4, marks=pytest.mark.slow),
-        ("network", "recursive_programming", 0),
+        pytest.param("network", "recursive_programming", 0, marks=pytest.mark.slow),
     ],
 )
 def test_8_processes_have_the_losses_of_one_device(script: str, mode: str, pins: int) -> None:

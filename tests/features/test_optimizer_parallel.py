@@ -1,37 +1,23 @@
 """Optimizer parallel and micro-batches in real processes: one launch of four ranks."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from features.optimizer_parallel_ranks import CHECKS, SLOW_CHECKS
+from torchrun import torchrun
 
-
-def launched(*arguments: str) -> str:
-    script = Path(__file__).with_name("optimizer_parallel_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", str(script)]
-    done = subprocess.run(
-        [*command, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    return done.stdout + done.stderr[-6000:]
+SCRIPT = Path(__file__).with_name("optimizer_parallel_ranks.py")
 
 
 @pytest.fixture(scope="module")
 def output() -> str:
-    return launched()
+    return torchrun(SCRIPT, 4)
 
 
 @pytest.fixture(scope="module")
 def slow_output() -> str:
-    return launched("slow")
+    return torchrun(SCRIPT, 4, "slow")
 
 
 @pytest.mark.distributed

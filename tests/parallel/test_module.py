@@ -1,44 +1,33 @@
 """`parallelize` in real processes: one launch of four ranks, many checks inside."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from parallel.module_ranks import CHECKS, SLOW_CHECKS
+from torchrun import torchrun
+
+SCRIPT = Path(__file__).with_name("module_ranks.py")
+
 
 @pytest.fixture(scope="module")
 def output() -> str:
-    script = Path(__file__).with_name("module_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", str(script)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    return done.stdout + done.stderr[-6000:]
+    return torchrun(SCRIPT, 4)
+
+
+@pytest.fixture(scope="module")
+def slow_output() -> str:
+    return torchrun(SCRIPT, 4, "slow")
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "check",
-    [
-        "check_world_size",
-        "check_parameters_are_shards",
-        "check_deferred_parameters",
-        "check_gradients_accumulate",
-        "check_searched_plans",
-        "check_random_plans",
-        "check_compiled",
-        "check_recomputed",
-        "check_other_modes_and_batches",
-        "check_dropout_on_ranks_seeded_apart",
-        "check_inputs_that_arrive_cut",
-    ],
-)
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_real_processes_train_as_one_device_does(check: str, output: str) -> None:
     assert f"passed {check}" in output, output
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("check", [check.__name__ for check in SLOW_CHECKS])
+def test_any_plan_trains_as_one_device_does(check: str, slow_output: str) -> None:
+    assert f"passed {check}" in slow_output, slow_output

@@ -4,6 +4,7 @@ import copy
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -44,10 +45,11 @@ def test_it_is_gradient_descent_on_every_batch_of_every_epoch() -> None:
             with torch.no_grad():
                 for parameter, gradient in zip(mine.parameters(), gradients, strict=True):
                     parameter -= 0.1 * gradient
-    assert [step.loss for step in steps] == losses
+    # The optimizer fuses its update where the CPU can, which rounds once less.
+    assert [step.loss for step in steps] == pytest.approx(losses, rel=1e-12)
     assert [(step.epoch, step.step) for step in steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all(step.samples_per_second > 0 for step in steps)
-    torch.testing.assert_close(net.layer.weight, mine.layer.weight, rtol=0, atol=0)
+    torch.testing.assert_close(net.layer.weight, mine.layer.weight, rtol=1e-12, atol=1e-12)
 
 
 def test_max_steps_ends_it_over_all_epochs() -> None:
