@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import shardwright as sw
 from shardwright import cli
 
 MODEL = """
@@ -86,6 +88,12 @@ class Command:
 def losses(folder: Path) -> list[float]:
     lines = (folder / "1" / "rank.0" / "steps.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
+
+
+def test_the_version_is_the_packages_and_stands_beside_torchs(command: Command) -> None:
+    status, out, err = command("--version")
+    assert (status, err) == (0, "")
+    assert out.startswith(f"shardwright {sw.__version__} (torch {torch.__version__}, Python 3.")
 
 
 def test_plan_prints_a_table_or_json_and_saves(command: Command, folder: Path) -> None:

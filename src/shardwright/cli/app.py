@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import logging
+import platform
+from typing import Annotated
 
 import torch
 import typer
 
-from shardwright import errors
+from shardwright import __version__, errors
 from shardwright.errors import ShardwrightError
 from shardwright.train.launch import RankFailedError, StoppedError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
 
+def _print_version(requested: bool) -> None:
+    if requested:
+        python = platform.python_version()
+        typer.echo(f"shardwright {__version__} (torch {torch.__version__}, Python {python})")
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool,
+    typer.Option(
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the versions of Shardwright, torch and Python, and exit.",
+    ),
+]
+
+
 @app.callback()
-def shardwright() -> None:
+def shardwright(version: VersionOption = False) -> None:
     """Decide how every operator of a PyTorch model is split over N devices, and train it there."""
 
 
