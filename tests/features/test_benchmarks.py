@@ -6,10 +6,18 @@ import threading
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import bench_bytes, bench_one_device, bench_pins, bench_scale, bench_search
+from benchmarks import (
+    bench_bytes,
+    bench_one_device,
+    bench_pins,
+    bench_scale,
+    bench_search,
+    bench_structure,
+)
 from benchmarks.__main__ import main
 from benchmarks.collect import measure, names
 from benchmarks.models import LLAMA_2, example, examples, llama_2, small
@@ -226,3 +234,16 @@ def test_a_fresh_process_has_imported_nothing_of_this_one():
 
 def is_imported(name):
     return name in sys.modules
+
+
+def test_the_structure_of_a_package_with_a_circle_and_a_name_twice_is_told(tmp_path: Path) -> None:
+    room = tmp_path / "pack" / "room"
+    room.mkdir(parents=True)
+    (room / "one.py").write_text("from pack.room.two import Two\n\n\nclass One:\n    pass\n")
+    (room / "two.py").write_text('"""A."""\nfrom pack.room.one import One\n# B\nTwo = One\n')
+    (tmp_path / "pack" / "loose.py").write_text("class Two:\n    def f(self):\n        pass\n")
+    (table,) = bench_structure.run(tmp_path / "pack")
+    figures = dict(table.rows)
+    assert (figures["places"], figures["files"], figures["lines of code"]) == ("2", "3", "8")
+    assert figures["a circle of files"] == "yes"
+    assert table.missed == ["files import each other in a circle", "names that stand twice: Two"]
