@@ -155,3 +155,20 @@ def test_a_file_that_imports_a_name_of_its_own_package_makes_a_circle() -> None:
         PACKAGE / "rules" / "a.py": "from shardwright.rules import rule_of",
     }
     assert set(circle(sources)) == {"rules/__init__.py", "rules/a.py"}
+
+
+def test_tests_stand_where_the_files_stand_that_they_test() -> None:
+    """`tests/room/test_file.py` or `test_file_aspect.py` tests `room/file.py`; what crosses rooms
+    stands in `features`, what is about the repository at the top, and a tool of the tests beside
+    its own test."""
+    tests = ROOT / "tests"
+    strays = []
+    for test in sorted(tests.rglob("test_*.py")):
+        folder = test.relative_to(tests).parent
+        subject = test.stem.removeprefix("test_")
+        homes = [PACKAGE / folder, tests / folder]
+        stems = [file.stem for home in homes for file in home.glob("*.py")]
+        named = any(subject == stem or subject.startswith(f"{stem}_") for stem in stems)
+        if folder.parts and folder.parts[0] != "features" and not named:
+            strays.append(str(test.relative_to(tests)))
+    assert strays == []

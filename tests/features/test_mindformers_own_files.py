@@ -10,7 +10,7 @@ from shardwright.config.load import parse_yaml, read_text
 from shardwright.config.mindformers import LanguageRun, language_run
 from shardwright.models import MODELS
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 BATCHES = {
     "llama2_7b": (8, 64),
     "llama2_13b": (8, 16),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from config.tiny_ranks import NAMES, TINY, history, run_of
+from features.tiny_ranks import NAMES, TINY, history, run_of
 from shardwright.models import MODELS
 
 
