@@ -89,7 +89,7 @@ def test_many_dimensions_at_once_have_the_loss_of_one_device(
     script = (str(EXAMPLES / "multiple_mixed.py"), "--epochs", "1", "--steps", str(STEPS))
     subprocess.run([sys.executable, "-m", "shardwright", *logs, *script], check=True, timeout=300)
     texts = [(tmp_path / "1" / f"rank.{rank}" / "stdout").read_text() for rank in range(8)]
-    assert "2 stages of 4 devices, in the order 1f1b" in texts[0]
+    assert "2 stages of 4 devices, schedule 1f1b" in texts[0]
     last = {text.splitlines()[-1] for text in texts}
     assert len(last) == 1
     found = re.fullmatch(rf"epoch: 1 step: {STEPS}, loss is (\d+\.\d+)", last.pop())

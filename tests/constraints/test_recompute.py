@@ -200,8 +200,8 @@ def test_a_plan_shows_what_is_computed_again() -> None:
     assert {row.segment.partition("/")[0] for row in rows} == {"model.layers.0", "model.layers.1"}
     assert f"{len(rows)} operators in" in str(plan)
     up = plan.explain("model.layers.1.mlp.up_proj")
-    assert "computed again in the backward pass in segment model.layers.1" in up
-    assert "conversions inside are kept" in up
+    assert "recomputed in the backward pass in segment model.layers.1" in up
+    assert "communication inside the segment is not repeated" in up
     last = plan.explain("model.layers.1.add_1")
     assert "in segment model.layers.1, but computed once: nothing is kept of it" in last
     assert "in segment model.layers.0, conversions inside are kept" in plan.dump()

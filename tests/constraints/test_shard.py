@@ -276,7 +276,7 @@ def test_the_plan_records_and_shows_what_is_pinned() -> None:
     assert [row.name for row in loaded.operators if row.pinned] == ["up"]
     (line,) = (line for line in str(loaded).splitlines() if " up " in line)
     assert "((2,4),(1,4)) pinned" in line
-    assert "pinned as ((dp, sp·mp) on (dp 2, sp 2, mp 2),None) → ((8,1),)" in loaded.explain("up")
+    assert "pinned to ((dp, sp·mp) on (dp 2, sp 2, mp 2),None) → ((8,1),)" in loaded.explain("up")
 
 
 def pin(**named: Any) -> Callable[[Block], Any]:

@@ -49,7 +49,7 @@ def test_equal_plans_do_not_differ(made: Made) -> None:
 
 def test_other_storage_is_told_for_all_layers_at_once(made: Made) -> None:
     found = differences(made(), made(hsdp={"threshold": 0}))
-    assert find(found, "stored in") == [("1·1", "4·1", ("layers.{0..3}.weight",))]
+    assert find(found, "storage") == [("1·1", "4·1", ("layers.{0..3}.weight",))]
     assert find(found, "sharding") == [("-", "level1", ())]
     assert find(found, "cuts") == []
 
@@ -69,13 +69,13 @@ def test_of_other_devices_cuts_are_told_in_parts(made: Made) -> None:
     assert [(first, second) for first, second, _ in found] == [("b/4", "b/8")]
 
 
-def test_what_is_computed_again_is_told(made: Made) -> None:
+def test_what_is_recomputed_is_told(made: Made) -> None:
     plan = made()
     rows = (replace(row, segment="first" * (row.name < "layers.2")) for row in plan.operators)
     ((first, second, names),) = find(
-        differences(plan, replace(plan, operators=tuple(rows))), "computed"
+        differences(plan, replace(plan, operators=tuple(rows))), "recomputed"
     )
-    assert (first, second, names) == ("once", "again", ("layers.{0..1}",))
+    assert (first, second, names) == ("no", "yes", ("layers.{0..1}",))
 
 
 def test_the_command_prints_differences_and_its_status_says_whether_there_are_any(
@@ -89,7 +89,7 @@ def test_the_command_prints_differences_and_its_status_says_whether_there_are_an
     assert result.exit_code == 1
     assert "layers.{0..3}.weight" in result.stdout
     same = runner.invoke(app, ["diff", str(one), str(one)])
-    assert (same.exit_code, same.stdout) == (0, "the plans decide the same\n")
+    assert (same.exit_code, same.stdout) == (0, "the plans make the same decisions\n")
     assert (
-        '"what": "stored in"' in runner.invoke(app, ["diff", str(one), str(other), "--json"]).stdout
+        '"what": "storage"' in runner.invoke(app, ["diff", str(one), str(other), "--json"]).stdout
     )

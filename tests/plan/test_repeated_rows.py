@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.plan.repeated_rows import folded, folded_crossings, folded_names
+from shardwright.plan.repeated_rows import fold_crossings, fold_names, fold_rows
 from shardwright.plan.rows import CrossingRow
 
 
@@ -60,7 +60,7 @@ def test_the_text_of_many_layers_on_many_stages_is_as_long_as_that_of_few(deep: 
 
 
 def test_a_row_names_all_its_layers_and_their_stages(deep: sw.Plan) -> None:
-    folds = {fold.row.name: fold for fold in folded(deep.operators)}
+    folds = {fold.row.name: fold for fold in fold_rows(deep.operators)}
     assert folds["layers.{0..15}.up"].stages == "0..3"
     assert folds["head"].stages == "3"
 
@@ -69,30 +69,36 @@ def test_layers_that_are_computed_again_are_named_in_the_row_of_all(deep: sw.Pla
     def mark(layers: Iterable[int]) -> str:
         again = {f"layers.{n}.up" for n in layers}
         rows = [replace(row, segment="s" if row.name in again else "") for row in deep.operators]
-        return next(fold.again for fold in folded(rows) if fold.row.name == "layers.{0..15}.up")
+        return next(
+            fold.recomputed for fold in fold_rows(rows) if fold.row.name == "layers.{0..15}.up"
+        )
 
-    assert [mark([0, 1, 5]), mark(range(16)), mark([])] == ["again in 0..1,5", "again", ""]
+    assert [mark([0, 1, 5]), mark(range(16)), mark([])] == [
+        "recomputed in 0..1,5",
+        "recomputed",
+        "",
+    ]
 
 
 def test_layers_that_are_cut_otherwise_have_a_row_of_their_own(deep: sw.Plan) -> None:
     rows = [replace(row, cuts={}) if row.name == "layers.6.up" else row for row in deep.operators]
-    names = {fold.row.name for fold in folded(rows)}
+    names = {fold.row.name for fold in fold_rows(rows)}
     assert {"layers.{0..5,7..15}.up", "layers.6.up"} <= names
 
 
 def test_equal_crossings_are_one_line(deep: sw.Plan) -> None:
-    (crossing,) = folded_crossings(deep.crossings)
-    assert crossing.way == "each of stages 0..2 to the next"
+    (crossing,) = fold_crossings(deep.crossings)
+    assert crossing.stages == "each of stages 0..2 to the next"
     assert len(crossing.values) == 1
     assert crossing.values[0].startswith("layers.{")
 
 
 def test_crossings_of_a_v_go_there_and_back() -> None:
     rows = [CrossingRow(a, b, (f"layers.{n}",), 8, 8) for n, (a, b) in enumerate(V_OF_THREE)]
-    ways = [(each.way, each.values) for each in folded_crossings(rows)]
-    assert ways == [
+    crossings = [(each.stages, each.values) for each in fold_crossings(rows)]
+    assert crossings == [
         ("each of stages 0..1 to the next", ("layers.{0..1}",)),
-        ("each of stages 1..2 to the one before", ("layers.{2..3}",)),
+        ("each of stages 1..2 to the previous", ("layers.{2..3}",)),
     ]
 
 
@@ -101,4 +107,4 @@ V_OF_THREE = [(0, 1), (1, 2), (2, 1), (1, 0)]
 
 def test_names_that_differ_in_two_numbers_stand_by_themselves() -> None:
     names = ["a.0.b.0", "a.1.b.1", "c", "d.3", "d.4"]
-    assert folded_names(names) == ["a.0.b.0, a.1.b.1", "c", "d.{3..4}"]
+    assert fold_names(names) == ["a.0.b.0, a.1.b.1", "c", "d.{3..4}"]

@@ -45,34 +45,34 @@ def test_the_global_batch_is_that_of_all_micro_batches() -> None:
 def test_on_a_cluster_a_step_has_a_speed_in_tokens_where_samples_are_sequences() -> None:
     plan = plan_of_words(micro_batches=4, cluster="h100")
     assert plan.step_time is not None
-    assert f"on h100, {16 * 8 / plan.step_time:,.0f} tokens a second:" in line(plan, "a step takes")
+    assert f", {16 * 8 / plan.step_time:,.0f} tokens/s; " in line(plan, "step time on h100: ")
     plan = plan_of_layer(cluster="h100")
     assert plan.step_time is not None
-    assert f"on h100, {16 / plan.step_time:,.0f} samples a second:" in line(plan, "a step takes")
+    assert f", {16 / plan.step_time:,.0f} samples/s; " in line(plan, "step time on h100: ")
 
 
 def test_without_a_cluster_nothing_is_said_of_time() -> None:
-    assert not any("a second" in line for line in plan_summary(plan_of_words()))
+    assert not any("/s;" in line for line in plan_summary(plan_of_words()))
 
 
 @pytest.mark.parametrize(
     ("options", "limit"),
     [
-        ({"memory_limit": "1MiB"}, "of 1.0 MiB that it has"),
-        ({"cluster": "h100"}, "of 74.5 GiB that it has"),
+        ({"memory_limit": "1MiB"}, " of 1.0 MiB; "),
+        ({"cluster": "h100"}, " of 74.5 GiB; "),
     ],
 )
 def test_memory_stands_against_what_a_device_has(options: dict[str, object], limit: str) -> None:
-    assert limit in line(plan_of_words(**options), "needs")
+    assert limit in line(plan_of_words(**options), "peak memory")
 
 
 def test_without_a_limit_or_a_cluster_memory_stands_alone() -> None:
-    assert "has" not in line(plan_of_words(), "needs")
+    assert " of " not in line(plan_of_words(), "peak memory")
 
 
 def test_memory_is_that_of_the_optimizer_that_was_planned_for() -> None:
     plan = plan_of_words(optimizer="sgd")
-    assert "with sgd: " in line(plan, "needs")
+    assert "training with sgd: " in line(plan, "peak memory")
     assert plan.memory == plan.memory_with("sgd")
 
 

@@ -139,7 +139,7 @@ def diff_command(
             differences_table(found, first.name, second.name)
         )
     else:
-        typer.echo("the plans decide the same")
+        typer.echo("the plans make the same decisions")
     if found:
         raise typer.Exit(1)
 

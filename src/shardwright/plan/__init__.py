@@ -2,6 +2,6 @@
 
 from shardwright.plan.build import make_plan
 from shardwright.plan.plan import Plan
-from shardwright.plan.rows import ConversionRow, OperatorRow
+from shardwright.plan.rows import OperatorRow, RedistributionRow
 
-__all__ = ["ConversionRow", "OperatorRow", "Plan", "make_plan"]
+__all__ = ["OperatorRow", "Plan", "RedistributionRow", "make_plan"]

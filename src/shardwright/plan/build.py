@@ -23,7 +23,7 @@ from shardwright.partition.stages import Chunk, chunks, step_bytes
 from shardwright.partition.transfer import Transfer
 from shardwright.plan.data import dtype_name, target_text
 from shardwright.plan.plan import Plan
-from shardwright.plan.rows import ConversionRow, CrossingRow, OperatorRow, StepRow
+from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts
 
@@ -163,7 +163,7 @@ def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) 
 
 def _returned(
     found: Sequence[Chunk], flows: Sequence[Communication], seen: set[int]
-) -> tuple[ConversionRow, ...]:
+) -> tuple[RedistributionRow, ...]:
     """What becomes of the model's outputs, then of the new values of its buffers."""
     ways = [
         (value, flow.output_routes[value])
@@ -188,7 +188,7 @@ def _crossings(found: Sequence[Chunk], mesh: Layout) -> tuple[CrossingRow, ...]:
     return tuple(rows)
 
 
-def _inside(op: Op, flow: Communication) -> ConversionRow:
+def _inside(op: Op, flow: Communication) -> RedistributionRow:
     """The all-reduces that the operator makes itself."""
     steps, forward, backward = [], 0, 0
     for inner in flow.reductions[op.name]:
@@ -197,13 +197,13 @@ def _inside(op: Op, flow: Communication) -> ConversionRow:
         there, back = inner.bytes(flow.mesh, op.output.requires_grad)
         again = there if op.name in flow.segment_of else 0
         forward, backward = forward + there, backward + back + again
-    return ConversionRow("", tuple(steps), forward, backward, False)
+    return RedistributionRow("", tuple(steps), forward, backward, False)
 
 
-def _conversion(value: Value, route: tuple[Transfer, ...], seen: set[int]) -> ConversionRow:
+def _conversion(value: Value, route: tuple[Transfer, ...], seen: set[int]) -> RedistributionRow:
     fresh = [t for t in route if id(t) not in seen]
     seen.update(id(t) for t in fresh)
-    return ConversionRow(
+    return RedistributionRow(
         value=value.name,
         steps=tuple(describe(t) for t in route),
         forward_bytes=sum(t.forward_bytes for t in fresh),

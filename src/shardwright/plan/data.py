@@ -1,4 +1,4 @@
-"""What was decided, as data, and what follows from it; what renders a plan needs no more."""
+"""The data of a plan: the decisions and what follows from them; renderers need nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardwright.partition.decisions import (
     Recompute,
 )
 from shardwright.partition.pipeline_spec import ONE_STAGE, PipelineSpec
-from shardwright.plan.rows import ConversionRow, CrossingRow, OperatorRow, StepRow, Strategy
+from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow, Strategy
 
 
 @dataclass(frozen=True)
@@ -37,34 +37,35 @@ class PlanData:
 
     Args:
         mesh: the device matrix of one pipeline stage, outermost axis first.
-        mode, options: how it was found.
-        cuts: for each cut operator its factors with the axes that cut them.
-        storage: for each parameter the axes that cut each dimension of what a device keeps.
-        outputs: for operators that are told how to leave their outputs, the axes of each dimension.
-        arrivals: how inputs arrive that are not given whole to every device, by name.
-        sharding: of parameters and optimizer state, if asked for.
-        bucket_bytes: up to which collectives of parameters are joined.
-        recompute: the operators that are computed again in the backward pass.
-        compute_dtype: in which parameters and inputs in single precision are read, if in another;
-            `parameters` and `inputs` say how they are stored and given.
+        mode, options: the search mode and its options.
+        cuts: for each sharded operator its factors with the axes that shard them.
+        storage: for each parameter, the axes that shard each dimension where it is stored.
+        outputs: for operators whose output layouts are pinned, the axes of each dimension.
+        arrivals: for inputs of which each device is passed only its shard, the axes of each
+            dimension, by name.
+        sharding: of parameters, gradients and optimizer state, if requested.
+        bucket_bytes: maximum size of a bucket of parameters.
+        recompute: the operators marked for recomputation in the backward pass.
+        compute_dtype: the dtype in which float32 parameters and inputs are read, if another;
+            `parameters` and `inputs` have the dtypes in which they are stored and passed.
         pipeline: stages and micro-batches; shapes are those of one micro-batch.
-        pins: what users said of operators, by name.
+        pins: the users' strategies of operators, by name.
         parameters: shape and dtype of each, by name.
         inputs: name, shape and dtype of each input tensor; other leaves as they are.
-        structure: how the inputs nest, as PyTorch's pytrees write it.
-        fingerprint: of the graph that it was made for.
+        structure: the nesting of the inputs, as a serialized PyTorch pytree spec.
+        fingerprint: of the graph that the plan was made for.
         operators: one row each, in order.
-        returned: conversions of the model's outputs, and of new values of its buffers.
-        crossings: what goes from stage to stage.
-        step: what a step takes on the cluster that was named.
-        memory_limit: bytes that a device has for a step: as it was asked, else those of the
-            devices of the cluster; None where neither is known.
-        optimizer: for which memory is reckoned, as `memory_with` takes it.
-        forward_bytes, backward_bytes: that one device of the busiest stage sends in one step, with
-            all its micro-batches.
-        search_seconds, capture_seconds: what planning took.
+        returned: redistributions of the model's outputs and of its updated buffers.
+        crossings: the values sent between stages.
+        step: predicted step time, if a cluster was named.
+        memory_limit: bytes of a device that a step may use: the limit that was requested, else
+            the memory of the cluster's devices; None if neither is known.
+        optimizer: the optimizer that `memory` assumes, as `memory_with` takes it.
+        forward_bytes, backward_bytes: sent by one device of the busiest stage in one step, over
+            all micro-batches.
+        search_seconds, capture_seconds: the time planning took.
         graph: the captured model; a plan from a file has none until `parallelize` captures it.
-        rehearsals: of its parts.
+        dry_runs: results of dry runs of its chunks.
     """
 
     mesh: Layout
@@ -78,7 +79,7 @@ class PlanData:
     structure: str
     fingerprint: str
     operators: tuple[OperatorRow, ...]
-    returned: tuple[ConversionRow, ...]
+    returned: tuple[RedistributionRow, ...]
     forward_bytes: int
     backward_bytes: int
     training: bool = True
@@ -105,7 +106,7 @@ class PlanData:
 
     @property
     def decisions(self) -> Decisions:
-        """What lowering needs of it."""
+        """The decisions alone, from which lowering makes the program."""
         return Decisions(
             cuts=self.cuts,
             storage=self.storage,
@@ -118,7 +119,7 @@ class PlanData:
 
     @property
     def computed_in(self) -> torch.dtype | None:
-        """`compute_dtype` as PyTorch's."""
+        """`compute_dtype` as a `torch.dtype`."""
         return None if self.compute_dtype is None else getattr(torch, self.compute_dtype)
 
     @property
@@ -128,21 +129,21 @@ class PlanData:
 
     @property
     def step_time(self) -> float | None:
-        """Predicted seconds of a training step; None if no cluster was named."""
+        """Predicted time of a training step in seconds; None if no cluster was named."""
         return None if self.step is None else self.step.seconds
 
     @property
     def global_batch(self) -> int | None:
-        """Samples of a step: those of the first input tensor, in all micro-batches; None if there
-        is no such input."""
+        """Samples per step: dimension 0 of the first input tensor times the micro-batches; None if
+        there is no such input."""
         shapes = (leaf["shape"] for leaf in self.inputs if isinstance(leaf, dict))
         samples = next((shape[0] for shape in shapes if shape), None)
         return None if samples is None else samples * self.pipeline.micro_batches
 
     @property
     def sequence(self) -> int | None:
-        """Tokens of a sample, where an embedding looks them up; None where samples are no
-        sequences."""
+        """Tokens per sample, if an embedding looks up an input of shape (batch, sequence); None
+        otherwise."""
         for row in self.operators:
             for _, shape, kind in row.inputs:
                 if row.operator == "aten.embedding" and kind == "input" and len(shape) == 2:
@@ -151,23 +152,23 @@ class PlanData:
 
     @property
     def strategies(self) -> dict[str, Strategy]:
-        """For each operator in how many parts each dimension of each input is cut, as torch stores
-        them: a linear layer's weight is (out_features, in_features)."""
+        """For each operator the number of shards of each dimension of each input, in PyTorch's
+        order of dimensions: a linear layer's weight is (out_features, in_features)."""
         return {row.name: row.strategy for row in self.operators}
 
     @property
     def without_rule(self) -> tuple[str, ...]:
-        """Operators that have no sharding rule; each device computes them whole."""
+        """Operators that have no sharding rule; every device computes them in full."""
         return tuple(row.name for row in self.operators if row.rule is None)
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of parameters that one device keeps, of the stage that keeps most."""
-        kept: dict[int, set[str]] = {}
+        """Bytes of parameters that one device stores, of the stage that stores most."""
+        stages: dict[int, set[str]] = {}
         for row in self.operators:
             names = (name for name, _, kind in row.inputs if kind == "parameter")
-            kept.setdefault(row.stage, set()).update(names)
-        return max((sum(map(self._stored_bytes, names)) for names in kept.values()), default=0)
+            stages.setdefault(row.stage, set()).update(names)
+        return max((sum(map(self._stored_bytes, names)) for names in stages.values()), default=0)
 
     def _stored_bytes(self, name: str) -> int:
         shape, dtype = self.parameters[name]
@@ -177,8 +178,8 @@ class PlanData:
 
     @cached_property
     def memory(self) -> Memory:
-        """What each device needs at most in a training step with the optimizer that was planned
-        for, found without devices by rehearsing the program; `memory_with` takes others.
+        """The peak memory of a device of each stage in a training step with the plan's optimizer,
+        from a dry run of the program without devices; `memory_with` takes other optimizers.
 
         Raises:
             PlanError: if the plan comes from a file, and so has no graph.
@@ -186,23 +187,23 @@ class PlanData:
         return self.memory_with(self.optimizer)
 
     def memory_with(self, optimizer: str | torch.optim.Optimizer) -> Memory:
-        """What each device needs at most in a training step with an optimizer.
+        """The peak memory of a device of each stage in a training step with an optimizer.
 
         Args:
-            optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer like the one to be used.
+            optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an instance of the optimizer to use.
 
         Raises:
-            PlanError: if there is no such optimizer, or the plan has no graph.
+            PlanError: if the optimizer is unknown, or the plan has no graph.
         """
-        graph, found = self._graph(), self.dry_runs
-        return memory(graph, self.mesh, self.decisions, self.pipeline, optimizer, found)
+        graph, dry_runs = self._graph(), self.dry_runs
+        return memory(graph, self.mesh, self.decisions, self.pipeline, optimizer, dry_runs)
 
     def timeline(self, cluster: Cluster | None = None) -> Timeline:
-        """When each pipeline stage does what in a step, and when it waits; `print` shows it.
+        """The timeline of each pipeline stage in a step, with its bubbles; `print` draws it.
 
         Args:
-            cluster: whose devices and links say how long parts take; without one, as long as they
-                have operations in their matrix products.
+            cluster: its devices and links determine how long a chunk takes; without one, the
+                FLOPs of the chunk's matrix products do.
 
         Raises:
             PlanError: if the plan comes from a file, and so has no graph.
@@ -211,16 +212,14 @@ class PlanData:
 
     def _graph(self) -> Graph:
         if self.graph is None:
-            raise PlanError(
-                "a plan from a file has no graph to rehearse: plan the model again with its options"
-            )
+            raise PlanError("a plan from a file has no graph for a dry run: plan the model again")
         return self.graph
 
     def row(self, name: str) -> OperatorRow:
-        """What was decided about the operator `name`.
+        """The row of the operator `name`.
 
         Raises:
-            PlanError: if there is none of that name; lists the nearest.
+            PlanError: if there is no operator of that name; lists the nearest.
         """
         for row in self.operators:
             if row.name == name:
@@ -234,7 +233,7 @@ def target_text(op: Op) -> str:
 
 
 def dtype_name(value: Value) -> str:
-    """Of a parameter the dtype in which it is stored, of an input that in which it is given."""
+    """The dtype in which a parameter is stored or an input is passed."""
     return str(value.stored_dtype).removeprefix("torch.")
 
 

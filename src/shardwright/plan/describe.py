@@ -1,4 +1,4 @@
-"""A plan as text in full, the same each time: no times, no addresses, no lines of source.
+"""A plan as text in full and reproducible: no timings, no addresses, no source lines.
 
 layer2: aten.linear, b k, j k -> b j
   cuts j/ab, b/c, strategy ((2,1),(4,1))
@@ -15,7 +15,13 @@ from collections.abc import Iterable, Iterator
 from shardwright.cost.memory import binary
 from shardwright.layout.layout import TensorLayout
 from shardwright.plan.data import PlanData
-from shardwright.plan.rows import ConversionRow, OperatorRow, cuts_text, shape_text, strategy_text
+from shardwright.plan.rows import (
+    OperatorRow,
+    RedistributionRow,
+    cuts_text,
+    shape_text,
+    strategy_text,
+)
 
 
 def dump(plan: PlanData) -> str:
@@ -27,9 +33,9 @@ def dump(plan: PlanData) -> str:
     for row in plan.operators:
         lines += [f"  {line}" for line in _operator(plan, row)]
     if plan.crossings:
-        lines += ["", "from stage to stage, for one micro-batch", *_crossings(plan)]
+        lines += ["", "between stages, per micro-batch", *_crossings(plan)]
     if plan.returned:
-        lines += ["", "returned"]
+        lines += ["", "outputs"]
         lines += [f"  {line}" for row in plan.returned for line in (row.value, _steps(row))]
     return "\n".join(lines) + "\n"
 
@@ -44,27 +50,27 @@ def _head(plan: PlanData) -> Iterator[str]:
         yield (
             f"{pipeline.stages} stages of {plan.mesh.num_devices} devices,"
             f" {pipeline.micro_batches} micro-batches, schedule {pipeline.schedule},"
-            f" {pipeline.chunks} chunks a stage"
+            f" {pipeline.chunks} chunk{'s' if pipeline.chunks > 1 else ''} per stage"
         )
     yield f"mode {plan.mode}({options}), for {'training' if plan.training else 'evaluation'}"
     yield (
         f"each device sends {plan.forward_bytes:,} bytes forward and {plan.backward_bytes:,}"
-        f" backward a step, and keeps {plan.parameter_bytes:,} bytes of parameters"
+        f" backward per step, and stores {plan.parameter_bytes:,} bytes of parameters"
     )
 
 
 def _crossings(plan: PlanData) -> Iterator[str]:
     for row in plan.crossings:
         yield (
-            f"  {row.stage} to {row.to_stage}: {', '.join(row.values)}: {row.forward_bytes:,} bytes"
-            f" there, {row.backward_bytes:,} back"
+            f"  stage {row.stage} to stage {row.to_stage}: {', '.join(row.values)}:"
+            f" {row.forward_bytes:,} bytes forward, {row.backward_bytes:,} backward"
         )
 
 
 def _inputs(plan: PlanData) -> Iterator[str]:
     for leaf in plan.inputs:
         if isinstance(leaf, dict):
-            yield f"  {leaf['name']} {leaf['dtype']} {list(leaf['shape'])}: whole"
+            yield f"  {leaf['name']} {leaf['dtype']} {list(leaf['shape'])}"
         else:
             yield f"  {leaf!r}"
 
@@ -72,8 +78,8 @@ def _inputs(plan: PlanData) -> Iterator[str]:
 def _parameters(plan: PlanData) -> Iterator[str]:
     for name, (dims, dtype) in plan.parameters.items():
         stored = TensorLayout(plan.mesh, plan.storage[name])
-        part = list(stored.shard_shape(dims))
-        yield f"  {name} {dtype} {list(dims)}: stored {stored.placement}, {part} on a device"
+        shard = list(stored.shard_shape(dims))
+        yield f"  {name} {dtype} {list(dims)}: stored as {stored.placement}, {shard} per device"
 
 
 def _operator(plan: PlanData, row: OperatorRow) -> Iterator[str]:
@@ -81,32 +87,35 @@ def _operator(plan: PlanData, row: OperatorRow) -> Iterator[str]:
     if plan.pipeline.stages > 1:
         yield f"  in stage {row.stage}"
     if row.rule is None:
-        yield "  computed whole on every device"
+        yield "  computed in full on every device"
     if row.pinned:
-        yield f"  pinned {plan.pins[row.name]}"
+        yield f"  pinned to {plan.pins[row.name]}"
     if row.segment:
         communication = plan.recompute[row.name].communication
-        kept = "" if communication else ", conversions inside are kept"
-        yield f"  computed again in the backward pass, in segment {row.segment}{kept}"
-    cuts = ", ".join(f"{factor}/{''.join(axes)}" for factor, axes in row.cuts.items())
-    yield f"  cuts {cuts or 'nothing'}, strategy {strategy_text(row.strategy)}"
-    ways = {c.input: c for c in row.conversions if c.input is not None}
+        saved = "" if communication else ", without its communication"
+        yield f"  recomputed in the backward pass, in segment {row.segment}{saved}"
+    yield f"  cuts {cuts_text(row) or 'none'}, strategy {strategy_text(row.strategy)}"
+    by_input = {c.input: c for c in row.conversions if c.input is not None}
     for index, ((name, dims, kind), layout) in enumerate(zip(row.inputs, row.read, strict=True)):
         yield f"  input {name} {list(dims)} {kind}: {layout.placement}"
-        if index in ways:
-            yield f"  {_steps(ways[index])}"
+        if index in by_input:
+            yield f"  {_steps(by_input[index])}"
     for inside in (c for c in row.conversions if not c.value):
         yield f"  inside: {_steps(inside).strip()}"
-    told = plan.outputs.get(row.name, (None,) * len(row.outputs))
-    for dims, layout, axes in zip(row.outputs, row.made, told, strict=True):
-        left = "" if axes is None else f", left {TensorLayout(plan.mesh, axes).placement}"
-        yield f"  output {list(dims)}: {layout.placement}{left}"
-    for way in (c for c in row.conversions if c.input is None and c.value):
-        yield f"  {_steps(way)}"
+    pinned = plan.outputs.get(row.name, (None,) * len(row.outputs))
+    for dims, layout, axes in zip(row.outputs, row.made, pinned, strict=True):
+        target = "" if axes is None else f", redistributed to {_placement(plan, axes)}"
+        yield f"  output {list(dims)}: {layout.placement}{target}"
+    for conversion in (c for c in row.conversions if c.input is None and c.value):
+        yield f"  {_steps(conversion)}"
 
 
-def _steps(conversion: ConversionRow) -> str:
-    shared = ", the rest shared with an operator before" if conversion.shared else ""
+def _placement(plan: PlanData, axes: tuple[tuple[int, ...], ...]) -> str:
+    return TensorLayout(plan.mesh, axes).placement
+
+
+def _steps(conversion: RedistributionRow) -> str:
+    shared = ", the rest shared with an earlier operator" if conversion.shared else ""
     return (
         f"  {', then '.join(conversion.steps)}: {conversion.forward_bytes:,} bytes forward,"
         f" {conversion.backward_bytes:,} backward{shared}"
@@ -114,26 +123,23 @@ def _steps(conversion: ConversionRow) -> str:
 
 
 def explanation(plan: PlanData, row: OperatorRow) -> str:
-    """Where one operator's inputs come from, how it is cut, and what that costs."""
+    """How one operator is sharded, where its inputs come from, and what that costs."""
     lines = [f"{row.name}: {row.operator}" + (f"  ({row.source})" if row.source else "")]
-    lines.append(f"  rule: {row.rule or 'none, computed whole on every device'}")
-    lines.append(f"  cuts: {cuts_text(row) or 'nothing'}")
-    kind = "a main operator, decided by its cost" if row.main else "decided by its neighbors"
-    if row.pinned:
-        kind = f"pinned as {plan.pins[row.name]}"
-    lines.append(f"  {kind}")
+    lines.append(f"  rule: {row.rule or 'none, computed in full on every device'}")
+    lines.append(f"  cuts: {cuts_text(row) or 'none'}")
+    origin = "main operator, chosen by cost" if row.main else "follows its neighbors"
+    lines.append(f"  pinned to {plan.pins[row.name]}" if row.pinned else f"  {origin}")
     lines += [f"  {line}" for line in _recomputed(plan, row)]
-    ways = {c.input: c for c in row.conversions if c.input is not None}
-    for index, ((name, sizes, origin), parts) in enumerate(
+    by_input = {c.input: c for c in row.conversions if c.input is not None}
+    for index, ((name, sizes, kind), counts) in enumerate(
         zip(row.inputs, row.strategy, strict=True)
     ):
-        cut = f"read in {'·'.join(map(str, parts))} parts" if max(parts, default=1) > 1 else "whole"
-        lines.append(f"  input {name} {shape_text(sizes)} ({origin}): {cut}")
-        if origin == "parameter" and name in plan.storage:
-            kept = tuple(plan.mesh.size(axes) for axes in plan.storage[name])
-            lines.append(f"    stored in {'·'.join(map(str, kept)) or '1'} parts")
-        if index in ways:
-            lines += [f"    {line}" for line in _conversion_lines(ways[index])]
+        lines.append(f"  input {name} {shape_text(sizes)} ({kind}): {_shards(counts)}")
+        if kind == "parameter" and name in plan.storage:
+            stored = tuple(plan.mesh.size(axes) for axes in plan.storage[name])
+            lines.append(f"    stored {_shards(stored)}")
+        if index in by_input:
+            lines += [f"    {line}" for line in _conversion_lines(by_input[index])]
     for conversion in row.conversions:
         if conversion.input is None:
             lines += [f"  {line}" for line in _conversion_lines(conversion)]
@@ -141,22 +147,30 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
     return "\n".join(lines)
 
 
+def _shards(counts: tuple[int, ...]) -> str:
+    """
+    >>> _shards((4, 1)), _shards((1, 1))
+    ('sharded 4·1', 'replicated')
+    """
+    return f"sharded {'·'.join(map(str, counts))}" if max(counts, default=1) > 1 else "replicated"
+
+
 def _recomputed(plan: PlanData, row: OperatorRow) -> Iterable[str]:
-    """How the operator is computed again in the backward pass, if that was asked."""
-    said = plan.recompute.get(row.name)
-    if row.segment and said is not None:
+    """Whether the operator is recomputed in the backward pass, if the plan marks it so."""
+    recompute = plan.recompute.get(row.name)
+    if row.segment and recompute is not None:
         count = sum(other.segment == row.segment for other in plan.operators)
-        others = f", with {count - 1} more operators" if count > 1 else ""
-        conversions = "are made again too" if said.communication else "are kept"
-        yield f"computed again in the backward pass in segment {row.segment}{others};"
-        yield f"conversions inside {conversions}"
-    elif said is not None:
-        yield f"in segment {said.segment}, but computed once: nothing is kept of it"
+        others = f" with {count - 1} more operators" if count > 1 else ""
+        repeated = "repeated" if recompute.communication else "not repeated"
+        yield f"recomputed in the backward pass in segment {row.segment}{others};"
+        yield f"communication inside the segment is {repeated}"
+    elif recompute is not None:
+        yield f"in segment {recompute.segment}, but not recomputed: autograd saves nothing of it"
 
 
-def _conversion_lines(conversion: ConversionRow) -> Iterable[str]:
+def _conversion_lines(conversion: RedistributionRow) -> Iterable[str]:
     yield from conversion.steps
-    shared = ", the rest shared with an operator before" if conversion.shared else ""
+    shared = ", the rest shared with an earlier operator" if conversion.shared else ""
     yield (
         f"sends {binary(conversion.forward_bytes)} forward, "
         f"{binary(conversion.backward_bytes)} backward{shared}"

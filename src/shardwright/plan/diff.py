@@ -1,4 +1,4 @@
-"""What two plans decide otherwise."""
+"""The differences between two plans."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from math import prod
 
 from shardwright.cost.memory import binary
 from shardwright.plan.data import PlanData
-from shardwright.plan.repeated_rows import folded_names
+from shardwright.plan.repeated_rows import fold_names
 from shardwright.plan.rows import OperatorRow, is_notable, seconds_text
 
-NONE, THERE = "-", "there"
+NONE, PRESENT = "-", "present"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that differs.
+    """One property in which two plans differ.
 
     Args:
-        what: `step`, `cuts`, `stage`, …
-        first, second: as it is in the one plan and in the other; `-` where it is in only one.
-        names: of the operators or parameters, of equal blocks as one; empty if it is about the
+        what: the property: `step time`, `cuts`, `stage`, …
+        first, second: its value in each plan; `-` in a plan that does not have it.
+        names: of the operators or parameters, repeated blocks as one; empty for a property of the
             whole plan.
     """
 
@@ -32,10 +32,11 @@ class Difference:
 
 
 def differences(first: PlanData, second: PlanData, every: bool = False) -> list[Difference]:
-    """What differs, from the whole to the single operator; nothing if the plans decide the same.
+    """The differences, from the whole plan to single operators; empty if the plans make the same
+    decisions.
 
     Args:
-        every: also of operators that only follow their neighbors.
+        every: also compare the cuts of operators that only follow their neighbors.
     """
     return [
         *(
@@ -49,7 +50,7 @@ def differences(first: PlanData, second: PlanData, every: bool = False) -> list[
 
 
 def _whole(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """What is said of a plan in one word."""
+    """The properties of a whole plan."""
     step, pipeline = plan.step, plan.pipeline
     yield "model", plan.fingerprint
     yield "devices", f"{plan.devices}"
@@ -61,67 +62,68 @@ def _whole(plan: PlanData) -> Iterator[tuple[str, str]]:
     yield "global batch", NONE if plan.global_batch is None else f"{plan.global_batch}"
     yield "sharding", NONE if plan.sharding is None else plan.sharding.level
     yield "cluster", NONE if step is None else step.cluster
-    yield "time of a step", NONE if step is None else seconds_text(step.seconds)
-    yield "bubbles", NONE if step is None else f"{step.bubble:.1%}"
+    yield "step time", NONE if step is None else seconds_text(step.seconds)
+    yield "pipeline bubbles", NONE if step is None else f"{step.bubble:.1%}"
     yield "sent forward", binary(plan.forward_bytes)
     yield "sent backward", binary(plan.backward_bytes)
-    yield "parameters kept", binary(plan.parameter_bytes)
-    yield "computed again", f"{sum(bool(row.segment) for row in plan.operators)} operators"
+    yield "parameters stored", binary(plan.parameter_bytes)
+    yield "operators recomputed", f"{sum(bool(row.segment) for row in plan.operators)}"
 
 
-Found = tuple[str, str, str, str]
-"""A name, what differs of it, and how it is in the one and in the other."""
+Comparison = tuple[str, str, str, str]
+"""A name, a property, and its value in the first and in the second plan."""
 
 
-def _operators(first: PlanData, second: PlanData, every: bool) -> Iterator[Found]:
+def _operators(first: PlanData, second: PlanData, every: bool) -> Iterator[Comparison]:
     letters = first.mesh == second.mesh
     staged = first.pipeline.stages > 1 or second.pipeline.stages > 1
-    ours = {row.name: row for row in first.operators}
-    theirs = {row.name: row for row in second.operators}
-    for name in {**ours, **theirs}:
-        one, other = ours.get(name), theirs.get(name)
+    first_rows = {row.name: row for row in first.operators}
+    second_rows = {row.name: row for row in second.operators}
+    for name in {**first_rows, **second_rows}:
+        one, other = first_rows.get(name), second_rows.get(name)
         if one is None or other is None:
-            yield name, "operator", NONE if one is None else THERE, NONE if other is None else THERE
+            first_has, second_has = (NONE if row is None else PRESENT for row in (one, other))
+            yield name, "operator", first_has, second_has
             continue
         if every or is_notable(one) or is_notable(other):
             yield name, "cuts", _cuts(first, one, letters), _cuts(second, other, letters)
         if staged:
             yield name, "stage", f"{one.stage}", f"{other.stage}"
-        yield name, "computed", _computed(one), _computed(other)
+        yield name, "recomputed", _recomputed(one), _recomputed(other)
 
 
 def _cuts(plan: PlanData, row: OperatorRow, letters: bool) -> str:
-    """By the axes, or where these are others in the two plans by the number of parts."""
+    """Each factor with its axes, or where the plans' axes differ with its number of shards."""
     sizes = dict(zip(plan.mesh.alias_names, plan.mesh.device_matrix, strict=True))
-    said = (
+    cuts = (
         f"{factor}/{''.join(axes) if letters else prod(sizes[axis] for axis in axes)}"
         for factor, axes in row.cuts.items()
     )
-    return ", ".join(said) or "whole"
+    return ", ".join(cuts) or "none"
 
 
-def _computed(row: OperatorRow) -> str:
-    return "again" if row.segment else "once"
+def _recomputed(row: OperatorRow) -> str:
+    return "yes" if row.segment else "no"
 
 
-def _storage(first: PlanData, second: PlanData) -> Iterator[Found]:
-    """Into how many parts each dimension of a parameter is cut where it is stored."""
+def _storage(first: PlanData, second: PlanData) -> Iterator[Comparison]:
+    """The number of shards in which each dimension of a parameter is stored."""
     for name in first.storage:
         if name in second.storage:
-            yield name, "stored in", _parts(first, name), _parts(second, name)
+            yield name, "storage", _shards(first, name), _shards(second, name)
 
 
-def _parts(plan: PlanData, name: str) -> str:
+def _shards(plan: PlanData, name: str) -> str:
     return "·".join(str(plan.mesh.size(axes)) for axes in plan.storage[name]) or "1"
 
 
-def _of_names(found: Iterable[Found]) -> Iterator[Difference]:
-    """What differs alike as one, under all names of which it is so."""
+def _of_names(comparisons: Iterable[Comparison]) -> Iterator[Difference]:
+    """Equal differences as one, with all names that they apply to."""
     groups: dict[tuple[str, str, str], list[str]] = {}
-    for name, what, one, other in found:
+    for name, what, one, other in comparisons:
         if one != other:
             groups.setdefault((what, one, other), []).append(name)
     kinds = list(dict.fromkeys(what for what, _, _ in groups))
     by_kind = sorted(groups.items(), key=lambda group: kinds.index(group[0][0]))
     for (what, one, other), names in by_kind:
-        yield Difference(what, one, other, tuple(folded_names(names)))
+        yield Difference(what, one, other, tuple(fold_names(names)))

@@ -1,4 +1,4 @@
-"""Plans as JSON text."""
+"""Plans as JSON."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.decisions import OptimizerParallel, Recompute
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.plan.data import PlanData
-from shardwright.plan.rows import ConversionRow, CrossingRow, OperatorRow, StepRow
+from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow
 
 VERSION = 3
 
 OF_THIS_RUN = {"graph", "optimizer", "dry_runs"}
-"""Fields that are not written: a plan from a file has no memory to rehearse."""
+"""Fields that are not written; without them, a plan from a file cannot predict its memory."""
 
 
 def plan_to_json(plan: PlanData) -> str:
@@ -32,7 +32,7 @@ def plan_to_json(plan: PlanData) -> str:
     data["crossings"] = [asdict(row) for row in plan.crossings]
     data["step"] = None if plan.step is None else asdict(plan.step)
     data["sharding"] = None if plan.sharding is None else asdict(plan.sharding)
-    data["recompute"] = {name: asdict(said) for name, said in plan.recompute.items()}
+    data["recompute"] = {name: asdict(mark) for name, mark in plan.recompute.items()}
     data["pipeline"] = asdict(plan.pipeline)
     data["pins"] = {name: strategy.to_dict() for name, strategy in plan.pins.items()}
     return json.dumps({"version": VERSION, "devices": plan.devices, **data}, indent=1)
@@ -43,23 +43,23 @@ def plan_fields(text: str, where: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise PlanError(f"{where}: not a plan, it is not JSON: {error}") from None
+        raise PlanError(f"{where}: not a plan: invalid JSON: {error}") from None
     if not isinstance(data, dict) or data.get("version") != VERSION:
-        found = data.get("version") if isinstance(data, dict) else None
+        version = data.get("version") if isinstance(data, dict) else None
         raise PlanError(
-            f"{where}: a plan of version {found!r}; this Shardwright reads version {VERSION}: "
-            "make the plan again with `shardwright plan`"
+            f"{where}: plan version {version!r} is not supported, only version {VERSION} is; "
+            "run `shardwright plan` again"
         )
     try:
         return _fields(data)
     except (KeyError, TypeError) as error:
-        raise PlanError(f"{where}: not a complete plan: {error!r}") from None
+        raise PlanError(f"{where}: incomplete plan: {error!r}") from None
 
 
 def _fields(data: dict[str, Any]) -> dict[str, Any]:
     known = {f.name for f in fields(PlanData)} - OF_THIS_RUN - {"memory_limit"}
     values = {key: data[key] for key in known}
-    values["memory_limit"] = data.get("memory_limit")  # it may be missing: nothing depends on it
+    values["memory_limit"] = data.get("memory_limit")  # optional
     mesh = data["mesh"]
     values["mesh"] = Layout(tuple(mesh["device_matrix"]), tuple(mesh["alias_names"]))
     values["cuts"] = {
@@ -67,12 +67,12 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
         for name, factors in data["cuts"].items()
     }
     values["storage"] = {name: _tuples(axes) for name, axes in data["storage"].items()}
-    values["outputs"] = {name: _tuples(left) for name, left in data["outputs"].items()}
+    values["outputs"] = {name: _tuples(entries) for name, entries in data["outputs"].items()}
     values["arrivals"] = {name: _tuples(axes) for name, axes in data["arrivals"].items()}
     values["step"] = None if data["step"] is None else StepRow(**data["step"])
     sharding = data["sharding"]
     values["sharding"] = None if sharding is None else OptimizerParallel(**sharding)
-    values["recompute"] = {name: Recompute(**said) for name, said in data["recompute"].items()}
+    values["recompute"] = {name: Recompute(**mark) for name, mark in data["recompute"].items()}
     pipeline = dict(data["pipeline"])
     if "part_of" in pipeline:  # as it was called before version 0.1.0
         pipeline["chunk_of"] = pipeline.pop("part_of")
@@ -111,8 +111,8 @@ def _operator_row(data: dict[str, Any], mesh: Layout) -> OperatorRow:
     return OperatorRow(**values)
 
 
-def _conversion_row(data: dict[str, Any]) -> ConversionRow:
-    return ConversionRow(**{**data, "steps": tuple(data["steps"])})
+def _conversion_row(data: dict[str, Any]) -> RedistributionRow:
+    return RedistributionRow(**{**data, "steps": tuple(data["steps"])})
 
 
 def _layout_data(layout: TensorLayout) -> dict[str, Any]:

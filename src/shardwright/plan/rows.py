@@ -1,4 +1,4 @@
-"""What a plan tells of each operator, ready to be read: shapes, cuts, conversions and bytes."""
+"""The rows of a plan: for each operator its shapes, cuts, redistributions and bytes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Strategy = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class ConversionRow:
-    """A value's way from the layout in which it is made to the one in which it is read.
+class RedistributionRow:
+    """The redistribution of a value from its producer's layout to the one a consumer reads.
 
     Args:
         value: its name; empty for the all-reduces inside an operator.
-        steps: the collectives, in words.
-        forward_bytes, backward_bytes: what one device sends for the steps that no other consumer
-            of the value has asked for before.
-        shared: whether some step is shared with an operator above.
-        input: index of the input that is read so; None for what is no input.
+        steps: one description per collective.
+        forward_bytes, backward_bytes: sent by one device for the steps that no earlier consumer
+            of the value needs too.
+        shared: whether an earlier operator shares some of the steps.
+        input: index of the redistributed input; None if the value is not an input.
     """
 
     value: str
@@ -33,13 +33,13 @@ class ConversionRow:
 
 @dataclass(frozen=True)
 class CrossingRow:
-    """What goes from one part of a model to the next, if they lie on different stages.
+    """The values that one chunk of a model sends to the next, if they are on different stages.
 
     Args:
-        stage, to_stage: of the two parts.
-        values: names of what crosses.
-        forward_bytes, backward_bytes: that one device sends for one micro-batch: there the values,
-            back their gradients.
+        stage, to_stage: the sending and the receiving stage.
+        values: names of the values.
+        forward_bytes, backward_bytes: sent by one device per micro-batch: the values forward,
+            their gradients backward.
     """
 
     stage: int
@@ -55,19 +55,20 @@ class OperatorRow:
 
     Args:
         name: module path.
-        operator: what it computes, `aten.linear`.
-        rule: its sharding rule in words; None if it has none and is computed whole everywhere.
+        operator: its target, `aten.linear`.
+        rule: its sharding rule as text; None if it has none, so that every device computes it in
+            full.
         inputs: name, shape and kind of each tensor input.
         outputs: shapes.
-        cuts: factor → the axes that cut it, by name.
-        read: the layout in which each input is read.
-        made: the layout in which each output is made.
-        conversions: of its inputs, and all-reduces inside it.
-        source: the user's line.
-        main: whether the search decided it by cost.
-        pinned: whether the user said how it is cut.
-        segment: the operators that it is computed again with in the backward pass; empty if it is
-            computed once.
+        cuts: factor → names of the axes that shard it.
+        read: the layout in which it reads each input.
+        made: the layout in which it produces each output.
+        conversions: redistributions of its inputs, and all-reduces inside it.
+        source: the line of user code.
+        main: whether the search chose its cuts by cost.
+        pinned: whether the user fixed its cuts.
+        segment: the recompute segment it belongs to; empty if it is not recomputed in the
+            backward pass.
         stage: the pipeline stage that computes it.
     """
 
@@ -79,7 +80,7 @@ class OperatorRow:
     cuts: dict[str, tuple[str, ...]]
     read: tuple[TensorLayout, ...]
     made: tuple[TensorLayout, ...]
-    conversions: tuple[ConversionRow, ...]
+    conversions: tuple[RedistributionRow, ...]
     source: str
     main: bool
     pinned: bool = False
@@ -88,25 +89,25 @@ class OperatorRow:
 
     @property
     def strategy(self) -> Strategy:
-        """In how many equal parts each dimension of each input is cut."""
+        """The number of shards of each dimension of each input."""
         return tuple(layout.shard_counts for layout in self.read)
 
     @property
     def bytes(self) -> int:
-        """Bytes that one device sends for the conversions of its inputs, forward and backward."""
+        """Bytes that one device sends for its redistributions, forward and backward."""
         return sum(c.forward_bytes + c.backward_bytes for c in self.conversions)
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """What a training step takes on a cluster, in seconds.
+    """The predicted time of a training step on a cluster, in seconds.
 
     Args:
         cluster: its name.
-        seconds: the whole step.
-        computation: what the busiest stage computes.
-        communication: what a stage waits at most for communication within it.
-        bubble: the share of all stages' time in which they wait for another.
+        seconds: of the step.
+        computation: of the busiest stage.
+        communication: exposed communication within a stage, of the stage that has most of it.
+        bubble: fraction of all stages' time that is pipeline bubbles.
     """
 
     cluster: str
@@ -117,7 +118,7 @@ class StepRow:
 
 
 def is_notable(row: OperatorRow) -> bool:
-    """Whether there is more to say of an operator than that it follows its neighbors."""
+    """Whether the table shows the operator by default: it does not merely follow its neighbors."""
     return row.main or row.pinned or row.rule is None or row.bytes > 0
 
 
@@ -130,17 +131,17 @@ def shape_text(sizes: Shape) -> str:
 
 
 def cuts_text(row: OperatorRow) -> str:
-    """`b/ab, k/c`: each factor that is cut, with its axes."""
+    """`b/ab, k/c`: each sharded factor with its axes."""
     return ", ".join(f"{factor}/{''.join(axes)}" for factor, axes in row.cuts.items())
 
 
-def strategy_text(parts: Strategy) -> str:
+def strategy_text(strategy: Strategy) -> str:
     """
     >>> strategy_text(((2, 4), (4,)))
     '((2,4),(4,))'
     """
-    inner = ",".join(f"({','.join(map(str, p))}{',' if len(p) == 1 else ''})" for p in parts)
-    return f"({inner}{',' if len(parts) == 1 else ''})"
+    inner = ",".join(f"({','.join(map(str, c))}{',' if len(c) == 1 else ''})" for c in strategy)
+    return f"({inner}{',' if len(strategy) == 1 else ''})"
 
 
 def seconds_text(number: float) -> str:

@@ -1,4 +1,4 @@
-"""A plan as strategies of its operators, in the words in which users say them."""
+"""A plan as one strategy per operator, in the form in which users write them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from shardwright.plan.rows import OperatorRow
 
 
 def strategies(plan: PlanData) -> dict[str, FileEntry]:
-    """What is to be said of each operator and each module to get the cuts of `plan` again.
+    """The strategies of operators and modules that reproduce the cuts of `plan`.
 
-    Operators without a sharding rule are left out, nothing can be said of them.
+    Operators without a sharding rule are left out: they have no strategy.
     """
-    found = {
+    entries = {
         row.name: FileEntry(plan.pins.get(row.name) or _strategy(plan, row))
         for row in plan.operators
         if row.rule is not None
     }
     for name, entry in _stored(plan):
         module, _, parameter = name.rpartition(".")
-        said = found.get(module, FileEntry(None))
-        found[module] = replace(said, parameters={**said.parameters, parameter: entry})
-    return found
+        of_module = entries.get(module, FileEntry(None))
+        parameters = {**of_module.parameters, parameter: entry}
+        entries[module] = replace(of_module, parameters=parameters)
+    return entries
 
 
 def _strategy(plan: PlanData, row: OperatorRow) -> OperatorStrategy:
@@ -43,22 +44,22 @@ def _strategy(plan: PlanData, row: OperatorRow) -> OperatorStrategy:
 
 
 def _outputs(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
-    """Layouts of the outputs where they are told, or alone say how a factor is cut."""
-    told = plan.outputs.get(row.name)
-    if told is not None:
-        return tuple(None if axes is None else TensorLayout(plan.mesh, axes) for axes in told)
+    """Layouts of the outputs where they are pinned, or where a factor appears only in them."""
+    pinned = plan.outputs.get(row.name)
+    if pinned is not None:
+        return tuple(None if axes is None else TensorLayout(plan.mesh, axes) for axes in pinned)
     read = {axis for layout in row.read for axis in layout.sharded}
     cut = {plan.mesh.axis(axis) for axes in row.cuts.values() for axis in axes}
     return tuple(_placed(layout) for layout in row.made) if cut - read else None
 
 
 def _placed(layout: TensorLayout) -> TensorLayout:
-    """Only what is cut: users do not say that a value is a partial sum."""
+    """Only the sharding: users do not write that a value is a partial sum."""
     return replace(layout, partial=frozenset(), varying=frozenset())
 
 
 def _suffice(plan: PlanData, graph: Graph, counts: OperatorStrategy, row: OperatorRow) -> bool:
-    """Whether counts are read as the same cuts."""
+    """Whether counts of shards alone are resolved to the same cuts."""
     if plan.mesh.device_matrix != prime_mesh(plan.devices).device_matrix:
         return False
     try:
@@ -69,7 +70,7 @@ def _suffice(plan: PlanData, graph: Graph, counts: OperatorStrategy, row: Operat
 
 
 def _stored(plan: PlanData) -> Iterator[tuple[str, Entry]]:
-    """The parameters that are stored otherwise than as they are used, and how."""
+    """The parameters whose storage layout differs from the one in which they are used."""
     used: dict[str, tuple[Axes, ...]] = {}
     for row in plan.operators:
         for (name, _, kind), layout in zip(row.inputs, row.read, strict=True):

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from shardwright.cost.memory import binary
 from shardwright.plan.data import PlanData
-from shardwright.plan.repeated_rows import Fold, folded, folded_crossings, folded_names
+from shardwright.plan.repeated_rows import Fold, fold_crossings, fold_names, fold_rows
 from shardwright.plan.rows import (
     OperatorRow,
     cuts_text,
@@ -21,7 +21,7 @@ from shardwright.plan.rows import (
 )
 
 WIDTH = 140
-"""Columns that `print(plan)` takes, and `shardwright plan` when it does not go to a terminal."""
+"""Width in columns of `print(plan)`, and of `shardwright plan` when stdout is not a terminal."""
 
 
 def plan_text(plan: PlanData, every: bool = False, width: int = WIDTH) -> str:
@@ -31,15 +31,15 @@ def plan_text(plan: PlanData, every: bool = False, width: int = WIDTH) -> str:
     console.print(
         "\n".join(plan_summary(plan, every)), highlight=False, markup=False, soft_wrap=True
     )
-    written: StringIO = console.file  # type: ignore[assignment]
-    return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
+    stream: StringIO = console.file  # type: ignore[assignment]
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
 def plan_table(plan: PlanData, every: bool = False) -> Table:
-    """Operator, shapes, cuts, strategy, conversions and bytes; equal blocks as one row.
+    """Operator, shapes, cuts, strategy, redistributions and bytes; repeated blocks as one row.
 
     Args:
-        every: show also the operators that follow their neighbors without talking.
+        every: also show operators that follow their neighbors without communication.
     """
     sizes = "·".join(str(size) for size in plan.mesh.device_matrix) or "1"
     names = "".join(plan.mesh.alias_names)
@@ -47,25 +47,25 @@ def plan_table(plan: PlanData, every: bool = False) -> Table:
     stages = f"{plan.pipeline.stages} stages x " if staged else ""
     title = f"Plan for {plan.devices} devices = {stages}{sizes}"
     title += f", axes {names}" if names else ""
-    shown = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-    for column in ("operator", "shapes", "cuts", "strategy", "conversions: forward / backward"):
-        shown.add_column(column, overflow="fold")
-    shown.add_column("bytes", justify="right", no_wrap=True)
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for column in ("operator", "shapes", "cuts", "strategy", "redistribution: forward / backward"):
+        table.add_column(column, overflow="fold")
+    table.add_column("bytes", justify="right", no_wrap=True)
     if staged:
-        shown.add_column("stage", justify="right", no_wrap=True)
-    for fold in folded([row for row in plan.operators if every or is_notable(row)]):
+        table.add_column("stage", justify="right", no_wrap=True)
+    for fold in fold_rows([row for row in plan.operators if every or is_notable(row)]):
         row = fold.row
-        shown.add_row(
+        table.add_row(
             row.name,
             _shapes(row),
-            cuts_text(row) if row.rule is not None else "no rule: whole",
+            cuts_text(row) if row.rule is not None else "no rule: replicated",
             _strategy(fold),
-            "\n".join(_conversions(row)),
+            "\n".join(_redistributions(row)),
             binary(row.bytes) if row.bytes else "",
             *([fold.stages] if staged else []),
             style="bold" if row.main else None,
         )
-    return shown
+    return table
 
 
 def _shapes(row: OperatorRow) -> str:
@@ -74,16 +74,17 @@ def _shapes(row: OperatorRow) -> str:
 
 
 def _strategy(fold: Fold) -> str:
-    """In how many parts each input is cut, where it is; marked where the user said so, and where
-    operators are computed again in the backward pass."""
+    """The number of shards of each input, if it is sharded; with marks for pinned and for
+    recomputed operators."""
     row = fold.row
-    parts = strategy_text(row.strategy) if row.cuts or row.pinned else ""
-    return " ".join(word for word in (parts, "pinned" if row.pinned else "", fold.again) if word)
+    strategy = strategy_text(row.strategy) if row.cuts or row.pinned else ""
+    pinned = "pinned" if row.pinned else ""
+    return " ".join(word for word in (strategy, pinned, fold.recomputed) if word)
 
 
-def _conversions(row: OperatorRow) -> Iterable[str]:
+def _redistributions(row: OperatorRow) -> Iterable[str]:
     for conversion in row.conversions:
-        words = [part for part in conversion.value.split(".") if not part.isdigit()]
+        words = [word for word in conversion.value.split(".") if not word.isdigit()]
         short = ".".join(words[-2:]) or "inside"
         mark = " (shared)" if conversion.shared else ""
         yield f"{short}: {', then '.join(conversion.steps)}{mark}"
@@ -96,67 +97,66 @@ def plan_summary(plan: PlanData, every: bool = False) -> list[str]:
         f"{plan.mode}({options}); captured in {plan.capture_seconds:.2f} s, "
         f"searched in {plan.search_seconds * 1e3:.1f} ms",
         f"each device sends {binary(plan.forward_bytes)} forward and {binary(plan.backward_bytes)} "
-        f"backward a step, and keeps {binary(plan.parameter_bytes)} of parameters",
+        f"backward per step, and stores {binary(plan.parameter_bytes)} of parameters",
     ]
-    for part in (_batch, _stages, _seconds, _again, _needs, _idle):
-        lines += part(plan)
-    silent = sum(not is_notable(row) for row in plan.operators)
-    if silent and not every:
+    for section in (_batch, _stages, _step_time, _recomputed, _memory, _unused_axes):
+        lines += section(plan)
+    hidden = sum(not is_notable(row) for row in plan.operators)
+    if hidden and not every:
         lines.append(
-            f"{silent} more operators follow their neighbors and send nothing: "
-            "plan.text(every=True), --every"
+            f"{hidden} more operators follow their neighbors without communication: "
+            "shown with plan.text(every=True), --every"
         )
     if plan.without_rule:
         lines.append(
-            "without a sharding rule, computed whole on every device: "
-            + ", ".join(folded_names(plan.without_rule))
+            "no sharding rule, so every device computes them in full: "
+            + ", ".join(fold_names(plan.without_rule))
         )
     return lines
 
 
 def _batch(plan: PlanData) -> Iterable[str]:
-    """The global batch, and the pieces in which it is computed."""
-    samples, pieces = plan.global_batch, plan.pipeline.micro_batches
+    """The global batch and its micro-batches."""
+    samples, micro_batches = plan.global_batch, plan.pipeline.micro_batches
     if samples is None:
         return
     line = f"global batch of {samples:,} samples"
     if plan.sequence is not None:
         line = f"global batch of {samples:,} sequences of {plan.sequence:,} tokens"
-    if pieces > 1:
+    if micro_batches > 1:
         line += (
-            f", in {pieces:,} micro-batches of {samples // pieces:,}; shapes and conversions are"
-            " those of one micro-batch"
+            f", in {micro_batches:,} micro-batches of {samples // micro_batches:,}; shapes and"
+            " redistributions are per micro-batch"
         )
     yield line
 
 
 def _stages(plan: PlanData) -> Iterable[str]:
-    """Stages, their schedule, and what goes from stage to stage."""
+    """Stages, their schedule, and what they send to each other."""
     pipeline = plan.pipeline
     if pipeline.stages > 1:
-        chunks = f", {pipeline.chunks} chunks a stage" if pipeline.chunks > 1 else ""
+        chunks = f", {pipeline.chunks} chunks per stage" if pipeline.chunks > 1 else ""
         yield (
-            f"{pipeline.stages} stages of {plan.mesh.num_devices} devices{chunks}, in the order"
-            f" {pipeline.schedule}"
+            f"{pipeline.stages} stages of {plan.mesh.num_devices} devices{chunks},"
+            f" schedule {pipeline.schedule}"
         )
-    for crossing in folded_crossings(plan.crossings):
+    for crossing in fold_crossings(plan.crossings):
         yield (
-            f"{crossing.way}: {', '.join(crossing.values)};"
-            f" {binary(crossing.forward_bytes)} there and {binary(crossing.backward_bytes)} back a"
-            " micro-batch"
+            f"{crossing.stages}: {', '.join(crossing.values)};"
+            f" {binary(crossing.forward_bytes)} forward, {binary(crossing.backward_bytes)} backward"
+            " per micro-batch"
         )
 
 
-def _seconds(plan: PlanData) -> Iterable[str]:
-    """What a step takes, where a cluster was named."""
+def _step_time(plan: PlanData) -> Iterable[str]:
+    """The predicted time of a step, if a cluster was named."""
     step = plan.step
     if step is not None:
-        bubble = f", {step.bubble:.1%} of the stages' time in bubbles" if step.bubble else ""
-        takes = seconds_text(step.seconds)
+        bubble = f", pipeline bubbles {step.bubble:.1%}" if step.bubble else ""
         yield (
-            f"a step takes {takes} on {step.cluster}{_speed(plan, step.seconds)}:"
-            f" computation {seconds_text(step.computation)}, communication that it waits for"
-            f" {seconds_text(step.communication)}{bubble}"
+            f"step time on {step.cluster}: {seconds_text(step.seconds)}"
+            f"{_speed(plan, step.seconds)}; computation {seconds_text(step.computation)}, exposed"
+            f" communication {seconds_text(step.communication)}{bubble}"
         )
 
 
@@ -164,66 +164,63 @@ def _speed(plan: PlanData, seconds: float) -> str:
     if plan.global_batch is None:
         return ""
     if plan.sequence is None:
-        return f", {plan.global_batch / seconds:,.0f} samples a second"
-    return f", {plan.global_batch * plan.sequence / seconds:,.0f} tokens a second"
+        return f", {plan.global_batch / seconds:,.0f} samples/s"
+    return f", {plan.global_batch * plan.sequence / seconds:,.0f} tokens/s"
 
 
-def _needs(plan: PlanData) -> Iterable[str]:
-    """How much memory a device of the stage that needs most needs, and what of it is for what; how
-    much the others. Only where the plan has its graph to find it out."""
+def _memory(plan: PlanData) -> Iterable[str]:
+    """The peak memory of a device of the stage that needs most, by purpose, and the peaks of the
+    other stages. Only a plan with its graph knows them."""
     if plan.graph is None or not plan.training:
         return
     stages = sorted(plan.memory.stages, key=lambda stage: stage.peak)
     most, others = stages[-1], stages[:-1]
     sizes = ((getattr(most, name), name) for name in most.NAMES)
-    parts = ", ".join(
+    purposes = ", ".join(
         f"{name} {binary(number)}" for number, name in sorted(sizes, reverse=True) if number
     )
-    who = f"each device of stage {most.stage}" if others else "each device"
+    place = f" (stage {most.stage})" if others else ""
     yield (
-        f"{who} needs {binary(most.peak)} at most in a training step with"
-        f" {plan.memory.optimizer}{_limit(plan)}: {parts}"
+        f"peak memory per device{place}, training with {plan.memory.optimizer}:"
+        f" {binary(most.peak)}{_limit(plan)}; {purposes}"
     )
     if not others:
         return
-    if len(others) > 1:
-        ends = (f"{binary(each.peak)} (stage {each.stage})" for each in (others[0], others[-1]))
-        yield f"the others need {' to '.join(ends)}"
-    else:
-        yield f"each of stage {others[0].stage} needs {binary(others[0].peak)}"
+    ends = others if len(others) == 1 else (others[0], others[-1])
+    peaks = " to ".join(f"{binary(stage.peak)} (stage {stage.stage})" for stage in ends)
+    yield f"peak memory of the other stage{'s' if len(others) > 1 else ''}: {peaks}"
     if plan.step is None:
-        bubbles = plan.timeline().bubble
-        yield f"stages wait for {bubbles:.1%} of the time, if operations say how long parts take"
+        yield f"pipeline bubbles: {plan.timeline().bubble:.1%}, estimated from FLOPs alone"
 
 
 def _limit(plan: PlanData) -> str:
-    """Against what a device has."""
+    """The memory of a device, if it is known."""
     limit = plan.memory_limit
     if limit is None:
         return ""
     if plan.memory.peak > limit:
-        return f", more than the {binary(limit)} that it has"
-    return f", of {binary(limit)} that it has"
+        return f", over the limit of {binary(limit)}"
+    return f" of {binary(limit)}"
 
 
-def _again(plan: PlanData) -> Iterable[str]:
-    """How much is computed again in the backward pass."""
+def _recomputed(plan: PlanData) -> Iterable[str]:
+    """How many operators are recomputed in the backward pass."""
     rows = [row for row in plan.operators if row.segment]
     if rows:
         segments = len({row.segment for row in rows})
         yield (
-            f"{len(rows)} operators in {segments} segment{'s' if segments > 1 else ''} are computed"
-            " again in the backward pass"
+            f"{len(rows)} operators in {segments} segment{'s' if segments > 1 else ''} are"
+            " recomputed in the backward pass"
         )
 
 
-def _idle(plan: PlanData) -> list[str]:
-    """Names the axes that cut no operator: the devices along them all do the same work."""
+def _unused_axes(plan: PlanData) -> Iterable[str]:
+    """The axes that shard no operator: devices along them compute the same result."""
     used = {axis for factors in plan.cuts.values() for axes in factors.values() for axis in axes}
-    idle = tuple(axis for axis in range(len(plan.mesh.device_matrix)) if axis not in used)
-    if not idle:
-        return []
-    names = "".join(plan.mesh.alias_names[axis] for axis in idle)
-    return [
-        f"nothing is cut over {names}: groups of {plan.mesh.size(idle)} devices do the same work"
-    ]
+    unused = tuple(axis for axis in range(len(plan.mesh.device_matrix)) if axis not in used)
+    if unused:
+        names = "".join(plan.mesh.alias_names[axis] for axis in unused)
+        axes = f"axes {names} are" if len(unused) > 1 else f"axis {names} is"
+        size, devices = plan.mesh.size(unused), plan.mesh.num_devices
+        copies = f"{size} devices" if size == devices else f"groups of {size} devices"
+        yield f"{axes} unused: {copies} compute the same result"
