@@ -82,7 +82,7 @@ def test_ranks_in_another_order_count_as_they_stand(tiny: Cluster) -> None:
 
 
 def test_more_devices_than_the_cluster_has_are_an_error(tiny: Cluster) -> None:
-    with pytest.raises(ConfigError, match="'tiny' has 16 devices, and 32 are asked for"):
+    with pytest.raises(ConfigError, match="'tiny' has 16 devices, but 32 were requested"):
         tiny.levels_of(prime_mesh(32))
 
 
@@ -105,10 +105,14 @@ def test_devices_that_share_a_processor_are_slower_in_proportion(tiny: Cluster) 
         ("memory: 2 GiB", "memory: -1", "device.memory must be a positive number"),
         ("memory: 2 GiB", "memry: 2 GiB", "unknown key device.memry; valid are memory"),
         ("  memory_bandwidth: 1 TB/s\n", "", "device.memory_bandwidth is missing"),
-        ("50%", "150%", "device.matrix_efficiency is a share of 1, not 1.5"),
-        ("float32:", "float31:", "rates.float31 is no dtype of torch"),
+        ("50%", "150%", "device.matrix_efficiency must be at most 1"),
+        ("float32:", "float31:", "rates.float31 is not a torch dtype"),
         ("devices: 4,", "", r"levels\[0\].devices is missing"),
-        ("devices: 16", "devices: 6", r"levels\[1\].devices is 6, which is no multiple of the 4"),
+        (
+            "devices: 16",
+            "devices: 6",
+            r"levels\[1\].devices is 6, which is not a multiple of the 4",
+        ),
         (
             "latency: 2 us",
             "latency: 2 us, collectives: nccl",
@@ -116,7 +120,7 @@ def test_devices_that_share_a_processor_are_slower_in_proportion(tiny: Cluster) 
         ),
         ("devices: 16", "devices: many", r"levels\[1\].devices must be a positive whole number"),
         (TEXT, "[1, 2]", "the file must be a mapping"),
-        (TEXT, "a: [", "this is not YAML"),
+        (TEXT, "a: [", "not valid YAML"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(old: str, new: str, message: str) -> None:

@@ -90,9 +90,9 @@ def save(cluster: Cluster) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "w", dir=file.parent, delete=False, encoding="utf-8"
-        ) as draft:
-            draft.write(cluster_to_yaml(replace(cluster, name=LOCAL)))
-        Path(draft.name).replace(file)
+        ) as partial:
+            partial.write(cluster_to_yaml(replace(cluster, name=LOCAL)))
+        Path(partial.name).replace(file)
     except OSError as error:
         logger.warning("measurements of this machine are not kept: %s", error)
 

@@ -148,8 +148,8 @@ class Cluster:
         most = self.levels[-1].devices
         if most is not None and devices > most:
             raise ConfigError(
-                f"cluster {self.name!r} has {most} devices, and {devices} are asked for; add a"
-                " level that joins more of them, or leave out `devices` of the last level"
+                f"cluster {self.name!r} has {most} devices, but {devices} were requested; add a"
+                " level that joins more of them, or drop `devices` from the last level"
             )
 
 
@@ -160,19 +160,21 @@ def read_cluster(text: str, where: str) -> Cluster:
         ConfigError: names `where`, the key, what stands there and what should.
     """
     try:
-        given = yaml.safe_load(text)
+        content = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: this is not YAML: {error}") from None
-    entries = _Entries(given, where, "")
+        raise ConfigError(f"{where}: not valid YAML: {error}") from None
+    entries = _Entries(content, where, "")
     entries.only("name", "device", "levels")
-    name = str(given.get("name", Path(where).stem))
+    name = str(content.get("name", Path(where).stem))
     device = _device(_Entries(entries.needed("device"), where, "device."))
     levels = entries.needed("levels")
     if not isinstance(levels, list) or not levels:
         raise ConfigError(f"{where}: levels must be a list, the fastest links first")
-    found = tuple(_level(_Entries(level, where, f"levels[{i}].")) for i, level in enumerate(levels))
-    _check_levels(found, where)
-    return Cluster(name, device, found)
+    parsed = tuple(
+        _level(_Entries(level, where, f"levels[{i}].")) for i, level in enumerate(levels)
+    )
+    _check_levels(parsed, where)
+    return Cluster(name, device, parsed)
 
 
 def cluster_to_yaml(cluster: Cluster) -> str:
@@ -201,64 +203,66 @@ def cluster_to_yaml(cluster: Cluster) -> str:
 class _Entries:
     """The entries of one mapping, read one by one with errors that name the key."""
 
-    def __init__(self, given: Any, where: str, prefix: str) -> None:
+    def __init__(self, mapping: Any, where: str, prefix: str) -> None:
         self.where, self.prefix = where, prefix
-        if not isinstance(given, dict):
+        if not isinstance(mapping, dict):
             name = prefix.rstrip(".") or "the file"
-            raise ConfigError(f"{where}: {name} must be a mapping, not {given!r}")
-        self.given: dict[Any, Any] = given
+            raise ConfigError(f"{where}: {name} must be a mapping, not {mapping!r}")
+        self.mapping: dict[Any, Any] = mapping
 
     def only(self, *known: str) -> None:
-        for key in self.given:
+        for key in self.mapping:
             if key not in known:
                 raise ConfigError(
                     f"{self.where}: unknown key {self.prefix}{key}; valid are {', '.join(known)}"
                 )
 
     def needed(self, key: str) -> Any:
-        if key not in self.given:
+        if key not in self.mapping:
             raise ConfigError(f"{self.where}: {self.prefix}{key} is missing")
-        return self.given[key]
+        return self.mapping[key]
 
     def number(
         self, key: str, units: dict[str, float], default: float | None = None, zero: bool = False
     ) -> float:
-        if default is not None and key not in self.given:
+        if default is not None and key not in self.mapping:
             return default
-        given = self.needed(key)
-        found = quantity(given, units)
-        if found is None or (found <= 0 and not (zero and found == 0)):
+        value = self.needed(key)
+        number = quantity(value, units)
+        if number is None or (number <= 0 and not (zero and number == 0)):
             example = ", ".join(unit for unit in units if unit)
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} must be a positive number (units: {example}),"
-                f" not {given!r}"
+                f" not {value!r}"
             )
-        return found
+        return number
 
     def share(self, key: str) -> float:
-        found = self.number(key, SHARE, 1.0)
-        if found > 1:
-            raise ConfigError(f"{self.where}: {self.prefix}{key} is a share of 1, not {found:g}")
-        return found
+        share = self.number(key, SHARE, 1.0)
+        if share > 1:
+            raise ConfigError(
+                f"{self.where}: {self.prefix}{key} must be at most 1 (100%), not {share:g}"
+            )
+        return share
 
     def one_of(self, key: str, valid: tuple[str, ...]) -> str:
         """One of `valid`, by default the first."""
-        given = self.given.get(key, valid[0])
-        if given not in valid:
+        choice = self.mapping.get(key, valid[0])
+        if choice not in valid:
             raise ConfigError(
-                f"{self.where}: {self.prefix}{key} must be one of {', '.join(valid)}, not {given!r}"
+                f"{self.where}: {self.prefix}{key} must be one of {', '.join(valid)}, not {choice!r}"
             )
-        return str(given)
+        return str(choice)
 
     def count(self, key: str) -> int | None:
-        given = self.given.get(key)
-        if given is None:
+        count = self.mapping.get(key)
+        if count is None:
             return None
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
-                f"{self.where}: {self.prefix}{key} must be a positive whole number, not {given!r}"
+                f"{self.where}: {self.prefix}{key} must be a positive whole number, not {count!r}"
             )
-        return given
+        return count
 
 
 def _device(entries: _Entries) -> Device:
@@ -267,14 +271,14 @@ def _device(entries: _Entries) -> Device:
         *("overhead", "at_full_rate"),
     )
     rates = _Entries(entries.needed("rates"), entries.where, f"{entries.prefix}rates.")
-    for dtype in rates.given:
+    for dtype in rates.mapping:
         if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
-            raise ConfigError(f"{entries.where}: {rates.prefix}{dtype} is no dtype of torch")
-    if not rates.given:
-        raise ConfigError(f"{entries.where}: {entries.prefix}rates names no dtype")
+            raise ConfigError(f"{entries.where}: {rates.prefix}{dtype} is not a torch dtype")
+    if not rates.mapping:
+        raise ConfigError(f"{entries.where}: {entries.prefix}rates lists no dtype")
     return Device(
         memory=int(entries.number("memory", BYTES)),
-        rates={str(dtype): rates.number(dtype, FLOPS) for dtype in rates.given},
+        rates={str(dtype): rates.number(dtype, FLOPS) for dtype in rates.mapping},
         memory_bandwidth=entries.number("memory_bandwidth", BYTES_PER_SECOND),
         matrix_efficiency=entries.share("matrix_efficiency"),
         memory_efficiency=entries.share("memory_efficiency"),
@@ -298,11 +302,11 @@ def _check_levels(levels: tuple[LinkLevel, ...], where: str) -> None:
     for number, (inner, outer) in enumerate(pairwise(levels)):
         if inner.devices is None:
             raise ConfigError(
-                f"{where}: levels[{number}].devices is missing; only the last level may join any"
-                " number of devices"
+                f"{where}: levels[{number}].devices is missing; only the last level may leave it"
+                " out"
             )
         if outer.devices is not None and outer.devices % inner.devices:
             raise ConfigError(
-                f"{where}: levels[{number + 1}].devices is {outer.devices}, which is no multiple"
-                f" of the {inner.devices} devices of level {inner.name!r}"
+                f"{where}: levels[{number + 1}].devices is {outer.devices}, which is not a"
+                f" multiple of the {inner.devices} devices of level {inner.name!r}"
             )

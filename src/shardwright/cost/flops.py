@@ -146,18 +146,18 @@ def forward_flops(op: Op, rule: ShardingRule | None) -> float:
 def _attention(op: Op) -> float:
     """Scores and weighted values: 2·b·h·s·t·(d + e); half of it where positions to come are
     masked."""
-    given = call_arguments(op)
-    query, key, value = given["query"], given["key"], given["value"]
+    arguments = call_arguments(op)
+    query, key, value = arguments["query"], arguments["key"], arguments["value"]
     keys = key.shape[-2]
     flops: float = 2.0 * query.numel * keys
     flops += 2.0 * (query.numel // query.shape[-1]) * keys * value.shape[-1]
-    return flops / 2 if given["is_causal"] else flops
+    return flops / 2 if arguments["is_causal"] else flops
 
 
 def _convolution(op: Op) -> float:
     """Every element of the output (transposed: of the input) meets one filter."""
-    given = call_arguments(op)
-    weight, transposed = given["weight"], given.get("transposed", op.target in _TRANSPOSED)
+    arguments = call_arguments(op)
+    weight, transposed = arguments["weight"], arguments.get("transposed", op.target in _TRANSPOSED)
     places = op.inputs[0] if transposed else op.output
     filters: int = weight.numel // weight.shape[0]
     return 2.0 * places.numel * filters

@@ -55,13 +55,13 @@ def optimizer_bytes(
         PlanError: if there is none of that name.
     """
     make = _maker(optimizer)
-    found: dict[tuple[Shape, torch.dtype], OptimizerBytes] = {}
+    known: dict[tuple[Shape, torch.dtype], OptimizerBytes] = {}
     state = temporary = 0
     for key in parameters:
-        if key not in found:
-            found[key] = _of_one(make, *key)
-        state += found[key].state
-        temporary = max(temporary, found[key].temporary)
+        if key not in known:
+            known[key] = _of_one(make, *key)
+        state += known[key].state
+        temporary = max(temporary, known[key].temporary)
     return OptimizerBytes(state, temporary)
 
 

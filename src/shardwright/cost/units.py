@@ -18,18 +18,18 @@ SHARE = {"": 1.0, "%": 0.01}
 _NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
 
 
-def quantity(given: Any, units: dict[str, float]) -> float | None:
-    """The number that is meant, in the unit whose size is 1; None if it cannot be read.
+def quantity(text_or_number: Any, units: dict[str, float]) -> float | None:
+    """A number, or a number with its unit, in the unit of size 1; None if it cannot be parsed.
 
     >>> quantity("80 GB", BYTES), quantity("3 us", SECONDS), quantity(0.5, SHARE)
     (80000000000.0, 3e-06, 0.5)
     >>> quantity("80 GB", SECONDS)
     """
-    if isinstance(given, bool):
+    if isinstance(text_or_number, bool):
         return None
-    if isinstance(given, (int, float)):
-        return float(given) if math.isfinite(given) else None
-    match = _NUMBER.fullmatch(given) if isinstance(given, str) else None
+    if isinstance(text_or_number, (int, float)):
+        return float(text_or_number) if math.isfinite(text_or_number) else None
+    match = _NUMBER.fullmatch(text_or_number) if isinstance(text_or_number, str) else None
     if match is None:
         return None
     number, unit = match.groups()

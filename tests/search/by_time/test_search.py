@@ -183,7 +183,7 @@ def test_bad_options_are_refused() -> None:
     with pytest.raises(StrategyError, match="pinned operators that the model does not have: nope"):
         search_by_time(graph, prime_mesh(2), Pricing(TOY), pinned={"nope": {}})
     small = Cluster("small", TOY.device, (LinkLevel("node", 1e8, 1e-5, devices=4),))
-    with pytest.raises(ConfigError, match="has 4 devices, and 8 are asked for"):
+    with pytest.raises(ConfigError, match="has 4 devices, but 8 were requested"):
         search_by_time(graph, prime_mesh(8), Pricing(small))
 
 
