@@ -13,7 +13,7 @@ from shardwright.cost import dry_run
 from shardwright.cost.dry_run import DryRun, DryRunCache, chunk_key, dry_run_chunk
 from shardwright.cost.memory import memory
 from shardwright.partition.decisions import Recompute
-from shardwright.partition.pipeline_spec import CHUNKED, SCHEDULES
+from shardwright.partition.schedules import SCHEDULES
 from shardwright.partition.stages import chunks
 
 NET, ARGS, KWARGS = llama(layers=8)
@@ -25,7 +25,7 @@ def planned(schedule: str = "1f1b", level: str = "level1") -> sw.Plan:
         ARGS,
         KWARGS,
         devices=8,
-        stages=2 if schedule in CHUNKED else 4,
+        stages=2 if SCHEDULES[schedule].chunked else 4,
         micro_batches=4,
         schedule=schedule,
         hsdp={"level": level, "threshold": 0},

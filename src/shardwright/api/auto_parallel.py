@@ -20,7 +20,7 @@ from shardwright.errors import PlanError, StrategyError
 from shardwright.layout.layout import TensorLayout
 from shardwright.parallel.module import ParallelModule
 from shardwright.partition.decisions import OptimizerParallel
-from shardwright.partition.pipeline_spec import SCHEDULES
+from shardwright.partition.schedules import schedule_spec
 from shardwright.plan import Plan
 
 log = logging.getLogger("shardwright")
@@ -92,22 +92,21 @@ class AutoParallel(nn.Module):
             stages: groups of devices.
             output_broadcast: results reach every stage; they always do.
             interleave: several chunks of the model a stage: the schedule `interleaved_1f1b`.
-            scheduler: `1f1b`, `gpipe`, `interleaved_1f1b` or `zero_bubble_v`.
+            scheduler: the name of a schedule; `docs/pipeline.md` lists them.
 
         Raises:
             StrategyError: for a value that is not valid.
         """
         if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
             raise StrategyError(f"stages={stages!r}: must be a whole number of at least 1")
-        if scheduler not in SCHEDULES:
-            raise StrategyError(f"scheduler={scheduler!r}: valid are {', '.join(SCHEDULES)}")
-        if interleave and scheduler not in ("1f1b", "interleaved_1f1b"):
+        interleaved = schedule_spec(scheduler, "scheduler").interleaved
+        if interleave and interleaved is None:
             raise StrategyError(
                 f"interleave=True is the schedule interleaved_1f1b, not {scheduler!r}"
             )
         if not output_broadcast:
             log.info("output_broadcast=False has no effect: every stage is given the results")
-        schedule = "interleaved_1f1b" if interleave else scheduler
+        schedule = interleaved if interleave and interleaved is not None else scheduler
         self._configure(stages=stages, schedule=schedule)
 
     def dataset_strategy(self, config: DatasetStrategy) -> None:

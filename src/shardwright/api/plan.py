@@ -84,8 +84,7 @@ def plan(
             cluster is named.
         micro_batches: pieces of the batch that follow each other; at least as many as stages. A
             graph that is given is that of one micro-batch.
-        schedule: in which order stages work on micro-batches: `1f1b`, `gpipe`, `interleaved_1f1b`
-            (several chunks of the model a stage), `zero_bubble_v`.
+        schedule: in which order stages work on micro-batches; `docs/pipeline.md` lists them.
         stage_config: names of modules, each with the number of its stage, in place of `stages`.
         hsdp: stores parameters sharded that are used whole (optimizer parallel): True, an
             `OptimizerParallel`, or a mapping with its fields.

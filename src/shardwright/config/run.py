@@ -35,6 +35,7 @@ from shardwright.cost.clusters import load_cluster
 from shardwright.errors import ConfigError, PlanError, ShardwrightError
 from shardwright.graph.graph import Graph
 from shardwright.models.expert_sharding import expert_stages, pin_expert
+from shardwright.partition.schedules import SCHEDULES
 from shardwright.plan import Plan
 from shardwright.progress import OnProgress, silent
 from shardwright.runtime.micro_batches import micro_batch
@@ -261,7 +262,7 @@ class Run:
         """Whether each stage takes equally many blocks in a row, as an expert divides them."""
         parallel, model = self.config.parallel, self.config.model
         by_hand = parallel.mode == "semi_auto" and model.is_language_model
-        return by_hand and parallel.schedule in ("1f1b", "gpipe")
+        return by_hand and not SCHEDULES[parallel.schedule].chunked
 
     @property
     def cluster(self) -> str | None:

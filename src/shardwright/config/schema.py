@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from math import inf, prod
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from shardwright.errors import ConfigError
+from shardwright.partition.schedules import SCHEDULES
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -15,6 +16,11 @@ Count = Annotated[int, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
 # "package.module:callable", imported from the configuration's folder first.
 ImportTarget = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[tuple(SCHEDULES)]
 
 
 def _coefficient(given: Any) -> float | str:
@@ -228,7 +234,7 @@ class ParallelSection(Section):
     max_stages: Count | None = None
     suggest_stages: bool = False
     micro_batches: Count = 1
-    schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_v"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     expert: ExpertSection | None = None
     hsdp: OptimizerParallelSection | None = None
     recompute: RecomputeSection | None = None

@@ -279,4 +279,4 @@ def crossing(part: Chunk, mesh: Layout, pipeline: PipelineSpec) -> Crossing:
     if beside(part.number + 1):
         return Crossing(shared=sent, returned=returned)
     # 1F1B holds one message forward, from before its first backward pass, and the last one back.
-    return Crossing(sent=sent, returned=returned, once=pipeline.schedule == "1f1b")
+    return Crossing(sent=sent, returned=returned, once=pipeline.schedule_spec.reuses_messages)

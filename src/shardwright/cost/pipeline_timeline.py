@@ -14,18 +14,12 @@ from functools import cache
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from shardwright.errors import PlanError
-from shardwright.partition.pipeline_spec import SCHEDULES, PipelineSpec
+from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.partition.schedules import SCHEDULES, ScheduleSpec
 
 FORWARD, BACKWARD, OF_INPUT, OF_WEIGHT = "F", "B", "I", "W"
 """Kinds of actions: forward, the whole backward pass, and its two halves: the gradients of what
 the part read from the one before, and those of its parameters."""
-
-_TORCH_NAMES = {
-    "1f1b": "1F1B",
-    "gpipe": "GPipe",
-    "interleaved_1f1b": "Interleaved1F1B",
-    "zero_bubble_v": "ZBVZeroBubble",
-}
 
 
 @dataclass(frozen=True, order=True)
@@ -50,12 +44,11 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
         numbers would do.
     """
     stages, chunks, pieces = pipeline.stages, pipeline.chunks, pipeline.micro_batches
-    schedule = pipeline.schedule
     for name, number in (("stages", stages), ("chunks", chunks), ("micro_batches", pieces)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise PlanError(f"{name}={number!r}: must be a whole number of at least 1")
-    if schedule not in SCHEDULES:
-        raise PlanError(f"schedule={schedule!r}: valid are {', '.join(SCHEDULES)}")
+    if pipeline.schedule not in SCHEDULES:
+        raise PlanError(f"schedule={pipeline.schedule!r}: valid are {', '.join(SCHEDULES)}")
     if stages == 1:
         if chunks > 1:
             raise PlanError(
@@ -68,24 +61,25 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
             f"micro_batches={pieces} for {stages} stages: some stage would never have anything to"
             f" do; valid are {stages} or more micro-batches, or {pieces} or fewer stages"
         )
+    schedule = pipeline.schedule_spec
     _check_chunks(schedule, chunks)
-    if schedule == "interleaved_1f1b":
-        rounds = pieces // stages
-        if pieces % rounds:
-            more = next(n for n in range(pieces + 1, 2 * pieces) if n % (n // stages) == 0)
-            raise PlanError(
-                f"micro_batches={pieces} for {stages} stages in schedule {schedule!r}: they come in"
-                f" {rounds} rounds of equal size; valid are multiples of {stages}, or {more}"
-            )
+    if not schedule.can_run(pieces, stages):
+        more = next(n for n in range(pieces + 1, 2 * pieces) if schedule.can_run(n, stages))
+        raise PlanError(
+            f"micro_batches={pieces} for {stages} stages in schedule {schedule.name!r}: they come"
+            f" in {pieces // stages} rounds of equal size; valid are multiples of {stages}, or"
+            f" {more}"
+        )
 
 
-def _check_chunks(schedule: str, chunks: int) -> None:
-    wanted = {"zero_bubble_v": chunks == 2, "interleaved_1f1b": chunks >= 2}
-    if wanted.get(schedule, chunks == 1):
+def _check_chunks(schedule: ScheduleSpec, chunks: int) -> None:
+    if schedule.allows_chunks(chunks):
         return
-    valid = {"zero_bubble_v": "2", "interleaved_1f1b": "2 or more"}.get(schedule, "1")
-    other = "; interleaved_1f1b and zero_bubble_v take more" if valid == "1" else ""
-    raise PlanError(f"chunks={chunks} in schedule {schedule!r}: valid is {valid}{other}")
+    *most, last = [name for name, other in SCHEDULES.items() if other.chunked]
+    more = "" if schedule.chunked else f"; {', '.join(most)} and {last} take more"
+    raise PlanError(
+        f"chunks={chunks} in schedule {schedule.name!r}: valid is {schedule.valid_chunks}{more}"
+    )
 
 
 def actions(pipeline: PipelineSpec) -> tuple[tuple[Action, ...], ...]:
@@ -99,14 +93,18 @@ def actions(pipeline: PipelineSpec) -> tuple[tuple[Action, ...], ...]:
     if pipeline.stages == 1:
         pieces = range(pipeline.micro_batches)
         return (tuple(Action(0, kind, m) for m in pieces for kind in (FORWARD, BACKWARD)),)
-    return _of_torch(pipeline.schedule, pipeline.stages, pipeline.micro_batches, pipeline.chunks)
+    return _torch_actions(
+        pipeline.schedule_spec, pipeline.stages, pipeline.micro_batches, pipeline.chunks
+    )
 
 
 @cache
-def _of_torch(
-    schedule: str, stages: int, micro_batches: int, chunks: int
+def _torch_actions(
+    schedule: ScheduleSpec, stages: int, micro_batches: int, chunks: int
 ) -> tuple[tuple[Action, ...], ...]:
-    orders = get_schedule_ops(_TORCH_NAMES[schedule], stages, micro_batches, chunks)
+    orders = get_schedule_ops(
+        schedule.torch_class(micro_batches, stages), stages, micro_batches, chunks
+    )
     result = []
     for order in orders:
         # Micro-batches are counted anew: torch's list for the last stage of 1F1B begins with 1,

@@ -171,10 +171,10 @@ class PipelineModule(ParallelModule):
         assert isinstance(bound, BoundStages)
         if self._compiler is None:
             return bound
-        if self.pipeline.schedule == "zero_bubble_v":
+        if self.pipeline.schedule_spec.splits_backward:
             raise PlanError(
-                "zero_bubble_v runs backward passes in two halves, which compiled programs do not"
-                " have: compile a plan with another schedule"
+                f"{self.pipeline.schedule} runs backward passes in two halves, which compiled"
+                " programs do not have: compile a plan with another schedule"
             )
         for module in bound.stages.modules:
             function = self._compiler(module.program.function)

@@ -17,18 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FULL_BACKWARD,
     PipelineScheduleMulti,
+    PipelineScheduleSingle,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -44,7 +39,7 @@ from shardwright.runtime.devices import Devices
 from shardwright.runtime.micro_batches import micro_batch
 from shardwright.runtime.random import seed_of
 
-PipelineSchedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
+PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 @dataclass
@@ -147,7 +142,7 @@ class RankStages:
 
     def __post_init__(self) -> None:
         self._create_groups()
-        follows = self.pipeline.schedule == "zero_bubble_v"
+        follows = self.pipeline.schedule_spec.splits_backward
         self.modules = tuple(
             StageModule(
                 part,
@@ -283,16 +278,14 @@ class RankStages:
         )
 
     def _schedule(self, loss: Any) -> PipelineSchedule:
-        kind, count = self.pipeline.schedule, self.micro_batches
-        if kind == "gpipe" or (kind == "1f1b" and count < self.pipeline.stages):
-            return ScheduleGPipe(self._stages[0], count, loss, scale_grads=False)
-        if kind == "1f1b":
-            return Schedule1F1B(self._stages[0], count, loss, scale_grads=False)
-        many = ScheduleZBVZeroBubble if kind == "zero_bubble_v" else ScheduleInterleaved1F1B
-        schedule = many(self._stages, count, loss, scale_grads=False)
+        count = self.micro_batches
+        schedule = self.pipeline.schedule_spec.torch_class(count, self.pipeline.stages)
+        if issubclass(schedule, PipelineScheduleSingle):
+            return schedule(self._stages[0], count, loss, scale_grads=False)
+        many = schedule(self._stages, count, loss, scale_grads=False)
         if loss is None:
-            _forward_only(schedule)
-        return schedule
+            _forward_only(many)
+        return many
 
     # What every rank is to have
 

@@ -119,7 +119,7 @@ class _Chain:
                 part,
                 lower(part.graph, devices, part.decisions, resident=True),
                 graph,
-                follows=pipeline.schedule == "zero_bubble_v",
+                follows=pipeline.schedule_spec.splits_backward,
             )
             for part in self.parts
         ]

@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_v")
-
-CHUNKED = ("interleaved_1f1b", "zero_bubble_v")
-"""Schedules with several chunks a stage; the V has two."""
+from shardwright.partition.schedules import SCHEDULES, ScheduleSpec
 
 AUTO: Literal["auto"] = "auto"
 """A number of stages that the planner chooses."""
@@ -27,7 +24,7 @@ class PipelineSpec:
     Args:
         stages: groups of devices.
         micro_batches: pieces of the batch that follow each other through the stages.
-        schedule: `1f1b`, `gpipe`, `interleaved_1f1b` or `zero_bubble_v`.
+        schedule: the name of one of `SCHEDULES`.
         chunks: parts that each stage owns.
         part_of: for each operator the number of its part; empty if there is only one.
         loss_reduction: of the micro-batches' losses to the loss of the batch, `mean` or `sum`.
@@ -41,20 +38,21 @@ class PipelineSpec:
     loss_reduction: str = "mean"
 
     @property
+    def schedule_spec(self) -> ScheduleSpec:
+        """All that is known of the schedule."""
+        return SCHEDULES[self.schedule]
+
+    @property
     def parts(self) -> int:
         return self.stages * self.chunks
 
     def can_run(self, micro_batches: int) -> bool:
-        """Whether the schedule can run so many: interleaved, in rounds of equal length."""
-        rounds = max(1, micro_batches // self.stages)
-        return self.schedule != "interleaved_1f1b" or micro_batches % rounds == 0
+        """Whether the schedule can run so many."""
+        return self.schedule_spec.can_run(micro_batches, self.stages)
 
     def stage_of(self, part: int) -> int:
-        """The stage that owns `part`: in turn, for the V schedule there and back."""
-        turn, place = divmod(part, self.stages)
-        if self.schedule == "zero_bubble_v" and turn % 2 == 1:
-            return self.stages - 1 - place
-        return place
+        """The stage that owns `part`."""
+        return self.schedule_spec.stage_of(part, self.stages)
 
 
 ONE_STAGE = PipelineSpec()

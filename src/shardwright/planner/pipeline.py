@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
-from shardwright.partition.pipeline_spec import AUTO, CHUNKED, REDUCTIONS, SCHEDULES, PipelineSpec
+from shardwright.partition.pipeline_spec import AUTO, REDUCTIONS, PipelineSpec
+from shardwright.partition.schedules import SCHEDULES, schedule_spec
 from shardwright.runtime.micro_batches import micro_batch
 from shardwright.search.assign_stages import StageConfig, balanced_stages, named_stages
 
@@ -113,8 +114,7 @@ class PipelineRequest:
         if self.max_stages is not None:
             _check_count("max_stages", self.max_stages)
         _check_count("micro_batches", self.micro_batches)
-        if self.schedule not in SCHEDULES:
-            raise StrategyError(f"schedule={self.schedule!r}: valid are {', '.join(SCHEDULES)}")
+        schedule_spec(self.schedule)
         named_stages = isinstance(net, Pipeline) and net.stage_config is not None
         if self.stages == AUTO and (named_stages or self.stage_config is not None):
             raise StrategyError("stages='auto', but stage_config names stages: give one of them")
@@ -171,7 +171,7 @@ class PipelineRequest:
             assert isinstance(self.stages, int)
             stages = self.stages
             self._check_numbers(stages, devices)
-            chunks = 2 if self.schedule in CHUNKED and stages > 1 else 1
+            chunks = SCHEDULES[self.schedule].min_chunks if stages > 1 else 1
             chunk_of = balanced_stages(graph, stages * chunks) if stages > 1 else {}
         if stages == 1:
             return PipelineSpec(1, self.micro_batches, loss_reduction=self.loss_reduction)
@@ -197,7 +197,7 @@ class PipelineRequest:
             near = [n for n in range(stages, 4 * count) if asked.can_run(n)]
             near = sorted(sorted(near, key=lambda n: abs(n - count))[:4])
             raise StrategyError(
-                f"interleaved_1f1b over {stages} stages cannot run {count} micro-batches in rounds"
+                f"{self.schedule} over {stages} stages cannot run {count} micro-batches in rounds"
                 f" of equal length; nearest valid numbers are {', '.join(map(str, near))}"
             )
 

@@ -17,7 +17,8 @@ from math import prod
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph, Kind, Op
 from shardwright.graph.split import with_neighbors
-from shardwright.partition.pipeline_spec import CHUNKED, PipelineSpec
+from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.partition.schedules import SCHEDULES, ScheduleSpec
 from shardwright.rules import rule_of
 
 TOLERANCE = 0.1
@@ -159,8 +160,8 @@ def named_stages(
     no name leads to follows what it reads, or else what reads it.
 
     Args:
-        stage_config: stages ascend in the order of execution; with `interleaved_1f1b` they may
-            repeat, 0, 1, 0, 1, with `zero_bubble_v` they come back, 0, 1, 1, 0.
+        stage_config: stages ascend in the order of execution; in a schedule with several chunks a
+            stage they repeat, 0, 1, 0, 1, or come back, 0, 1, 1, 0, as the schedule says.
         modules: names that are valid besides those of modules with operators or parameters.
 
     Raises:
@@ -175,8 +176,8 @@ def named_stages(
     runs = [
         (stage, list(ops)) for stage, ops in groupby(ordered, key=lambda op: labels[op.name] or 0)
     ]
-    if schedule in CHUNKED:
-        anchored, chunks = _chunked(graph, runs, stages, schedule)
+    if SCHEDULES[schedule].chunked:
+        anchored, chunks = _chunked(graph, runs, stages, SCHEDULES[schedule])
     else:
         anchored, chunks = {op.name: labels[op.name] or 0 for op in ordered}, 1
     chunk_of = with_neighbors(graph, anchored)
@@ -250,18 +251,17 @@ def _check_parameters(graph: Graph, stage_config: StageConfig) -> None:
 
 
 def _chunked(
-    graph: Graph, runs: list[tuple[int, list[Op]]], stages: int, schedule: str
+    graph: Graph, runs: list[tuple[int, list[Op]]], stages: int, schedule: ScheduleSpec
 ) -> tuple[dict[str, int], int]:
     """The part of each operator that a name leads to, and the number of chunks."""
-    if schedule == "zero_bubble_v":
+    if schedule.v_shaped:
         runs = _with_turn(graph, runs, stages)
-        wanted = [*range(stages), *reversed(range(stages))]
-    else:
-        wanted = list(range(stages)) * max(1, len(runs) // stages)
+    chunks = schedule.max_chunks or max(1, len(runs) // stages)
+    wanted = [schedule.stage_of(chunk, stages) for chunk in range(stages * chunks)]
     order = [stage for stage, _ in runs]
     if order != wanted:
         raise StrategyError(
-            f"stage_config runs through stages {_shown(order)}; with {schedule} it must be"
+            f"stage_config runs through stages {_shown(order)}; with {schedule.name} it must be"
             f" {_shown(wanted)}"
         )
     return {op.name: part for part, (_, ops) in enumerate(runs) for op in ops}, (
@@ -291,6 +291,16 @@ def _with_turn(
     return result
 
 
+def _orders_with_chunks() -> str:
+    """Which schedules let a stage have operators in several places."""
+    orders = []
+    for schedule in SCHEDULES.values():
+        if schedule.chunked:
+            order = [schedule.stage_of(chunk, 2) for chunk in range(4)]
+            orders.append(f"{_shown(order)} with schedule {schedule.name!r}")
+    return f"stages may come again in the order {', or '.join(orders)}"
+
+
 def _check_ascending(graph: Graph, chunk_of: Mapping[str, int], pipeline: PipelineSpec) -> None:
     for op in graph.ops:
         for value in op.inputs:
@@ -301,7 +311,5 @@ def _check_ascending(graph: Graph, chunk_of: Mapping[str, int], pipeline: Pipeli
             late = pipeline.stage_of(chunk_of[maker.name])
             raise StrategyError(
                 f"stages must ascend in the order of execution: {op.name} is in stage {early}, but"
-                f" reads what {maker.name} makes in stage {late}; with schedule"
-                " 'interleaved_1f1b' stages may repeat (0, 1, 0, 1), with 'zero_bubble_v' they come"
-                " back (0, 1, 1, 0)"
+                f" reads what {maker.name} makes in stage {late}; {_orders_with_chunks()}"
             )
