@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shardwright.api.parallelize import parallelize
 from shardwright.api.plan import plan
@@ -22,6 +21,8 @@ from shardwright.parallel.module import ParallelModule
 from shardwright.partition.decisions import OptimizerParallel
 from shardwright.partition.schedules import schedule_spec
 from shardwright.plan import Plan
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.modules import share_state
 
 log = logging.getLogger("shardwright")
 
@@ -236,10 +237,7 @@ class AutoParallel(nn.Module):
 
     def _take_over(self, module: nn.Module) -> None:
         """Bears the parameters, buffers and submodules of `module` under their own names."""
-        self._modules = module._modules
-        self._parameters = module._parameters
-        self._buffers = module._buffers
-        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        share_state(self, module)
 
     def _write(self, write: Callable[[Plan], None]) -> None:
         plan = self.plan

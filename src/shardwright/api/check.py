@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shardwright.capture.capture import capture
 from shardwright.deferred import values_of
@@ -24,6 +23,7 @@ from shardwright.plan import Plan
 from shardwright.planner.pipeline import Pipeline
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.micro_batches import micro_batch
+from shardwright.torch_internals import pytree
 
 
 @dataclass(frozen=True)

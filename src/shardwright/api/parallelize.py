@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardwright.capture.capture import capture
 from shardwright.errors import PlanError
@@ -18,6 +17,7 @@ from shardwright.parallel.pipeline_module import pipeline_module
 from shardwright.plan import Plan
 from shardwright.planner.pipeline import Pipeline
 from shardwright.runtime.devices import Devices
+from shardwright.torch_internals import pytree
 
 
 def parallelize(net: nn.Module, plan: Plan, device: str | torch.device | None = None) -> nn.Module:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from shardwright.capture.annotations import tags_of
 from shardwright.capture.fx_nodes import is_tensor, module_calls, module_path, node_shape, tensor
@@ -23,6 +22,7 @@ from shardwright.capture.signature import (
     results,
 )
 from shardwright.graph.graph import Graph, Kind, Op, Value
+from shardwright.torch_internals import pytree
 
 
 @dataclass(frozen=True)

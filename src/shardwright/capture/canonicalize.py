@@ -21,6 +21,7 @@ from shardwright.capture.fx_nodes import (
 )
 from shardwright.capture.views import SAME_ELEMENTS
 from shardwright.graph import custom_ops
+from shardwright.torch_internals.operators import OpOverload, is_erased, schema_of
 
 aten = torch.ops.aten
 
@@ -42,10 +43,10 @@ _CREATION_KWARGS = ("device", "pin_memory", "layout")
 def canonicalize(graph: fx.Graph) -> None:
     """Rewrites the graph in place."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or node._erased:
+        if node.op != "call_function" or is_erased(node):
             continue
-        if isinstance(node.target, torch._ops.OpOverload):
-            if node.target._schema.name.removeprefix("aten::") in _ASSERTIONS:
+        if isinstance(node.target, OpOverload):
+            if schema_of(node.target).name.removeprefix("aten::") in _ASSERTIONS:
                 graph.erase_node(node)
                 continue
             node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _CREATION_KWARGS}

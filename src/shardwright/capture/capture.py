@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from shardwright.capture.annotations import attached, keeping_tags, tagged_calls
 from shardwright.capture.build_graph import Call, build_graph
@@ -29,6 +28,7 @@ from shardwright.capture.signature import (
 from shardwright.capture.unflatten import move_flattening_down
 from shardwright.errors import CaptureError
 from shardwright.graph.graph import Graph
+from shardwright.torch_internals import pytree
 
 
 def capture(

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardwright.deferred import deferred_attributes, value_of
 from shardwright.errors import CaptureError
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.tensors import FakeTensorMode
 
 
 def fake_copy(

@@ -19,6 +19,7 @@ from shardwright.capture.naming import line_of
 from shardwright.capture.views import IN_PLACE, replay_view, viewed, write_through
 from shardwright.errors import CaptureError
 from shardwright.graph.custom_ops import batch_norm_train, instance_norm_train
+from shardwright.torch_internals.operators import OpOverload, overload_name, schema_of
 
 aten = torch.ops.aten
 
@@ -39,7 +40,7 @@ _DETACH = {aten.detach.default}
 
 def mutated_arguments(node: fx.Node) -> list[str]:
     """Names of the arguments that an operator changes in place."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return []
     if node.target in _NORMS:
         given = node_arguments(node)
@@ -48,7 +49,7 @@ def mutated_arguments(node: fx.Node) -> list[str]:
         return names if updates else []
     return [
         argument.name
-        for argument in node.target._schema.arguments
+        for argument in schema_of(node.target).arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
@@ -160,10 +161,10 @@ class _Program:
 
     def _functional(self, node: fx.Node, old: fx.Node) -> fx.Node:
         """The new value of what an in-place operator changes."""
-        assert isinstance(node.target, torch._ops.OpOverload)
+        assert isinstance(node.target, OpOverload)
         rest: Any = fx.map_arg(node.args[1:], self.read)
         kwargs = fx.map_arg(node.kwargs, self.read)
-        name, overload = node.target._schema.name, node.target._overloadname
+        name, overload = schema_of(node.target).name, overload_name(node.target)
         if name == "aten::copy_":
             return self._fit(rest[0], old, node)
         if name == "aten::zero_":
@@ -216,8 +217,8 @@ class _Program:
         }
 
 
-def _out_of_place(target: torch._ops.OpOverload) -> Any:
+def _out_of_place(target: OpOverload) -> Any:
     """`add_.Tensor` → `add.Tensor`; None if there is none."""
-    name = target._schema.name.removeprefix("aten::").removesuffix("_")
+    name = schema_of(target).name.removeprefix("aten::").removesuffix("_")
     packet = getattr(aten, name.strip("_") if name.startswith("__i") else name, None)
-    return getattr(packet, target._overloadname, None)
+    return getattr(packet, overload_name(target), None)

@@ -7,7 +7,9 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
+
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.operators import schema_of
 
 _ORIGIN = ("nn_module_stack", "stack_trace", "no_grad", "custom")
 
@@ -90,7 +92,7 @@ def module_calls(node: fx.Node) -> tuple[str, ...]:
 
 def node_arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments of an ATen operator by name, defaults included."""
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = schema_of(node.target)  # type: ignore[arg-type]
     found: dict[str, Any] = {}
     for position, argument in enumerate(schema.arguments):
         if position < len(node.args) and not argument.kwarg_only:

@@ -11,6 +11,7 @@ from torch import fx
 from shardwright.capture.fx_nodes import evaluate, insert, is_tensor, tensor
 from shardwright.capture.naming import line_of
 from shardwright.errors import CaptureError
+from shardwright.torch_internals.operators import HigherOrderOperator
 
 aten = torch.ops.aten
 _SET_GRAD = "wrap_with_set_grad_enabled"
@@ -34,9 +35,7 @@ def inline(module: fx.GraphModule) -> None:
 
 def _inline(graph: fx.Graph, owner: fx.GraphModule) -> None:
     for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(
-            node.target, torch._ops.HigherOrderOperator
-        ):
+        if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
             continue
         name = str(node.target)
         if name == _SET_GRAD:

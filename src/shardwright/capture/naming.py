@@ -15,6 +15,7 @@ from torch import fx
 
 from shardwright.capture.fx_nodes import module_path
 from shardwright.graph.custom_ops import batch_norm_train, instance_norm_train
+from shardwright.torch_internals.operators import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -40,8 +41,8 @@ MAIN = (
 
 def local_operator_name(target: Any) -> str:
     """`linear` of `aten.linear.default`, the name of a Python function."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[-1].strip("_")
+    if isinstance(target, OpOverload):
+        return schema_of(target).name.split("::")[-1].strip("_")
     return str(getattr(target, "__name__", target))
 
 

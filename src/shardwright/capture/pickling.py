@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shardwright.graph.graph import Graph, Op
+from shardwright.torch_internals.operators import OpOverload, operator_name, overload_name
 
 
 def dumps(graph: Graph) -> bytes:
@@ -43,14 +44,14 @@ def loads(content: bytes) -> Graph:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, thing: Any) -> Any:
-        if isinstance(thing, torch._ops.OpOverload):
-            return _operator, (thing.namespace, thing._opname, thing._overloadname)
+        if isinstance(thing, OpOverload):
+            return _operator, (thing.namespace, operator_name(thing), overload_name(thing))
         if isinstance(thing, (Graph, Op)):
             return type(thing), tuple(getattr(thing, each.name) for each in fields(thing))
         return NotImplemented
 
 
-def _operator(namespace: str, name: str, overload: str) -> torch._ops.OpOverload:
+def _operator(namespace: str, name: str, overload: str) -> OpOverload:
     found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    assert isinstance(found, torch._ops.OpOverload)
+    assert isinstance(found, OpOverload)
     return found

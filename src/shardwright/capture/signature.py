@@ -11,11 +11,13 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from shardwright.capture.fx_nodes import replace
 from shardwright.capture.naming import line_of
 from shardwright.errors import CaptureError
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.operators import OpOverload, schema_of
+from shardwright.torch_internals.tensors import FakeTensor
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Signature:
 
 
 def _real(node: fx.Node, constant: Any) -> torch.Tensor:
-    if constant.is_meta or isinstance(constant, torch._subclasses.FakeTensor):
+    if constant.is_meta or isinstance(constant, FakeTensor):
         reader = next(iter(node.users), node)
         raise CaptureError(
             f"{line_of(reader)}: this reads a tensor without values that is neither a parameter "
@@ -206,8 +208,8 @@ def _passes(node: fx.Node, source: fx.Node, no_grad: bool = False) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.split("::")[-1]
+    if isinstance(node.target, OpOverload):
+        return schema_of(node.target).name.split("::")[-1]
     return str(getattr(node.target, "__name__", node.target))
 
 

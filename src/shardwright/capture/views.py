@@ -11,6 +11,7 @@ from torch import fx
 from shardwright.capture.fx_nodes import call, is_tensor, node_arguments, node_shape, tensor
 from shardwright.capture.naming import line_of
 from shardwright.errors import CaptureError
+from shardwright.torch_internals.tensors import storage_id
 
 aten = torch.ops.aten
 
@@ -78,8 +79,7 @@ def viewed(node: fx.Node) -> fx.Node | None:
         return whole if source.target in PIECES and isinstance(whole, fx.Node) else None
     if not is_tensor(source):
         return None
-    ours, theirs = tensor(node).untyped_storage(), tensor(source).untyped_storage()
-    return source if ours._cdata == theirs._cdata else None
+    return source if storage_id(tensor(node)) == storage_id(tensor(source)) else None
 
 
 def replay_view(graph: fx.Graph, view: fx.Node, source: fx.Node) -> fx.Node:

@@ -11,6 +11,7 @@ import typer
 
 from shardwright import __version__, errors
 from shardwright.errors import ShardwrightError
+from shardwright.torch_internals.modules import log_only
 from shardwright.train.launch import RankFailedError, StoppedError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -43,7 +44,7 @@ def main() -> None:
     """The entry point: one line for an error in the input (exit status 2), the failed rank's
     traceback for an error in the model (1), 128 + the signal's number when stopped."""
     # What torch warns of while it captures a model is in the error, if there is one.
-    torch._logging.set_logs(all=logging.ERROR)  # type: ignore[attr-defined]
+    log_only(logging.ERROR)
     try:
         app()
     except ShardwrightError as error:

@@ -22,6 +22,7 @@ from shardwright.graph.graph import Graph, Op
 from shardwright.graph.saved_tensors import saved_tensors
 from shardwright.partition.decisions import Recompute
 from shardwright.rules import rule_of
+from shardwright.torch_internals.operators import OpOverload
 
 RecomputeTarget = TypeVar("RecomputeTarget", bound=Callable[..., Any])
 
@@ -284,6 +285,6 @@ def _works_hard(op: Op) -> bool:
 
 def _is_view(op: Op) -> bool:
     """Whether the output shares the memory of the input."""
-    if not isinstance(op.target, torch._ops.OpOverload):
+    if not isinstance(op.target, OpOverload):
         return False
     return op.target.is_view or op.target is torch.ops.aten.reshape.default

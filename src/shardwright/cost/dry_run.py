@@ -15,11 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining._backward import (
-    stage_backward,
-    stage_backward_input,
-    stage_backward_weight,
-)
 
 from shardwright.cost.pipeline_timeline import BACKWARD, FORWARD, OF_INPUT, OF_WEIGHT
 from shardwright.cost.tensor_tracking import (
@@ -36,6 +31,11 @@ from shardwright.lower.program import lower
 from shardwright.parallel.pipeline_stage import StageModule, StepContext, may_halve
 from shardwright.partition.stages import Chunk
 from shardwright.runtime.devices import Devices
+from shardwright.torch_internals.pipelining import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
 
 BATCH, BUFFERS, GRADIENTS, ACTIVATIONS = "batch", "buffers", "gradients", "activations"
 TEMPORARY = ""

@@ -18,6 +18,7 @@ from shardwright.graph.graph import Op, Value
 from shardwright.rules import rule_of
 from shardwright.rules.notation import call_arguments, overloads
 from shardwright.rules.rule import ShardingRule
+from shardwright.torch_internals.operators import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -119,10 +120,10 @@ def _tensors(
 
 def is_view(op: Op) -> bool:
     """Whether the result shares the memory of an input, as ATen's schema says."""
-    schema = getattr(op.target, "_schema", None)
-    if schema is None or not op.inputs:
+    if not isinstance(op.target, OpOverload) or not op.inputs:
         return False
-    shares = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
+    returns = schema_of(op.target).returns
+    shares = [r.alias_info is not None and not r.alias_info.is_write for r in returns]
     # `to` and the like share memory only where they change nothing.
     return any(shares) and op.output.dtype == op.inputs[0].dtype
 

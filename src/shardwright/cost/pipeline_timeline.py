@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
 from shardwright.errors import PlanError
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.partition.schedules import SCHEDULES, ScheduleSpec
+from shardwright.torch_internals.pipelining import get_schedule_ops
 
 FORWARD, BACKWARD, OF_INPUT, OF_WEIGHT = "F", "B", "I", "W"
 """Kinds of actions: forward, the whole backward pass, and its two halves: the gradients of what

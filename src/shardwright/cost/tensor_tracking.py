@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwright.torch_internals.dispatch import TorchDispatchMode
+from shardwright.torch_internals.distributed import functional_collectives, is_collective
+from shardwright.torch_internals.operators import schema_of
+from shardwright.torch_internals.tensors import storage_id
 
 PARAMETERS, WEIGHTS = "parameters", "weights"
 """Kinds of what is watched: parameters as they are stored, and what is computed from nothing else:
@@ -48,7 +52,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Counts tensors that exist already; from here on their storages are of this `kind`."""
         for tensor in tensors:
             self._see(tensor, kind)
-            self._held[tensor.untyped_storage()._cdata][1].kind = kind
+            self._held[storage_id(tensor)][1].kind = kind
 
     def label(self, kind: str) -> None:
         """Everything live that has no kind yet is of this one."""
@@ -89,13 +93,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _made(self, out: Tensor, args: tuple[Any, ...]) -> None:
-        if out.untyped_storage()._cdata not in self._held:
+        if storage_id(out) not in self._held:
             self._see(out, WEIGHTS if self._from_weights(args) else "")
 
     def _from_weights(self, args: tuple[Any, ...]) -> bool:
         """Whether parameters alone go in."""
         kinds = {
-            self._held[key][1].kind if (key := each.untyped_storage()._cdata) in self._held else ""
+            self._held[key][1].kind if (key := storage_id(each)) in self._held else ""
             for argument in args
             for each in (argument if isinstance(argument, list | tuple) else (argument,))
             if isinstance(each, Tensor)
@@ -103,8 +107,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return bool(kinds) and kinds <= {PARAMETERS, WEIGHTS}
 
     def _see(self, tensor: Tensor, kind: str) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        storage, key = tensor.untyped_storage(), storage_id(tensor)
         if key in self._held:
             return
         held = TrackedStorage(storage.nbytes(), kind)
@@ -146,7 +149,7 @@ class DryRunMode(LiveBytes):  # type: ignore[no-untyped-call]
         self._sent: dict[int, list[Tensor]] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.namespace == "_c10d_functional":
+        if is_collective(func):
             return self._communicate(func, args, kwargs)
         if not _returns_new_tensors(func):
             return func(*args, **kwargs)
@@ -163,17 +166,17 @@ class DryRunMode(LiveBytes):  # type: ignore[no-untyped-call]
         return out
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops._c10d_functional.wait_tensor.default:
+        if func is functional_collectives.wait_tensor.default:
             # On the meta device it would return another tensor.
-            self._sent.pop(args[0].untyped_storage()._cdata, None)
+            self._sent.pop(storage_id(args[0]), None)
             return args[0]
         out: Tensor = func(*args, **kwargs)
         sent = [args[0]]
-        if func is torch.ops._c10d_functional.reduce_scatter_tensor.default:
+        if func is functional_collectives.reduce_scatter_tensor.default:
             # Gloo adds up in a copy. Other backends need less, by what is under way at a time.
             sent.append(torch.empty_like(args[0]))
             self._see(sent[-1], "")
-        self._sent[out.untyped_storage()._cdata] = sent
+        self._sent[storage_id(out)] = sent
         return out
 
 
@@ -183,7 +186,7 @@ class _NotPlainError(Exception):
 
 @cache
 def _returns_new_tensors(func: Any) -> bool:
-    schema = func._schema
+    schema = schema_of(func)
     tensors = all(str(each.type) == "Tensor" for each in schema.returns)
     aliases = any(each.alias_info for each in (*schema.arguments, *schema.returns))
     return func.namespace == "aten" and tensors and bool(schema.returns) and not aliases

@@ -15,9 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardwright.errors import DeferredError
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.operators import OpOverload, schema_of
+from shardwright.torch_internals.tensors import (
+    conjugated,
+    device_below,
+    negated,
+    storage_id,
+    version,
+)
 
 SMALL = 1 << 20
 """Bytes up to which data that an operation reads is copied, so that it may change afterwards."""
@@ -40,8 +48,8 @@ class StorageView:
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.shape, self.stride)
         if self.conjugated:
-            tensor = torch._conj(tensor)
-        return torch._neg_view(tensor) if self.negated else tensor
+            tensor = conjugated(tensor)
+        return negated(tensor) if self.negated else tensor
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class TensorVersion:
     @classmethod
     def of(cls, tensor: Tensor) -> TensorVersion:
         kept = tensor.clone() if tensor.nbytes <= SMALL else tensor
-        return cls(kept, kept._version)
+        return cls(kept, version(kept))
 
 
 @dataclass(frozen=True)
@@ -125,10 +133,10 @@ class Record:
 
     def piece(self, tensor: Tensor) -> StorageView:
         """`tensor`, on the meta device, as a part of its storage."""
-        storage = tensor.untyped_storage()
-        number = self._numbers.setdefault(storage._cdata, len(self._storages))
+        number = self._numbers.setdefault(storage_id(tensor), len(self._storages))
         if number == len(self._storages):
-            self._storages.append(storage)  # kept, so that its address stays its own
+            # Kept, so that no other storage gets its identity.
+            self._storages.append(tensor.untyped_storage())
         return StorageView(
             number,
             tensor.dtype,
@@ -140,14 +148,14 @@ class Record:
         )
 
     def knows(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._numbers
+        return storage_id(tensor) in self._numbers
 
     def nbytes(self, storage: int) -> int:
         return self._storages[storage].nbytes()
 
     def add(
         self,
-        function: torch._ops.OpOverload,
+        function: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         results: Any,
@@ -218,7 +226,7 @@ class _Roles:
     updates: set[int] = field(default_factory=set)
     fills: set[int] = field(default_factory=set)
 
-    def add(self, function: torch._ops.OpOverload, argument: Any, given: Any) -> None:
+    def add(self, function: OpOverload, argument: Any, given: Any) -> None:
         written = argument.alias_info is not None and argument.alias_info.is_write
         overwritten = argument.is_out or function.overloadpacket in OVERWRITING
         for tensor in pytree.tree_leaves(given):
@@ -253,10 +261,10 @@ OVERWRITING = frozenset(
 
 
 def bound(
-    function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
     """Every argument in the schema of `function` that a call gives, and what it gives."""
-    for place, argument in enumerate(function._schema.arguments):
+    for place, argument in enumerate(schema_of(function).arguments):
         if place < len(args):
             yield argument, args[place]
         elif argument.name in kwargs:
@@ -264,7 +272,7 @@ def bound(
 
 
 def mutated_tensors(
-    function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
     """The tensors whose values a call changes."""
     if torch.Tag.inplace_view in function.tags:
@@ -278,15 +286,14 @@ def mutated_tensors(
     ]
 
 
-def draws_random_numbers(function: torch._ops.OpOverload) -> bool:
+def draws_random_numbers(function: OpOverload) -> bool:
     """Whether an operator takes random numbers from a generator."""
     return torch.Tag.nondeterministic_seeded in function.tags
 
 
 def on_meta(tensor: Tensor) -> bool:
     """Whether a tensor has no values, whatever it says of itself."""
-    device: torch.device = Tensor.device.__get__(tensor)
-    return device.type == "meta"
+    return device_below(tensor).type == "meta"
 
 
 def _covers(tensor: Tensor) -> bool:
@@ -304,7 +311,7 @@ def unchanged(data: TensorVersion) -> Tensor:
     Raises:
         DeferredError: if it was changed in place since it was read.
     """
-    if data.tensor._version != data.version:
+    if version(data.tensor) != data.version:
         raise DeferredError(
             f"a tensor of shape {tuple(data.tensor.shape)} from which parameters are initialized "
             "was changed in place after it was read inside no_init_parameters: give a copy"

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shardwright.deferred.tensor import Deferred, value_of, values_of
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.modules import forget_flat_weights, restore_flat_weights
 
 
 def materialize(module: nn.Module) -> nn.Module:
@@ -25,13 +26,13 @@ def materialize(module: nn.Module) -> nn.Module:
     recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
     attributes = list(deferred_attributes(module))
     for child in recurrent:
-        child._flat_weight_refs = []  # a tensor with weak references cannot become another
+        forget_flat_weights(child)
     for name, made in values_of(found, lambda name, whole: whole.clone()).items():
         _become(found[name], made)
     for tensor in attributes:
         _become(tensor, value_of(tensor))
     for child in recurrent:
-        child._init_flat_weights()
+        restore_flat_weights(child)
     return module
 
 

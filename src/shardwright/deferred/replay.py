@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright.deferred.init_record import (
     Operation,
@@ -20,6 +18,8 @@ from shardwright.deferred.init_record import (
     unchanged,
 )
 from shardwright.errors import DeferredError
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.dispatch import without_dispatch_modes, without_torch_function
 
 Keep = Callable[[str, Tensor], Tensor]
 """What to keep of a finished tensor, given its name and the tensor."""
@@ -174,7 +174,7 @@ def _undisturbed(record: Record) -> Iterator[None]:
     states = [(generator, generator.get_state()) for generator in record.generators()]
     dtype = torch.get_default_dtype()
     try:
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with without_dispatch_modes(), without_torch_function(), torch.no_grad():
             yield
     finally:
         torch.set_default_dtype(dtype)

@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from shardwright.deferred.init_record import (
     Record,
@@ -21,6 +19,16 @@ from shardwright.deferred.init_record import (
 )
 from shardwright.deferred.replay import Keep, replay, settle_generators
 from shardwright.errors import DeferredError
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.dispatch import (
+    TorchDispatchMode,
+    dispatch_modes,
+    plain_torch_function,
+    without_torch_dispatch,
+    without_torch_function,
+)
+from shardwright.torch_internals.operators import schema_of
+from shardwright.torch_internals.tensors import as_subclass, data_setter
 
 aten = torch.ops.aten
 
@@ -34,7 +42,7 @@ class Deferred(Tensor):
     """
 
     _record: Record
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = plain_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -80,7 +88,7 @@ def no_init_parameters() -> Iterator[None]:
         DeferredError: where a random operator writes into a tensor that has values, or where one
             cannot be recorded.
     """
-    if any(isinstance(mode, _Recording) for mode in _get_current_dispatch_mode_stack()):
+    if any(isinstance(mode, _Recording) for mode in dispatch_modes()):
         yield  # what is built inside belongs to what is built around it
         return
     record = Record()
@@ -117,7 +125,7 @@ class _Settings(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if function is Tensor.new_tensor and isinstance(args[0], Deferred):
             kwargs.setdefault("device", torch.device("cpu"))
-        elif function == Tensor.data.__set__:  # type: ignore[attr-defined]
+        elif function == data_setter:
             target, value = args
             if isinstance(target, Deferred) and not isinstance(value, Deferred):
                 args = target, _record(self.record, aten.clone.default, (value,), {})
@@ -126,7 +134,7 @@ class _Settings(TorchFunctionMode):
 
 def _call(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls an operator: recorded if it makes or changes a tensor without values, else at once."""
-    with torch._C.DisableTorchFunction():
+    with without_torch_function():
         args, kwargs = pytree.tree_map_only(
             Deferred, lambda t: t if t._record is record else value_of(t), (args, kwargs)
         )
@@ -167,7 +175,7 @@ def _record(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[s
     def returned(result: Tensor) -> Tensor:
         return given[id(result)] if id(result) in given else _deferred(result, record)
 
-    with torch._C._DisableTorchDispatch():
+    with without_torch_dispatch():
         if torch.Tag.inplace_view in function.tags:
             return function(*args, **kwargs)
         plain_args, plain_kwargs = pytree.tree_map_only(Tensor, plain, (args, kwargs))
@@ -178,7 +186,7 @@ def _record(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[s
 
 def _deferred(tensor: Tensor, record: Record) -> Deferred:
     """`tensor`, on the meta device, as one that `record` makes."""
-    made = torch.Tensor._make_subclass(Deferred, tensor)
+    made = as_subclass(Deferred, tensor)
     made._record = record
     return made
 
@@ -217,7 +225,7 @@ def values_of(tensors: Mapping[str, Tensor], keep: Keep) -> dict[str, Tensor]:
 
 def _placed(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keywords that put what `function` makes on the meta device."""
-    names = {argument.name for argument in function._schema.arguments}
+    names = {argument.name for argument in schema_of(function).arguments}
     placed: dict[str, Any] = {}
     if "device" in names:
         placed["device"] = torch.device("meta")
@@ -234,12 +242,12 @@ def _on_cpu(tensors: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:
 
 def _makes(function: Any, tensors: Iterable[Tensor]) -> bool:
     """Whether an operator makes a tensor of nothing."""
-    names = {argument.name for argument in function._schema.arguments}
+    names = {argument.name for argument in schema_of(function).arguments}
     return not tensors and "device" in names and _returns_tensors(function)
 
 
 def _returns_tensors(function: Any) -> bool:
-    return any("Tensor" in str(result.type) for result in function._schema.returns)
+    return any("Tensor" in str(result.type) for result in schema_of(function).returns)
 
 
 def _refuse_draw(function: Any) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardwright.graph.graph import Graph, Op, Value
+from shardwright.torch_internals import pytree
 
 
 def graph_in_float64(graph: Graph) -> Graph:

@@ -15,7 +15,9 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.operators import OpOverload, schema_of
 
 
 class Kind(Enum):
@@ -71,7 +73,7 @@ OpTarget = Callable[..., Any]
 
 def target_name(target: OpTarget) -> str:
     """`aten.linear.default`, or the qualified name of a Python function."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     return f"{target.__module__}.{target.__qualname__}"
 
@@ -110,9 +112,9 @@ class Op:
     @property
     def takes_device(self) -> bool:
         """Whether it makes a tensor of numbers alone, so that it must be told on which device."""
-        if self.inputs or not isinstance(self.target, torch._ops.OpOverload):
+        if self.inputs or not isinstance(self.target, OpOverload):
             return False
-        return any(argument.name == "device" for argument in self.target._schema.arguments)
+        return any(argument.name == "device" for argument in schema_of(self.target).arguments)
 
     @property
     def output(self) -> Value:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardwright.errors import CaptureError
 from shardwright.graph.graph import Graph, Op, Value
+from shardwright.torch_internals import pytree
 
 
 def interpret(

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from shardwright.graph.graph import Graph, Kind, Op, Value
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.operators import OpOverload, schema_of
+from shardwright.torch_internals.tensors import FakeTensorMode, storage_id
 
 
 @dataclass(frozen=True)
@@ -94,18 +95,14 @@ def _sorted(packed: list[Tensor], inputs: list[Tensor], outputs: list[Tensor]) -
     places: dict[int, tuple[str, int]] = {}
     for kind, tensors in (("input", inputs), ("output", outputs)):
         for index, known in enumerate(tensors):
-            places.setdefault(_storage(known), (kind, index))
-    found = [places.get(_storage(kept)) for kept in packed]
+            places.setdefault(storage_id(known), (kind, index))
+    found = [places.get(storage_id(kept)) for kept in packed]
     others = [k for k, place in zip(packed, found, strict=True) if place is None]
     return SavedTensors(
         inputs=tuple(sorted({place[1] for place in found if place and place[0] == "input"})),
         outputs=tuple(sorted({place[1] for place in found if place and place[0] == "output"})),
         others=tuple((tuple(kept.shape), kept.dtype) for kept in others),
     )
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _leaves(results: Any) -> list[Any]:
@@ -159,7 +156,7 @@ def _is_view(op: Op) -> bool:
     """Whether the output shares the storage of the first input; a reshape of a parameter does."""
     if op.target is aten.reshape.default:
         return True
-    if not isinstance(op.target, torch._ops.OpOverload):
+    if not isinstance(op.target, OpOverload):
         return False
-    returns = op.target._schema.returns
+    returns = schema_of(op.target).returns
     return len(returns) == 1 and returns[0].alias_info is not None

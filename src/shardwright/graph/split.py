@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from torch.utils import _pytree as pytree
-
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Kind, Op, Value
+from shardwright.torch_internals import pytree
 
 
 @dataclass(frozen=True, eq=False)

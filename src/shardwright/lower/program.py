@@ -34,6 +34,7 @@ from shardwright.runtime.random import (
     recompute_segment,
 )
 from shardwright.runtime.regather import BackwardRegather
+from shardwright.torch_internals.operators import OpOverload, operator_name, schema_of
 
 aten = torch.ops.aten
 
@@ -302,8 +303,8 @@ class _Lowering:
         args, kwargs = list(op.args), dict(op.kwargs)
         if found is not None and found.sizes is not None:
             args[found.sizes] = list(self.flow.made[op.output].shard_shape(op.output.shape))
-        if not op.inputs and isinstance(op.target, torch._ops.OpOverload):
-            names = {argument.name for argument in op.target._schema.arguments}
+        if not op.inputs and isinstance(op.target, OpOverload):
+            names = {argument.name for argument in schema_of(op.target).arguments}
             if "device" in names:
                 kwargs["device"] = self.devices.device
         return args, kwargs
@@ -318,7 +319,7 @@ class _Lowering:
             axes = tuple(dict.fromkeys(a for dim in self.flow.made[op.output].axes for a in dim))
             function = Seeded(function, number_of(op.name), self.devices.index(axes))
             return self.source.refer(f"seeded_{_short(op)}", function)
-        if function is op.target and isinstance(function, torch._ops.OpOverload):
+        if function is op.target and isinstance(function, OpOverload):
             if function.namespace == "aten":
                 return str(function)
             return f"torch.ops.{function}"
@@ -376,14 +377,14 @@ class _Lowering:
 
 def _short(op: Op) -> str:
     """`aten.mean.dim` → `mean`."""
-    if isinstance(op.target, torch._ops.OpOverload):
-        return op.target._overloadpacket.__name__
+    if isinstance(op.target, OpOverload):
+        return operator_name(op.target)
     return op.target.__name__
 
 
 def _returns_many(op: Op) -> bool:
     """Whether the target returns a sequence of tensors, be it of one."""
-    if isinstance(op.target, torch._ops.OpOverload):
-        returns = op.target._schema.returns
+    if isinstance(op.target, OpOverload):
+        returns = schema_of(op.target).returns
         return len(returns) > 1 or str(returns[0].type) == "List[Tensor]"
     return len(op.outputs) > 1

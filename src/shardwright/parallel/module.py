@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shardwright.capture.capture import capture
 from shardwright.deferred import deferred_attributes, value_of
@@ -34,6 +33,9 @@ from shardwright.runtime.dtensor import (
     with_stored_parameters,
 )
 from shardwright.runtime.micro_batches import micro_batch, most_micro_batches, whole_leaves
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.modules import share_state
+from shardwright.torch_internals.tensors import copy_all_
 
 log = logging.getLogger(__name__)
 
@@ -82,10 +84,7 @@ class ParallelModule(nn.Module):
         pipeline: PipelineSpec = ONE_STAGE,
     ) -> None:
         super().__init__()
-        self._modules = module._modules
-        self._parameters = module._parameters
-        self._buffers = module._buffers
-        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        share_state(self, module)
         self.training = module.training
         self.devices = devices
         self.decisions = decisions
@@ -128,7 +127,7 @@ class ParallelModule(nn.Module):
         outputs, updates = bound.program(shards, state, leaves, self.seed + self.steps)
         if updates:
             with torch.no_grad():
-                torch._foreach_copy_([state[b.name] for b, _ in bound.graph.updates], updates)
+                copy_all_([state[b.name] for b, _ in bound.graph.updates], updates)
         return pytree.tree_unflatten(self._returned(bound, outputs), bound.graph.out_spec)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -154,7 +153,7 @@ class ParallelModule(nn.Module):
         add_gradients(parameters, gradients)
         if changed:
             with torch.no_grad():
-                torch._foreach_copy_([state[name] for name in changed], list(changed.values()))
+                copy_all_([state[name] for name in changed], list(changed.values()))
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
@@ -30,6 +29,8 @@ from shardwright.runtime.dtensor import (
     with_stored_parameters,
 )
 from shardwright.runtime.micro_batches import micro_batch, most_micro_batches
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.tensors import copy_all_
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class PipelineModule(ParallelModule):
         if changed:
             places = {name: getattr(owner, leaf) for name, owner, leaf in bound.buffers}
             with torch.no_grad():
-                torch._foreach_copy_([places[name] for name in changed], list(changed.values()))
+                copy_all_([places[name] for name in changed], list(changed.values()))
 
     def _whole(self, stages: RankStages, value: Value, kept: Mapping[str, list[Tensor]]) -> Tensor:
         """A value that the model returns, for the whole batch, on every rank: a tensor of the

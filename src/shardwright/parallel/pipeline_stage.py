@@ -25,7 +25,6 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
 )
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from shardwright.graph.graph import Graph, Value
 from shardwright.layout.layout import Layout, TensorLayout
@@ -38,6 +37,7 @@ from shardwright.partition.stages import Chunk, stages_of_parameters
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.micro_batches import micro_batch
 from shardwright.runtime.random import seed_of
+from shardwright.torch_internals.pipelining import PipelineStageBase
 
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
@@ -155,7 +155,7 @@ class RankStages:
         )
         axes = arrival_axes(self.graph, self.parts[-1].decisions)
         self._weights = LossWeights(self.graph, self.devices, axes)
-        self._stages: list[_PipelineStageBase] = [self._stage(m) for m in self.modules]
+        self._stages: list[PipelineStageBase] = [self._stage(m) for m in self.modules]
 
     def train(
         self,

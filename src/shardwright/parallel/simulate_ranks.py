@@ -16,9 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
@@ -28,6 +25,15 @@ from shardwright.parallel.train_step import GradientAccumulation
 from shardwright.partition.decisions import Decisions
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.runtime.devices import Devices, Index, device_mesh
+from shardwright.torch_internals.dispatch import TorchDispatchMode, in_backward_pass
+from shardwright.torch_internals.distributed import (
+    FakeStore,
+    LocalTensorMode,
+    by_rank,
+    group_named,
+    int_by_rank,
+    is_collective,
+)
 
 
 @dataclass
@@ -67,8 +73,7 @@ def simulated_devices(layout: Layout) -> Iterator[tuple[Devices, LocalTensorMode
     places = [layout.coordinates(rank) for rank in range(size)]
 
     def per_rank(function: Callable[[tuple[int, ...]], int]) -> Index:
-        node = LocalIntNode({rank: function(place) for rank, place in enumerate(places)})
-        return torch.SymInt(node)  # type: ignore[no-untyped-call]
+        return int_by_rank({rank: function(place) for rank, place in enumerate(places)})
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
@@ -108,9 +113,7 @@ class Ranks:
     def whole(self, tensor: Tensor, where: TensorLayout, shape: tuple[int, ...]) -> Tensor:
         """The tensor from the blocks of all ranks."""
         with _disabled(self.mode):
-            parts = {0: tensor}
-            if isinstance(tensor, LocalTensor):
-                parts = dict(tensor._local_tensors)
+            parts = by_rank(tensor) or {0: tensor}
             if len(parts) < self.layout.num_devices:
                 parts = dict.fromkeys(range(self.layout.num_devices), tensor)
             full, difference = assemble_shards(parts, where, shape)
@@ -296,10 +299,10 @@ class ByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace == "_c10d_functional":
+        if is_collective(func):
             num_bytes = sent_bytes(func.__name__.split(".")[0], args)
             self.sent += num_bytes
-            if torch._C._current_graph_task_id() >= 0:
+            if in_backward_pass():
                 self.backward += num_bytes
         return func(*args, **(kwargs or {}))
 
@@ -324,5 +327,4 @@ def sent_bytes(collective: str, args: tuple[Any, ...]) -> int:
 
 
 def _group_size(name: str) -> int:
-    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
-    return int(group.size())
+    return int(group_named(name).size())

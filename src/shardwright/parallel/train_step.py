@@ -22,6 +22,7 @@ from shardwright.runtime.collectives import all_reduce, wait
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.micro_batches import micro_batch
 from shardwright.runtime.random import seed_of
+from shardwright.torch_internals.operators import OpOverload, operator_name
 
 
 class GradientAccumulation:
@@ -174,6 +175,6 @@ def _counted(graph: Graph) -> tuple[Value | None, int]:
 
 
 def _name(op: Op) -> str:
-    if isinstance(op.target, torch._ops.OpOverload):
-        return op.target._overloadpacket.__name__
+    if isinstance(op.target, OpOverload):
+        return operator_name(op.target)
     return op.target.__name__

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardwright.constraints import OperatorStrategy
 from shardwright.cost.dry_run import DryRunCache
@@ -26,6 +25,7 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts
+from shardwright.torch_internals import pytree
 
 NO_PINS: Mapping[str, OperatorStrategy] = MappingProxyType({})
 

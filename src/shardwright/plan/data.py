@@ -29,6 +29,7 @@ from shardwright.partition.decisions import (
 )
 from shardwright.partition.pipeline_spec import ONE_STAGE, PipelineSpec
 from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow, Strategy
+from shardwright.torch_internals.operators import OpOverload
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ class PlanData:
 
 
 def target_text(op: Op) -> str:
-    target = str(op.target) if hasattr(op.target, "_schema") else op.target.__name__
+    target = str(op.target) if isinstance(op.target, OpOverload) else op.target.__name__
     return target.removesuffix(".default")
 
 

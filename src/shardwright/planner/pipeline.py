@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
@@ -16,6 +15,8 @@ from shardwright.partition.pipeline_spec import AUTO, REDUCTIONS, PipelineSpec
 from shardwright.partition.schedules import SCHEDULES, schedule_spec
 from shardwright.runtime.micro_batches import micro_batch
 from shardwright.search.assign_stages import StageConfig, balanced_stages, named_stages
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.modules import share_state
 
 
 class Pipeline(nn.Module):
@@ -53,10 +54,7 @@ class Pipeline(nn.Module):
             )
         # In a tuple, so that it is no submodule: its parts are taken over under their own names.
         self._net = (net,)
-        self._modules = net._modules
-        self._parameters = net._parameters
-        self._buffers = net._buffers
-        self._non_persistent_buffers_set = net._non_persistent_buffers_set
+        share_state(self, net)
         self.training = net.training
         self.micro_batches = micro_batches
         self.stage_config = None if stage_config is None else dict(stage_config)

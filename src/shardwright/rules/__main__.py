@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardwright.graph import custom_ops
 from shardwright.graph.graph import Op, OpTarget, Value
 from shardwright.rules import rule_of
 from shardwright.rules.pointwise import pointwise
 from shardwright.rules.rule import RuleMaker, ShardingRule, registered, registry
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.operators import OpOverload, operator_name
 
 aten = torch.ops.aten
 
@@ -113,8 +114,8 @@ def rules_table() -> str:
 
 def _name(target: object) -> str:
     """The name of an operator without its overload."""
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target.overloadpacket.__name__)
+    if isinstance(target, OpOverload):
+        return operator_name(target)
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 

@@ -19,6 +19,7 @@ import torch
 
 from shardwright.graph.graph import Op, OpTarget, Value
 from shardwright.rules.rule import Dims, Kernel, Main, Reduction, ShardingRule
+from shardwright.torch_internals.operators import OpOverload, schema_of
 
 _LEADING = "bstuvwxyz"
 NAMES = _LEADING + "".join(c for c in ascii_lowercase if c not in _LEADING)
@@ -152,7 +153,7 @@ def overloads(*operators: str) -> tuple[Any, ...]:
         packet = getattr(torch.ops.aten, operator)
         for name in packet.overloads():
             overload = getattr(packet, name)
-            schema = overload._schema
+            schema = schema_of(overload)
             makes_tensors = any("Tensor" in str(returned.type) for returned in schema.returns)
             if makes_tensors and not schema.is_mutable and "Dimname" not in str(schema):
                 found.append(overload)
@@ -176,8 +177,8 @@ def _dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
 @cache
 def schema_parameters(target: OpTarget) -> dict[str, Any]:
     """The names of what `target` takes, in order, with their defaults; None without one."""
-    if isinstance(target, torch._ops.OpOverload):
-        schema = target._schema.arguments
+    if isinstance(target, OpOverload):
+        schema = schema_of(target).arguments
         return {a.name: a.default_value if a.has_default_value() else None for a in schema}
     taken = inspect.signature(target).parameters.values()
     return {p.name: None if p.default is p.empty else p.default for p in taken}

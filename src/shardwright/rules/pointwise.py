@@ -16,6 +16,7 @@ from shardwright.rules.notation import (
     without,
 )
 from shardwright.rules.rule import ShardingRule, rule_for
+from shardwright.torch_internals.operators import OpOverload, schema_of
 
 
 @rule_for(
@@ -34,8 +35,7 @@ def pointwise(op: Op) -> ShardingRule | None:
     None where an output has another shape than the others or the operator writes into an input.
     """
     shape = op.outputs[0].shape
-    schema = getattr(op.target, "_schema", None)
-    if schema is not None and schema.is_mutable:
+    if isinstance(op.target, OpOverload) and schema_of(op.target).is_mutable:
         return None
     if any(value.shape != shape for value in op.outputs):
         return None

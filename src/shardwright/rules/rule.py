@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardwright.graph.graph import Op
 from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.torch_internals import pytree
 
 Dims = tuple[str | None, ...]
 """The factor that each dimension of a tensor carries; None where it must stay whole."""

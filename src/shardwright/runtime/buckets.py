@@ -18,8 +18,7 @@ from torch import Tensor
 from shardwright.partition.parameter_buckets import Bucket, varying_axes
 from shardwright.runtime.collectives import slice_block, wait
 from shardwright.runtime.devices import Devices, Group, Index
-
-_c10d = torch.ops._c10d_functional
+from shardwright.torch_internals.distributed import functional_collectives as c10d
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class BoundBucket:
         parts = [shard.to(self.dtype).reshape(-1) for shard in shards]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         group = self.gathers[0].group
-        out: Tensor = _c10d.all_gather_into_tensor(flat.contiguous(), group.size, group.name)
+        out: Tensor = c10d.all_gather_into_tensor(flat.contiguous(), group.size, group.name)
         return out
 
     def gathered(self, pending: Tensor) -> list[Tensor]:
@@ -82,7 +81,7 @@ class BoundBucket:
         out = wait(pending)
         for number, gather in enumerate(self.gathers):
             if number:
-                out = wait(_c10d.all_gather_into_tensor(out, gather.group.size, gather.group.name))
+                out = wait(c10d.all_gather_into_tensor(out, gather.group.size, gather.group.name))
             if not gather.group.in_order:
                 blocks = out.chunk(gather.group.size)
                 out = torch.cat([blocks[position] for position in gather.group.order])
@@ -112,7 +111,7 @@ class BoundBucket:
                 rows = [gather.group.order.index(place) for place in range(gather.group.size)]
                 blocks = torch.stack([blocks[row] for row in rows])
             name = gather.group.name
-            flat = _c10d.reduce_scatter_tensor(blocks.view(-1), "sum", gather.group.size, name)
+            flat = c10d.reduce_scatter_tensor(blocks.view(-1), "sum", gather.group.size, name)
             started = True
         if self.replicas is not None and not self._scatters:
             return _start_all_reduce(flat, self.replicas, owned=not self._alone)
@@ -220,7 +219,7 @@ def _unflat(piece: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _start_all_reduce(flat: Tensor, group: Group, owned: bool) -> Tensor:
     """Starts to sum `flat`, in place if nothing else reads it."""
     if owned and not torch.compiler.is_compiling():
-        out: Tensor = _c10d.all_reduce_(flat, "sum", group.name)
+        out: Tensor = c10d.all_reduce_(flat, "sum", group.name)
     else:
-        out = _c10d.all_reduce(flat.contiguous(), "sum", group.name)
+        out = c10d.all_reduce(flat.contiguous(), "sum", group.name)
     return out

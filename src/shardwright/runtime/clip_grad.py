@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.runtime.devices import Devices
+from shardwright.torch_internals.dtensor import local_tensor
+from shardwright.torch_internals.tensors import each_norm, scale_all_
 
 
 def clip_grad_norm_(
@@ -35,13 +37,13 @@ def clip_grad_norm_(
     """
     gradients = {name: p.grad for name, p in named if p.grad is not None}
     shards = {
-        name: gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        name: local_tensor(gradient) if isinstance(gradient, DTensor) else gradient
         for name, gradient in gradients.items()
     }
     counted = [name for name in gradients if name not in counted_elsewhere]
     squares = torch.zeros((), dtype=torch.float64, device=devices.device)
     if counted:
-        norms = torch.stack(torch._foreach_norm([shards[name] for name in counted]))
+        norms = torch.stack(each_norm([shards[name] for name in counted]))
         holders = [_holders(gradients[name]) for name in counted]
         weights = torch.tensor(holders, dtype=torch.float64, device=norms.device)
         squares = (norms.double().square() / weights).sum()
@@ -51,7 +53,7 @@ def clip_grad_norm_(
     norm = squares.sqrt().to(dtype or found)
     if shards:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(list(shards.values()), scale)
+        scale_all_(list(shards.values()), scale)
     return norm
 
 

@@ -26,18 +26,17 @@ from shardwright.layout.redistribution import RedistributionStep
 from shardwright.rules.rule import Function, Reduce
 from shardwright.runtime.collective_errors import program_line
 from shardwright.runtime.devices import Devices, Group, Index, block
-
-_c10d = torch.ops._c10d_functional
+from shardwright.torch_internals.distributed import functional_collectives as c10d
 
 
 def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
     """Sum (or maximum) over the group."""
-    return wait(_c10d.all_reduce(x.contiguous(), kind, group.name))
+    return wait(c10d.all_reduce(x.contiguous(), kind, group.name))
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """The blocks of the group joined along `dim`."""
-    out = wait(_c10d.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    out = wait(c10d.all_gather_into_tensor(x.contiguous(), group.size, group.name))
     if dim == 0 and group.in_order:
         return out
     blocks = out.chunk(group.size, 0)
@@ -48,14 +47,14 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """Sum over the group, cut along `dim`: this rank's block."""
     if dim != 0 or not group.in_order:
         x = torch.cat(_by_position(x.chunk(group.size, dim), group), 0)
-    return wait(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
+    return wait(c10d.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
 
 
 def all_to_all(x: Tensor, dim: int, to_dim: int, group: Group) -> Tensor:
     """A tensor cut along `dim` becomes whole there and cut along `to_dim`."""
     parts = torch.cat(_by_position(x.chunk(group.size, to_dim), group), 0)
     sizes = [parts.shape[0] // group.size] * group.size
-    out = wait(_c10d.all_to_all_single(parts.contiguous(), sizes, sizes, group.name))
+    out = wait(c10d.all_to_all_single(parts.contiguous(), sizes, sizes, group.name))
     blocks = out.chunk(group.size, 0)
     return torch.cat([blocks[position] for position in group.order], dim)
 
@@ -70,7 +69,7 @@ def exchange(x: Tensor, send: list[Index], receive: list[Index], name: str) -> T
     """Sends this rank's whole block to one rank and takes another's; `send[i]` is 1 for that rank,
     `receive[i]` for the one it comes from, else 0."""
     flat = x.contiguous().view(1, -1)
-    return wait(_c10d.all_to_all_single(flat, receive, send, name)).view(x.shape)
+    return wait(c10d.all_to_all_single(flat, receive, send, name)).view(x.shape)
 
 
 def _by_position(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
@@ -82,7 +81,7 @@ def _by_position(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
 
 def wait(x: Tensor) -> Tensor:
     """What a collective gave, once it has ended."""
-    return _c10d.wait_tensor(x)  # type: ignore[no-any-return]
+    return c10d.wait_tensor(x)  # type: ignore[no-any-return]
 
 
 def identity(x: Tensor) -> Tensor:
@@ -154,7 +153,7 @@ def bind(step: RedistributionStep, devices: Devices) -> BoundCollective:
 def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
     """As `bind`, for an all-reduce whose result is waited for by who reads it."""
     group = devices.group(step.axes)
-    return BoundCollective(lambda x: _c10d.all_reduce(x.contiguous(), "sum", group.name), identity)
+    return BoundCollective(lambda x: c10d.all_reduce(x.contiguous(), "sum", group.name), identity)
 
 
 def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective:
@@ -178,7 +177,7 @@ def bound_reduction(group: Group, kind: str, varying: bool) -> Reduce:
     """An all-reduce inside a kernel; its gradient too is all-reduced if it is `varying`."""
 
     def start(x: Tensor) -> Tensor:
-        return _c10d.all_reduce(x.detach().contiguous(), kind, group.name)  # type: ignore[no-any-return]
+        return c10d.all_reduce(x.detach().contiguous(), kind, group.name)  # type: ignore[no-any-return]
 
     def whole(x: Tensor) -> Tensor:
         return wait(start(x))

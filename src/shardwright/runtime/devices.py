@@ -16,10 +16,10 @@ from itertools import product
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
+from shardwright.torch_internals.distributed import group_timeout, set_group_timeout
 
 Index = int | torch.SymInt
 """A number that depends on the rank: a `SymInt` where many ranks are simulated in one process."""
@@ -97,7 +97,7 @@ class Devices:
         timeout = world_timeout()
         for group in (*(mesh.get_all_groups() if mesh is not None else ()), across):
             if group is not None and timeout is not None:
-                _set_pg_timeout(timeout, group)
+                set_group_timeout(timeout, group)
         return cls(
             layout, device, mesh, lambda function: function(place), rank, stage, stages, across
         )
@@ -188,8 +188,7 @@ def world_timeout() -> timedelta | None:
     their own."""
     world = dist.group.WORLD
     assert world is not None
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)
-    return getattr(options, "_timeout", None)
+    return group_timeout(world)
 
 
 def _subgroup(ranks: list[list[int]]) -> dist.ProcessGroup | None:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright.deferred import Deferred, deferred_attributes, value_of, values_of
 from shardwright.errors import LayoutError, PlanError
@@ -19,6 +17,7 @@ from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.decisions import Storage
 from shardwright.runtime.adopt_optimizer import remember
 from shardwright.runtime.devices import Devices
+from shardwright.torch_internals.dtensor import StridedShard, local_tensor, spec_of, with_spec
 
 
 def local_shard(tensor: Tensor, where: TensorLayout, devices: Devices) -> DTensor:
@@ -104,13 +103,13 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.specs = [p._spec for p in parameters]
-        return tuple(p._local_tensor.view_as(p._local_tensor) for p in parameters)
+        ctx.specs = [spec_of(p) for p in parameters]
+        return tuple(part.view_as(part) for part in map(local_tensor, parameters))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
         pairs = zip(gradients, ctx.specs, strict=True)
-        return tuple(None if g is None else _stored_like(g, spec) for g, spec in pairs)
+        return tuple(None if g is None else with_spec(g, spec) for g, spec in pairs)
 
 
 def local_shards(parameters: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
@@ -124,7 +123,7 @@ def local_shards(parameters: Mapping[str, Tensor], layout: Layout) -> dict[str, 
 def stored_shards(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """This rank's shards, apart from autograd."""
     return {
-        name: parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+        name: local_tensor(parameter) if isinstance(parameter, DTensor) else parameter.detach()
         for name, parameter in parameters.items()
     }
 
@@ -136,16 +135,11 @@ def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tens
             parameter = parameters[name]
             before = parameter.grad
             if before is not None:
-                (before._local_tensor if isinstance(before, DTensor) else before).add_(gradient)
+                (local_tensor(before) if isinstance(before, DTensor) else before).add_(gradient)
             elif isinstance(parameter, DTensor):
-                parameter.grad = _stored_like(gradient, parameter._spec)
+                parameter.grad = with_spec(gradient, spec_of(parameter))
             else:
                 parameter.grad = gradient
-
-
-def _stored_like(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor like a parameter; `DTensor.from_local` would take longer than small operators."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def placements(tensor_layout: TensorLayout) -> tuple[Placement, ...]:
@@ -161,7 +155,7 @@ def placements(tensor_layout: TensorLayout) -> tuple[Placement, ...]:
         for place, axis in enumerate(axes):
             coarser = layout.size(other for other in axes[:place] if other > axis)
             strided = coarser > 1
-            found[axis] = _StridedShard(dim, split_factor=coarser) if strided else Shard(dim)
+            found[axis] = StridedShard(dim, split_factor=coarser) if strided else Shard(dim)
     return tuple(found)
 
 
@@ -181,7 +175,7 @@ def from_placements(placements: Sequence[Placement], layout: Layout, ndim: int) 
     partial = set()
     # From the right, as then each axis finds those that may stand before it.
     for axis, placement in reversed(list(enumerate(placements))):
-        if isinstance(placement, Shard | _StridedShard):
+        if isinstance(placement, Shard | StridedShard):
             dim = _dimension(placement, ndim)
             dims[dim] = _inserted(dims[dim], axis, placement, layout)
         elif isinstance(placement, Partial) and placement.reduce_op == "sum":
@@ -194,7 +188,7 @@ def from_placements(placements: Sequence[Placement], layout: Layout, ndim: int) 
     return TensorLayout(layout, tuple(dims), frozenset(partial))
 
 
-def _dimension(placement: Shard | _StridedShard, ndim: int) -> int:
+def _dimension(placement: Shard | StridedShard, ndim: int) -> int:
     dim = placement.dim
     if not -ndim <= dim < ndim:
         raise LayoutError(f"placement {placement} cuts a dimension that {ndim} dimensions lack")
@@ -203,7 +197,7 @@ def _dimension(placement: Shard | _StridedShard, ndim: int) -> int:
 
 def _inserted(axes: Axes, axis: int, placement: Placement, layout: Layout) -> Axes:
     """`axes`, all to the right of `axis`, with it where as many parts as it says come before."""
-    coarser = placement.split_factor if isinstance(placement, _StridedShard) else 1
+    coarser = placement.split_factor if isinstance(placement, StridedShard) else 1
     for place in range(len(axes) + 1):
         if layout.size(axes[:place]) == coarser:
             return (*axes[:place], axis, *axes[place:])

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.runtime.buckets import BoundBucket
+from shardwright.torch_internals.tensors import storage_id
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class RegatherRun:
             self._owners[weak.cdata] = (kept, member, weak)
 
     def pack(self, tensor: Tensor) -> Tensor | GatheredView:
-        owner = self._owners.get(tensor.untyped_storage()._cdata)
+        owner = self._owners.get(storage_id(tensor))
         if owner is None:
             return tensor
         kept, member, _ = owner

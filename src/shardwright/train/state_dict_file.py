@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
+from shardwright.torch_internals.dtensor import held_chunks
 from shardwright.train import checkpoint_state
 from shardwright.train.checkpoint import held_once
 from shardwright.train.parameter_names import saved_names
@@ -92,7 +93,7 @@ def _copy_held(whole: Tensor, tensor: Tensor) -> None:
     if not isinstance(tensor, DTensor):
         tensor.copy_(whole)
         return
-    for chunk in tensor.__create_chunk_list__():  # type: ignore[no-untyped-call]
+    for chunk in held_chunks(tensor):
         ends = zip(chunk.offsets, chunk.sizes, strict=True)
         part = whole[tuple(slice(start, start + size) for start, size in ends)]
         tensor.to_local().copy_(part)

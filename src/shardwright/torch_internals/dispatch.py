@@ -1,0 +1,42 @@
+"""Modes that see every operator, and contexts in which they do not."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+
+__all__ = [
+    "TorchDispatchMode",
+    "dispatch_modes",
+    "in_backward_pass",
+    "plain_torch_function",
+    "without_dispatch_modes",
+    "without_torch_dispatch",
+    "without_torch_function",
+]
+
+plain_torch_function = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass of tensors that does nothing of its own there."""
+
+without_torch_function = torch._C.DisableTorchFunction
+"""A context in which no `__torch_function__` is called, neither of subclasses nor of modes."""
+
+without_torch_dispatch = torch._C._DisableTorchDispatch
+"""A context in which no `__torch_dispatch__` is called, neither of subclasses nor of modes."""
+
+without_dispatch_modes = _disable_current_modes
+"""A context in which no `__torch_dispatch__` of a mode is called; those of subclasses are."""
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The modes that are entered now, the innermost last."""
+    return _get_current_dispatch_mode_stack()
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd calls: on this thread it carries out a backward pass."""
+    return torch._C._current_graph_task_id() >= 0

@@ -1,0 +1,61 @@
+"""Collectives, process groups, and many ranks in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+__all__ = [
+    "FakeStore",
+    "LocalTensorMode",
+    "by_rank",
+    "functional_collectives",
+    "group_named",
+    "group_timeout",
+    "int_by_rank",
+    "is_collective",
+    "set_group_timeout",
+]
+
+functional_collectives = torch.ops._c10d_functional
+"""Collectives that return new tensors, which are ready after `wait_tensor`. `torch.compile` takes
+them into its graphs."""
+
+
+def is_collective(operator: Any) -> bool:
+    """Whether an operator is one of `functional_collectives`."""
+    return bool(operator.namespace == "_c10d_functional")
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group that functional collectives know by `name`."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of `group` waits; None if its backend does not say."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    """Lets collectives of `group` wait so long."""
+    _set_pg_timeout(timeout, group)
+
+
+def int_by_rank(values: Mapping[int, int]) -> torch.SymInt:
+    """A number that is another on each simulated rank."""
+    return torch.SymInt(LocalIntNode(dict(values)))  # type: ignore[no-untyped-call]
+
+
+def by_rank(tensor: Tensor) -> dict[int, Tensor] | None:
+    """The tensor of each simulated rank; None for a tensor that all of them share."""
+    return dict(tensor._local_tensors) if isinstance(tensor, LocalTensor) else None

@@ -1,0 +1,31 @@
+"""What modules keep their parameters in, and what PyTorch logs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def share_state(wrapper: nn.Module, module: nn.Module) -> None:
+    """Lets `wrapper` bear the parameters, buffers and submodules of `module` under their own names:
+    what is registered or replaced in one is so in the other."""
+    wrapper._modules = module._modules
+    wrapper._parameters = module._parameters
+    wrapper._buffers = module._buffers
+    wrapper._non_persistent_buffers_set = module._non_persistent_buffers_set
+
+
+def forget_flat_weights(module: nn.RNNBase) -> None:
+    """Drops the weak references to parameters that a recurrent module keeps; a tensor with weak
+    references cannot be swapped with another."""
+    module._flat_weight_refs = []
+
+
+def restore_flat_weights(module: nn.RNNBase) -> None:
+    """Makes the list and the weak references of a recurrent module again, of its parameters."""
+    module._init_flat_weights()
+
+
+def log_only(level: int) -> None:
+    """Lets all parts of PyTorch log at this level of `logging` or above."""
+    torch._logging.set_logs(all=level)  # type: ignore[attr-defined]

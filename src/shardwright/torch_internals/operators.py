@@ -1,0 +1,36 @@
+"""Operators as PyTorch's dispatcher knows them, and the nodes of graphs that call them."""
+
+from __future__ import annotations
+
+from torch import FunctionSchema, fx
+from torch._ops import HigherOrderOperator, OpOverload
+
+__all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "is_erased",
+    "operator_name",
+    "overload_name",
+    "schema_of",
+]
+
+
+def schema_of(overload: OpOverload) -> FunctionSchema:
+    """Arguments and results of an operator: names, types, defaults, and which of them share memory
+    or are written to."""
+    return overload._schema
+
+
+def operator_name(overload: OpOverload) -> str:
+    """`mean` of `aten.mean.dim`."""
+    return overload._opname
+
+
+def overload_name(overload: OpOverload) -> str:
+    """`dim` of `aten.mean.dim`."""
+    return overload._overloadname
+
+
+def is_erased(node: fx.Node) -> bool:
+    """Whether a node was removed from its graph."""
+    return node._erased

@@ -1,0 +1,77 @@
+"""What a tensor is under the surface: its storage, version and flags; many tensors in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "as_subclass",
+    "conjugated",
+    "copy_all_",
+    "data_setter",
+    "device_below",
+    "each_norm",
+    "negated",
+    "scale_all_",
+    "storage_id",
+    "version",
+]
+
+Subclass = TypeVar("Subclass", bound=Tensor)
+
+data_setter = Tensor.data.__set__  # type: ignore[attr-defined]
+"""What `tensor.data = value` calls, as a mode for functions sees it."""
+
+
+def device_below(tensor: Tensor) -> torch.device:
+    """The device that a tensor lies on, whatever its subclass says."""
+    device: torch.device = Tensor.device.__get__(tensor)
+    return device
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The identity of the memory of a tensor, with numbers or without; another storage may get the
+    same once this one is freed."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version(tensor: Tensor) -> int:
+    """How often the tensor was changed in place."""
+    return tensor._version
+
+
+def as_subclass(kind: type[Subclass], tensor: Tensor) -> Subclass:
+    """A tensor of a subclass that shares the memory of `tensor`, apart from its autograd graph."""
+    return torch.Tensor._make_subclass(kind, tensor)
+
+
+def conjugated(tensor: Tensor) -> Tensor:
+    """A view that is conjugated when it is read."""
+    return torch._conj(tensor)
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """A view that is negated when it is read."""
+    return torch._neg_view(tensor)
+
+
+def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target; one kernel where the device has it."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def each_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The 2-norm of each."""
+    return tuple(torch._foreach_norm(list(tensors)))
+
+
+def scale_all_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies each by `factor`, in place."""
+    torch._foreach_mul_(list(tensors), factor)
