@@ -25,7 +25,8 @@ from shardwright.capture.capture import capture
 from shardwright.config.run import Run
 from shardwright.cost.clusters import load_cluster
 from shardwright.layout.layout import prime_mesh
-from shardwright.search.by_time.search import Pricing, search_by_time
+from shardwright.search.by_time.search import search_by_time
+from shardwright.search.request import Pricing, SearchRequest
 
 NAMES = (
     *("llama2_7b", "llama2_13b", "llama2_70b", "baichuan2_7b", "baichuan2_13b"),
@@ -106,7 +107,7 @@ def measured(name: str, batch: int = BATCH, many: Sequence[int] = MANY) -> Scale
 
     seconds = cpu_seconds(captured)
     (graph,) = graphs
-    pricing = Pricing(load_cluster(CLUSTER), MEM_COEFF)
+    pricing = Pricing(load_cluster(CLUSTER))
 
     def planned(devices: int) -> None:
         found = plan(graph, devices=devices, cluster=CLUSTER, mem_coeff=MEM_COEFF)
@@ -114,7 +115,10 @@ def measured(name: str, batch: int = BATCH, many: Sequence[int] = MANY) -> Scale
 
     gc.collect()
     gc.freeze()
-    searches = [partial(search_by_time, graph, prime_mesh(n), pricing) for n in many]
+    requests = [
+        SearchRequest(graph, prime_mesh(n), pricing=pricing, mem_coeff=MEM_COEFF) for n in many
+    ]
+    searches = [partial(search_by_time, request) for request in requests]
     plans = [partial(planned, n) for n in many]
     return Scale(
         parameters=sum(value.numel for value in graph.parameters),

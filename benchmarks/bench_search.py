@@ -27,6 +27,7 @@ from benchmarks.timing import Sample, cpu_seconds, in_fork
 from shardwright.graph.graph import Graph
 from shardwright.layout.layout import prime_mesh
 from shardwright.search.recursive.search import search_recursively
+from shardwright.search.request import SearchRequest
 
 BATCH, SEQUENCE = 1024, 4096
 DEVICES = (8, 64, 1024)
@@ -100,12 +101,12 @@ def searched(graph: Graph, devices: int) -> Searched:
     mesh = prime_mesh(devices)
 
     def searches() -> list[float]:
-        if not search_recursively(graph, mesh):
+        if not search_recursively(SearchRequest(graph, mesh)):
             raise RuntimeError(f"the search cut nothing on {devices} devices")
         return [cpu_seconds(partial(search_recursively, graph, mesh)) for _ in range(REPEATED)]
 
     def first() -> float:
-        return cpu_seconds(lambda: search_recursively(graph, mesh))
+        return cpu_seconds(lambda: search_recursively(SearchRequest(graph, mesh)))
 
     def whole_plan() -> float:
         return cpu_seconds(lambda: sw.plan(graph, devices=devices))

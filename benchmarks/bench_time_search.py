@@ -14,6 +14,7 @@ graph and nothing else. Goal: under 1 s.
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,8 +31,9 @@ from shardwright.search.baselines import data_parallel
 from shardwright.search.by_time.exact import search_exactly
 from shardwright.search.by_time.objective import Objective
 from shardwright.search.by_time.problem import search_problem
-from shardwright.search.by_time.search import Pricing, search_by_time
-from shardwright.search.recursive.search import CutsOfGraph, search_recursively
+from shardwright.search.by_time.search import search_by_time
+from shardwright.search.recursive.search import search_recursively
+from shardwright.search.request import CutsOfGraph, Pricing, SearchRequest
 
 SEQUENCE, DEVICES, MEM_COEFF = 4096, 4, 0.1
 CLUSTERS = ("h100", "ascend910b")
@@ -66,11 +68,12 @@ def run() -> list[Table]:
 
 def _compare(table: Table, graph: Graph, batch: int, cluster: str) -> None:
     mesh = prime_mesh(DEVICES)
-    pricing = Pricing(load_cluster(cluster), MEM_COEFF)
-    exact = search_exactly(graph, mesh, pricing)
+    pricing = Pricing(load_cluster(cluster))
+    request = SearchRequest(graph, mesh, pricing=pricing, mem_coeff=MEM_COEFF)
+    exact = search_exactly(request)
     plans = {
-        "seconds": search_by_time(graph, mesh, pricing),
-        "symbolic": search_recursively(graph, mesh, mem_coeff=MEM_COEFF),
+        "seconds": search_by_time(request),
+        "symbolic": search_recursively(replace(request, pricing=None)),
     }
     if batch % DEVICES == 0:
         plans["data parallel"] = data_parallel(graph, mesh)
@@ -91,17 +94,18 @@ def total(graph: Graph, mesh: Layout, pricing: Pricing, cuts: CutsOfGraph) -> fl
     every = search_problem(graph, {}, fold=False)
     objective = Objective(every, TimeModel(pricing.cluster, mesh))
     cost = objective.cost([cuts.get(node.op.name, {}) for node in every.nodes])
-    return cost.total(pricing.micro_batches, pricing.kept)
+    return cost.total(pricing.micro_batches, pricing.kept_byte(MEM_COEFF))
 
 
 def _time(table: Table, name: str, batch: int) -> None:
     graph = _captured(name, batch, None)
-    pricing = Pricing(load_cluster("h100"), MEM_COEFF)
+    pricing = Pricing(load_cluster("h100"))
     gc.collect()
     gc.freeze()
     samples = {}
     for devices in MANY:
-        one = partial(search_by_time, graph, prime_mesh(devices), pricing)
+        request = SearchRequest(graph, prime_mesh(devices), pricing=pricing, mem_coeff=MEM_COEFF)
+        one = partial(search_by_time, request)
         samples[devices] = Sample(
             tuple(in_fork(partial(cpu_seconds, one)) for _ in range(PROCESSES))
         )

@@ -13,8 +13,9 @@ from shardwright.capture.capture import capture
 from shardwright.graph.graph import Graph
 from shardwright.layout.layout import prime_mesh
 from shardwright.rules import rule_of
-from shardwright.search import data_parallel, search_recursively
-from shardwright.search.recursive.search import CutsOfGraph
+from shardwright.search.baselines import data_parallel
+from shardwright.search.recursive.search import search_recursively
+from shardwright.search.request import CutsOfGraph, SearchRequest
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +36,14 @@ def letters(graph: Graph, cuts: CutsOfGraph) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("order", ["weight", "topology"])
 def test_llama_is_data_parallel_with_the_default_coefficient(llama: Graph, order: str) -> None:
-    cuts = search_recursively(llama, prime_mesh(8), order=order)  # type: ignore[arg-type]
+    cuts = search_recursively(SearchRequest(llama, prime_mesh(8), order=order))
     assert all(cut == {"I"} for cut in letters(llama, cuts).values())
     assert cuts["model.layers.1.mlp.down_proj"] == {"b": (0, 1, 2)}
 
 
 @pytest.mark.parametrize("order", ["weight", "topology"])
 def test_llama_is_cut_as_by_megatron_with_a_large_coefficient(llama: Graph, order: str) -> None:
-    cuts = search_recursively(llama, prime_mesh(2), mem_coeff=10, order=order)  # type: ignore[arg-type]
+    cuts = search_recursively(SearchRequest(llama, prime_mesh(2), mem_coeff=10, order=order))
     found = letters(llama, cuts)
     for layer in ("model.layers.0", "model.layers.1"):
         columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -56,7 +57,7 @@ def test_llama_is_cut_as_by_megatron_with_a_large_coefficient(llama: Graph, orde
 
 
 def test_llama_products_are_not_cut_with_a_tiny_coefficient(llama: Graph) -> None:
-    found = letters(llama, search_recursively(llama, prime_mesh(2), mem_coeff=1e-6))
+    found = letters(llama, search_recursively(SearchRequest(llama, prime_mesh(2), mem_coeff=1e-6)))
     products = [name for name in found if name.endswith(("_proj", "lm_head"))]
     assert len(products) == 15
     assert all(found[name] == set() for name in products)
@@ -70,7 +71,7 @@ def test_data_parallel_cuts_all_that_depends_on_the_batch_of_llama(llama: Graph)
 def test_captured_network_has_the_strategies_of_the_golden_case() -> None:
     module, args, kwargs = models.network(batch=32)
     graph = capture(module, args, kwargs)
-    cuts = search_recursively(graph, prime_mesh(8), mem_coeff=0.1, order="topology")
+    cuts = search_recursively(SearchRequest(graph, prime_mesh(8), mem_coeff=0.1, order="topology"))
     assert cuts["layer1"] == {"k": (0, 1), "b": (2,)}
     assert cuts["layer2"] == {"j": (0, 1), "b": (2,)}
     assert cuts["layer3"] == {"k": (0, 1), "b": (2,)}
@@ -83,14 +84,18 @@ def test_residual_models_are_data_parallel_or_cut_in_their_weights(
 ) -> None:
     module, args, kwargs = model(batch=8)
     graph, mesh = capture(module, args, kwargs), prime_mesh(4)
-    batch = letters(graph, search_recursively(graph, mesh, mem_coeff=0.1, order=order))  # type: ignore[arg-type]
+    batch = letters(
+        graph, search_recursively(SearchRequest(graph, mesh, mem_coeff=0.1, order=order))
+    )
     assert sum(cut == {"I"} for cut in batch.values()) > 0.7 * len(batch)
-    weights = letters(graph, search_recursively(graph, mesh, mem_coeff=100, order=order))  # type: ignore[arg-type]
+    weights = letters(
+        graph, search_recursively(SearchRequest(graph, mesh, mem_coeff=100, order=order))
+    )
     assert sum(bool(cut & set("JKH")) for cut in weights.values()) > 0.5 * len(weights)
 
 
 def test_equal_layers_of_a_deep_model_are_cut_equally() -> None:
-    cuts = search_recursively(llama_by_hand(4), prime_mesh(64), mem_coeff=10)
+    cuts = search_recursively(SearchRequest(llama_by_hand(4), prime_mesh(64), mem_coeff=10))
     for name in ("attn.q_proj", "attn.sdpa", "attn.o_proj", "gate_proj", "down_proj", "add2"):
         assert len({str(cuts.get(f"{layer}.{name}")) for layer in (0, 1, 2)}) == 1, name
 
@@ -102,7 +107,9 @@ def test_70b_on_1024_devices_is_searched_in_a_second() -> None:
     seconds = []
     for order in ("weight", "topology"):
         start = time.process_time()
-        cuts = search_recursively(graph, prime_mesh(1024), mem_coeff=1.0, order=order)  # type: ignore[arg-type]
+        cuts = search_recursively(
+            SearchRequest(graph, prime_mesh(1024), mem_coeff=1.0, order=order)
+        )
         seconds.append(time.process_time() - start)
         assert sum(len(axes) for axes in cuts["40.gate_proj"].values()) == 10
     assert max(seconds) < 1.0

@@ -7,7 +7,8 @@ import pytest
 from search.handmade import GraphBuilder, aten, case_a, residual_mlp
 from shardwright.errors import StrategyError
 from shardwright.layout.layout import prime_mesh
-from shardwright.search.baselines import data_parallel, stand_alone
+from shardwright.search.baselines import StandAlone, data_parallel
+from shardwright.search.request import SearchRequest
 
 
 @pytest.mark.parametrize("devices", [2, 8, 12, 16])
@@ -50,4 +51,4 @@ def test_data_parallel_on_one_device_cuts_nothing() -> None:
 
 
 def test_stand_alone_cuts_nothing() -> None:
-    assert stand_alone(residual_mlp(), prime_mesh(8)) == {}
+    assert StandAlone().search(SearchRequest(residual_mlp(), prime_mesh(8))) == {}

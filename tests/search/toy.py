@@ -8,11 +8,10 @@ import torch
 
 from shardwright.capture.capture import capture
 from shardwright.cost.cluster import Cluster, Device, LinkLevel
-from shardwright.cost.step_time import TimeModel
 from shardwright.graph.graph import Graph
 from shardwright.layout.layout import Layout
-from shardwright.search.by_time.problem import search_problem
-from shardwright.search.by_time.search import Pricing, TimedSearch
+from shardwright.search.by_time.search import TimedSearch, timed_search
+from shardwright.search.request import Pricing, SearchRequest
 
 TOY = Cluster(
     "toy",
@@ -28,5 +27,4 @@ def captured(model: Any, **sizes: Any) -> Graph:
 
 
 def searcher(graph: Graph, mesh: Layout, cluster: Cluster, fold: bool = True) -> TimedSearch:
-    found = search_problem(graph, {}, fold=fold)
-    return TimedSearch(found, TimeModel(cluster, mesh), Pricing(cluster, 0.1))
+    return timed_search(SearchRequest(graph, mesh, pricing=Pricing(cluster)), fold)

@@ -27,6 +27,7 @@ from shardwright.rules.rule import Cuts
 from shardwright.search.assign_stages import balanced_stages
 from shardwright.search.modes import MODES, check_takes_pins
 from shardwright.search.optimizer_sharding import sharded_storage
+from shardwright.search.request import SearchRequest
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Candidate:
             * value.stored_dtype.itemsize
             for value in parameters
         )
-        return self.seconds + pricing.kept * sum(kept)
+        return self.seconds + pricing.kept_byte(self.options.coefficient) * sum(kept)
 
     def memory(self, decisions: Decisions | None = None) -> Memory:
         """What each device needs, with these decisions or with others."""
@@ -158,19 +159,19 @@ def _decided(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate
     fixed = resolve(graph, of_stage, pins.strategies, {**pins.parameters, **entries})
     arriving = arrivals(graph, fixed.mesh, options.dataset_strategy)
     pricing = options.pricing(pipeline)
-    asked = {
-        **options.of_search,
-        "log_costs": options.log_costs,
-        "pricing": pricing,
-        "arrivals": arriving,
-    }
+    request = SearchRequest(
+        *(graph, fixed.mesh, fixed.cuts, fixed.outputs, arriving, pricing),
+        mem_coeff=options.coefficient,
+        order=options.order,
+        log_costs=options.log_costs,
+    )
     shared = None if pricing is None else pricing.sharing
     times = pipeline.stages, pipeline.micro_batches
     key = (fixed.mesh, mode, *options.of_search.values(), *times, shared)
     if key not in model.searched:
         options.on_progress(f"search: {options.in_words()}")
         started = time.perf_counter()
-        found = MODES[mode](graph, fixed, asked)
+        found = MODES[mode].search(request)
         model.searched[key] = found, time.perf_counter() - started
     cuts, seconds = model.searched[key]
     if pipeline.stages > 1 and options.asked.stage_config is None and options.cluster is not None:

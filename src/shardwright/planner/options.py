@@ -20,8 +20,8 @@ from shardwright.partition.decisions import BUCKET_BYTES, OptimizerParallel
 from shardwright.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.planner.pipeline import PipelineRequest
 from shardwright.progress import OnProgress, silent
-from shardwright.search.by_time.search import Pricing
 from shardwright.search.modes import MODES
+from shardwright.search.request import VISIT_ORDERS, Pricing
 
 MB = 2**20
 
@@ -67,7 +67,7 @@ class PlanOptions:
         for what, given, valid in (
             ("mode", self.mode, tuple(MODES)),
             ("cost_model", self.cost_model or "symbolic", ("symbolic", "time")),
-            ("order", self.order, ("weight", "topology")),
+            ("order", self.order, VISIT_ORDERS),
             ("compute_dtype", self.compute_dtype or "float32", COMPUTE_DTYPES),
         ):
             if given not in valid:
@@ -80,9 +80,10 @@ class PlanOptions:
             raise StrategyError(f"bucket_mb={self.bucket_mb!r}: must be a positive number")
         _check_memory(self.memory_limit, self.recompute)
         check_dataset_strategy(self.dataset_strategy)
-        if self.mode == "exact" and self.cost_model == "symbolic":
-            raise StrategyError("mode='exact' weighs seconds: cost_model must be 'time'")
-        if (self.cost_model == "time" or self.mode == "exact") and self.cluster is None:
+        requires_pricing = MODES[self.mode].requires_pricing
+        if requires_pricing and self.cost_model == "symbolic":
+            raise StrategyError(f"mode={self.mode!r} weighs seconds: cost_model must be 'time'")
+        if (self.cost_model == "time" or requires_pricing) and self.cluster is None:
             object.__setattr__(self, "cluster", LOCAL)
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             object.__setattr__(self, "cluster", load_cluster(self.cluster))
@@ -167,7 +168,7 @@ class PlanOptions:
     @property
     def weighs_memory(self) -> bool:
         """Whether the mode is a search that `mem_coeff` guides."""
-        return self.mode in ("recursive_programming", "exact")
+        return MODES[self.mode].takes_pricing
 
     @property
     def coefficient(self) -> float:
@@ -197,7 +198,6 @@ class PlanOptions:
             return None
         return Pricing(
             self.on,
-            self.coefficient,
             stages=pipeline.stages,
             micro_batches=pipeline.micro_batches,
             sharing=None if self.sharding is None else self.sharding.shard_size,

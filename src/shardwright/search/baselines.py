@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
@@ -10,7 +11,8 @@ from shardwright.layout.layout import Layout
 from shardwright.rules.rule import Cuts
 from shardwright.search.indexed_graph import IndexedGraph, index_graph
 from shardwright.search.recursive.axis_level import AxisLevel
-from shardwright.search.recursive.search import CutsOfGraph, nearest_multiples, record
+from shardwright.search.recursive.search import nearest_multiples, record
+from shardwright.search.request import CutsOfGraph, SearchMode, SearchRequest
 
 
 def data_parallel(graph: Graph, mesh: Layout) -> CutsOfGraph:
@@ -56,6 +58,30 @@ def _along_batch(indexed: IndexedGraph, mesh: Layout) -> CutsOfGraph:
     return cuts
 
 
-def stand_alone(graph: Graph, mesh: Layout) -> CutsOfGraph:
+class DataParallel(SearchMode):
+    """Every operator along the batch."""
+
+    name: ClassVar[str] = "data_parallel"
+    takes_pins: ClassVar[bool] = False
+
+    def search(self, request: SearchRequest) -> CutsOfGraph:
+        return data_parallel(request.graph, request.mesh)
+
+
+class SemiAuto(SearchMode):
+    """Pinned operators as they are pinned, all others along the batch."""
+
+    name: ClassVar[str] = "semi_auto"
+
+    def search(self, request: SearchRequest) -> CutsOfGraph:
+        return semi_auto(request.graph, request.mesh, request.pinned)
+
+
+class StandAlone(SearchMode):
     """Nothing is cut: every device computes everything."""
-    return {}
+
+    name: ClassVar[str] = "stand_alone"
+    takes_pins: ClassVar[bool] = False
+
+    def search(self, request: SearchRequest) -> CutsOfGraph:
+        return {}

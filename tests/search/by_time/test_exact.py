@@ -13,16 +13,16 @@ from shardwright.errors import StrategyError
 from shardwright.layout.layout import prime_mesh
 from shardwright.search.by_time.exact import _Joint, search_exactly
 from shardwright.search.by_time.objective import Objective
-from shardwright.search.by_time.search import Pricing
+from shardwright.search.request import Pricing, SearchRequest
 
 
 def test_no_combination_of_cuts_is_below_the_bound_and_the_plan_is_the_best() -> None:
     graph, mesh = captured(mlp, sizes=(16, 32)), prime_mesh(4)
     search = searcher(graph, mesh, TOY)
-    objective = Objective(search.network, search.model)
-    states = _Joint(search.network, TimeModel(TOY, mesh), objective).states
+    objective = Objective(search.problem, search.model)
+    states = _Joint(search.problem, TimeModel(TOY, mesh), objective).states
     least = min(search._total(objective.cost(list(cuts))) for cuts in product(*states))
-    found = search_exactly(graph, mesh, Pricing(TOY))
+    found = search_exactly(SearchRequest(graph, mesh, pricing=Pricing(TOY)))
     assert found.cost == pytest.approx(least)
     assert found.bound <= least * (1 + 1e-9)
     assert found.gap < 0.02
@@ -31,7 +31,7 @@ def test_no_combination_of_cuts_is_below_the_bound_and_the_plan_is_the_best() ->
 @pytest.mark.slow
 def test_the_recursion_comes_near_the_bound_for_a_language_model() -> None:
     graph, mesh = captured(llama, width=64, vocabulary=256, sequence=32), prime_mesh(4)
-    found = search_exactly(graph, mesh, Pricing(TOY))
+    found = search_exactly(SearchRequest(graph, mesh, pricing=Pricing(TOY)))
     search = searcher(graph, mesh, TOY)
     recursive = search._total(search.objective.cost(search.best()))
     assert found.bound <= found.cost <= recursive
@@ -40,4 +40,5 @@ def test_the_recursion_comes_near_the_bound_for_a_language_model() -> None:
 
 def test_too_many_combinations_are_refused() -> None:
     with pytest.raises(StrategyError, match=r"an operator has .* combinations of cuts"):
-        search_exactly(captured(llama, batch=64, width=1024), prime_mesh(64), Pricing(TOY))
+        graph = captured(llama, batch=64, width=1024)
+        search_exactly(SearchRequest(graph, prime_mesh(64), pricing=Pricing(TOY)))

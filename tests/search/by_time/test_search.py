@@ -23,8 +23,9 @@ from shardwright.search.by_time.axis_tables import AxisTables
 from shardwright.search.by_time.elimination import minimum
 from shardwright.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.search.by_time.problem import search_problem
-from shardwright.search.by_time.search import Pricing, cuts_of_graph, search_by_time
+from shardwright.search.by_time.search import cuts_of_graph, search_by_time
 from shardwright.search.optimizer_sharding import sharded_storage
+from shardwright.search.request import CutsOfGraph, Pricing, SearchRequest
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,10 @@ def language_model() -> Graph:
     return captured(
         llama, batch=8, sequence=2048, heads=32, kv_heads=32, width=4096, vocabulary=32000
     )
+
+
+def by_time(graph: Graph, mesh: Layout, cluster: Cluster, **others: Any) -> CutsOfGraph:
+    return search_by_time(SearchRequest(graph, mesh, pricing=Pricing(cluster), **others))
 
 
 def timed(graph: Graph, mesh: Layout, cuts: dict[str, Cuts], cluster: Cluster) -> StepTime:
@@ -47,14 +52,14 @@ MODELS = [mlp, resnet, encoder, llama, gpt2, bert]
 def test_the_tables_of_one_axis_add_up_to_the_cost_of_the_whole(model: Any) -> None:
     search = searcher(captured(model), prime_mesh(2), TOY)
     choices = search._start()
-    axis = AxisTables(search.network, search.model, 0, choices, search._weights(0.0), {})
+    axis = AxisTables(search.problem, search.model, 0, choices, search._weights(0.0), {})
     sizes, factors = axis._problem()
     found = minimum(sizes, factors)
     for row, options, choice in zip(choices, axis.options, found.choices, strict=False):
         row[0] = options[choice]
     cost = search._cost(choices)
     whole = cost.forward + cost.backward + cost.conversions + cost.update
-    whole += search.pricing.kept * cost.kept
+    whole += search.kept_byte * cost.kept
     if model in (gpt2, bert):
         # Of a weight that two operators read the tables count the best storage.
         assert 0.95 * whole < found.cost <= whole
@@ -69,7 +74,7 @@ def test_what_the_search_counts_is_what_the_step_is_predicted_to_take(model: Any
     search = searcher(graph, mesh, TOY)
     cuts = search.best()
     cost = search.objective.cost(cuts)
-    time = timed(graph, mesh, cuts_of_graph(graph, search.network, cuts), TOY)
+    time = timed(graph, mesh, cuts_of_graph(graph, search.problem, cuts), TOY)
     assert cost.forward == pytest.approx(time.forward)
     assert cost.backward == pytest.approx(time.backward)
     assert cost.update == pytest.approx(time.update)
@@ -82,7 +87,7 @@ def test_on_one_axis_no_combination_of_choices_is_better() -> None:
     graph = captured(mlp, sizes=(16, 32, 8))
     mesh = prime_mesh(2)
     search = searcher(graph, mesh, TOY)
-    nodes = search.network.nodes
+    nodes = search.problem.nodes
     options = [
         [{}]
         + [
@@ -92,7 +97,7 @@ def test_on_one_axis_no_combination_of_choices_is_better() -> None:
         ]
         for n in nodes
     ]
-    objective = Objective(search.network, search.model)
+    objective = Objective(search.problem, search.model)
     least = min(search._total(objective.cost(list(cuts))) for cuts in product(*options))
     assert search._total(search.objective.cost(search.best())) == pytest.approx(least)
 
@@ -101,9 +106,9 @@ def test_folded_blocks_cost_what_they_cost_one_by_one() -> None:
     graph = captured(llama, layers=5)
     mesh = prime_mesh(4)
     folded, whole = (searcher(graph, mesh, TOY, fold) for fold in (True, False))
-    assert len(folded.network.nodes) < 0.9 * len(whole.network.nodes)
+    assert len(folded.problem.nodes) < 0.9 * len(whole.problem.nodes)
     cuts = folded.best()
-    unfolded = [cuts[node] for node in folded.network.node_of]
+    unfolded = [cuts[node] for node in folded.problem.node_of]
     alike, each = folded.objective.cost(cuts), whole.objective.cost(unfolded)
     assert folded._total(alike) == pytest.approx(whole._total(each))
     assert folded._total(alike) <= whole._total(whole.objective.cost(whole.best())) * 1.01
@@ -119,7 +124,11 @@ def test_a_small_mem_coeff_gives_data_parallel_a_large_one_tensor_parallel(
 ) -> None:
     mesh, cluster = prime_mesh(8), load_cluster("h100")
     found = {
-        mem_coeff: search_by_time(language_model, mesh, Pricing(cluster, mem_coeff, sharing=-1))
+        mem_coeff: search_by_time(
+            SearchRequest(
+                language_model, mesh, pricing=Pricing(cluster, sharing=-1), mem_coeff=mem_coeff
+            )
+        )
         for mem_coeff in (0.01, 1000.0)
     }
     names = [f"model.layers.1.{name}" for name in ("self_attn.q_proj", "mlp.down_proj")]
@@ -133,7 +142,7 @@ def test_a_small_mem_coeff_gives_data_parallel_a_large_one_tensor_parallel(
 def test_the_plan_is_never_slower_than_data_parallel(language_model: Graph) -> None:
     for name in ("h100", "ascend910b"):
         cluster, mesh = load_cluster(name), prime_mesh(8)
-        cuts = search_by_time(language_model, mesh, Pricing(cluster, 0.01))
+        cuts = by_time(language_model, mesh, cluster, mem_coeff=0.01)
         ours = timed(language_model, mesh, cuts, cluster).seconds
         assert (
             ours
@@ -146,7 +155,7 @@ def test_where_gradients_take_longer_than_the_backward_pass_they_count(
 ) -> None:
     slow = Cluster("slow", load_cluster("h100").device, (LinkLevel("network", 1e9, 1e-5),))
     mesh = prime_mesh(8)
-    cuts = search_by_time(language_model, mesh, Pricing(slow, 1e-6))
+    cuts = by_time(language_model, mesh, slow, mem_coeff=1e-6)
     parallel = timed(language_model, mesh, data_parallel(language_model, mesh), slow)
     assert parallel.exposed > 0.5 * parallel.seconds
     assert timed(language_model, mesh, cuts, slow).seconds < 0.9 * parallel.seconds
@@ -154,37 +163,33 @@ def test_where_gradients_take_longer_than_the_backward_pass_they_count(
 
 def test_pinned_operators_are_kept_and_neighbors_follow(language_model: Graph) -> None:
     pinned: dict[str, Cuts] = {"model.layers.1.mlp.up_proj": {"j": (2, 1), "b": (0,)}}
-    cuts = search_by_time(
-        language_model, prime_mesh(8), Pricing(load_cluster("h100")), pinned=pinned
-    )
+    cuts = by_time(language_model, prime_mesh(8), load_cluster("h100"), pinned=pinned)
     assert cuts["model.layers.1.mlp.up_proj"] == {"j": (2, 1), "b": (0,)}
     assert cuts["model.layers.1.mlp.down_proj"] == {"k": (1, 2), "b": (0,)}
 
 
 def test_the_same_plan_is_found_again() -> None:
     graph, mesh = captured(gpt2), Layout((2, 3), ("a", "b"))
-    plans = [search_by_time(graph, mesh, Pricing(TOY)) for _ in range(2)]
+    plans = [by_time(graph, mesh, TOY) for _ in range(2)]
     assert plans[0] == plans[1]
 
 
 def test_inputs_that_arrive_cut_stay_so() -> None:
     graph = captured(mlp, batch=8)
     arrivals = {value.name: ((0,), ()) for value in graph.input_values}
-    cuts = search_by_time(graph, prime_mesh(2), Pricing(TOY, 1e-9), arrivals=arrivals)
+    cuts = by_time(graph, prime_mesh(2), TOY, mem_coeff=1e-9, arrivals=arrivals)
     decisions = Decisions(cuts, storage_as_used(graph, prime_mesh(2), cuts), arrivals=arrivals)
     flow = communication(graph, prime_mesh(2), decisions)
     assert not any(t.value in graph.input_values for t in flow.transfers)
 
 
-def test_bad_options_are_refused() -> None:
+def test_a_cluster_with_too_few_devices_and_a_request_without_one_are_refused() -> None:
     graph = captured(mlp)
-    with pytest.raises(StrategyError, match="mem_coeff must be a positive number, not -1"):
-        search_by_time(graph, prime_mesh(2), Pricing(TOY, -1))
-    with pytest.raises(StrategyError, match="pinned operators that the model does not have: nope"):
-        search_by_time(graph, prime_mesh(2), Pricing(TOY), pinned={"nope": {}})
     small = Cluster("small", TOY.device, (LinkLevel("node", 1e8, 1e-5, devices=4),))
     with pytest.raises(ConfigError, match="has 4 devices, but 8 were requested"):
-        search_by_time(graph, prime_mesh(8), Pricing(small))
+        by_time(graph, prime_mesh(8), small)
+    with pytest.raises(StrategyError, match="needs a cluster: the request has no pricing"):
+        search_by_time(SearchRequest(graph, prime_mesh(8)))
 
 
 def test_parameters_that_are_stored_sharded_are_gathered_where_devices_use_them_alike() -> None:

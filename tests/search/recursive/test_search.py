@@ -14,7 +14,8 @@ from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.layout.layout import Layout, prime_mesh
 from shardwright.rules import rule_of
-from shardwright.search.recursive.search import CutsOfGraph, search_recursively
+from shardwright.search.recursive.search import search_recursively
+from shardwright.search.request import CutsOfGraph, SearchRequest
 
 Figures = dict[str, tuple[float, float]]
 """For each of I, J, K and none the operator cost and the redistribution."""
@@ -46,7 +47,9 @@ def logged(
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="shardwright.search"):
         search_recursively(
-            graph, prime_mesh(devices), mem_coeff=mem_coeff, order="topology", log_costs=True
+            SearchRequest(
+                graph, prime_mesh(devices), mem_coeff=mem_coeff, order="topology", log_costs=True
+            )
         )
     figures: dict[tuple[str, int], Figures] = {}
     chosen: dict[tuple[str, int], str] = {}
@@ -125,7 +128,9 @@ def test_case_a_has_the_published_strategies(
     relus: tuple[tuple[int, ...], ...],
 ) -> None:
     graph = case_a()
-    cuts = search_recursively(graph, prime_mesh(8), mem_coeff=mem_coeff, order="topology")
+    cuts = search_recursively(
+        SearchRequest(graph, prime_mesh(8), mem_coeff=mem_coeff, order="topology")
+    )
     assert tuple(product_strategy(graph, cuts, f"layer{i}") for i in (1, 2, 3)) == layers
     found = tuple(strategy(graph, prime_mesh(8), cuts, name)[0] for name in ("relu1", "relu2"))
     assert found == relus
@@ -143,7 +148,9 @@ def test_case_w_has_the_published_strategies(
     mem_coeff: float, up: tuple[tuple[int, ...], ...], down: tuple[tuple[int, ...], ...]
 ) -> None:
     graph = case_w()
-    cuts = search_recursively(graph, prime_mesh(8), mem_coeff=mem_coeff, order="topology")
+    cuts = search_recursively(
+        SearchRequest(graph, prime_mesh(8), mem_coeff=mem_coeff, order="topology")
+    )
     assert product_strategy(graph, cuts, "up") == up
     assert product_strategy(graph, cuts, "down") == down
 
@@ -156,7 +163,7 @@ def test_case_w_decides_level_by_level_as_published(caplog: pytest.LogCaptureFix
 def test_log_of_the_figure_reads_as_in_the_documents(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="shardwright.search"):
         search_recursively(
-            one_product(8192, 1, 4096), prime_mesh(2), mem_coeff=0.01, log_costs=True
+            SearchRequest(one_product(8192, 1, 4096), prime_mesh(2), mem_coeff=0.01, log_costs=True)
         )
     assert caplog.messages == [
         "product, level 1 (2 devices along the axis)",
@@ -175,8 +182,8 @@ def test_log_of_the_figure_reads_as_in_the_documents(caplog: pytest.LogCaptureFi
 def test_break_even_of_the_figure_separates_no_cut_from_data_parallel() -> None:
     coefficient = break_even(20.48, 0.01, 16.7772)
     graph = one_product(8192, 1, 4096)
-    below = search_recursively(graph, prime_mesh(2), mem_coeff=coefficient * 0.999)
-    above = search_recursively(graph, prime_mesh(2), mem_coeff=coefficient * 1.001)
+    below = search_recursively(SearchRequest(graph, prime_mesh(2), mem_coeff=coefficient * 0.999))
+    above = search_recursively(SearchRequest(graph, prime_mesh(2), mem_coeff=coefficient * 1.001))
     assert "product" not in below
     assert above["product"] == {"b": (0,)}
 
@@ -185,19 +192,19 @@ def test_log_names_the_factor_where_a_letter_has_several(caplog: pytest.LogCaptu
     net = GraphBuilder()
     net.linear("dense", net.input("x", 4, 8, 16), 32)
     with caplog.at_level(logging.INFO, logger="shardwright.search"):
-        search_recursively(net.build(), prime_mesh(2), log_costs=True)
+        search_recursively(SearchRequest(net.build(), prime_mesh(2), log_costs=True))
     assert "The I-axis (b) is chosen" in caplog.messages
     assert any("the I-axis (b)/I-axis (s)/J-axis/K-axis/no_cut are" in m for m in caplog.messages)
 
 
 def test_nothing_is_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
-        search_recursively(case_a(), prime_mesh(8))
+        search_recursively(SearchRequest(case_a(), prime_mesh(8)))
     assert caplog.messages == []
 
 
 def test_one_device_cuts_nothing() -> None:
-    assert search_recursively(case_a(), prime_mesh(1)) == {}
+    assert search_recursively(SearchRequest(case_a(), prime_mesh(1))) == {}
 
 
 def assert_valid(graph: Graph, mesh: Layout, cuts: CutsOfGraph) -> None:
@@ -225,7 +232,7 @@ def test_any_number_of_devices_gives_a_valid_plan_or_a_clear_error(
 ) -> None:
     graph, mesh = case_a(batch=48), prime_mesh(devices)
     try:
-        cuts = search_recursively(graph, mesh, order=order)  # type: ignore[arg-type]
+        cuts = search_recursively(SearchRequest(graph, mesh, order=order))
     except StrategyError as error:
         assert all(48 % p and 784 % p and 512 % p for p in mesh.device_matrix)
         assert str(devices) in str(error)
@@ -236,7 +243,7 @@ def test_any_number_of_devices_gives_a_valid_plan_or_a_clear_error(
 
 def test_a_factor_of_3_cuts_what_it_divides() -> None:
     graph, mesh = case_a(batch=12), prime_mesh(12)
-    cuts = search_recursively(graph, mesh, mem_coeff=1e-3)
+    cuts = search_recursively(SearchRequest(graph, mesh, mem_coeff=1e-3))
     assert cuts["layer2"] == {"b": (0, 1, 2)}
     assert strategy(graph, mesh, cuts, "layer2")[0] == (12, 1)
 
@@ -244,7 +251,7 @@ def test_a_factor_of_3_cuts_what_it_divides() -> None:
 @pytest.mark.parametrize("order", ["weight", "topology"])
 def test_search_is_deterministic(order: str) -> None:
     plans = [
-        search_recursively(residual_mlp(), prime_mesh(24), order=order)  # type: ignore[arg-type]
+        search_recursively(SearchRequest(residual_mlp(), prime_mesh(24), order=order))
         for _ in range(3)
     ]
     assert plans[0] == plans[1] == plans[2]
@@ -254,7 +261,7 @@ def test_search_is_deterministic(order: str) -> None:
 def test_j_and_k_of_one_product_are_not_both_cut() -> None:
     for mem_coeff in (0.1, 1.0, 10.0):
         for cut in search_recursively(
-            case_a(batch=2), prime_mesh(64), mem_coeff=mem_coeff
+            SearchRequest(case_a(batch=2), prime_mesh(64), mem_coeff=mem_coeff)
         ).values():
             assert not {"j", "k"} <= set(cut)
 
@@ -272,14 +279,14 @@ def main_cuts(graph: Graph, cuts: CutsOfGraph) -> dict[str, set[str]]:
 @pytest.mark.parametrize("order", ["weight", "topology"])
 def test_a_small_coefficient_keeps_a_residual_stream_data_parallel(order: str) -> None:
     graph = residual_mlp()
-    cuts = search_recursively(graph, prime_mesh(8), mem_coeff=1e-3, order=order)  # type: ignore[arg-type]
+    cuts = search_recursively(SearchRequest(graph, prime_mesh(8), mem_coeff=1e-3, order=order))
     assert set(map(frozenset, main_cuts(graph, cuts).values())) == {frozenset("I")}
     assert cuts.keys() == set(graph.by_name)
 
 
 def test_a_large_coefficient_cuts_blocks_as_megatron_does() -> None:
     graph = residual_mlp()
-    cuts = search_recursively(graph, prime_mesh(8), mem_coeff=10, order="weight")
+    cuts = search_recursively(SearchRequest(graph, prime_mesh(8), mem_coeff=10, order="weight"))
     letters = main_cuts(graph, cuts)
     for block in range(3):
         assert letters[f"{block}.up"] == {"J"}
@@ -288,7 +295,7 @@ def test_a_large_coefficient_cuts_blocks_as_megatron_does() -> None:
 
 
 def test_a_tiny_coefficient_cuts_no_product() -> None:
-    assert search_recursively(case_a(), prime_mesh(8), mem_coeff=1e-6) == {}
+    assert search_recursively(SearchRequest(case_a(), prime_mesh(8), mem_coeff=1e-6)) == {}
 
 
 def test_a_batch_fed_directly_counts_as_a_neighbor_and_one_behind_a_view_does_not(
@@ -309,7 +316,7 @@ def test_a_whole_broadcast_operand_does_not_hold_back_what_it_is_added_to() -> N
         y = net.op(f"{i}.mul", aten.mul.Tensor, net.linear(f"{i}.dense", x, 64), table)
         x = net.op(f"{i}.relu", aten.relu.default, y)
     graph = net.build()
-    cuts = search_recursively(graph, prime_mesh(8), mem_coeff=0.01)
+    cuts = search_recursively(SearchRequest(graph, prime_mesh(8), mem_coeff=0.01))
     assert all(cuts[name] == {"b": (0, 1, 2)} for name in graph.by_name if name != "table")
     assert "table" not in cuts
 
@@ -318,13 +325,13 @@ def test_a_model_without_products_is_data_parallel() -> None:
     net = GraphBuilder()
     x = net.op("relu", aten.relu.default, net.input("x", 16, 5))
     net.op("add", aten.add.Tensor, x, net.parameter("shift", 5))
-    cuts = search_recursively(net.build(), prime_mesh(8))
+    cuts = search_recursively(SearchRequest(net.build(), prime_mesh(8)))
     assert cuts == {"relu": {"b": (0, 1, 2)}, "add": {"b": (0, 1, 2)}}
 
 
 def test_pinned_operators_are_kept_and_the_others_follow() -> None:
     pinned = {"layer1": {"k": (0, 1), "b": (2,)}, "layer3": {"k": (0, 1, 2)}}
-    cuts = search_recursively(case_a(), prime_mesh(8), mem_coeff=0.01, pinned=pinned)
+    cuts = search_recursively(SearchRequest(case_a(), prime_mesh(8), mem_coeff=0.01, pinned=pinned))
     assert cuts["layer1"] == pinned["layer1"]
     assert cuts["layer3"] == pinned["layer3"]
     assert cuts["relu1"] == {"b": (2,)}
@@ -332,7 +339,9 @@ def test_pinned_operators_are_kept_and_the_others_follow() -> None:
 
 
 def test_an_operator_pinned_uncut_stays_whole() -> None:
-    cuts = search_recursively(case_a(), prime_mesh(8), mem_coeff=0.01, pinned={"relu1": {}})
+    cuts = search_recursively(
+        SearchRequest(case_a(), prime_mesh(8), mem_coeff=0.01, pinned={"relu1": {}})
+    )
     assert "relu1" not in cuts
 
 
@@ -340,31 +349,18 @@ def test_a_batch_that_divides_nothing_is_an_error_with_valid_sizes() -> None:
     net = GraphBuilder()
     net.op("relu", aten.relu.default, net.linear("dense", net.input("x", 7, 15), 9))
     with pytest.raises(StrategyError, match=r"8 devices.*batch size 7.*batch size of 8"):
-        search_recursively(net.build(), prime_mesh(8))
+        search_recursively(SearchRequest(net.build(), prime_mesh(8)))
 
 
 def test_a_model_without_products_whose_batch_does_not_divide_is_an_error() -> None:
     net = GraphBuilder()
     net.op("relu", aten.relu.default, net.input("x", 9, 64))
     with pytest.raises(StrategyError, match=r"batch size 9.*8 or 16"):
-        search_recursively(net.build(), prime_mesh(8))
+        search_recursively(SearchRequest(net.build(), prime_mesh(8)))
 
 
 def test_operators_without_any_rule_are_named_as_the_reason() -> None:
     net = GraphBuilder()
     net.op("unknown", lambda x: x, net.input("x", 8, 8))
     with pytest.raises(StrategyError, match="none has a sharding rule"):
-        search_recursively(net.build(), prime_mesh(2))
-
-
-@pytest.mark.parametrize("mem_coeff", [0.0, -1.0, float("nan")])
-def test_mem_coeff_must_be_positive(mem_coeff: float) -> None:
-    with pytest.raises(StrategyError, match="mem_coeff must be a positive number"):
-        search_recursively(case_a(), prime_mesh(8), mem_coeff=mem_coeff)
-
-
-def test_unknown_orders_and_pins_are_errors() -> None:
-    with pytest.raises(StrategyError, match="valid are weight, topology"):
-        search_recursively(case_a(), prime_mesh(8), order="random")  # type: ignore[arg-type]
-    with pytest.raises(StrategyError, match="nosuch"):
-        search_recursively(case_a(), prime_mesh(8), pinned={"nosuch": {}})
+        search_recursively(SearchRequest(net.build(), prime_mesh(2)))

@@ -9,28 +9,30 @@ serves to certify other searches on small models and few devices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import ClassVar
 
 import numpy as np
 
 from shardwright.cost.step_time import TimeModel
 from shardwright.errors import StrategyError
-from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.layout.layout import TensorLayout
 from shardwright.layout.redistribution import redistribution_steps
-from shardwright.partition.decisions import NO_OUTPUTS, CutAxes, Outputs
 from shardwright.rules.rule import Cuts
 from shardwright.search.by_time.axis_tables import Weights
 from shardwright.search.by_time.elimination import Factor, TooWideError, minimum
 from shardwright.search.by_time.local_search import local_search
 from shardwright.search.by_time.objective import Objective, ObjectiveCost
-from shardwright.search.by_time.problem import OpVariable, SearchProblem, TensorEdge, search_problem
-from shardwright.search.by_time.search import GAIN, ROUNDS, Pricing, TimedSearch, cuts_of_graph
+from shardwright.search.by_time.problem import OpVariable, SearchProblem, TensorEdge
+from shardwright.search.by_time.search import GAIN, ROUNDS, cuts_of_graph, timed_search
 from shardwright.search.indexed_graph import NO_CUT
-from shardwright.search.recursive.search import CutsOfGraph
+from shardwright.search.request import CutsOfGraph, SearchMode, SearchRequest
+
+logger = logging.getLogger("shardwright.search")
 
 MOST_CHOICES = 512
 """Combinations of cuts that one operator may have."""
@@ -60,27 +62,17 @@ class Certified:
         return self.cost / self.bound - 1 if self.bound > 0 else 0.0
 
 
-def search_exactly(
-    graph: Graph,
-    mesh: Layout,
-    pricing: Pricing,
-    pinned: Mapping[str, Cuts] | None = None,
-    outputs: Outputs = NO_OUTPUTS,
-    arrivals: Mapping[str, CutAxes] | None = None,
-) -> Certified:
-    """The best plan of `graph` that is found, and a lower bound of all.
-
-    Args: as `search_by_time`.
+def search_exactly(request: SearchRequest) -> Certified:
+    """The best plan of all that are tried, and a lower bound of every plan's cost.
 
     Raises:
         StrategyError: if operators have too many combinations of cuts, or are too connected, for
-            all of them to be weighed.
+            all of them to be weighed; if the request has no pricing.
+        ConfigError: if the cluster has fewer devices than the mesh and its pipeline stages.
     """
-    found = search_problem(graph, pinned or {}, outputs, arrivals)
-    model = TimeModel(pricing.cluster, mesh, pricing.stages, pricing.sharing)
-    search = TimedSearch(found, model, pricing)
+    search = timed_search(request)
     candidates, bound = [search.best()], 0.0
-    tables = _Joint(found, model, search.objective)
+    tables = _Joint(search.problem, search.model, search.objective)
     for share in search.shares:
         cuts, least = tables.solve(search._weights(share))
         bound = max(bound, least)
@@ -88,7 +80,21 @@ def search_exactly(
         candidates.append(cuts)
     costs = [search._total(search.objective.cost(cuts)) for cuts in candidates]
     best = costs.index(min(costs))
-    return Certified(cuts_of_graph(graph, found, candidates[best]), costs[best], bound)
+    plan = cuts_of_graph(request.graph, search.problem, candidates[best])
+    return Certified(plan, costs[best], bound)
+
+
+class ExactSearch(SearchMode):
+    """The joint optimum over all operators and axes, for small models and few devices."""
+
+    name: ClassVar[str] = "exact"
+    takes_pricing: ClassVar[bool] = True
+    requires_pricing: ClassVar[bool] = True
+
+    def search(self, request: SearchRequest) -> CutsOfGraph:
+        certified = search_exactly(request)
+        logger.info("the plan is within %.3g%% of the optimum", 100 * certified.gap)
+        return certified.cuts
 
 
 class _Joint:

@@ -14,15 +14,12 @@ Where devices share a processor nothing is hidden, and gradients count in full.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardwright.cost.cluster import Cluster
 from shardwright.cost.step_time import TimeModel
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout
-from shardwright.partition.decisions import NO_OUTPUTS, CutAxes, Outputs
 from shardwright.rules.rule import Cuts
 from shardwright.search.by_time.axis_tables import AxisTables, Choices, Weights
 from shardwright.search.by_time.elimination import Elimination, Table
@@ -30,7 +27,7 @@ from shardwright.search.by_time.local_search import local_search
 from shardwright.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.search.by_time.problem import SearchProblem, search_problem
 from shardwright.search.indexed_graph import NO_CUT
-from shardwright.search.recursive.search import CutsOfGraph
+from shardwright.search.request import CutsOfGraph, Pricing, SearchRequest
 
 ROUNDS = 4
 """At most so many times all axes, then all operators, are decided again."""
@@ -43,63 +40,34 @@ GAIN = 1e-9
 """Relative; less is none."""
 
 
-@dataclass(frozen=True)
-class Pricing:
-    """What a search by time counts.
-
-    Args:
-        mem_coeff: bytes sent over the fastest link that a kept byte of parameters counts as.
-        stages: number of pipeline stages, each with the device matrix.
-        micro_batches: how many of the graph's batches make up a step.
-        sharing: over how many devices optimizer state is sharded, which share the optimizer's
-            step; -1 for all that hold a parameter whole, None if it is not sharded.
-    """
-
-    cluster: Cluster
-    mem_coeff: float = 0.1
-    stages: int = 1
-    micro_batches: int = 1
-    sharing: int | None = None
-
-    @property
-    def kept(self) -> float:
-        """Seconds for a byte that is kept."""
-        return self.mem_coeff / max(level.bandwidth for level in self.cluster.levels)
-
-
-def search_by_time(
-    graph: Graph,
-    mesh: Layout,
-    pricing: Pricing,
-    pinned: Mapping[str, Cuts] | None = None,
-    outputs: Outputs = NO_OUTPUTS,
-    arrivals: Mapping[str, CutAxes] | None = None,
-) -> CutsOfGraph:
-    """Decides what every operator of `graph` cuts on every axis of `mesh`.
-
-    Args:
-        pinned: cuts of operators that are kept as they are; the others are decided around them.
-        outputs: for operators that are told how to leave their outputs, the axes of each.
-        arrivals: for inputs that do not arrive whole, the axes that cut them.
+def search_by_time(request: SearchRequest) -> CutsOfGraph:
+    """Decides what every operator cuts on every axis by the seconds of a step.
 
     Raises:
-        StrategyError: `mem_coeff` is not positive, or a pinned operator is unknown.
-        ConfigError: if the cluster has not so many devices.
+        StrategyError: if the request has no pricing.
+        ConfigError: if the cluster has fewer devices than the mesh and its pipeline stages.
     """
-    if not pricing.mem_coeff > 0:
-        raise StrategyError(f"mem_coeff must be a positive number, not {pricing.mem_coeff!r}")
-    unknown = [name for name in pinned or {} if name not in graph.by_name]
-    if unknown:
-        raise StrategyError(f"pinned operators that the model does not have: {', '.join(unknown)}")
-    found = search_problem(graph, pinned or {}, outputs, arrivals)
-    model = TimeModel(pricing.cluster, mesh, pricing.stages, pricing.sharing)
-    search = TimedSearch(found, model, pricing)
-    return cuts_of_graph(graph, found, search.best())
+    search = timed_search(request)
+    return cuts_of_graph(request.graph, search.problem, search.best())
 
 
-def cuts_of_graph(graph: Graph, found: SearchProblem, cuts: Sequence[Cuts]) -> CutsOfGraph:
+def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
+    """The search that answers a request. Raises: as `search_by_time`.
+
+    Args:
+        fold: whether blocks that repeat are decided once.
+    """
+    pricing = request.pricing
+    if pricing is None:
+        raise StrategyError("a search by seconds needs a cluster: the request has no pricing")
+    problem = search_problem(request.graph, request.pinned, request.outputs, request.arrivals, fold)
+    model = TimeModel(pricing.cluster, request.mesh, pricing.stages, pricing.sharing)
+    return TimedSearch(problem, model, pricing, pricing.kept_byte(request.mem_coeff))
+
+
+def cuts_of_graph(graph: Graph, problem: SearchProblem, cuts: Sequence[Cuts]) -> CutsOfGraph:
     """The cuts of each operator, from those of the nodes."""
-    by_op = {op.name: cuts[n] for op, n in zip(graph.ops, found.node_of, strict=True)}
+    by_op = {op.name: cuts[n] for op, n in zip(graph.ops, problem.node_of, strict=True)}
     return {
         name: {factor: tuple(axes) for factor, axes in cut.items() if axes}
         for name, cut in by_op.items()
@@ -109,16 +77,21 @@ def cuts_of_graph(graph: Graph, found: SearchProblem, cuts: Sequence[Cuts]) -> C
 
 @dataclass
 class TimedSearch:
-    """The search on one network; what it tabulates serves all its passes."""
+    """The search on one problem; what it tabulates serves all its passes.
 
-    network: SearchProblem
+    Args:
+        kept_byte: seconds that a byte of parameters counts which a device keeps.
+    """
+
+    problem: SearchProblem
     model: TimeModel
     pricing: Pricing
+    kept_byte: float
     eliminations: dict[object, Elimination] = field(default_factory=dict)
     tables: dict[object, Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.objective = Objective(self.network, self.model)
+        self.objective = Objective(self.problem, self.model)
         self.axes = [a for a, size in enumerate(self.model.mesh.device_matrix) if size > 1]
 
     @property
@@ -130,7 +103,7 @@ class TimedSearch:
         """The cuts of each node with the least total that is found."""
         candidates: list[tuple[float, list[Cuts]]] = []
         for share in self.shares:
-            cuts, cost = self._found(share)
+            cuts, cost = self._decide(share)
             candidates.append((self._total(cost), cuts))
             if not cost.exposed:
                 break
@@ -138,7 +111,7 @@ class TimedSearch:
         local_search(self.objective, cuts, self._total, ROUNDS, GAIN)
         return cuts
 
-    def _found(self, share: float) -> tuple[list[Cuts], ObjectiveCost]:
+    def _decide(self, share: float) -> tuple[list[Cuts], ObjectiveCost]:
         """The recursion for one λ, then the passes that improve it."""
         choices = self._start()
         for axis in self.axes:
@@ -170,7 +143,7 @@ class TimedSearch:
     def _start(self) -> Choices:
         """No cuts, but those that are pinned."""
         choices = []
-        for node in self.network.nodes:
+        for node in self.problem.nodes:
             row = [NO_CUT] * len(self.model.mesh.device_matrix)
             for factor, axes in (node.pinned or {}).items():
                 for axis in axes:
@@ -180,7 +153,7 @@ class TimedSearch:
 
     def _redecide(self, choices: Choices, axis: int, share: float) -> None:
         decisions = AxisTables(
-            self.network, self.model, axis, choices, self._weights(share), self.tables
+            self.problem, self.model, axis, choices, self._weights(share), self.tables
         ).decide(self.eliminations)
         for row, choice in zip(choices, decisions, strict=True):
             row[axis] = choice
@@ -202,11 +175,11 @@ class TimedSearch:
         times = self.pricing.micro_batches
         hides = 0.0 if self.model.shared else share
         gathers = 0.0 if self.model.sharing is None else hides
-        return Weights(times - gathers, times - hides, times, share, self.pricing.kept)
+        return Weights(times - gathers, times - hides, times, share, self.kept_byte)
 
     def _cuts(self, choices: Choices) -> list[Cuts]:
         found: list[Cuts] = []
-        for node, row in zip(self.network.nodes, choices, strict=True):
+        for node, row in zip(self.problem.nodes, choices, strict=True):
             cuts: dict[str, tuple[int, ...]] = {}
             for axis, choice in enumerate(row):
                 if choice != NO_CUT:
@@ -221,4 +194,4 @@ class TimedSearch:
 
     def _total(self, cost: ObjectiveCost) -> float:
         overlaps = not self.model.shared
-        return cost.total(self.pricing.micro_batches, self.pricing.kept, overlaps)
+        return cost.total(self.pricing.micro_batches, self.kept_byte, overlaps)

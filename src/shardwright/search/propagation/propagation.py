@@ -14,38 +14,37 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
+from typing import ClassVar
 
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.layout.axes import Axes
 from shardwright.layout.layout import Layout, TensorLayout
-from shardwright.partition.decisions import NO_OUTPUTS, Outputs
+from shardwright.partition.decisions import Outputs
 from shardwright.rules import rule_of as rule_of
 from shardwright.rules.rule import Cuts, Dims
 from shardwright.search.baselines import semi_auto
 from shardwright.search.propagation.local_choice import LocalProblem, TensorContext
-from shardwright.search.recursive.search import CutsOfGraph
+from shardwright.search.request import CutsOfGraph, SearchMode, SearchRequest
 
 
-def propagate(
-    graph: Graph, mesh: Layout, pinned: Mapping[str, Cuts], outputs: Outputs = NO_OUTPUTS
-) -> CutsOfGraph:
-    """Decides every operator of `graph` from those that are pinned.
-
-    Args:
-        pinned: the cuts of operators that are kept as they are.
-        outputs: for operators that are told how to leave their outputs, the axes of each.
+def propagate(request: SearchRequest) -> CutsOfGraph:
+    """Decides every operator from those that are pinned.
 
     Returns:
         For each operator that is cut the axes that cut each factor. Operators that no path joins
         with a pinned one follow the batch as far as it divides.
 
     Raises:
-        StrategyError: nothing is pinned, or the model lacks a pinned operator.
+        StrategyError: nothing is pinned.
     """
-    _check(graph, pinned)
-    propagation = _Propagation(graph, mesh, outputs)
+    graph, pinned = request.graph, request.pinned
+    if not pinned:
+        raise StrategyError(
+            "sharding propagation starts from pinned operators and there are none: pin some with"
+            ' `sw.shard(module, strategy)`, or use mode="recursive_programming", which needs none'
+        )
+    propagation = _Propagation(graph, request.mesh, request.outputs)
     for op in graph.ops:
         if op.name in pinned:
             propagation.decide(op, pinned[op.name])
@@ -54,9 +53,18 @@ def propagate(
     cuts = propagation.cuts
     apart = [op.name for op in graph.ops if op.name not in cuts]
     if apart:
-        following = semi_auto(graph, mesh, {})
+        following = semi_auto(graph, request.mesh, {})
         cuts.update({name: following.get(name, {}) for name in apart})
     return {op.name: cuts[op.name] for op in graph.ops if cuts[op.name]}
+
+
+class ShardingPropagation(SearchMode):
+    """Each operator as the pinned operators next to it, and so on outwards."""
+
+    name: ClassVar[str] = "sharding_propagation"
+
+    def search(self, request: SearchRequest) -> CutsOfGraph:
+        return propagate(request)
 
 
 ROUNDS = 4
@@ -225,16 +233,3 @@ def _of_inputs(graph: Graph) -> set[Value]:
         if any(value in found for value in op.inputs):
             found.update(op.outputs)
     return found
-
-
-def _check(graph: Graph, pinned: Mapping[str, Cuts]) -> None:
-    if not pinned:
-        raise StrategyError(
-            "sharding propagation starts from pinned operators and there are none: pin some with"
-            ' `sw.shard(module, strategy)`, or use mode="recursive_programming", which needs none'
-        )
-    for name in pinned:
-        if name not in graph.by_name:
-            near = get_close_matches(name, graph.by_name, n=3, cutoff=0.3)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            raise StrategyError(f"the model has no operator {name!r} that is pinned{hint}")

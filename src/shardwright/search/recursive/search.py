@@ -11,20 +11,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from shardwright.cost.symbolic import IMPOSSIBLE, cut_cost, no_cut_cost, redistribution_cost
 from shardwright.errors import IndivisibleError, StrategyError
-from shardwright.graph.graph import Graph
 from shardwright.layout.layout import Layout
 from shardwright.search.indexed_graph import NO_CUT, IndexedGraph, OpKind, index_graph
 from shardwright.search.recursive.axis_level import UNDECIDED, AxisLevel
+from shardwright.search.request import CutsOfGraph, SearchRequest
 
 logger = logging.getLogger("shardwright.search")
-
-VisitOrder = Literal["weight", "topology"]
-CutsOfGraph = dict[str, dict[str, tuple[int, ...]]]
-"""For each operator that is cut the axes that cut each of its factors, most significant first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,45 +53,26 @@ class CutAlternative:
         return self.operator + self.redistribution
 
 
-def search_recursively(
-    graph: Graph,
-    mesh: Layout,
-    *,
-    mem_coeff: float = 0.1,
-    order: VisitOrder = "weight",
-    log_costs: bool = False,
-    pinned: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None,
-) -> CutsOfGraph:
-    """Decides what every operator of `graph` cuts on every axis of `mesh`.
-
-    Args:
-        mem_coeff: weighs the weights that a cut leaves whole. Small values favor data
-            parallelism, large ones model parallelism, tiny ones no cut at all.
-        order: in which operators with a cost are decided on an axis: the heaviest first, or as they
-            stand in the graph; in both, embeddings come after the contractions.
-        log_costs: writes the cost of every choice to the logger `shardwright.search`.
-        pinned: cuts of operators that are kept as they are; the others are decided around them.
-
-    Returns:
-        For each operator that is cut the axes that cut each factor. Nothing else is cut.
+def search_recursively(request: SearchRequest) -> CutsOfGraph:
+    """Decides what every operator cuts on every axis by the symbolic cost.
 
     Raises:
-        StrategyError: `mem_coeff` is not positive, `order` or a pinned operator is unknown, or
-            there are several devices and no operator can be cut at all.
+        StrategyError: there are several devices and no operator can be cut at all.
         IndivisibleError: there are several devices, and no operator has a dimension that they
             divide.
     """
-    _check(graph, mem_coeff, order, pinned or {})
-    indexed = index_graph(graph)
-    pins = {op: pinned[name] for op, name in enumerate(indexed.names) if pinned and name in pinned}
-    recursion = _Recursion(indexed, mem_coeff, order, logger.info if log_costs else None)
+    mesh, pinned = request.mesh, request.pinned
+    indexed = index_graph(request.graph)
+    pins = {op: pinned[name] for op, name in enumerate(indexed.names) if name in pinned}
+    log = logger.info if request.log_costs else None
+    recursion = _Recursion(indexed, request.mem_coeff, request.order, log)
     cuts: CutsOfGraph = {}
     for axis, axis_size in enumerate(mesh.device_matrix):
         if axis_size > 1:
             choices = recursion.descend(axis, axis_size, _pinned_on(indexed, pins, axis))
             record(indexed, choices, axis, cuts)
     # Axes of a pinned operator may stand in another order than the one in which they are decided.
-    cuts.update({name: dict(factors) for name, factors in (pinned or {}).items() if factors})
+    cuts.update({name: dict(factors) for name, factors in pinned.items() if factors})
     if not cuts and not pins and mesh.num_devices > 1 and not recursion.had_a_choice:
         raise _nothing_divides(indexed, mesh)
     return cuts
@@ -109,7 +85,7 @@ class _Recursion:
         self,
         graph: IndexedGraph,
         mem_coeff: float,
-        order: VisitOrder,
+        order: str,
         log: Callable[[str], None] | None,
     ) -> None:
         self.graph = graph
@@ -252,21 +228,6 @@ def _pinned_on(
         cut = [factors.index(factor) for factor, axes in cuts.items() if axis in axes]
         found[op] = cut[0] if cut else NO_CUT
     return found
-
-
-def _check(
-    graph: Graph,
-    mem_coeff: float,
-    order: str,
-    pinned: Mapping[str, Mapping[str, tuple[int, ...]]],
-) -> None:
-    if not mem_coeff > 0:
-        raise StrategyError(f"mem_coeff must be a positive number, not {mem_coeff!r}")
-    if order not in get_args(VisitOrder):
-        raise StrategyError(f"unknown order {order!r}; valid are {', '.join(get_args(VisitOrder))}")
-    unknown = [name for name in pinned if name not in graph.by_name]
-    if unknown:
-        raise StrategyError(f"pinned operators that the model does not have: {', '.join(unknown)}")
 
 
 def _nothing_divides(indexed: IndexedGraph, mesh: Layout) -> StrategyError:

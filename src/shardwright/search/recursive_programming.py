@@ -1,0 +1,30 @@
+"""The default mode: axis after axis, by seconds where a cluster is known, else symbolically."""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar
+
+from shardwright.errors import IndivisibleError
+from shardwright.search.by_time.search import search_by_time
+from shardwright.search.recursive.search import search_recursively
+from shardwright.search.request import CutsOfGraph, SearchMode, SearchRequest
+
+logger = logging.getLogger("shardwright.search")
+
+
+class RecursiveProgramming(SearchMode):
+    """Decides on one axis after the other, so that its work grows with the logarithm of devices."""
+
+    name: ClassVar[str] = "recursive_programming"
+    takes_pricing: ClassVar[bool] = True
+
+    def search(self, request: SearchRequest) -> CutsOfGraph:
+        if request.pricing is not None:
+            return search_by_time(request)
+        try:
+            return search_recursively(request)
+        except IndivisibleError as error:
+            # A plan that works on any number of devices, as the search by time finds it.
+            logger.warning("every device computes the whole: %s", error)
+            return {}
