@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwright.torch_internals.dispatch import TorchDispatchMode
 from shardwright.torch_internals.distributed import functional_collectives, is_collective
-from shardwright.torch_internals.operators import schema_of
+from shardwright.torch_internals.operators import schema_of, unregister
 from shardwright.torch_internals.tensors import storage_id
 
 PARAMETERS, WEIGHTS = "parameters", "weights"
@@ -242,7 +242,7 @@ class FusedAttention:
         )
 
     def __exit__(self, *_: object) -> None:
-        self._library._destroy()  # type: ignore[no-untyped-call]
+        unregister(self._library)
 
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import FunctionSchema, fx
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.library import Library
 
 __all__ = [
     "HigherOrderOperator",
@@ -12,6 +13,7 @@ __all__ = [
     "operator_name",
     "overload_name",
     "schema_of",
+    "unregister",
 ]
 
 
@@ -29,6 +31,11 @@ def operator_name(overload: OpOverload) -> str:
 def overload_name(overload: OpOverload) -> str:
     """`dim` of `aten.mean.dim`."""
     return overload._overloadname
+
+
+def unregister(library: Library) -> None:
+    """Takes back all kernels that were registered through `library`."""
+    library._destroy()  # type: ignore[no-untyped-call]
 
 
 def is_erased(node: fx.Node) -> bool:
