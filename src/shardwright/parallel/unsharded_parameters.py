@@ -39,7 +39,7 @@ class UnshardedParameters:
     """
 
     def __init__(self, program: Program) -> None:
-        self._parameters = program.parameters
+        self._values = program.parameters
         buckets = program.buckets if program.resident else ()
         self._once = [bound for bound in buckets if bound.bucket.once]
         self._held = [b for b in buckets if not b.bucket.once and b.bucket.level == "level2"]
@@ -56,7 +56,7 @@ class UnshardedParameters:
         """
         self._leaves = {
             value.name: shards[value.name].detach().requires_grad_(value.requires_grad)
-            for value in self._parameters
+            for value in self._values
         }
         self._used, self._sums, self._pending = {}, {}, {}
         with torch.no_grad():

@@ -1,0 +1,248 @@
+"""Every private name of PyTorch that this package uses: what it does, what could replace it, and
+since which supported version it is there.
+
+PyTorch may change these in any release. To support a new one, run the tests of this room with it;
+where a name has moved, the file of this room that uses it takes both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OLDEST = "2.11"
+"""The oldest version of PyTorch that is supported."""
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A private name of PyTorch.
+
+    Args:
+        path: from `torch` on; what belongs to objects is written as if it were their class's.
+        purpose: what it does here.
+        replacement: public names that could do it, and what they would lack or cost; "" for none.
+        since: the oldest supported version that has it.
+    """
+
+    path: str
+    purpose: str
+    replacement: str = ""
+    since: str = OLDEST
+
+
+_PYTREE = "torch.utils._pytree."
+
+PYTREE = (
+    PrivateName(f"{_PYTREE}TreeSpec", "the structure of a call's arguments and results"),
+    PrivateName(f"{_PYTREE}tree_flatten", "the leaves of a nested value, and its structure"),
+    PrivateName(f"{_PYTREE}tree_unflatten", "a nested value of its leaves and structure"),
+    PrivateName(f"{_PYTREE}tree_leaves", "the leaves of a nested value"),
+    PrivateName(f"{_PYTREE}tree_structure", "the structure of a nested value"),
+    PrivateName(f"{_PYTREE}tree_map", "a nested value with every leaf replaced"),
+    PrivateName(f"{_PYTREE}tree_map_only", "the same for leaves of one type"),
+    PrivateName(f"{_PYTREE}tree_flatten_with_path", "leaves with the way to them, for errors"),
+    PrivateName(f"{_PYTREE}SequenceKey", "a position in such a way"),
+    PrivateName(f"{_PYTREE}keystr", "such a way as text"),
+    PrivateName(f"{_PYTREE}treespec_dumps", "a structure as text, in the file of a plan"),
+    PrivateName(f"{_PYTREE}treespec_loads", "a structure from that text"),
+)
+
+OPERATORS = (
+    PrivateName("torch._ops.OpOverload", "the type of an operator in a graph"),
+    PrivateName("torch._ops.HigherOrderOperator", "the type of one that holds a sub-graph"),
+    PrivateName(
+        "torch._ops.OpOverload._schema",
+        "names and types of arguments and results, which share memory, which are written to",
+    ),
+    PrivateName(
+        "torch._ops.OpOverload._opname",
+        "the operator's name without namespace and overload",
+        "`OpOverload.name()`, taken apart",
+    ),
+    PrivateName(
+        "torch._ops.OpOverload._overloadname",
+        "the overload's name",
+        "`OpOverload.name()`, taken apart",
+    ),
+    PrivateName("torch.fx.Node._erased", "whether a node that is met was removed meanwhile"),
+    PrivateName(
+        "torch.library.Library._destroy", "takes back the kernels of a rehearsal on meta tensors"
+    ),
+)
+
+DISPATCH = (
+    PrivateName(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "sees every operator: counts bytes, records what initializes parameters",
+    ),
+    PrivateName(
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+        "whether `no_init_parameters` is open already",
+    ),
+    PrivateName(
+        "torch.utils._python_dispatch._disable_current_modes",
+        "initializes parameters whatever modes the caller is in",
+    ),
+    PrivateName("torch._C.DisableTorchFunction", "the same for modes and subclasses of functions"),
+    PrivateName(
+        "torch._C._disabled_torch_function_impl",
+        "leaves a deferred tensor to `__torch_dispatch__` alone",
+    ),
+    PrivateName("torch._C._DisableTorchDispatch", "runs an operator on plain meta tensors"),
+    PrivateName(
+        "torch._C._current_graph_task_id", "tells bytes of the backward pass from the forward's"
+    ),
+)
+
+TENSORS = (
+    PrivateName("torch._subclasses.fake_tensor.FakeTensor", "knows tensors that capture made"),
+    PrivateName(
+        "torch._subclasses.fake_tensor.FakeTensorMode", "captures a model without its memory"
+    ),
+    PrivateName(
+        "torch.UntypedStorage._cdata",
+        "the identity of a storage, also of one without data",
+        "`data_ptr()`, for storages with data",
+    ),
+    PrivateName("torch.Tensor._version", "finds tensors that were changed in place"),
+    PrivateName("torch.Tensor._make_subclass", "makes deferred tensors"),
+    PrivateName(
+        "torch._conj", "replays a conjugated view", "`torch.conj`, which views complex tensors only"
+    ),
+    PrivateName("torch._neg_view", "replays a negated view"),
+    PrivateName(
+        "torch._foreach_copy_", "updates all buffers at once", "`Tensor.copy_`, one by one"
+    ),
+    PrivateName(
+        "torch._foreach_norm",
+        "the norms of all gradients at once",
+        "`torch.nn.utils.get_total_norm`, which gives one norm of all",
+    ),
+    PrivateName("torch._foreach_mul_", "clips all gradients at once", "`Tensor.mul_`, one by one"),
+)
+
+MODULES = (
+    PrivateName("torch.nn.Module._modules", "what a wrapper shares with the module it wraps"),
+    PrivateName("torch.nn.Module._parameters", "the same"),
+    PrivateName("torch.nn.Module._buffers", "the same"),
+    PrivateName("torch.nn.Module._non_persistent_buffers_set", "the same"),
+    PrivateName(
+        "torch.nn.RNNBase._flat_weight_refs", "weak references, which keep tensors from a swap"
+    ),
+    PrivateName(
+        "torch.nn.RNNBase._init_flat_weights",
+        "makes them again",
+        "`flatten_parameters()`, which makes no references",
+    ),
+    PrivateName(
+        "torch._logging.set_logs",
+        "keeps what PyTorch logs while it captures off the command line",
+        "the environment variable `TORCH_LOGS`, read when torch is imported",
+    ),
+)
+
+DISTRIBUTED = (
+    PrivateName(
+        "torch.ops._c10d_functional",
+        "collectives that `torch.compile` takes into its graphs",
+        "`torch.distributed`'s, which `torch.compile` takes only in part",
+    ),
+    PrivateName("torch.distributed.distributed_c10d._resolve_process_group", "a group by its name"),
+    PrivateName(
+        "torch.distributed.distributed_c10d._set_pg_timeout",
+        "lets the groups of a mesh wait as long as that of all processes",
+    ),
+    PrivateName("torch.distributed.ProcessGroup._get_backend", "reads how long a group waits"),
+    PrivateName("torch.distributed.ProcessGroup._device_types", "the same"),
+    PrivateName("torch._C._distributed_c10d.Backend.Options._timeout", "the same"),
+    PrivateName(
+        "torch.testing._internal.distributed.fake_pg.FakeStore", "a process group of one process"
+    ),
+    PrivateName(
+        "torch.distributed._local_tensor.LocalTensorMode", "simulates many ranks in one process"
+    ),
+    PrivateName("torch.distributed._local_tensor.LocalTensorMode.rank_map", "a tensor of each"),
+    PrivateName("torch.distributed._local_tensor.LocalTensorMode.disable", "looks at all of them"),
+    PrivateName("torch.distributed._local_tensor.LocalTensor", "a tensor of all simulated ranks"),
+    PrivateName("torch.distributed._local_tensor.LocalTensor._local_tensors", "the one of each"),
+    PrivateName("torch.distributed._local_tensor.LocalIntNode", "a number of each simulated rank"),
+)
+
+DTENSOR = (
+    PrivateName(
+        "torch.distributed.tensor.DTensor._local_tensor",
+        "a rank's shard",
+        "`to_local()`, at the price of an autograd function for every parameter and step",
+    ),
+    PrivateName("torch.distributed.tensor.DTensor._spec", "makes gradients like their parameters"),
+    PrivateName(
+        "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+        "the same",
+        "`DTensor.from_local`, which takes longer than small operators",
+    ),
+    PrivateName(
+        "torch.distributed.tensor.DTensor.__create_chunk_list__",
+        "where a rank's shard lies in the whole tensor, for single-file checkpoints",
+    ),
+    PrivateName(
+        "torch.distributed.tensor.placement_types._StridedShard",
+        "a dimension cut over axes of the mesh from right to left",
+    ),
+)
+
+PIPELINING = (
+    PrivateName("torch.distributed.pipelining.stage._PipelineStageBase", "the type of a stage"),
+    PrivateName(
+        "torch.distributed.pipelining._schedule_visualizer.get_schedule_ops",
+        "the order of a schedule's actions, without processes",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining._backward.stage_backward",
+        "rehearses the backward pass of a stage as its schedule runs it",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining._backward.stage_backward_input",
+        "the half of it that gives the gradients of the inputs",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining._backward.stage_backward_weight",
+        "the half of it that gives the gradients of the parameters",
+    ),
+)
+
+PRIVATE_NAMES = (
+    *PYTREE,
+    *OPERATORS,
+    *DISPATCH,
+    *TENSORS,
+    *MODULES,
+    *DISTRIBUTED,
+    *DTENSOR,
+    *PIPELINING,
+)
+
+ATEN_OPERATORS = (
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+    "_assert_async",
+    "_assert_scalar",
+    "_assert_tensor_metadata",
+    "_fused_rms_norm",
+    "_grouped_mm",
+    "_log_softmax",
+    "_prelu_kernel",
+    "_safe_softmax",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_softmax",
+    "_to_copy",
+    "_unsafe_index",
+    "_unsafe_view",
+    "_upsample_bicubic2d_aa",
+    "_upsample_bilinear2d_aa",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+)
+"""Operators of `torch.ops.aten` with an underscore. `torch.export` writes them into graphs, so the
+rules and rewrites for them name them where they stand; all supported versions have them."""
