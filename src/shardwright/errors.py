@@ -1,51 +1,51 @@
-"""The errors that Shardwright raises. All are raised before anything is communicated."""
+"""The errors that Shardwright raises, all before any communication starts."""
 
 
 class ShardwrightError(Exception):
-    """Base of every error that Shardwright raises about its input."""
+    """Base class of all errors that Shardwright raises about its input."""
 
 
 class LayoutError(ShardwrightError, ValueError):
-    """A layout that cannot be: unknown or repeated axes, a dimension that does not divide."""
+    """An invalid layout: unknown or repeated axes, or a dimension that does not divide evenly."""
 
 
 class StrategyError(ShardwrightError, ValueError):
-    """A way of cutting an operator that cannot be: sizes that do not divide, too many parts."""
+    """An invalid sharding strategy: sizes that do not divide evenly, or too many shards."""
 
 
 class CaptureError(ShardwrightError):
-    """A model that cannot be captured as a graph, with the user's line and what to change."""
+    """A model that cannot be captured; the message gives the line and what to change."""
 
 
 class PlanError(ShardwrightError):
-    """A plan that does not fit: another model, another number of devices, an unknown version."""
+    """A plan of another model, another number of devices, or an unknown version."""
 
 
 class ConfigError(ShardwrightError, ValueError):
-    """A configuration file with a wrong type, an unknown key or a contradiction."""
+    """A configuration file with a value of the wrong type, an unknown key, or conflicting keys."""
 
 
 class DataError(ShardwrightError):
-    """Data that is missing or not what its format says."""
+    """Training data that is missing or malformed."""
 
 
 class CheckpointError(ShardwrightError):
-    """A checkpoint that is missing, of another model, or of an unknown version."""
+    """A checkpoint that is missing, belongs to another model, or has an unknown version."""
 
 
 class DeferredError(ShardwrightError):
-    """A parameter made inside `no_init_parameters` that has no values yet, or cannot get them."""
+    """A parameter created inside `no_init_parameters` has no values yet, or cannot be given any."""
 
 
 class IndivisibleError(StrategyError):
-    """No size of the model is divisible by the number of devices."""
+    """No dimension of the model is divisible by the number of devices."""
 
 
 class MemoryLimitError(ShardwrightError):
-    """A model that does not fit into the memory of its devices, whatever is done.
+    """A model that does not fit into the memory of its devices under any plan.
 
     Args:
-        needed: the smallest limit, in bytes, that would work.
+        needed: the smallest memory limit that would suffice, in bytes per device.
     """
 
     def __init__(self, message: str, needed: int) -> None:

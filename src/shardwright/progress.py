@@ -1,4 +1,4 @@
-"""What long calls say of how far they are, to whoever asks to be told."""
+"""The callback by which long calls report their progress."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from typing import Protocol
 
 
 class OnProgress(Protocol):
-    """Called before each part of a long call."""
+    """Called before each phase of a long call."""
 
     def __call__(self, doing: str, done: int = 0, of: int = 0) -> None:
         """
         Args:
-            doing: the part that begins, in words.
-            done, of: parts that are done, and all of them; 0 where their number is not known.
+            doing: a short description of the phase that begins.
+            done: phases completed so far.
+            of: phases in total; 0 if unknown.
         """
 
 
 def silent(doing: str, done: int = 0, of: int = 0) -> None:
-    """For calls that nobody follows."""
+    """Reports nothing."""
 
 
 def within(on_progress: OnProgress, part: str, done: int = 0, of: int = 0) -> OnProgress:
-    """For a call that is itself a part of another: names that part first, and counts as it."""
-
+    """A callback for a call that is one phase of another; reports its phases as `part: doing`."""
     count = done, of
 
-    def told(doing: str, done: int = 0, of: int = 0) -> None:
+    def report(doing: str, done: int = 0, of: int = 0) -> None:
         on_progress(f"{part}: {doing}", *count)
 
-    return told
+    return report

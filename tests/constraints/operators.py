@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwright.constraints import OperatorStrategy
-from shardwright.constraints.parse import Reading
+from shardwright.constraints.parse import StrategyParser
 from shardwright.graph.graph import Op, Value
 from shardwright.layout.layout import Layout, prime_mesh
 
@@ -40,8 +40,8 @@ def linear(rows: int = 16, k: int = 32, j: int = 64) -> Op:
 
 def reading(
     op: Op, inputs: Any, outputs: Any = None, mesh: Layout | None = None, devices: int = 8
-) -> Reading:
-    return Reading(op, OperatorStrategy(inputs, outputs), mesh or prime_mesh(devices))
+) -> StrategyParser:
+    return StrategyParser(op, OperatorStrategy(inputs, outputs), mesh or prime_mesh(devices))
 
 
 def cuts_of(op: Op, *inputs: Any, devices: int = 8, mesh: Layout | None = None) -> Any:

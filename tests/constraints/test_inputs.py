@@ -50,8 +50,8 @@ def test_layouts_name_the_axes_and_none_is_whole() -> None:
     [
         ("half", "valid are 'full_batch'"),
         (((2, 1),), r"1 entries, but the model has 2 tensor inputs: x\[16, 8\], y\[16, 4\]"),
-        (((3, 1), None), "3 equal parts do not divide dimension 0 of size 16"),
-        (((2, 8), None), "cannot be had on 8 devices"),
+        (((3, 1), None), "dimension 0 has size 16, which is not divisible into 3 shards"),
+        (((2, 8), None), r"\(2,8\) does not fit 8 devices"),
         ([(2, 1), None], "must be a tuple"),
         (None, "must be a tuple"),
     ],
@@ -62,7 +62,9 @@ def test_what_cannot_be_is_one_clear_error(said: Any, message: str) -> None:
 
 
 def test_a_batch_that_the_devices_do_not_divide_is_refused() -> None:
-    with pytest.raises(StrategyError, match="valid are multiples of 6, or 'full_batch'"):
+    with pytest.raises(
+        StrategyError, match="use a multiple of 6, or dataset_strategy 'full_batch'"
+    ):
         arrivals(GRAPH, prime_mesh(6), "data_parallel")
 
 

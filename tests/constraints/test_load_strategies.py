@@ -171,20 +171,32 @@ def test_a_file_replaces_what_was_pinned_before_and_only_that(tmp_path: Path) ->
 LAYOUT = {"device_matrix": [2, 4], "alias_names": ["x", "y"]}
 
 MISTAKES = [
-    ({"layr1": {"in_strategy": [[8, 1], None]}}, r"the model has no module 'layr1'.*layer1"),
-    ({"layer1.weigth": {"in_strategy": [None]}}, r"says nothing"),
+    (
+        {"layr1": {"in_strategy": [[8, 1], None]}},
+        r"the model has no module or operator named 'layr1'.*layer1",
+    ),
+    ({"layer1.weigth": {"in_strategy": [None]}}, r"is empty"),
     (
         {"layer1.weigth": {"in_strategy": [[1]]}},
-        r"no module 'layer1.weigth', nor an operator of this",
+        r"no module or operator named 'layer1.weigth'; closest",
     ),
     ({"layer1": [[8, 1], [1, 1]]}, r"layer1: must be a JSON object, not \[\[8, 1\], \[1, 1\]\]"),
-    ({"layer1": {}}, r"layer1: says nothing; give an in_strategy"),
+    ({"layer1": {}}, r"layer1: the entry is empty; give an in_strategy"),
     ({"layer1": {"in_strategi": []}}, r"layer1: unknown key 'in_strategi'; did you mean 'in_str"),
-    ({"layer1": {"out_strategy": [[8, 1]]}}, r"layer1: out_strategy is given without in_strategy"),
+    ({"layer1": {"out_strategy": [[8, 1]]}}, r"layer1: out_strategy requires an in_strategy"),
     ({"layer1": {"in_strategy": 8}}, r"layer1: in_strategy: must be a list .*, not 8"),
-    ({"layer1": {"in_strategy": [8, 1]}}, r"layer1: in_strategy: 8 is no entry; an entry is"),
-    ({"layer1": {"in_strategy": [[8, 0]]}}, r"layer1: in_strategy: .*\(8, 0\) with 0; every count"),
-    ({"layer1": {"in_strategy": [["x", None]]}}, r"with 'x'; every count is an int of at least 1"),
+    (
+        {"layer1": {"in_strategy": [8, 1]}},
+        r"layer1: in_strategy: 8 is not a valid entry; valid are",
+    ),
+    (
+        {"layer1": {"in_strategy": [[8, 0]]}},
+        r"layer1: in_strategy: .*\(8, 0\) contains 0; a shard count",
+    ),
+    (
+        {"layer1": {"in_strategy": [["x", None]]}},
+        r"contains 'x'; a shard count must be an int of at least 1",
+    ),
     (
         {"layer1": {"in_strategy": [{"b": ["x"]}]}},
         r"unknown layout 'b'; the file's layouts are 'l'",
@@ -194,15 +206,15 @@ MISTAKES = [
     ({"layer1": {"in_strategy": [{"l": [["x", 3]]}]}}, r"a tuple of names or 'None', not by"),
     (
         {"layer1": {"parameter_plan": {"wait": [8, 1]}}},
-        r"layer1: parameter_plan: .*'wait'; nearest: w",
+        r"layer1: parameter_plan: .*'wait'; closest: w",
     ),
     (
         {"relu": {"in_strategy": [[8, 1]], "parameter_plan": {"weight": [1]}}},
-        r"relu: parameter_plan: ReLU has no parameter 'weight'; nearest: it has none",
+        r"relu: parameter_plan: ReLU has no parameter 'weight'; closest: none, the module has",
     ),
     (
         {"layer1.relu": {"in_strategy": [[8, 1]], "parameter_plan": {"weight": [1]}}},
-        r"layer1.relu: parameter_plan is for modules, and this is an operator",
+        r"layer1.relu: only modules take a parameter_plan, and this is",
     ),
 ]
 
@@ -224,12 +236,12 @@ def test_a_mistake_in_a_file_is_named_with_its_place(
     ("text", "message"),
     [
         ("{", "not JSON: Expecting"),
-        ("[]", "strategies of version None; this Shardwright reads version 1"),
-        ('{"version": 7}', "strategies of version 7; this Shardwright reads version 1"),
-        ('{"version": 1}', "there is no key 'strategies'"),
+        ("[]", "unsupported version None; this version of Shardwright reads"),
+        ('{"version": 7}', "unsupported version 7; this version of Shardwright reads"),
+        ('{"version": 1}', "missing key 'strategies'"),
         ('{"version": 1, "strategies": []}', r"strategies: must be a JSON object, not \[\]"),
         ('{"version": 1, "strategy": {}}', "unknown key 'strategy'; did you mean 'strategies'"),
-        ('{"version": 1, "strategies": {"a": {}, "a": {}}}', "the key 'a' stands twice"),
+        ('{"version": 1, "strategies": {"a": {}, "a": {}}}', "duplicate key 'a'"),
         (
             '{"version": 1, "strategies": {}, "layouts": {"l": {"device_matrix": 8}}}',
             "layouts: l: device_matrix must be a list, not 8",
@@ -248,10 +260,12 @@ def test_a_file_that_is_none_is_refused(text: str, message: str, tmp_path: Path)
 
 
 def test_a_file_that_is_missing_or_no_text_is_named(tmp_path: Path) -> None:
-    with pytest.raises(sw.StrategyError, match=r"nothing\.json: there is no such file"):
+    with pytest.raises(sw.StrategyError, match=r"nothing\.json: no such file"):
         sw.load_strategies(nn.Linear(2, 2), tmp_path / "nothing.json")
     (tmp_path / "binary.ckpt").write_bytes(b"\xff\xfe")
-    with pytest.raises(sw.StrategyError, match=r"binary\.ckpt: not text; strategies are JSON"):
+    with pytest.raises(
+        sw.StrategyError, match=r"binary\.ckpt: not a text file; a strategy file is JSON"
+    ):
         sw.load_strategies(nn.Linear(2, 2), tmp_path / "binary.ckpt")
 
 
@@ -259,5 +273,5 @@ def test_an_operator_that_is_not_there_is_named_by_plan_with_the_nearest(tmp_pat
     net, args, kwargs = network(batch=32)
     path = write(tmp_path / "strategies.json", {"relu.relu": {"in_strategy": [[8, 1]]}})
     sw.load_strategies(net, path)
-    with pytest.raises(sw.StrategyError, match=r"'relu\.relu' is pinned as .* nearest .* relu"):
+    with pytest.raises(sw.StrategyError, match=r"'relu\.relu' is pinned as .* closest .* relu"):
         sw.plan(net, args, kwargs, devices=8, mode="semi_auto")

@@ -67,77 +67,78 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         linear(),
         ((3, 1), (1, 1)),
         r"^fc: strategy \(\(3,1\),\(1,1\)\) for aten.linear\(x \[16, 32\], w \[64, 32\]\): "
-        r"dimension 0 of input 0 has size 16, which 3 equal parts do not divide; valid are 1, 2,"
+        r"dimension 0 of input 0 has size 16, which is not divisible into 3 shards; valid are 1, 2,"
         r" 4, 8$",
     ),
     (
         "factors that disagree, and the weight's order",
         linear(),
         ((2, 4), (4, 1)),
-        r"factor k of b k, j k -> b j is cut differently: dimension 1 of input 0 in 4, dimension 1"
-        r" of input 1 in 1; the weight of nn.Linear is stored as \(out_features, in_features\);"
+        r"conflicting shard counts for factor k of b k, j k -> b j: dimension 1 of input 0 has 4"
+        r" shards, dimension 1 of input 1 has 1 shard; the weight of nn.Linear is stored as"
+        r" \(out_features, in_features\);"
         r" valid is \(\(2,4\),\(1,4\)\)$",
     ),
     (
         "factors that disagree in a product of matrices",
         op_of(aten.matmul.default, of(16, 32), of(32, 64)),
         ((2, 4), (2, 1)),
-        r"cut differently: dimension 1 of input 0 in 4, dimension 0 of input 1 in 2;"
+        r"dimension 1 of input 0 has 4 shards, dimension 0 of input 1 has 2 shards;"
         r" valid is \(\(2,4\),\(4,1\)\)$",
     ),
     (
         "factors that disagree where only the first can give way",
         op_of(aten.matmul.default, of(16, 32), of(32, 64)),
         ((1, 4), (1, 8)),
-        r"dimension 0 of input 1 in 1; valid is \(\(1,1\),\(1,8\)\)$",
+        r"dimension 0 of input 1 has 1 shard; valid is \(\(1,1\),\(1,8\)\)$",
     ),
     (
         "layouts that cut a factor by different axes",
         linear(),
         (LAYOUT("None", "dp"), LAYOUT("None", "sp")),
-        r"dimension 1 of input 0 in 2 over axes a, dimension 1 of input 1 in 2 over axes b; the",
+        r"input 0 has 2 shards over axes a, dimension 1 of input 1 has 2 shards over axes b; the",
     ),
     (
         "an axis that cuts two factors",
         linear(),
         (LAYOUT("dp", "None"), LAYOUT("dp", "None")),
-        r"axis a of the device matrix \(2, 2, 2\) cuts two factors, b and j, of b k, j k -> b j",
+        r"axis a of the device matrix \(2, 2, 2\) cuts both factor b and factor j of b k, j k",
     ),
     (
         "the axis of a softmax",
         op_of(aten.softmax.int, of(16, 32), 1),
         ((4, 2),),
-        r"dimension 1 of input 0 must stay whole; rule: b _ -> b _; valid is 1",
+        r"dimension 1 of input 0 cannot be sharded \(rule: b _ -> b _\); valid is 1",
     ),
     (
         "normalized dimensions",
         op_of(aten.layer_norm.default, of(16, 32), [32], of(32), of(32)),
         ((4, 2), (1,), (1,)),
-        r"dimension 1 of input 0 must stay whole",
+        r"dimension 1 of input 0 cannot be sharded",
     ),
     (
         "more parts than devices",
         linear(),
         ((4, 2), (2, 2)),
-        r"16 parts \(b 4 · k 2 · j 2\) are more than 8 devices",
+        r"cut into 16 shards \(b 4 · k 2 · j 2\), but there are only 8 devices",
     ),
     (
         "too few dimensions",
         linear(),
         ((2,), (1, 1)),
-        r"input 0 has 2 dimensions, \[16, 32\], and \(2,\) is for 1",
+        r"input 0 \[16, 32\] has 2 dimensions, but \(2,\) has 1$",
     ),
     (
         "a layout of too many dimensions",
         linear(),
         ((2, 1), LAYOUT("None", "None", "dp")),
-        r"input 1 has 2 dimensions, \[64, 32\], and \(None, None, dp\) .* is for 3",
+        r"input 1 \[64, 32\] has 2 dimensions, but \(None, None, dp\) .* has 3$",
     ),
     (
         "too few inputs",
         linear(),
         ((2, 4),),
-        r"1 entries for 2 tensor inputs; a bias is added by an operator of its own, which follows",
+        r"1 entries for 2 tensor inputs; the bias is added by a separate operator",
     ),
     (
         "too many inputs",
@@ -149,7 +150,7 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         "a dimension that a view splits",
         op_of(aten.unflatten.int, of(24), 0, (2, 12)),
         ((4,),),
-        r"dimension 0 of input 0 can be cut in parts that divide 2 only, .*; valid are 1, 2$",
+        r"the number of shards of dimension 0 of input 0 must divide 2, .*; valid are 1, 2$",
     ),
 ]
 
@@ -164,7 +165,8 @@ def test_what_cannot_be_is_refused(op: Op, inputs: tuple[Any, ...], message: str
 
 def test_parts_that_do_not_divide_the_devices_are_refused() -> None:
     with pytest.raises(
-        StrategyError, match=r"4 parts \(b 4\) do not divide 6 devices; valid are 1, 2, 3, 6"
+        StrategyError,
+        match=r"of shards, 4 \(b 4\), does not divide the 6 devices; valid totals are 1, 2, 3, 6",
     ):
         cuts_of(linear(), (4, 1), (1, 1), devices=6)
 
@@ -178,7 +180,5 @@ def test_an_operator_without_a_rule_is_refused() -> None:
 
 def test_a_layout_that_the_device_matrix_cannot_express_is_refused() -> None:
     layout = Layout((4, 3), ("x", "y"))
-    with pytest.raises(
-        LayoutError, match=r"fc: the layout \(x, None\) on \(x 4, y 3\) cannot be used"
-    ):
+    with pytest.raises(LayoutError, match=r"fc: cannot use the layout \(x, None\) on \(x 4, y 3\)"):
         cuts_of(linear(), layout("x", "None"), None, mesh=Layout((2, 3, 2), ("a", "b", "c")))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.constraints import Entry, OperatorStrategy, resolve
 from shardwright.constraints.parse import mesh_of
-from shardwright.constraints.resolve import storage_of
+from shardwright.constraints.resolve import requested_parameter_storage
 from shardwright.errors import LayoutError, StrategyError
 from shardwright.graph.graph import Kind, Value
 from shardwright.layout.layout import Layout, prime_mesh
@@ -49,7 +49,7 @@ def test_the_device_matrix_expresses_all_layouts(
 
 def test_a_layout_of_another_number_of_devices_is_refused() -> None:
     message = (
-        r"up: the device matrix \(2, 2, 2\) .* is of 8 devices .*, the plan is for 4 .*; valid is"
+        r"up: the device matrix \(2, 2, 2\) .* has 8 devices .*, but the plan is for 4 .*; use"
     )
     with pytest.raises(LayoutError, match=message):
         mesh_of(4, [("up", LAYOUT("dp", "None"))])
@@ -58,16 +58,14 @@ def test_a_layout_of_another_number_of_devices_is_refused() -> None:
 def test_a_layout_of_other_ranks_is_refused() -> None:
     stage = Layout((2,), ("dp",), rank_list=(2, 3))
     with pytest.raises(
-        LayoutError, match=r"of 2 devices \(ranks 2 to 3\), the plan is for 2 \(ranks"
+        LayoutError, match=r"has 2 devices \(ranks 2 to 3\), but the plan is for 2 \(ranks"
     ):
         mesh_of(2, [("up", stage("dp"))])
 
 
 def test_layouts_that_have_no_common_axes_are_refused_with_where_they_stand() -> None:
     wide, tall = Layout((2, 3), ("a", "b")), Layout((3, 2), ("a", "b"))
-    with pytest.raises(
-        LayoutError, match=r"do not nest; they are pinned at up \(2, 3\), down \(3, 2\)"
-    ):
+    with pytest.raises(LayoutError, match=r"do not nest; used by up \(2, 3\), down \(3, 2\)"):
         mesh_of(6, [("up", wide("a")), ("down", tall("a"))])
 
 
@@ -103,7 +101,7 @@ WEIGHT = Value("fc.weight", (16, 8), torch.float32, Kind.PARAMETER)
 def test_counts_of_a_parameter_keep_the_axes_of_its_use(
     entry: Entry, used: tuple[tuple[int, ...], ...], expected: tuple[tuple[int, ...], ...]
 ) -> None:
-    assert storage_of(WEIGHT, entry, prime_mesh(8), used) == expected
+    assert requested_parameter_storage(WEIGHT, entry, prime_mesh(8), used) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,15 +109,18 @@ def test_counts_of_a_parameter_keep_the_axes_of_its_use(
     [
         (
             (2,),
-            r"fc.weight \[16, 8\] has 2 dimensions, and \(2,\) in parameter_plan is for 1",
+            r"fc.weight \[16, 8\] has 2 dimensions, but its entry in parameter_plan, \(2,\), has 1",
         ),
-        ((3, 1), r"3 equal parts do not divide dimension 0 of size 16, .*; valid are 1, 2, 4, 8"),
+        (
+            (3, 1),
+            r"dimension 0 has size 16, which is not divisible into 3 shards; valid are 1, 2, 4, 8",
+        ),
         (
             (4, 4),
-            r"\(4,4\) cannot be had on 8 devices = \(2, 2, 2\); the product of the counts must",
+            r"\(4,4\) does not fit 8 devices = \(2, 2, 2\); the product of the shard counts must",
         ),
     ],
 )
 def test_a_parameter_that_cannot_be_stored_so_is_refused(entry: Entry, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
-        storage_of(WEIGHT, entry, prime_mesh(8), ((), ()))
+        requested_parameter_storage(WEIGHT, entry, prime_mesh(8), ((), ()))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from constraints.operators import aten, linear, of, op_of, reading
-from shardwright.constraints.resolve import OutputAxes, outputs_of
+from shardwright.constraints.resolve import OutputAxes, requested_outputs
 from shardwright.errors import StrategyError
 from shardwright.layout.layout import Layout
 
@@ -18,7 +18,7 @@ SUMMED = ((2, 4), (1, 4))
 
 def left(inputs: Any, outputs: Any, op: Any = None) -> OutputAxes | None:
     found = reading(op or linear(), inputs, outputs)
-    return outputs_of(found, found.cuts())
+    return requested_outputs(found, found.cuts())
 
 
 @pytest.mark.parametrize(
@@ -57,22 +57,23 @@ def test_each_output_has_its_own_entry() -> None:
         (
             SUMMED,
             ((1, 1),),
-            r"fc: .* → \(\(1,1\),\) for .*: output 0 \[16, 64\] cannot be left as \(1,1\); it is"
-            r" made as \(2,1\) as a sum of 4 terms over axes bc; valid is \(2,1\) \(all-reduce\),"
+            r"fc: .* → \(\(1,1\),\) for .*: output 0 \[16, 64\] cannot be sharded as \(1,1\): the"
+            r" operator computes it as \(2,1\), a partial sum of 4 terms over axes bc; valid is"
+            r" \(2,1\) \(all-reduce\),"
             r" \(8,1\), \(2,4\) \(reduce-scatter\)$",
         ),
-        (SUMMED, ((16, 1),), r"cannot be left as \(16,1\)"),
+        (SUMMED, ((16, 1),), r"cannot be sharded as \(16,1\)"),
         (
             SUMMED,
             (LAYOUT(("sp", "dp"), "None"),),
-            r"cannot be left as .*; valid is \(2,1\) .*, the axes of the sum after those that are",
+            r"cannot be sharded as .*; valid is \(2,1\) .*; the axes of the sum must be",
         ),
         (
             ((2, 1), (4, 1)),
             ((8, 1),),
-            r"cannot be left as \(8,1\); it is made as \(2,4\), no sum; valid is \(2,4\)$",
+            r"as \(8,1\): .* computes it as \(2,4\), not a partial sum; valid is \(2,4\)$",
         ),
-        (SUMMED, ((8, 1, 1),), r"output 0 has 2 dimensions, \[16, 64\], and \(8,1,1\) is for 3"),
+        (SUMMED, ((8, 1, 1),), r"output 0 \[16, 64\] has 2 dimensions, but \(8,1,1\) has 3"),
         (SUMMED, ((8, 1), (8, 1)), r"has 2 entries for 1 outputs"),
     ],
 )

@@ -296,20 +296,26 @@ def pin(**named: Any) -> Callable[[Block], Any]:
         ),
         (
             pin(net=(((2, 4),),)),
-            r"the model itself has \d+ operators, a pin is for one: up,",
+            r"the model itself has \d+ operators, but a pin is for a single one: up,",
         ),
         (
             pin(up=(((2, 4), (4, 1)),)),
             r"^up: strategy .*aten.linear\(x \[16, 16\], up.weight",
         ),
-        (pin(up=(((2, 4), (1, 4), (1,)),)), "3 entries for 2 tensor inputs; a bias is added by"),
-        (pin(down=(((16, 1), (1, 1)),)), r"^down: .*16 parts \(b 16\) are more than 8 devices"),
-        (pin(spare=(None, None, {"bias": (1,)})), "the parameter 'spare.bias' is not used"),
+        (pin(up=(((2, 4), (1, 4), (1,)),)), "3 entries for 2 tensor inputs; the bias is added by"),
+        (
+            pin(down=(((16, 1), (1, 1)),)),
+            r"^down: .*16 shards \(b 16\), but there are only 8 devices",
+        ),
+        (pin(spare=(None, None, {"bias": (1,)})), "no operator uses the parameter 'spare.bias'"),
         (
             pin(up=(None, None, {"weight": (2, 1)}), net=(None, None, {"up.weight": (4, 1)})),
-            "the parameter 'up.weight' is planned twice, differently",
+            "the parameter 'up.weight' has two conflicting entries",
         ),
-        (pin(up=(None, None, {"weight": (3, 1)})), "up.weight .*: 3 equal parts do not divide"),
+        (
+            pin(up=(None, None, {"weight": (3, 1)})),
+            "up.weight .* size 32, which is not divisible into 3 shards",
+        ),
     ],
 )
 def test_a_pin_that_fits_nothing_is_refused(shard: Callable[[Block], Any], message: str) -> None:
@@ -339,7 +345,9 @@ def test_a_pinned_function_whose_result_is_not_used_is_refused() -> None:
             sw.shard(torch.exp, ((8, 1),))(x)
             return super().forward(x)
 
-    with pytest.raises(sw.StrategyError, match=r"test_shard.py:\d+, \(\(8,1\),\): no operator"):
+    with pytest.raises(
+        sw.StrategyError, match=r"test_shard.py:\d+, \(\(8,1\),\): the graph has no operator"
+    ):
         plan(Unused())
 
 
@@ -347,7 +355,7 @@ def test_an_operator_that_is_pinned_twice_is_refused() -> None:
     net = Block()
     net.relu = sw.Op(sw.shard(torch.relu, ((8, 1),)))  # type: ignore[assignment]
     sw.shard(net.relu, ((4, 1),))
-    with pytest.raises(sw.StrategyError, match=r"relu is pinned twice, as \(\(4,1\),\) and as"):
+    with pytest.raises(sw.StrategyError, match=r"relu has two conflicting pins, \(\(4,1\),\) and"):
         plan(net)
 
 
@@ -363,22 +371,30 @@ def test_modes_that_decide_everything_refuse_pins(mode: str) -> None:
 @pytest.mark.parametrize(
     ("target", "given", "message"),
     [
-        (torch.relu, {}, "shard needs an in_strategy, or a parameter_plan"),
-        (torch.relu, {"out_strategy": ((8, 1),)}, "out_strategy is given without in_strategy"),
-        (torch.relu, {"in_strategy": (8, 1)}, "in_strategy .* holds 8"),
-        (torch.relu, {"in_strategy": ((0, 1),)}, "with 0; every count is an int of at least 1"),
-        (torch.relu, {"in_strategy": ((8,),), "parameter_plan": {}}, "is for modules; a function"),
+        (torch.relu, {}, "shard needs an in_strategy or a parameter_plan"),
+        (torch.relu, {"out_strategy": ((8, 1),)}, "out_strategy requires an in_strategy"),
+        (torch.relu, {"in_strategy": (8, 1)}, "in_strategy .* contains the int 8"),
+        (
+            torch.relu,
+            {"in_strategy": ((0, 1),)},
+            "contains 0; a shard count must be an int of at least 1",
+        ),
+        (
+            torch.relu,
+            {"in_strategy": ((8,),), "parameter_plan": {}},
+            "only modules take a parameter_plan, a function",
+        ),
         (nn.ReLU, {"in_strategy": ((8, 1),)}, "shard takes a module or a function, not <class"),
         ("relu", {"in_strategy": ((8, 1),)}, "shard takes a module or a function, not 'relu'"),
         (
             nn.Linear(2, 2),
             {"parameter_plan": {"self.weight": (2, 1)}},
-            "Linear has no parameter 'self.weight'; nearest: weight",
+            "Linear has no parameter 'self.weight'; closest: weight",
         ),
         (
             nn.Linear(2, 2),
             {"parameter_plan": {"weight": (2, 0)}},
-            r"parameter_plan of 'weight' holds \(2, 0\) with 0",
+            r"parameter_plan of 'weight': \(2, 0\) contains 0",
         ),
     ],
 )

@@ -17,18 +17,21 @@ LAYOUT = Layout((2, 2, 2), ("dp", "sp", "mp"))
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ((2, 4), r"in_strategy \(2, 4\) holds 2; .*For one tensor write \(\(2, 4\),\)"),
-        ([(2, 4)], r"must be a tuple with one entry for each tensor, not \[\(2, 4\)\]"),
-        (((2, 0),), r"holds \(2, 0\) with 0; every count is an int of at least 1"),
-        (((2, -4),), r"holds \(2, -4\) with -4; every count is an int of at least 1"),
-        (((2, 4.0),), r"holds \(2, 4.0\) with 4.0; every count is an int of at least 1"),
-        (((True, 4),), r"holds \(True, 4\) with True; every count is an int"),
-        (((2, "dp"),), r"holds \(2, 'dp'\) with 'dp'; every count is an int"),
-        (([2, 4],), r"holds \[2, 4\]; an entry is a tuple of counts"),
-        (("dp",), r"holds 'dp'; an entry is a tuple of counts"),
-        ((LAYOUT,), r"lays out no tensor; call it with one entry for each dimension"),
+        (
+            (2, 4),
+            r"in_strategy \(2, 4\) contains the int 2; .*For a single tensor write \(\(2, 4\),\)",
+        ),
+        ([(2, 4)], r"must be a tuple with one entry per tensor, not \[\(2, 4\)\]"),
+        (((2, 0),), r"\(2, 0\) contains 0; a shard count must be an int of at least 1"),
+        (((2, -4),), r"\(2, -4\) contains -4; a shard count must be an int of at least 1"),
+        (((2, 4.0),), r"\(2, 4.0\) contains 4.0; a shard count must be an int of at least 1"),
+        (((True, 4),), r"\(True, 4\) contains True; a shard count must be an int"),
+        (((2, "dp"),), r"\(2, 'dp'\) contains 'dp'; a shard count must be an int"),
+        (([2, 4],), r"contains \[2, 4\]; an entry is a tuple with one shard count"),
+        (("dp",), r"contains 'dp'; an entry is a tuple with one shard count"),
+        ((LAYOUT,), r"is a Layout, not a TensorLayout; call it with the axes of each"),
         ((TensorLayout(LAYOUT, ((), ()), frozenset({0})),), "is a partial sum"),
-        ((None, None), r"\(None,None\) says nothing"),
+        ((None, None), r"\(None,None\) is empty"),
     ],
 )
 def test_an_entry_that_is_none_is_refused_by_what_it_is(inputs: Any, message: str) -> None:
@@ -37,7 +40,7 @@ def test_an_entry_that_is_none_is_refused_by_what_it_is(inputs: Any, message: st
 
 
 def test_an_out_strategy_is_checked_likewise() -> None:
-    with pytest.raises(StrategyError, match=r"out_strategy \(4, 1\) holds 4"):
+    with pytest.raises(StrategyError, match=r"out_strategy \(4, 1\) contains the int 4"):
         OperatorStrategy(((2, 4),), (4, 1))  # type: ignore[arg-type]
 
 

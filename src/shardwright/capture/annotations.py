@@ -21,7 +21,7 @@ def attach(module: nn.Module, tag: Any) -> None:
     setattr(module, _KEY, {**vars(module).get(_KEY, {}), type(tag).__name__: tag})
 
 
-def attached(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+def module_tags(module: nn.Module) -> dict[str, tuple[Any, ...]]:
     """The tags of a module and the modules in it, by path; a module with two paths stands twice."""
     return {
         path: tuple(vars(inner)[_KEY].values())
@@ -49,7 +49,7 @@ def tags_of(node: fx.Node) -> tuple[Any, ...]:
     return tuple(tag for key, tag in noted.items() if key.startswith(f"{_KEY}."))
 
 
-def tagged_calls(graph: fx.Graph) -> tuple[tuple[Any, str], ...]:
+def call_tags(graph: fx.Graph) -> tuple[tuple[Any, str], ...]:
     """Every tag in the graph once, with the user's line of its first operator."""
     found: dict[int, tuple[Any, str]] = {}
     for node in graph.nodes:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from shardwright.capture.annotations import attached, keeping_tags, tagged_calls
+from shardwright.capture.annotations import call_tags, keeping_tags, module_tags
 from shardwright.capture.build_graph import Call, build_graph
 from shardwright.capture.canonicalize import canonicalize
 from shardwright.capture.fake_copy import LossesInSinglePrecision, fake_copy, isolated
@@ -66,7 +66,7 @@ def _capture(
     exported = _export(module, args, kwargs, compute_dtype)
     signature = Signature.of(exported)
     inline(exported.graph_module)
-    calls = tagged_calls(exported.graph)
+    calls = call_tags(exported.graph)
     check_static(exported.graph)
     tied = join_tied(module, exported.graph, signature)
     graph, changed = functionalize(exported.graph)
@@ -84,7 +84,7 @@ def _capture(
     return replace(
         made,
         tied=tied,
-        module_tags=attached(module),
+        module_tags=module_tags(module),
         call_tags=calls,
         compute_dtype=compute_dtype,
     )

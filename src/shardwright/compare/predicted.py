@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.api.plan import plan
-from shardwright.capture.annotations import attached
+from shardwright.capture.annotations import module_tags
 from shardwright.compare.alternatives import (
     AUTO,
     DATA_PARALLEL,
@@ -218,7 +218,7 @@ class GridComparison:
             seq_parallel=model > 1 if seq_parallel is None else seq_parallel,
             vocab_emb_dp=vocab_emb_dp,
         )
-        graph = replace(self.graph, module_tags=attached(self.net))
+        graph = replace(self.graph, module_tags=module_tags(self.net))
         return plan(
             graph,
             devices=self.devices,

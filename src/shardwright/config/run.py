@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.api import WithLoss, parallelize, plan
 from shardwright.api.save_graphs import SavedGraphs
-from shardwright.capture.annotations import attached
+from shardwright.capture.annotations import module_tags
 from shardwright.capture.capture import capture
 from shardwright.config.checkpointing import CheckpointPolicy
 from shardwright.config.graph_cache import kept_graph
@@ -191,7 +191,7 @@ class Run:
             return fresh()
         shapes = tuple((tuple(each.shape), each.dtype) for each in batch)
         said = (self.config.model.model_dump(), shapes, half, self._dtype, self.config.loss_name)
-        return replace(kept_graph(said, fresh), module_tags=attached(model))
+        return replace(kept_graph(said, fresh), module_tags=module_tags(model))
 
     @contextmanager
     def _naming_file(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
-"""What users say of an operator, read as cuts on a device matrix.
+"""The user's sharding strategies, resolved to cuts on a device matrix.
 
-A strategy says of each tensor in how many equal parts each dimension is cut, `(2, 4)`; or exactly,
-with a `TensorLayout`, which axes cut it in which order; or nothing, `None`.
+A strategy has one entry per tensor: the number of equal shards of each dimension, `(2, 4)`; a
+`TensorLayout`, which names the axes that cut each dimension, in order; or `None`, which leaves the
+tensor to the other entries.
 """
 
 from shardwright.constraints.inputs import (

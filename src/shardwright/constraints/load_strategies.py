@@ -1,4 +1,4 @@
-"""Strategies from a file, pinned to the modules of a model."""
+"""Pins the strategies of a file to the modules of a model."""
 
 from __future__ import annotations
 
@@ -10,57 +10,64 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwright.capture.annotations import attach, attached
+from shardwright.capture.annotations import attach, module_tags
 from shardwright.capture.naming import local_operator_name
-from shardwright.constraints.shard import Pin, checked_parameter_plan
+from shardwright.constraints.shard import Pin, validate_parameter_plan
 from shardwright.constraints.strategy_file import FileEntry, parse_strategies
 from shardwright.errors import StrategyError
 from shardwright.rules.rule import registry
 
 _CALL = re.compile(r"@\d+")
-"""What marks a further call of a module."""
+"""Suffix of the second and later calls of a module."""
 
 
 def load_strategies(net: nn.Module, path: str | Path) -> None:
-    """Pins operators of `net` as a file says that `Plan.save_strategies` or a person wrote.
+    """Pins operators of `net` as listed in a strategy file.
 
-    A module's path stands for its main operator, in every call; other operators are called as in
-    plans, `path.add_1`. What the file names replaces what `shard` has said of it before, and a
-    later `shard` of a module replaces what the file says of it.
+    The file is written by `Plan.save_strategies`, or by hand. A module's path stands for its main
+    operator in every call; other operators have the names that plans give them, `path.add_1`. An
+    entry of the file replaces an earlier `shard` of the same module, and a later `shard` replaces
+    the entry.
+
+    Args:
+        net: the model; its modules are pinned in place.
+        path: the strategy file (JSON).
 
     Raises:
-        StrategyError: if the file is missing, is no such file, an entry is none, or `net` has no
-            such module or parameter. What needs shapes and devices is checked by `plan`.
-        LayoutError: if a layout cannot be.
+        StrategyError: if the file is missing or malformed, or names a module or parameter that
+            `net` does not have. What depends on shapes and devices is checked by `plan`.
+        LayoutError: if a layout is invalid.
     """
-    text = _text(Path(path))
+    text = _read_text(Path(path))
     modules = dict(net.named_modules(remove_duplicate=False))
-    found: dict[str, dict[str, FileEntry]] = {}
-    for name, said in parse_strategies(text, str(path)).items():
+    entries: dict[str, dict[str, FileEntry]] = {}
+    for name, entry in parse_strategies(text, str(path)).items():
         owner = _owner(name, modules)
-        rest = name.removeprefix(owner)
-        if _operators(rest) is None:
-            raise StrategyError(f"{path}: {_unknown(name, modules)}")
-        if rest and said.parameters:
+        suffix = name.removeprefix(owner)
+        if _operator_names(suffix) is None:
+            raise StrategyError(f"{path}: {_unknown_name(name, modules)}")
+        if suffix and entry.parameters:
             raise StrategyError(
-                f"{path}: {name}: parameter_plan is for modules, and this is an operator"
+                f"{path}: {name}: only modules take a parameter_plan, and this is an operator"
             )
-        found.setdefault(owner, {})[rest] = said
-    pins = {owner: _pin(f"{path}: {owner}", modules[owner], said) for owner, said in found.items()}
-    before = attached(net)
+        entries.setdefault(owner, {})[suffix] = entry
+    pins = {
+        owner: _pin(f"{path}: {owner}", modules[owner], entry) for owner, entry in entries.items()
+    }
+    tags = module_tags(net)
     for owner, pin in pins.items():
-        earlier = next((tag for tag in before.get(owner, ()) if isinstance(tag, Pin)), None)
-        attach(modules[owner], _joined(earlier, pin))
+        earlier = next((tag for tag in tags.get(owner, ()) if isinstance(tag, Pin)), None)
+        attach(modules[owner], _merge(earlier, pin))
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     if not path.is_file():
-        raise StrategyError(f"{path}: there is no such file")
+        raise StrategyError(f"{path}: no such file")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise StrategyError(
-            f"{path}: not text; strategies are JSON, as Plan.save_strategies writes them"
+            f"{path}: not a text file; a strategy file is JSON, as Plan.save_strategies writes it"
         ) from None
 
 
@@ -72,10 +79,10 @@ def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:
     return owner
 
 
-def _operators(rest: str) -> tuple[str, ...] | None:
-    """The operators in what follows a module's path, `.add_1` or `@2`; None if one is unknown."""
-    parts = [part for part in _CALL.sub("", rest).split(".") if part]
-    names = tuple(re.sub(r"_\d+$", "", part) for part in parts)
+def _operator_names(suffix: str) -> tuple[str, ...] | None:
+    """The operators in what follows a module's path (`.add_1`, `@2`); None if one is unknown."""
+    pieces = [part for part in _CALL.sub("", suffix).split(".") if part]
+    names = tuple(re.sub(r"_\d+$", "", part) for part in pieces)
     return names if all(name == "bias" or _is_operator(name) for name in names) else None
 
 
@@ -91,30 +98,34 @@ def _is_operator(name: str) -> bool:
     )
 
 
-def _unknown(name: str, modules: Mapping[str, nn.Module]) -> str:
+def _unknown_name(name: str, modules: Mapping[str, nn.Module]) -> str:
     near = get_close_matches(name, [path for path in modules if path], n=3, cutoff=0.0)
     return (
-        f"the model has no module {name!r}, nor an operator of this name in a module; nearest"
-        f" modules: {', '.join(near) or 'it has none'}"
+        f"the model has no module or operator named {name!r}; closest modules:"
+        f" {', '.join(near) or 'none, the model has no modules'}"
     )
 
 
-def _pin(where: str, module: nn.Module, said: Mapping[str, FileEntry]) -> Pin:
+def _pin(where: str, module: nn.Module, entries: Mapping[str, FileEntry]) -> Pin:
     try:
-        parameters = checked_parameter_plan(module, said[""].parameters if "" in said else {})
+        parameters = validate_parameter_plan(
+            module, entries[""].parameters if "" in entries else {}
+        )
     except StrategyError as error:
         raise StrategyError(f"{where}: {error}") from None
-    operators = {rest: s.strategy for rest, s in said.items() if s.strategy is not None}
+    operators = {
+        suffix: entry.strategy for suffix, entry in entries.items() if entry.strategy is not None
+    }
     return Pin(None, parameters, operators)
 
 
-def _joined(before: Pin | None, pin: Pin) -> Pin:
-    """What was pinned before, but for what `pin` says."""
-    if before is None:
+def _merge(earlier: Pin | None, pin: Pin) -> Pin:
+    """`earlier`, overridden by what `pin` sets."""
+    if earlier is None:
         return pin
-    strategy = None if "" in pin.operators else before.strategy
+    strategy = None if "" in pin.operators else earlier.strategy
     return Pin(
         strategy,
-        {**before.parameters, **pin.parameters},
-        {**before.operators, **pin.operators},
+        {**earlier.parameters, **pin.parameters},
+        {**earlier.operators, **pin.operators},
     )

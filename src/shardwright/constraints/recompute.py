@@ -1,7 +1,7 @@
-"""What users ask to compute again: `recompute` marks modules and functions.
+"""`recompute` marks modules and functions for activation checkpointing.
 
-`recompute_of` finds the marks again in a captured graph. A mark is part of the module, or of the
-function that `recompute` returns; there is no global state.
+`recompute_of` finds the marks in a captured graph. A mark is part of the module, or of the function
+that `recompute` returns; there is no global state.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ RecomputeTarget = TypeVar("RecomputeTarget", bound=Callable[..., Any])
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """What a user says of one module or function.
+    """A request to recompute one module or function.
 
     Args:
-        communication: whether conversions are made again too.
-        kinds: of operators that are computed again; None for all.
+        communication: whether collectives between layouts are run again too.
+        kinds: names of the operators to recompute (`softmax`); None for all.
     """
 
     communication: bool = True
@@ -43,36 +43,36 @@ class Mark:
 def recompute(
     target: RecomputeTarget, communication: bool = True, *, operators: Sequence[str] | None = None
 ) -> RecomputeTarget:
-    """Computes what is inside again in the backward pass, instead of keeping it.
+    """Recomputes activations in the backward pass instead of saving them.
 
-    Every call of the module or function becomes a segment: its inputs are kept, what lies inside is
-    not, and the backward pass computes it once more. A mark further inside wins there.
+    Every call of the module or function becomes one checkpointed segment: only its inputs are
+    saved, and the backward pass computes the rest again. An inner mark overrides an outer one.
 
     Args:
-        target: a module, with all modules in it (a later mark replaces an earlier one; a
-            `ModuleList` stands for each of its modules), or a function, which is returned marked
-            and may be called in `forward`.
-        communication: whether conversions between layouts are made again too. If not, their results
-            are kept, and no byte more is sent than without recomputation.
-        operators: only operators of these kinds, `"aten.softmax"` or `"softmax"`; each is computed
-            again together with the one that reads it. None for all; an empty one for none, where
-            a module further outside is marked.
+        target: a module, with all its submodules (a later mark replaces an earlier one; a
+            `ModuleList` marks each of its modules), or a function; call the returned function in
+            `forward`.
+        communication: whether collectives between layouts are run again too. If not, their results
+            are saved, and recomputation sends no additional bytes.
+        operators: recompute only these operators, `"aten.softmax"` or `"softmax"`, each together
+            with the operator that reads it. None for all; an empty sequence exempts the target from
+            the mark of a module around it.
 
     Returns:
         The module itself, or the marked function.
 
     Raises:
-        StrategyError: if the target is neither, or a kind is no text. What is not in the model is
-            found by `plan`.
+        StrategyError: if the target is neither a module nor a function, or `operators` is not a
+            sequence of names. Names that do not occur in the model are reported by `plan`.
     """
     if isinstance(target, type) or not callable(target):
         raise StrategyError(f"recompute takes a module or a function, not {target!r}")
     if isinstance(operators, str) or any(not isinstance(kind, str) for kind in operators or ()):
         raise StrategyError(
-            f"operators={operators!r}: must be a sequence of names of operators, as in"
+            f"operators={operators!r}: must be a sequence of operator names such as"
             " ('softmax', 'aten.gelu')"
         )
-    kinds = None if operators is None else tuple(_kind(given) for given in operators)
+    kinds = None if operators is None else tuple(_kind(name) for name in operators)
     mark = Mark(communication, kinds)
     if isinstance(target, nn.ModuleList | nn.ModuleDict):
         for module in target.children():
@@ -85,9 +85,9 @@ def recompute(
     return function
 
 
-def _kind(given: str) -> str:
+def _kind(operator: str) -> str:
     """`softmax` of `aten.softmax.int`, `aten::softmax` or `softmax`."""
-    return given.replace("::", ".").removeprefix("aten.").partition(".")[0].strip("_")
+    return operator.replace("::", ".").removeprefix("aten.").partition(".")[0].strip("_")
 
 
 def _marked_function(function: Any, mark: Mark) -> Any:
@@ -95,7 +95,7 @@ def _marked_function(function: Any, mark: Mark) -> Any:
 
     @wraps(inner)
     def marked_function(*args: Any, **kwargs: Any) -> Any:
-        # A mark of its own for every call, so that calls can be told apart.
+        # Every call has a mark of its own, which tells its operators from those of other calls.
         with tagging(replace(mark)):
             return inner(*args, **kwargs)
 
@@ -105,64 +105,66 @@ def _marked_function(function: Any, mark: Mark) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    """A mark at one call of its module or function."""
+    """A mark, and the segment of one call of its module or function."""
 
     mark: Mark
     segment: str
 
 
 def recompute_of(graph: Graph) -> dict[str, Recompute]:
-    """By name the operators that the marks in a captured graph are about.
+    """By name, the operators that the marks of a captured graph recompute.
 
     Raises:
-        StrategyError: if a mark is about no operator.
+        StrategyError: if a mark matches no operator.
     """
     modules = {path: m for path, tags in graph.module_tags.items() for m in tags if _is_mark(m)}
-    functions = dict(_functions(graph))
+    functions = dict(_marked_calls(graph))
     _check_modules(graph, modules)
-    found: dict[str, Recompute] = {}
+    recomputed: dict[str, Recompute] = {}
     members: dict[str, list[Op]] = {}
     selected: dict[Mark, list[Op]] = {}
     for op in graph.ops:
-        place = _innermost(op, modules, functions)
+        place = _innermost_mark(op, modules, functions)
         if place is None:
             continue
         if place.mark.kinds is None:
-            found[op.name] = Recompute(place.segment, place.mark.communication)
+            recomputed[op.name] = Recompute(place.segment, place.mark.communication)
             members.setdefault(place.segment, []).append(op)
         elif local_operator_name(op.target) in place.mark.kinds:
             selected.setdefault(place.mark, []).append(op)
-    places = _places(graph)
+    places = _positions(graph)
     for ops in members.values():
         if len([op for op in ops if not op.name.endswith(".bias")]) == 1:
-            _add_readers(graph, found, ops, places)
+            _add_readers(graph, recomputed, ops, places)
     for mark, ops in selected.items():
-        select(graph, found, ops, mark.communication)
-    return found
+        add_segments(graph, recomputed, ops, mark.communication)
+    return recomputed
 
 
-def select(
-    graph: Graph, found: dict[str, Recompute], ops: Sequence[Op], communication: bool
+def add_segments(
+    graph: Graph, recomputed: dict[str, Recompute], ops: Sequence[Op], communication: bool
 ) -> None:
-    """Adds to `found` chosen operators, in segments of those that follow each other or read each
-    other's results, with the operators that keep their results."""
+    """Adds `ops` to `recomputed`, together with the operators that save their results.
+
+    Operators that follow each other, or read each other's results, share a segment.
+    """
     members: dict[str, list[Op]] = {}
     segments: dict[str, str] = {}
-    place = _places(graph)
+    place = _positions(graph)
     for op in ops:
         makers = [graph.producer[v].name for v in op.inputs if v in graph.producer]
         number = place[op.name]
-        before = [graph.ops[number - 1].name] if number else []
-        joined = [segments[name] for name in (*makers, *before) if name in segments]
-        segments[op.name] = joined[0] if joined else op.name
+        previous = [graph.ops[number - 1].name] if number else []
+        neighbors = [segments[name] for name in (*makers, *previous) if name in segments]
+        segments[op.name] = neighbors[0] if neighbors else op.name
         members.setdefault(segments[op.name], []).append(op)
-    for segment, mine in members.items():
-        found.update((op.name, Recompute(segment, communication)) for op in mine)
-    for mine in members.values():
-        _add_readers(graph, found, mine, place)
+    for segment, segment_ops in members.items():
+        recomputed.update((op.name, Recompute(segment, communication)) for op in segment_ops)
+    for segment_ops in members.values():
+        _add_readers(graph, recomputed, segment_ops, place)
 
 
-def _places(graph: Graph) -> dict[str, int]:
+def _positions(graph: Graph) -> dict[str, int]:
     return {op.name: number for number, op in enumerate(graph.ops)}
 
 
@@ -170,7 +172,7 @@ def _is_mark(tag: Any) -> bool:
     return isinstance(tag, Mark)
 
 
-def _functions(graph: Graph) -> Iterator[tuple[int, _Function]]:
+def _marked_calls(graph: Graph) -> Iterator[tuple[int, _MarkedCall]]:
     """The calls of marked functions, by the mark of each.
 
     Raises:
@@ -183,41 +185,44 @@ def _functions(graph: Graph) -> Iterator[tuple[int, _Function]]:
         if not ops:
             raise StrategyError(
                 f"the function called at {source or 'an unknown line'} is marked by recompute, but"
-                " no operator of it is in the graph; what it computes is not used, or changes"
+                " the graph has no operator of this call; its result is unused, or it computes"
                 " nothing"
             )
         _check_kinds(f"the function called at {source or 'an unknown line'}", mark, ops)
-        yield id(mark), _Function(_Place(mark, ops[0].name), _shared([op.calls for op in ops]))
+        yield (
+            id(mark),
+            _MarkedCall(_Place(mark, ops[0].name), _common_depth([op.calls for op in ops])),
+        )
 
 
 @dataclass(frozen=True)
-class _Function:
-    """A call of a marked function, and how many of the modules around it are called outside."""
+class _MarkedCall:
+    """A call of a marked function, and the number of module calls that enclose it."""
 
     place: _Place
     depth: int
 
 
-def _shared(calls: Sequence[tuple[str, ...]]) -> int:
-    """With how many equal calls all begin."""
+def _common_depth(calls: Sequence[tuple[str, ...]]) -> int:
+    """The length of the longest common prefix."""
     return sum(len(set(level)) == 1 for level in zip(*calls, strict=False))
 
 
-def _innermost(
-    op: Op, modules: Mapping[str, Mark], functions: Mapping[int, _Function]
+def _innermost_mark(
+    op: Op, modules: Mapping[str, Mark], functions: Mapping[int, _MarkedCall]
 ) -> _Place | None:
-    """The mark that is nearest around an operator."""
-    around = next((functions[id(tag)] for tag in op.tags if id(tag) in functions), None)
-    for call in reversed(op.calls[around.depth if around else 0 :]):
+    """The innermost mark around an operator."""
+    function = next((functions[id(tag)] for tag in op.tags if id(tag) in functions), None)
+    for call in reversed(op.calls[function.depth if function else 0 :]):
         mark = modules.get(call.partition("@")[0])
         if mark is not None:
             return _Place(mark, call or "model")
-    return around.place if around else None
+    return function.place if function else None
 
 
 def _check_modules(graph: Graph, modules: Mapping[str, Mark]) -> None:
     """Raises:
-    StrategyError: if the module of a mark has no operator, or none of a kind that it names.
+    StrategyError: if the module of a mark has no operator, or none with a name that it lists.
     """
     inside: dict[int, list[Op]] = {id(mark): [] for mark in modules.values()}
     for op in graph.ops:
@@ -230,8 +235,8 @@ def _check_modules(graph: Graph, modules: Mapping[str, Mark]) -> None:
         if not ops:
             near = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
             raise StrategyError(
-                f"{where} is marked by recompute, but has no operator in the graph: it is not"
-                f" called, or what it does changes nothing; nearest operators: {', '.join(near)}"
+                f"{where} is marked by recompute, but has no operator in the graph: it is never"
+                f" called, or it computes nothing; closest operators: {', '.join(near)}"
             )
         _check_kinds(where, mark, ops)
 
@@ -241,27 +246,26 @@ def _check_kinds(where: str, mark: Mark, ops: Sequence[Op]) -> None:
     for kind in mark.kinds or ():
         if kind not in known:
             raise StrategyError(
-                f"recompute of the operators {kind!r} in {where}: it has none; it has"
-                f" {', '.join(known)}"
+                f"recompute: {where} has no operator {kind!r}; its operators are {', '.join(known)}"
             )
 
 
 def _add_readers(
-    graph: Graph, found: dict[str, Recompute], ops: Sequence[Op], place: Mapping[str, int]
+    graph: Graph, recomputed: dict[str, Recompute], ops: Sequence[Op], place: Mapping[str, int]
 ) -> None:
-    """Lets a segment of one operator, or of chosen kinds, also have those that keep its results.
+    """Extends a segment by the operators that save its results for their backward pass.
 
-    What only they keep need not be kept then. The last one is not run again itself: its inputs are
-    enough. So there may be one operator of much work, as the last.
+    Otherwise these results would stay in memory. The last operator of a segment is not itself
+    recomputed, only its inputs are, so only the last one may be expensive.
     """
-    said = found[ops[-1].name]
+    segment = recomputed[ops[-1].name]
     results = [value for op in ops for value in op.outputs]
-    own = {op.name for op in ops}
+    members = {op.name for op in ops}
     keeping: set[str] = set()
     views: set[str] = set()
     for value in results:
         for op, index in graph.consumers[value]:
-            if op.name in own:
+            if op.name in members:
                 continue
             if _is_view(op):
                 views.add(op.name)
@@ -271,14 +275,14 @@ def _add_readers(
     if not keeping:
         return
     last = max(keeping, key=lambda name: place[name])
-    before = {name for name in keeping | views if place[name] < place[last]}
-    if last not in found and not any(
-        name in found or _works_hard(graph.by_name[name]) for name in before
+    earlier = {name for name in keeping | views if place[name] < place[last]}
+    if last not in recomputed and not any(
+        name in recomputed or _is_expensive(graph.by_name[name]) for name in earlier
     ):
-        found.update(dict.fromkeys((*before, last), said))
+        recomputed.update(dict.fromkeys((*earlier, last), segment))
 
 
-def _works_hard(op: Op) -> bool:
+def _is_expensive(op: Op) -> bool:
     rule = rule_of(op)
     return rule is not None and rule.main is not None
 

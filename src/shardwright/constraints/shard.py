@@ -1,7 +1,6 @@
-"""What users pin: `shard` attaches strategies to modules and functions.
+"""`shard` pins strategies to modules and functions; `pins_of` finds them in a captured graph.
 
-`pins_of` finds them again in a captured graph. A pin is part of the module, or of the function that
-`shard` returns; there is no global state.
+A pin is part of the module, or of the function that `shard` returns; there is no global state.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from shardwright.graph.graph import Op as Operator
 aten = torch.ops.aten
 ShardTarget = TypeVar("ShardTarget", bound=Callable[..., Any])
 
-_MOVES_ELEMENTS = (
+_DATA_MOVEMENT_OPS = (
     aten.reshape.default,
     aten.permute.default,
     aten.transpose.int,
@@ -33,18 +32,19 @@ _MOVES_ELEMENTS = (
     aten.to.dtype,
     aten.detach.default,
 )
-"""Operators that come along with others, so that they do not make a call one of several."""
+"""Operators that do not count when a pin must be about a single operator."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pin:
-    """What a user says of one module or function.
+    """The constraints of one module or function.
 
     Args:
-        strategy: of its operator.
+        strategy: of its main operator.
         parameters: how parameters are stored, by name in the module.
-        operators: strategies of operators by what follows the module's path in their names: `""`
-            for its main operator, in every call that is not named itself, `"@2"`, `".add_1"`.
+        operators: strategies by the suffix that follows the module's path in the operator's name:
+            `".add_1"`; `"@2"` for the main operator of the second call; `""` for the main operator
+            of every call without an entry of its own.
     """
 
     strategy: OperatorStrategy | None
@@ -53,7 +53,13 @@ class Pin:
 
 
 class NamedFunction(nn.Module):
-    """A function with a name in the module tree, so that it can be pinned and found in plans.
+    """A function as a module, so that it has a name in the module tree, in pins and in plans.
+
+    Args:
+        function: any function; called with the arguments of the module.
+
+    Raises:
+        StrategyError: if `function` is a module or not callable.
 
     >>> net = nn.Module()
     >>> net.matmul1 = NamedFunction(torch.matmul)
@@ -62,7 +68,9 @@ class NamedFunction(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         if isinstance(function, nn.Module) or not callable(function):
-            raise StrategyError(f"Op takes a function, not {function!r}; a module has its own name")
+            raise StrategyError(
+                f"Op takes a function, not {function!r}; a module already has a name"
+            )
         self.function = function
 
     def _get_name(self) -> str:
@@ -81,60 +89,62 @@ def shard(
     out_strategy: tuple[Entry, ...] | None = None,
     parameter_plan: Mapping[str, Entry] | None = None,
 ) -> ShardTarget:
-    """Pins how an operator is cut: no search changes it.
+    """Pins how an operator is sharded; no search changes it.
 
     Args:
-        target: a module (its main operator is pinned, in every call; a later `shard` replaces an
-            earlier one), or a function, which is returned pinned and may be called in `forward`.
-        in_strategy: for each tensor input, in the order of the operator, a tuple with the number of
-            equal parts of each dimension, or a `TensorLayout`, or None where it follows from the
-            others. A weight is as torch stores it: that of `nn.Linear` is (out_features,
-            in_features). What no entry names stays whole; devices that are left repeat.
-        out_strategy: for each output likewise; a partial sum is all-reduced or reduce-scattered
-            accordingly. None leaves it to the operators that read it. What only an output has, the
-            copies that `expand` makes, is cut by it.
-        parameter_plan: how parameters of the module are stored, by name.
+        target: a module, whose main operator is pinned in every call (a later `shard` replaces an
+            earlier one), or a function; call the returned function in `forward`.
+        in_strategy: one entry per tensor input, in the order of the operator: a tuple with the
+            number of shards of each dimension, a `TensorLayout`, or None if it follows from the
+            other entries. Weights have torch's shape; for `nn.Linear` that is (out_features,
+            in_features). Dimensions that no entry cuts are replicated, and so is the computation
+            over devices that are left over.
+        out_strategy: one entry per output, in the same form. Partial sums are all-reduced or
+            reduce-scattered to match; with None the operators that read the output decide. It also
+            cuts dimensions that only the output has, such as those that `expand` adds.
+        parameter_plan: by name, an entry for how each parameter of the module is stored.
 
     Returns:
         The module itself, or the pinned function.
 
     Raises:
-        StrategyError: if an entry is none, or a parameter is unknown. What needs shapes and the
-            number of devices is checked by `plan`.
+        StrategyError: if an entry is invalid or a parameter is unknown. What depends on shapes and
+            the number of devices is checked by `plan`.
     """
     if isinstance(target, type) or not callable(target):
         raise StrategyError(f"shard takes a module or a function, not {target!r}")
     if in_strategy is None and out_strategy is not None:
-        raise StrategyError("out_strategy is given without in_strategy, on which it depends")
+        raise StrategyError("out_strategy requires an in_strategy")
     if in_strategy is None and parameter_plan is None:
-        raise StrategyError("shard needs an in_strategy, or a parameter_plan")
+        raise StrategyError("shard needs an in_strategy or a parameter_plan")
     strategy = None
     if in_strategy is not None:
         check_entries("in_strategy", in_strategy)
         strategy = OperatorStrategy(in_strategy, out_strategy)
     if isinstance(target, nn.Module):
-        pin = Pin(strategy, checked_parameter_plan(target, parameter_plan or {}))
+        pin = Pin(strategy, validate_parameter_plan(target, parameter_plan or {}))
         attach(target, pin)
         return target
     if parameter_plan is not None:
         raise StrategyError(
-            "parameter_plan is for modules; a function has no parameters: pin the module that has"
+            "only modules take a parameter_plan, a function has no parameters; call shard on the"
+            " module that owns them"
         )
     function: ShardTarget = _pinned_function(target, Pin(strategy))
     return function
 
 
-def checked_parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, Entry]:
+def validate_parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, Entry]:
     """Raises:
-    StrategyError: if the module has no such parameter, or an entry is none.
+    StrategyError: if the module has no such parameter, or an entry is invalid.
     """
     known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for name, entry in plan.items():
         if name not in known:
             near = get_close_matches(str(name), known, cutoff=0.0)
             raise StrategyError(
-                f"parameter_plan: {type(module).__name__} has no parameter {name!r}; nearest:"
-                f" {', '.join(near) or 'it has none'}"
+                f"parameter_plan: {type(module).__name__} has no parameter {name!r}; closest:"
+                f" {', '.join(near) or 'none, the module has no parameters'}"
             )
         check_entry(f"parameter_plan of {name!r}", entry)
     return dict(plan)
@@ -145,7 +155,7 @@ def _pinned_function(function: Any, pin: Pin) -> Any:
 
     @wraps(inner)
     def pinned_function(*args: Any, **kwargs: Any) -> Any:
-        # A pin of its own for every call, so that calls can be told apart.
+        # Every call has a pin of its own, which tells its operators from those of other calls.
         with tagging(replace(pin)):
             return inner(*args, **kwargs)
 
@@ -159,7 +169,7 @@ class Pins:
 
     Args:
         strategies: by name of the operator.
-        parameters: how parameters are stored, by name.
+        parameters: how parameters are stored, by name of the parameter.
     """
 
     strategies: dict[str, OperatorStrategy]
@@ -167,33 +177,38 @@ class Pins:
 
 
 def pins_of(graph: Graph) -> Pins:
-    """Finds the operators and parameters that the pins in a captured graph are about.
+    """Finds the operators and parameters that the pins of a captured graph refer to.
 
     Raises:
-        StrategyError: if a pin is about no operator, or about several, or two about one.
+        StrategyError: if a pin matches no operator or several, or two pins of one operator differ.
     """
     strategies: dict[str, OperatorStrategy] = {}
-    for op, strategy in (*_of_modules(graph), *_of_names(graph), *_of_calls(graph)):
+    for op, strategy in (
+        *_module_strategies(graph),
+        *_named_strategies(graph),
+        *_function_strategies(graph),
+    ):
         if strategies.setdefault(op.name, strategy) != strategy:
             raise StrategyError(
-                f"{op.name} is pinned twice, as {strategies[op.name]} and as {strategy}; keep one"
+                f"{op.name} has two conflicting pins, {strategies[op.name]} and {strategy}; keep"
+                " one of them"
             )
-    return Pins(strategies, _stored(graph))
+    return Pins(strategies, _parameter_plans(graph))
 
 
-def _of_modules(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
-    for pin, paths in _by_pin(graph):
+def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+    for pin, paths in _modules_by_pin(graph):
         if pin.strategy is None:
             continue
-        found = [op for path in paths for op in _operators_of_module(graph, path)]
-        if not found:
+        ops = [op for path in paths for op in _main_operators(graph, path)]
+        if not ops:
             raise StrategyError(_no_operator(graph, paths[0], pin))
-        for op in found:
+        for op in ops:
             yield op, pin.strategy
 
 
-def _by_pin(graph: Graph) -> Iterator[tuple[Pin, list[str]]]:
-    """Every module's pin with the paths of the module."""
+def _modules_by_pin(graph: Graph) -> Iterator[tuple[Pin, list[str]]]:
+    """Every pin of a module, with all paths of that module."""
     paths: dict[int, list[str]] = {}
     pins: dict[int, Pin] = {}
     for path, pin in _pinned_modules(graph):
@@ -208,34 +223,34 @@ def _pinned_modules(graph: Graph) -> Iterator[tuple[str, Pin]]:
         yield from ((path, tag) for tag in tags if isinstance(tag, Pin))
 
 
-def _of_names(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+def _named_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
     calls: dict[str, list[Operator]] = {}
     for op in graph.ops:
         first, _, number = op.name.rpartition("@")
         calls.setdefault(first if number.isdigit() else op.name, []).append(op)
-    for pin, paths in _by_pin(graph):
-        own = {path + rest for path in paths for rest in pin.operators}
-        for rest, strategy in pin.operators.items():
-            names = [path + rest for path in paths]
-            found = [graph.by_name[name] for name in names if name in graph.by_name]
-            found += [op for name in names for op in calls.get(name, ()) if op.name not in own]
-            if not found:
+    for pin, paths in _modules_by_pin(graph):
+        named = {path + suffix for path in paths for suffix in pin.operators}
+        for suffix, strategy in pin.operators.items():
+            names = [path + suffix for path in paths]
+            ops = [graph.by_name[name] for name in names if name in graph.by_name]
+            ops += [op for name in names for op in calls.get(name, ()) if op.name not in named]
+            if not ops:
                 near = get_close_matches(names[0], list(graph.by_name), n=3, cutoff=0.0)
                 raise StrategyError(
-                    f"{names[0]!r} is pinned as {strategy}, but no operator is called so; nearest"
-                    f" operators: {', '.join(near)}"
+                    f"{names[0]!r} is pinned as {strategy}, but the graph has no operator of this"
+                    f" name; closest operators: {', '.join(near)}"
                 )
-            for op in found:
+            for op in ops:
                 yield op, strategy
 
 
-def _operators_of_module(graph: Graph, path: str) -> list[Operator]:
+def _main_operators(graph: Graph, path: str) -> list[Operator]:
     """The main operator of each call of a module."""
     below = [op for op in graph.ops if not path or f"{op.module}.".startswith(f"{path}.")]
     own = [op for op in below if op.module == path]
     where = f"module {path!r}" if path else "the model itself"
     if len(own) < len(below):
-        raise StrategyError(_several(where, below))
+        raise StrategyError(_ambiguous(where, below))
     calls: dict[str, list[Operator]] = {}
     for op in own:
         calls.setdefault(_call(op.name, path), []).append(op)
@@ -244,11 +259,11 @@ def _operators_of_module(graph: Graph, path: str) -> list[Operator]:
 
 def _call(name: str, path: str) -> str:
     """`""` for operators of the first call of a module, `@2` for those of the second."""
-    rest = name.removeprefix(path)
-    return rest.partition(".")[0] if path and rest.startswith("@") else ""
+    suffix = name.removeprefix(path)
+    return suffix.partition(".")[0] if path and suffix.startswith("@") else ""
 
 
-def _of_calls(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
     for pin, source in graph.call_tags:
         if not isinstance(pin, Pin) or pin.strategy is None:
             continue
@@ -256,42 +271,42 @@ def _of_calls(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
         where = f"the pinned function called at {source or 'an unknown line'}"
         if not ops:
             raise StrategyError(
-                f"{where}, {pin.strategy}: no operator of it is in the graph; what it computes is"
-                " not used, or changes nothing"
+                f"{where}, {pin.strategy}: the graph has no operator of this call; its result is"
+                " unused, or the call computes nothing"
             )
         yield _main_operator(where, ops), pin.strategy
 
 
 def _main_operator(where: str, ops: Sequence[Operator]) -> Operator:
-    """The operator that a pin of these is about: the only one but for biases and reshapes."""
+    """The operator that a pin refers to: the only one apart from biases and reshapes."""
     computing = [
-        op for op in ops if op.target not in _MOVES_ELEMENTS and not op.name.endswith(".bias")
+        op for op in ops if op.target not in _DATA_MOVEMENT_OPS and not op.name.endswith(".bias")
     ]
     main = [op for op in computing if op.target in MAIN]
     for candidates in (main, computing, ops):
         if len(candidates) == 1:
             return candidates[0]
-    raise StrategyError(_several(where, ops))
+    raise StrategyError(_ambiguous(where, ops))
 
 
-def _several(where: str, ops: Sequence[Operator]) -> str:
+def _ambiguous(where: str, ops: Sequence[Operator]) -> str:
     names = ", ".join(op.name for op in ops[:8])
     more = f" and {len(ops) - 8} more" if len(ops) > 8 else ""
     return (
-        f"{where} has {len(ops)} operators, a pin is for one: {names}{more}; pin a module that has"
-        " one operator, or a function, with sw.Op if it should have a name"
+        f"{where} has {len(ops)} operators, but a pin is for a single one: {names}{more}; pin a"
+        " module with one operator, or the function that is called (wrap it in sw.Op to name it)"
     )
 
 
 def _no_operator(graph: Graph, path: str, pin: Pin) -> str:
     near = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
     return (
-        f"module {path!r} is pinned as {pin.strategy}, but has no operator in the graph: it is not"
-        f" called, or what it does changes nothing; nearest operators: {', '.join(near)}"
+        f"module {path!r} is pinned as {pin.strategy}, but has no operator in the graph: it is"
+        f" never called, or it computes nothing; closest operators: {', '.join(near)}"
     )
 
 
-def _stored(graph: Graph) -> dict[str, Entry]:
+def _parameter_plans(graph: Graph) -> dict[str, Entry]:
     known = {value.name for value in graph.parameters}
     stored: dict[str, Entry] = {}
     for path, pin in _pinned_modules(graph):
@@ -300,11 +315,12 @@ def _stored(graph: Graph) -> dict[str, Entry]:
             first = graph.tied.get(name, name)
             if first not in known:
                 raise StrategyError(
-                    f"parameter_plan of {path or 'the model'!r}: the parameter {name!r} is not used"
+                    f"parameter_plan of {path or 'the model'!r}: no operator uses the parameter"
+                    f" {name!r}"
                 )
             if stored.setdefault(first, entry) != entry:
                 raise StrategyError(
-                    f"parameter_plan of {path or 'the model'!r}: the parameter {name!r} is planned"
-                    " twice, differently"
+                    f"parameter_plan of {path or 'the model'!r}: the parameter {name!r} has two"
+                    " conflicting entries"
                 )
     return stored

@@ -1,4 +1,4 @@
-"""What users say of an operator: an entry for each tensor."""
+"""The sharding strategy of one operator: an entry for each tensor."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from shardwright.errors import StrategyError
 from shardwright.layout.layout import Layout, TensorLayout
 
 Entry = tuple[int, ...] | TensorLayout | None
-"""What is said of one tensor: counts, a layout, or nothing."""
+"""The sharding of one tensor: a shard count per dimension, a layout, or None to leave it open."""
 
 
 @dataclass(frozen=True)
 class OperatorStrategy:
-    """How one operator is to be cut.
+    """How one operator is to be sharded.
 
     Args:
         inputs: an entry for each tensor input, in the order of the operator.
-        outputs: an entry for each output; None leaves them as they are made.
+        outputs: an entry for each output; None leaves them as the operator computes them.
 
     Raises:
-        StrategyError: if an entry is none: no tuple, not positive, a layout that is a partial sum.
+        StrategyError: if an entry is not a tuple of positive ints, a layout or None, or if a layout
+            is a partial sum.
     """
 
     inputs: tuple[Entry, ...]
@@ -32,11 +33,11 @@ class OperatorStrategy:
         check_entries("in_strategy", self.inputs)
         if self.outputs is not None:
             check_entries("out_strategy", self.outputs)
-        said = (*self.inputs, *(self.outputs or ()))
-        if all(entry is None for entry in said) and self.inputs:
+        entries = (*self.inputs, *(self.outputs or ()))
+        if all(entry is None for entry in entries) and self.inputs:
             raise StrategyError(
-                f"in_strategy {entries_text(self.inputs)} says nothing; give an entry other than"
-                " None for one input at least"
+                f"in_strategy {entries_text(self.inputs)} is empty; give at least one input an"
+                " entry other than None"
             )
 
     def __str__(self) -> str:
@@ -51,7 +52,7 @@ class OperatorStrategy:
                 yield entry
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold: counts as lists, layouts as their dicts."""
+        """A dict that can be written as JSON: counts as lists, layouts as dicts."""
         return {
             "inputs": [_entry_data(entry) for entry in self.inputs],
             "outputs": None if self.outputs is None else [_entry_data(e) for e in self.outputs],
@@ -80,17 +81,16 @@ def _entry(data: Any) -> Entry:
 
 def check_entries(what: str, entries: Any) -> None:
     """Raises:
-    StrategyError: if `entries` is no tuple of entries.
+    StrategyError: if `entries` is not a tuple of valid entries.
     """
     if not isinstance(entries, tuple):
-        raise StrategyError(
-            f"{what} must be a tuple with one entry for each tensor, not {entries!r}"
-        )
+        raise StrategyError(f"{what} must be a tuple with one entry per tensor, not {entries!r}")
     for entry in entries:
         if isinstance(entry, int):
             raise StrategyError(
-                f"{what} {entries!r} holds {entry!r}; an entry is a tuple of counts, one for each"
-                f" dimension, a TensorLayout, or None. For one tensor write ({entries!r},)"
+                f"{what} {entries!r} contains the int {entry!r}; an entry is a tuple with one shard"
+                f" count per dimension, a TensorLayout, or None. For a single tensor write"
+                f" ({entries!r},)"
             )
         check_entry(what, entry)
 
@@ -104,29 +104,29 @@ def check_entry(what: str, entry: Any) -> None:
     if isinstance(entry, TensorLayout):
         if entry.partial or entry.varying:
             raise StrategyError(
-                f"{what}: the layout {entry} is a partial sum; say only which axes cut dimensions"
+                f"{what}: the layout {entry} is a partial sum; a strategy only says which axes cut"
+                " dimensions"
             )
         return
     if isinstance(entry, Layout):
         raise StrategyError(
-            f"{what}: {entry} lays out no tensor; call it with one entry for each dimension:"
-            " layout('dp', 'None')"
+            f"{what}: {entry} is a Layout, not a TensorLayout; call it with the axes of each"
+            " dimension: layout('dp', 'None')"
         )
     if not isinstance(entry, tuple):
         raise StrategyError(
-            f"{what} holds {entry!r}; an entry is a tuple of counts, one for each dimension,"
+            f"{what} contains {entry!r}; an entry is a tuple with one shard count per dimension,"
             " a TensorLayout, or None"
         )
     for count in entry:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise StrategyError(
-                f"{what} holds {entry!r} with {count!r}; every count is an int of at least 1,"
-                " the number of equal parts of one dimension"
+                f"{what}: {entry!r} contains {count!r}; a shard count must be an int of at least 1"
             )
 
 
 def entry_text(entry: Entry) -> str:
-    """`(2,4)`, `(8,)`, `()`, `None`, or the names of a layout's axes."""
+    """`(2,4)`, `(8,)`, `()`, `None`, or the axis names of a layout."""
     if isinstance(entry, tuple):
         return f"({','.join(map(str, entry))}{',' if len(entry) == 1 else ''})"
     return str(entry)

@@ -1,4 +1,4 @@
-"""Strategies as a JSON file that people can read and edit.
+"""The JSON file of strategies, which people can read and edit.
 
     {
      "version": 1,
@@ -11,8 +11,8 @@
      }
     }
 
-An entry is a list of counts, null, or, as in Python, the name of a layout called with what cuts
-each dimension.
+An entry is a list of shard counts, null, or the name of a layout with the axes that cut each
+dimension.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file says of one operator or module.
+    """The entry of one operator or module.
 
     Args:
-        parameters: how the module's parameters are stored, by name in it.
+        strategy: of the operator; None for an entry that only stores parameters.
+        parameters: how the module's parameters are stored, by name in the module.
     """
 
     strategy: OperatorStrategy | None
@@ -43,9 +44,12 @@ class FileEntry:
 
 
 def strategies_to_text(strategies: Mapping[str, FileEntry]) -> str:
-    """The text of a file, one line for each of `strategies`."""
+    """The text of a strategy file, one line per entry."""
     names: dict[Layout, str] = {}
-    lines = [f"  {json.dumps(k)}: {json.dumps(_said(s, names))}" for k, s in strategies.items()]
+    lines = [
+        f"  {json.dumps(k)}: {json.dumps(_to_json(entry, names))}"
+        for k, entry in strategies.items()
+    ]
     layouts = [f"  {json.dumps(n)}: {json.dumps(x.to_dict())}" for x, n in names.items()]
     sections = [f' "version": {VERSION}', _section("layouts", layouts)]
     return "{\n" + ",\n".join([*sections, _section("strategies", lines)]) + "\n}\n"
@@ -56,14 +60,18 @@ def _section(name: str, lines: list[str]) -> str:
     return f' "{name}": {{\n{inner}\n }}' if lines else f' "{name}": {{}}'
 
 
-def _said(said: FileEntry, names: dict[Layout, str]) -> dict[str, Any]:
+def _to_json(file_entry: FileEntry, names: dict[Layout, str]) -> dict[str, Any]:
     data: dict[str, Any] = {}
-    if said.strategy is not None:
-        data["in_strategy"] = [_entry_data(entry, names) for entry in said.strategy.inputs]
-        if said.strategy.outputs is not None:
-            data["out_strategy"] = [_entry_data(entry, names) for entry in said.strategy.outputs]
-    if said.parameters:
-        data["parameter_plan"] = {n: _entry_data(e, names) for n, e in said.parameters.items()}
+    if file_entry.strategy is not None:
+        data["in_strategy"] = [_entry_data(entry, names) for entry in file_entry.strategy.inputs]
+        if file_entry.strategy.outputs is not None:
+            data["out_strategy"] = [
+                _entry_data(entry, names) for entry in file_entry.strategy.outputs
+            ]
+    if file_entry.parameters:
+        data["parameter_plan"] = {
+            n: _entry_data(e, names) for n, e in file_entry.parameters.items()
+        }
     return data
 
 
@@ -77,17 +85,17 @@ def _entry_data(entry: Entry, names: dict[Layout, str]) -> Any:
 
 
 def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
-    """What a file says, by name of the operator or module.
+    """The entries of a strategy file, by name of the operator or module.
 
     Args:
-        where: the name of the file, for errors.
+        where: the name of the file, for error messages.
 
     Raises:
-        StrategyError: if the text is not such a file, or an entry is none; names the place.
-        LayoutError: if a layout cannot be.
+        StrategyError: if the file or an entry is malformed; the message says where.
+        LayoutError: if a layout is invalid.
     """
     try:
-        data = json.loads(text, object_pairs_hook=_without_repetition)
+        data = json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
         raise StrategyError(f"{where}: not JSON: {error}") from None
     except StrategyError as error:
@@ -95,28 +103,29 @@ def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
     version = data.get("version") if isinstance(data, dict) else None
     if version != VERSION:
         raise StrategyError(
-            f"{where}: strategies of version {version!r}; this Shardwright reads version {VERSION}"
+            f"{where}: unsupported version {version!r}; this version of Shardwright reads strategy"
+            f" files of version {VERSION}"
         )
     _check_keys(where, data, ("version", "layouts", "strategies"))
     if "strategies" not in data:
-        raise StrategyError(f"{where}: there is no key 'strategies'")
+        raise StrategyError(f"{where}: missing key 'strategies'")
     layouts = {
-        name: _layout(f"{where}: layouts: {name}", layout)
+        name: _parse_layout(f"{where}: layouts: {name}", layout)
         for name, layout in _object(f"{where}: layouts", data.get("layouts", {})).items()
     }
     return {
-        name: _read_said(f"{where}: {name}", said, layouts)
-        for name, said in _object(f"{where}: strategies", data["strategies"]).items()
+        name: _parse_file_entry(f"{where}: {name}", entry, layouts)
+        for name, entry in _object(f"{where}: strategies", data["strategies"]).items()
     }
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise StrategyError(f"the key {twice!r} stands twice; keep one")
-    return found
+        raise StrategyError(f"duplicate key {twice!r}")
+    return unique
 
 
 def _object(where: str, data: Any) -> dict[str, Any]:
@@ -133,7 +142,7 @@ def _check_keys(where: str, data: Mapping[str, Any], valid: Iterable[str]) -> No
             raise StrategyError(f"{where}: unknown key {key!r}; {hint}")
 
 
-def _layout(where: str, data: Any) -> Layout:
+def _parse_layout(where: str, data: Any) -> Layout:
     _check_keys(where, _object(where, data), ("device_matrix", "alias_names", "rank_list"))
     for key in ("device_matrix", "alias_names", "rank_list"):
         if not isinstance(data.get(key, None if key != "rank_list" else []), list):
@@ -144,21 +153,21 @@ def _layout(where: str, data: Any) -> Layout:
         raise LayoutError(f"{where}: {error}") from None
 
 
-def _read_said(where: str, data: Any, layouts: Mapping[str, Layout]) -> FileEntry:
+def _parse_file_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> FileEntry:
     _check_keys(where, _object(where, data), ("in_strategy", "out_strategy", "parameter_plan"))
     inputs, outputs = (
-        _read_entries(f"{where}: {key}", data.get(key), layouts)
+        _parse_entries(f"{where}: {key}", data.get(key), layouts)
         for key in ("in_strategy", "out_strategy")
     )
     plan = _object(f"{where}: parameter_plan", data.get("parameter_plan", {}))
     parameters = {
-        name: _read_entry(f"{where}: parameter_plan of {name}", entry, layouts)
+        name: _parse_entry(f"{where}: parameter_plan of {name}", entry, layouts)
         for name, entry in plan.items()
     }
     if inputs is None and outputs is not None:
-        raise StrategyError(f"{where}: out_strategy is given without in_strategy")
+        raise StrategyError(f"{where}: out_strategy requires an in_strategy")
     if inputs is None and not parameters:
-        raise StrategyError(f"{where}: says nothing; give an in_strategy, or a parameter_plan")
+        raise StrategyError(f"{where}: the entry is empty; give an in_strategy or a parameter_plan")
     if inputs is None:
         return FileEntry(None, parameters)
     try:
@@ -167,15 +176,17 @@ def _read_said(where: str, data: Any, layouts: Mapping[str, Layout]) -> FileEntr
         raise StrategyError(f"{where}: {error}") from None
 
 
-def _read_entries(where: str, data: Any, layouts: Mapping[str, Layout]) -> tuple[Entry, ...] | None:
+def _parse_entries(
+    where: str, data: Any, layouts: Mapping[str, Layout]
+) -> tuple[Entry, ...] | None:
     if data is None:
         return None
     if not isinstance(data, list):
-        raise StrategyError(f"{where}: must be a list with one entry for each tensor, not {data!r}")
-    return tuple(_read_entry(where, entry, layouts) for entry in data)
+        raise StrategyError(f"{where}: must be a list with one entry per tensor, not {data!r}")
+    return tuple(_parse_entry(where, entry, layouts) for entry in data)
 
 
-def _read_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> Entry:
+def _parse_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> Entry:
     if data is None:
         return None
     if isinstance(data, dict) and len(data) == 1:
@@ -191,8 +202,8 @@ def _read_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> Entry:
                 raise LayoutError(f"{where}: {error}") from None
     if not isinstance(data, list):
         raise StrategyError(
-            f"{where}: {json.dumps(data)} is no entry; an entry is a list of counts such as [2, 4],"
-            ' a layout such as {"layout": ["dp", "None"]}, or null'
+            f"{where}: {json.dumps(data)} is not a valid entry; valid are a list of shard counts"
+            ' such as [2, 4], a layout such as {"layout": ["dp", "None"]}, or null'
         )
     counts = tuple(data)
     try:

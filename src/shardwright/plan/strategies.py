@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardwright.constraints import Entry, OperatorStrategy
-from shardwright.constraints.parse import Reading
+from shardwright.constraints.parse import StrategyParser
 from shardwright.constraints.strategy_file import FileEntry
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
@@ -63,7 +63,7 @@ def _suffice(plan: PlanData, graph: Graph, counts: OperatorStrategy, row: Operat
     if plan.mesh.device_matrix != prime_mesh(plan.devices).device_matrix:
         return False
     try:
-        cuts = Reading(graph.by_name[row.name], counts, plan.mesh).cuts()
+        cuts = StrategyParser(graph.by_name[row.name], counts, plan.mesh).cuts()
     except StrategyError:
         return False
     return cuts == plan.cuts.get(row.name, {})

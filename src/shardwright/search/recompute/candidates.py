@@ -19,7 +19,7 @@ from math import prod
 
 import torch
 
-from shardwright.constraints.recompute import select
+from shardwright.constraints.recompute import add_segments
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.flops import is_view, work_of
 from shardwright.graph.graph import Graph, Kind, Op, Value
@@ -120,7 +120,7 @@ class Candidates:
     def _cheap(self, block_of: Mapping[str, tuple[int, str]]) -> dict[str, Recompute]:
         found: dict[str, Recompute] = {}
         ops = [op for op in self._free if work_of(op).forward_flops == 0]
-        select(self.graph, found, ops, communication=False)
+        add_segments(self.graph, found, ops, communication=False)
         return {name: said for name, said in found.items() if name in block_of}
 
     def _blocks(
