@@ -250,7 +250,8 @@ class _Entries:
         choice = self.mapping.get(key, valid[0])
         if choice not in valid:
             raise ConfigError(
-                f"{self.where}: {self.prefix}{key} must be one of {', '.join(valid)}, not {choice!r}"
+                f"{self.where}: {self.prefix}{key} must be one of {', '.join(valid)},"
+                f" not {choice!r}"
             )
         return str(choice)
 
