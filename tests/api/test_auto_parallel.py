@@ -69,7 +69,7 @@ def test_what_is_configured_reaches_the_plan(tmp_path: Path) -> None:
     net = sw.AutoParallel(network(), parallel_mode="recursive_programming")
     net.hsdp(shard_size=4, threshold=0, optimizer_level="level2")
     net.full_batch = False
-    assert net.options["dataset_strategy"] == "data_parallel"
+    assert net.options.dataset_strategy == "data_parallel"
     net.dataset_strategy(((2, 1), (2,)))
     assert not net.full_batch
     net.full_batch = True
@@ -86,7 +86,7 @@ def test_what_is_configured_reaches_the_plan(tmp_path: Path) -> None:
 def test_interleave_is_a_schedule_of_its_own() -> None:
     net = sw.AutoParallel(network())
     net.pipeline(stages=2, interleave=True)
-    assert (net.options["stages"], net.options["schedule"]) == (2, "interleaved_1f1b")
+    assert (net.options.stages, net.options.schedule) == (2, "interleaved_1f1b")
 
 
 @pytest.mark.parametrize(

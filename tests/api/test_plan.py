@@ -51,7 +51,7 @@ def test_exact_finds_a_plan_and_says_how_near_the_optimum_it_is(
 
 def test_exact_does_not_weigh_symbolic_costs(model: Model) -> None:
     net, args, kwargs = model
-    with pytest.raises(sw.StrategyError, match="mode='exact' weighs seconds"):
+    with pytest.raises(sw.StrategyError, match="mode='exact' minimizes seconds"):
         sw.plan(net, args, kwargs, devices=4, mode="exact", cost_model="symbolic")
 
 

@@ -37,9 +37,10 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ("optimiser: {}", "optimiser: unknown key; did you mean optimizer?"),
         (
             "parallel: {xyz: 3}",
-            "parallel.xyz: unknown key; valid keys: mode, strategies, mem_coeff, cost_model, "
-            "cluster, order, log_costs, stages, max_stages, suggest_stages, micro_batches, "
-            "schedule, expert, hsdp, recompute, compute_dtype, memory_limit, save_strategies",
+            "parallel.xyz: unknown key; valid keys: mem_coeff, cost_model, cluster, order, "
+            "log_costs, stages, max_stages, suggest_stages, micro_batches, schedule, "
+            "compute_dtype, memory_limit, mode, strategies, expert, hsdp, recompute, "
+            "save_strategies",
         ),
         ("data: {batch_size: many}", "data.batch_size: expected an integer, got 'many' (text)"),
         ("data: {batch_size: '32'}", "data.batch_size: expected an integer, got '32' (text)"),

@@ -28,7 +28,7 @@ def test_mem_coeff_is_a_positive_number_or_auto() -> None:
     ]
     assert found == [2.0, 0.001, "auto"]
     for wrong in ("0", "none", "[1]", "true"):
-        with pytest.raises(ConfigError, match="mem_coeff: expected a positive number, or auto"):
+        with pytest.raises(ConfigError, match="mem_coeff: expected a positive number, or 'auto'"):
             parse(f"{MODEL}parallel: {{mem_coeff: {wrong}}}")
 
 

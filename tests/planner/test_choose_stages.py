@@ -17,7 +17,6 @@ from shardwright.planner.candidate import Candidate, CapturedModel, make_candida
 from shardwright.planner.choose_stages import stage_counts, suggest_stages, with_best_stages
 from shardwright.planner.fit_memory import within_memory
 from shardwright.planner.options import PlanOptions
-from shardwright.planner.pipeline import PipelineRequest
 
 
 class Deep(nn.Module):
@@ -39,23 +38,23 @@ GRAPH = sw.capture(NET, (torch.empty(8, 512, device="meta"),))
 MODEL = CapturedModel(GRAPH, pins_of(GRAPH), (), training=True)
 
 
-def asked(**options: Any) -> PlanOptions:
-    return PlanOptions(devices=8, cluster="a100", asked=PipelineRequest(stages="auto", **options))
+def searched(**options: Any) -> PlanOptions:
+    return PlanOptions(devices=8, cluster="a100", stages="auto", **options)
 
 
 def with_stages(options: PlanOptions, stages: int) -> PlanOptions:
-    return replace(options, asked=replace(options.asked, stages=stages))
+    return replace(options, stages=stages)
 
 
-def drafted(options: PlanOptions) -> Candidate:
+def decide(options: PlanOptions) -> Candidate:
     return make_candidate(MODEL, options)
 
 
 def test_numbers_divide_the_devices_and_are_not_more_than_micro_batches() -> None:
-    assert list(stage_counts(asked(micro_batches=8))) == [1, 2, 4, 8]
-    assert list(stage_counts(asked(micro_batches=5))) == [1, 2, 4]
-    assert list(stage_counts(asked(micro_batches=8, max_stages=2))) == [1, 2]
-    assert list(stage_counts(asked(micro_batches=9, schedule="interleaved_1f1b"))) == [1, 8]
+    assert list(stage_counts(searched(micro_batches=8))) == [1, 2, 4, 8]
+    assert list(stage_counts(searched(micro_batches=5))) == [1, 2, 4]
+    assert list(stage_counts(searched(micro_batches=8, max_stages=2))) == [1, 2]
+    assert list(stage_counts(searched(micro_batches=9, schedule="interleaved_1f1b"))) == [1, 8]
 
 
 def test_the_number_whose_step_takes_the_least_time_is_taken() -> None:
@@ -73,50 +72,50 @@ def test_with_one_micro_batch_there_is_one_stage() -> None:
 
 
 def test_what_does_not_fit_into_memory_does_not_count() -> None:
-    free = with_best_stages(asked(micro_batches=8), drafted)
-    options = replace(asked(micro_batches=8), memory_limit=free.memory().peak // 2)
-    found = with_best_stages(options, drafted)
+    free = with_best_stages(searched(micro_batches=8), decide)
+    options = replace(searched(micro_batches=8), memory_limit=free.memory().peak // 2)
+    found = with_best_stages(options, decide)
     assert options.limit is not None and found.memory().peak <= options.limit
     assert found.seconds > free.seconds
     for stages in (1, 2, 4, 8):
         try:
-            one = within_memory(with_stages(options, stages), drafted)
+            one = within_memory(with_stages(options, stages), decide)
         except MemoryLimitError:
             continue
         assert found.seconds <= one.seconds
 
 
 def test_if_nothing_fits_the_error_is_that_of_the_number_that_needs_least() -> None:
-    options = replace(asked(micro_batches=8), memory_limit="1KiB")
+    options = replace(searched(micro_batches=8), memory_limit="1KiB")
     needed = []
     for stages in (1, 2, 4, 8):
         with pytest.raises(MemoryLimitError) as error:
-            within_memory(with_stages(options, stages), drafted)
+            within_memory(with_stages(options, stages), decide)
         needed.append(error.value.needed)
     with pytest.raises(MemoryLimitError) as error:
-        with_best_stages(options, drafted)
+        with_best_stages(options, decide)
     assert error.value.needed == min(needed)
 
 
 def test_what_cannot_be_faster_than_the_best_is_not_fitted() -> None:
-    best = with_best_stages(asked(micro_batches=8), drafted)
+    best = with_best_stages(searched(micro_batches=8), decide)
     fitted = []
 
     def watched(options: PlanOptions) -> Candidate:
         if options.sharding is None:
-            fitted.append(options.asked.stages)
-        return drafted(options)
+            fitted.append(options.stages)
+        return decide(options)
 
-    assert with_best_stages(asked(micro_batches=8), watched, best) is best
+    assert with_best_stages(searched(micro_batches=8), watched, best) is best
     assert len(fitted) < 4
 
 
 def test_where_the_user_chose_a_suggestion_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    best = with_best_stages(asked(micro_batches=8), drafted).pipeline.stages
+    best = with_best_stages(searched(micro_batches=8), decide).pipeline.stages
     other = 8 if best != 8 else 1
-    chosen = PlanOptions(devices=8, cluster="a100", asked=PipelineRequest(other, micro_batches=8))
+    chosen = PlanOptions(devices=8, cluster="a100", stages=other, micro_batches=8)
     with caplog.at_level(logging.WARNING, "shardwright.search"):
-        suggest_stages(chosen, drafted(chosen), drafted)
+        suggest_stages(chosen, decide(chosen), decide)
     assert f"{best} pipeline stages would take" in caplog.text
     assert f"{other} are asked for" in caplog.text
 

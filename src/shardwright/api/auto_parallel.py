@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.api.keywords import method_called_with
 from shardwright.api.parallelize import parallelize
-from shardwright.api.plan import plan
-from shardwright.constraints import DatasetStrategy, check_dataset_strategy
+from shardwright.api.plan import plan_model
+from shardwright.constraints import DatasetStrategy
 from shardwright.constraints.load_strategies import load_strategies
 from shardwright.errors import PlanError, StrategyError
 from shardwright.layout.layout import TensorLayout
 from shardwright.parallel.module import ParallelModule
 from shardwright.partition.decisions import OptimizerParallel
+from shardwright.partition.pipeline_spec import AUTO
 from shardwright.partition.schedules import schedule_spec
 from shardwright.plan import Plan
+from shardwright.planner.options import COUNT, KeywordOptions, PlanOptions
+from shardwright.planner.requirement import one_of
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.modules import share_state
 
@@ -28,6 +33,14 @@ log = logging.getLogger("shardwright")
 
 PARALLEL_MODES = ("semi_auto", "sharding_propagation", "recursive_programming")
 NOT_PLANNED = "the model is not planned yet: call it, or call compile(*example) before"
+
+
+@dataclass(frozen=True)
+class AutoParallelCall(KeywordOptions):
+    """The arguments of `AutoParallel`: its options, all of them keywords, after a model."""
+
+    network: nn.Module
+    parallel_mode: Annotated[str, one_of(PARALLEL_MODES)] = "semi_auto"
 
 
 class AutoParallel(nn.Module):
@@ -40,27 +53,25 @@ class AutoParallel(nn.Module):
     Args:
         network: a model that returns its loss, often a `Pipeline` or a `WithLoss`.
         parallel_mode: `semi_auto`, `sharding_propagation` or `recursive_programming`.
-        options: further arguments of `plan`: `mem_coeff`, `cluster`, `memory_limit`, `recompute`, …
+
+    All further arguments are the options of `plan`, but for `devices` and `mode`.
 
     Raises:
-        StrategyError: for a mode that there is not.
+        TypeError: for an option that there is not.
+        StrategyError: for a mode or a value that is not valid.
     """
 
-    def __init__(
-        self, network: nn.Module, parallel_mode: str = "semi_auto", **options: Any
-    ) -> None:
-        super().__init__()
-        if parallel_mode not in PARALLEL_MODES:
-            raise StrategyError(
-                f"parallel_mode={parallel_mode!r}: valid are {', '.join(PARALLEL_MODES)}"
-            )
-        self.options: dict[str, Any] = {"mode": parallel_mode, **options}
+    @method_called_with(AutoParallelCall)
+    def __init__(self, call: AutoParallelCall) -> None:
+        nn.Module.__init__(self)
+        self.parallel_mode = call.parallel_mode
+        self.options = KeywordOptions(**call.keywords(KeywordOptions))
         # In a tuple, so that it is no submodule: its parts are taken over under their own names.
-        self._network = (network,)
+        self._network = (call.network,)
         self._parallel: tuple[ParallelModule, ...] = ()
         self._strategies: Path | None = None
         self._plan: Plan | None = None
-        self._take_over(network)
+        self._take_over(call.network)
 
     # What is configured
 
@@ -98,15 +109,15 @@ class AutoParallel(nn.Module):
         Raises:
             StrategyError: for a value that is not valid.
         """
-        if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
-            raise StrategyError(f"stages={stages!r}: must be a whole number of at least 1")
+        if not COUNT.accepts(stages):
+            raise StrategyError(COUNT.error("stages", stages))
         interleaved = schedule_spec(scheduler, "scheduler").interleaved
         if interleave and interleaved is None:
             raise StrategyError(
                 f"interleave=True is the schedule interleaved_1f1b, not {scheduler!r}"
             )
         if not output_broadcast:
-            log.info("output_broadcast=False has no effect: every stage is given the results")
+            log.info("output_broadcast=False has no effect: every stage receives the results")
         schedule = interleaved if interleave and interleaved is not None else scheduler
         self._configure(stages=stages, schedule=schedule)
 
@@ -116,13 +127,12 @@ class AutoParallel(nn.Module):
         Raises:
             StrategyError: for another value.
         """
-        check_dataset_strategy(config)
         self._configure(dataset_strategy=config)
 
     @property
     def full_batch(self) -> bool:
         """Whether every rank is given the whole batch; False: each its own part of it."""
-        return bool(self.options.get("dataset_strategy", "full_batch") == "full_batch")
+        return self.options.dataset_strategy == "full_batch"
 
     @full_batch.setter
     def full_batch(self, value: bool) -> None:
@@ -144,7 +154,9 @@ class AutoParallel(nn.Module):
         if self._strategies is not None:
             load_strategies(network, self._strategies)
         devices = dist.get_world_size() if dist.is_initialized() else 1
-        self._plan = plan(network, args, kwargs, devices=devices, **self.options)
+        keywords = self.options.keywords(KeywordOptions)
+        options = PlanOptions(devices=devices, mode=self.parallel_mode, **keywords)
+        self._plan = plan_model(options, network, args, kwargs)
         parallel = parallelize(network, self._plan)
         assert isinstance(parallel, ParallelModule)
         self._parallel = (parallel,)
@@ -203,23 +215,28 @@ class AutoParallel(nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """An example of the whole batch, of a call that is given this rank's part."""
-        said = self.options.get("dataset_strategy", "full_batch")
+        strategy, stages = self.options.dataset_strategy, self.options.stages
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         counts: list[tuple[int, ...]] = [(1,) * tensor.ndim for tensor in tensors]
-        if said == "data_parallel":
+        if strategy == "data_parallel":
+            if stages == AUTO:
+                raise StrategyError(
+                    "stages='auto' with dataset_strategy='data_parallel': the size of the whole"
+                    " batch depends on the number of stages; call compile with an example of it"
+                )
             world = dist.get_world_size() if dist.is_initialized() else 1
-            parts = world // int(self.options.get("stages", 1))
+            parts = world // stages
             rows = next((t.shape[0] for t in tensors if t.ndim), None)
             counts = [
                 (parts, *(1,) * (t.ndim - 1)) if t.ndim and t.shape[0] == rows else (1,) * t.ndim
                 for t in tensors
             ]
-        elif not isinstance(said, str):
-            for index, (entry, tensor) in enumerate(zip(said, tensors, strict=False)):
-                given = entry.shard_counts if isinstance(entry, TensorLayout) else entry
-                if given is not None and len(given) == tensor.ndim:
-                    counts[index] = given
+        elif not isinstance(strategy, str):
+            for index, (entry, tensor) in enumerate(zip(strategy, tensors, strict=False)):
+                shards = entry.shard_counts if isinstance(entry, TensorLayout) else entry
+                if shards is not None and len(shards) == tensor.ndim:
+                    counts[index] = shards
         shapes = iter(counts)
 
         def whole(tensor: Tensor) -> Tensor:
@@ -230,10 +247,10 @@ class AutoParallel(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return args, kwargs
 
-    def _configure(self, **options: Any) -> None:
+    def _configure(self, **changes: Any) -> None:
         if self._parallel:
             raise PlanError("the model is planned already: configure it before its first call")
-        self.options.update(options)
+        self.options = replace(self.options, **changes)
 
     def _take_over(self, module: nn.Module) -> None:
         """Bears the parameters, buffers and submodules of `module` under their own names."""

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
-
-from torch import nn
 
 from shardwright.config import Run
 from shardwright.cost.clusters import load_cluster
-from shardwright.cost.units import BYTES, quantity
 from shardwright.errors import ConfigError
-from shardwright.graph.graph import Graph
 from shardwright.plan import Plan
 from shardwright.planner.options import MEM_COEFFS
+from shardwright.planner.requirement import bytes_of
 from shardwright.progress import within
 from shardwright.search.recursive.break_even import break_evens, main_operators
 
 SEARCHES = "recursive_programming"
+
+UNLIMITED = {"memory_limit": None, "recompute": None, "suggest_stages": False}
+"""Options with which nothing but `mem_coeff` changes a plan."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,10 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
     limit = _limit(run)
     plans, needs = [], []
     for done, each in enumerate(mem_coeffs):
-        told = within(run.on_progress, f"mem_coeff {each:g}", done, len(mem_coeffs))
-        plans.append(_planned(replace(run, on_progress=told), model, graph, devices, each))
-        told("memory")
+        report = within(run.on_progress, f"mem_coeff {each:g}", done, len(mem_coeffs))
+        changes = {"mem_coeff": each, **UNLIMITED, "on_progress": report}
+        plans.append(run.plan_of(model, graph, devices, **changes))
+        report("memory")
         needs.append(plans[-1].memory.peak)
     cuts = [_cuts(plan, main) for plan in plans]
     kinds = [(plan.pipeline.stages, cut) for plan, cut in zip(plans, cuts, strict=True)]
@@ -121,26 +122,10 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
     return Tuning(devices, parallel.cluster, limit, tuple(trials), evens)
 
 
-def _planned(run: Run, model: nn.Module, graph: Graph, devices: int, mem_coeff: float) -> Plan:
-    parallel = run.config.parallel
-    changes: dict[str, object] = {
-        "mem_coeff": mem_coeff,
-        "memory_limit": None,
-        "suggest_stages": False,
-    }
-    if parallel.recomputes_as_needed:
-        changes["recompute"] = None
-    changed = run.config.model_copy(update={"parallel": parallel.model_copy(update=changes)})
-    return replace(run, config=changed).plan_of(model, graph, devices)
-
-
 def _limit(run: Run) -> int | None:
     parallel = run.config.parallel
     if parallel.memory_limit is not None:
-        found = quantity(parallel.memory_limit, BYTES)
-        if found is None:
-            raise ConfigError(f"parallel.memory_limit: {parallel.memory_limit!r} is no size")
-        return int(found)
+        return bytes_of(parallel.memory_limit)
     return None if run.cluster is None else int(load_cluster(run.cluster).device.memory)
 
 

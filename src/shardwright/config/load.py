@@ -64,7 +64,7 @@ def _problem(details: ErrorDetails) -> str:
         return f"{key}: missing"
     if kind in TYPES_WANTED:
         return f"{key}: expected {TYPES_WANTED[kind]}, got {_shown(value)}"
-    if kind == "literal_error":
+    if kind in ("literal_error", "option_error"):
         valid = details["ctx"]["expected"]
         return f"{key}: expected {valid}, got {_shown(value)}{_nearest(value, valid)}"
     if kind == "string_pattern_mismatch":

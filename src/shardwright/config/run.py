@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.api import WithLoss, parallelize, plan
+from shardwright.api import WithLoss, parallelize
+from shardwright.api.plan import plan_model
 from shardwright.api.save_graphs import SavedGraphs
 from shardwright.capture.annotations import module_tags
 from shardwright.capture.capture import capture
@@ -37,6 +38,7 @@ from shardwright.graph.graph import Graph
 from shardwright.models.expert_sharding import expert_stages, pin_expert
 from shardwright.partition.schedules import SCHEDULES
 from shardwright.plan import Plan
+from shardwright.planner.options import FileOptions, PlanOptions
 from shardwright.progress import OnProgress, silent
 from shardwright.runtime.micro_batches import micro_batch
 from shardwright.train.checkpoint import Checkpoints
@@ -148,14 +150,14 @@ class Run:
             model, graph = self.captured()
             if files is not None:
                 files.graph(graph)
-            found = self.plan_of(model, graph, devices)
+            plan = self.plan_of(model, graph, devices)
         except ShardwrightError as error:
             if files is not None:
                 files.error(error)
             raise
         if files is not None:
-            files.plan(found)
-        return found
+            files.plan(plan)
+        return plan
 
     def captured(self) -> tuple[nn.Module, Graph]:
         """The model with all that the configuration says of its operators, and its graph.
@@ -227,35 +229,27 @@ class Run:
             batch = self.example_batch()
         return tuple(micro_batch(list(batch), 0, pieces))
 
-    def plan_of(self, model: nn.Module, graph: Graph, devices: int) -> Plan:
-        """The plan of what `captured` gave. Operators that an expert has not pinned follow those
-        that are."""
+    def plan_of(self, model: nn.Module, graph: Graph, devices: int, **changes: Any) -> Plan:
+        """The plan of what `captured` returned. Operators that an expert has not pinned follow
+        those that are.
+
+        Args:
+            changes: options in place of those of the configuration.
+        """
         parallel = self.config.parallel
-        stages: int | Literal["auto"] = parallel.stages
-        stage_config = None
-        if self._has_equal_stages and isinstance(stages, int) and stages > 1:
-            stages, stage_config = 1, expert_stages(model, stages)
-        return plan(
-            graph,
-            devices=devices,
-            mode="sharding_propagation" if parallel.expert is not None else parallel.mode,
-            mem_coeff=parallel.mem_coeff,
-            cost_model=parallel.cost_model,
-            cluster=self.cluster,
-            order=parallel.order,
-            log_costs=parallel.log_costs,
-            stages=stages,
-            max_stages=parallel.max_stages,
-            suggest_stages=parallel.suggest_stages,
-            micro_batches=parallel.micro_batches,
-            schedule=parallel.schedule,
-            hsdp=None if parallel.hsdp is None else parallel.hsdp.model_dump(),
-            memory_limit=parallel.memory_limit,
-            recompute="auto" if parallel.recomputes_as_needed else None,
-            optimizer=self.config.optimizer.name,
-            stage_config=stage_config,
-            on_progress=self.on_progress,
-        )
+        by_expert = parallel.expert is not None
+        options: dict[str, Any] = {
+            **parallel.keywords(FileOptions),
+            "mode": "sharding_propagation" if by_expert else parallel.mode,
+            "cluster": self.cluster,
+            "hsdp": None if parallel.hsdp is None else parallel.hsdp.model_dump(),
+            "recompute": "auto" if parallel.recomputes_as_needed else None,
+            "optimizer": self.config.optimizer.name,
+            "on_progress": self.on_progress,
+        }
+        if self._has_equal_stages and isinstance(parallel.stages, int) and parallel.stages > 1:
+            options |= {"stages": 1, "stage_config": expert_stages(model, parallel.stages)}
+        return plan_model(PlanOptions(devices=devices, **{**options, **changes}), graph)
 
     @property
     def _has_equal_stages(self) -> bool:

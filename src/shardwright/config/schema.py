@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from math import inf, prod
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from math import prod
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from shardwright.errors import ConfigError
-from shardwright.partition.schedules import SCHEDULES
+from shardwright.planner.options import FileOptions, PlanOptions
+from shardwright.planner.requirement import requirements
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -17,32 +19,12 @@ Seed = Annotated[int, Field(ge=0)]
 # "package.module:callable", imported from the configuration's folder first.
 ImportTarget = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
-if TYPE_CHECKING:
-    ScheduleName = str
-else:
-    ScheduleName = Literal[tuple(SCHEDULES)]
 
-
-def _coefficient(given: Any) -> float | str:
-    if given == "auto":
-        return "auto"
-    number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not number or not 0 < given < inf:
-        raise ValueError(f"expected a positive number, or auto, got {given!r}")
-    return float(given)
-
-
-# One error for both of what it may be.
-MemCoeff = Annotated[float | Literal["auto"], PlainValidator(_coefficient)]
-
-
-class Section(BaseModel):
+class Section(BaseModel, extra="forbid", strict=True, frozen=True):
     """Types are taken literally: no text for a number, no key that is not known."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-
-class LoraSection(Section):
+class LoraSection(Section, frozen=True):
     """Low-rank adapters; all other weights are frozen."""
 
     target_modules: str | list[str] = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -51,7 +33,7 @@ class LoraSection(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
-class ModelSection(Section):
+class ModelSection(Section, frozen=True):
     """What is trained.
 
     `target` is called with `arguments` and returns an `nn.Module`. `name` is a language model of
@@ -84,7 +66,7 @@ class ModelSection(Section):
         return self
 
 
-class DataSection(Section):
+class DataSection(Section, frozen=True):
     """What it is trained on. With a `target`, that is called with `arguments` and returns a tuple
     of tensors with the samples on dimension 0."""
 
@@ -117,7 +99,7 @@ class DataSection(Section):
         return self
 
 
-class ScheduleSection(Section):
+class ScheduleSection(Section, frozen=True):
     """How the learning rate rises and falls; the arguments of `shardwright.train.Schedule`."""
 
     kind: Literal["constant", "cosine", "linear", "polynomial"] = "cosine"
@@ -134,7 +116,7 @@ class ScheduleSection(Section):
         return self
 
 
-class OptimizerSection(Section):
+class OptimizerSection(Section, frozen=True):
     """Which optimizer, with what rates; a key that is left out has torch's default.
 
     Gradients whose norm together is above `clip_norm` are scaled down to it.
@@ -167,7 +149,7 @@ class OptimizerSection(Section):
         return self
 
 
-class ExpertSection(Section):
+class ExpertSection(Section, frozen=True):
     """How an expert would divide a language model, with `mode: semi_auto`; the arguments of
     `shardwright.models.expert.pin_expert`."""
 
@@ -178,7 +160,7 @@ class ExpertSection(Section):
     vocab_emb_dp: bool = False
 
 
-class OptimizerParallelSection(Section):
+class OptimizerParallelSection(Section, frozen=True):
     """Parameters and optimizer state stored sharded; the fields of
     `shardwright.decisions.OptimizerParallel`."""
 
@@ -187,7 +169,7 @@ class OptimizerParallelSection(Section):
     threshold: Annotated[int, Field(ge=0)] = 64
 
 
-class RecomputeSection(Section):
+class RecomputeSection(Section, frozen=True):
     """What is computed again in the backward pass; the arguments of `shardwright.recompute`.
 
     `modules` are paths; where none is given it is every block of a language model. With `operators`
@@ -213,34 +195,27 @@ class RecomputeSection(Section):
         return self
 
 
-class ParallelSection(Section):
-    """How the plan is searched; the arguments of `shardwright.plan`."""
+class ParallelSection(Section, FileOptions, frozen=True):
+    """How the plan is searched. The options of `shardwright.plan` are keys with the same names and
+    defaults; what is not an option of it, or is written otherwise in a file, stands here."""
 
-    mode: Literal[
-        "recursive_programming",
-        "exact",
-        "sharding_propagation",
-        "semi_auto",
-        "data_parallel",
-        "stand_alone",
-    ] = "recursive_programming"
-    strategies: str | None = None
-    mem_coeff: MemCoeff = 0.1
-    cost_model: Literal["symbolic", "time"] | None = None
+    mode: str = PlanOptions.mode
     cluster: str | None = None
-    order: Literal["weight", "topology"] = "weight"
-    log_costs: bool = False
-    stages: Count | Literal["auto"] = 1
-    max_stages: Count | None = None
-    suggest_stages: bool = False
-    micro_batches: Count = 1
-    schedule: ScheduleName = "1f1b"
+    strategies: str | None = None
     expert: ExpertSection | None = None
     hsdp: OptimizerParallelSection | None = None
     recompute: RecomputeSection | None = None
-    compute_dtype: Literal["float32", "bfloat16"] | None = None
-    memory_limit: Count | str | None = None
     save_strategies: str | None = None
+
+    @field_validator("mode", *requirements(FileOptions), mode="before")
+    @classmethod
+    def _valid_option(cls, value: Any, info: ValidationInfo) -> Any:
+        requirement = requirements(PlanOptions)[str(info.field_name)]
+        if not requirement.accepts(value):
+            raise PydanticCustomError(
+                "option_error", "expected {expected}", {"expected": requirement.words}
+            )
+        return value
 
     @property
     def recomputes_as_needed(self) -> bool:
@@ -279,7 +254,7 @@ class ParallelSection(Section):
         return self
 
 
-class CheckpointSection(Section):
+class CheckpointSection(Section, frozen=True):
     """Where, after how many steps each, and how many checkpoints of the run are kept."""
 
     folder: str = "checkpoints"
@@ -288,7 +263,7 @@ class CheckpointSection(Section):
     asynchronous: bool = Field(default=False, alias="async")
 
 
-class TrainSection(Section):
+class TrainSection(Section, frozen=True):
     """How long, in what precision, what is reported, and what is kept against faults."""
 
     epochs: Count = 1
@@ -302,7 +277,7 @@ class TrainSection(Section):
     timeout_seconds: Positive = 600.0
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """A whole configuration file."""
 
     model: ModelSection

@@ -23,6 +23,7 @@ from shardwright.partition.decisions import Decisions, Storage
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.plan import Plan, make_plan
 from shardwright.planner.options import MB, PlanOptions
+from shardwright.planner.pipeline import pipeline_spec
 from shardwright.rules.rule import Cuts
 from shardwright.search.assign_stages import balanced_stages
 from shardwright.search.modes import MODES, check_takes_pins
@@ -37,20 +38,22 @@ class CapturedModel:
     Args:
         modules: names that can be stages.
         training: the mode it was captured in.
-        rehearsals: of its parts, whose results serve every draft.
-        searched: what was decided before, by what the search was asked.
+        loss_reduction: of the losses of its micro-batches.
+        dry_runs: of its parts, whose results serve every candidate.
+        searched: the cuts of earlier searches and their seconds, by the arguments of each.
     """
 
     graph: Graph
     pins: Pins
     modules: tuple[str, ...]
     training: bool
+    loss_reduction: str = "mean"
     dry_runs: DryRunCache = field(default_factory=DryRunCache)
     searched: dict[object, tuple[Mapping[str, Cuts], float]] = field(default_factory=dict)
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the user has said anything of operators or parameters."""
+        """Whether the user has pinned operators or parameters."""
         return bool(self.pins.strategies or self.pins.parameters)
 
 
@@ -74,8 +77,10 @@ class Candidate:
         """What a step takes; None if no cluster was named."""
         if self.options.cluster is None:
             return None
-        self._told("time")
-        return predict(self.model.graph, self.mesh, self.decisions, self.options.on, self.pipeline)
+        self._report("time")
+        return predict(
+            self.model.graph, self.mesh, self.decisions, self.options.known_cluster, self.pipeline
+        )
 
     @property
     def seconds(self) -> float:
@@ -99,7 +104,7 @@ class Candidate:
 
     def memory(self, decisions: Decisions | None = None) -> Memory:
         """What each device needs, with these decisions or with others."""
-        self._told("memory")
+        self._report("memory")
         return memory(
             self.model.graph,
             self.mesh,
@@ -109,7 +114,7 @@ class Candidate:
             self.model.dry_runs,
         )
 
-    def _told(self, doing: str) -> None:
+    def _report(self, doing: str) -> None:
         self.options.on_progress(f"{doing}: {self.options.in_words()}")
 
     def plan(self) -> Plan:
@@ -133,27 +138,27 @@ class Candidate:
 
 
 MakeCandidate = Callable[[PlanOptions], Candidate]
-"""Decides a model with the options that it is given."""
+"""Decides a model with these options."""
 
 
 def make_candidate(model: CapturedModel, options: PlanOptions) -> Candidate:
     """Decides a model with exactly these options. Of a search by seconds the objective is simpler
     than what is predicted for a whole plan, so data parallel is taken where it is predicted to be
     better. Raises: as `plan`."""
-    found = _decided(model, options, options.mode)
+    candidate = _decide(model, options, options.mode)
     if options.mode != "recursive_programming" or options.cost_model != "time" or model.is_pinned:
-        return found
+        return candidate
     try:
-        other = _decided(model, options, "data_parallel")
+        other = _decide(model, options, "data_parallel")
     except StrategyError:  # The batch cannot be divided so.
-        return found
-    return min((found, other), key=lambda one: one.weighed)
+        return candidate
+    return min((candidate, other), key=lambda one: one.weighed)
 
 
-def _decided(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate:
+def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate:
     graph, pins = model.graph, model.pins
     check_takes_pins(mode, pins.strategies)
-    pipeline = options.asked.pipelining(graph, options.devices, model.modules)
+    pipeline = pipeline_spec(options, graph, model.modules, model.loss_reduction)
     entries = input_entries(graph, options.dataset_strategy)
     of_stage = options.devices // pipeline.stages
     fixed = resolve(graph, of_stage, pins.strategies, {**pins.parameters, **entries})
@@ -171,11 +176,13 @@ def _decided(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate
     if key not in model.searched:
         options.on_progress(f"search: {options.in_words()}")
         started = time.perf_counter()
-        found = MODES[mode].search(request)
-        model.searched[key] = found, time.perf_counter() - started
+        cuts = MODES[mode].search(request)
+        model.searched[key] = cuts, time.perf_counter() - started
     cuts, seconds = model.searched[key]
-    if pipeline.stages > 1 and options.asked.stage_config is None and options.cluster is not None:
-        work = operator_seconds(graph, TimeModel(options.on, fixed.mesh, pipeline.stages), cuts)
+    if pipeline.stages > 1 and options.stage_config is None and options.cluster is not None:
+        work = operator_seconds(
+            graph, TimeModel(options.known_cluster, fixed.mesh, pipeline.stages), cuts
+        )
         pipeline = replace(pipeline, chunk_of=balanced_stages(graph, pipeline.parts, work))
     decisions = Decisions(
         cuts,
@@ -192,9 +199,9 @@ def _decided(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate
 def _storage(
     model: CapturedModel, mesh: Layout, cuts: Mapping[str, Cuts], options: PlanOptions
 ) -> Storage:
-    """How each parameter is stored: as used, as said, else sharded further where that is asked."""
-    graph, said = model.graph, model.pins.parameters
-    storage: Storage = requested_storage(graph, mesh, said, storage_as_used(graph, mesh, cuts))
+    """How each parameter is stored: as used, as pinned, or sharded further where requested."""
+    graph, pinned = model.graph, model.pins.parameters
+    storage: Storage = requested_storage(graph, mesh, pinned, storage_as_used(graph, mesh, cuts))
     if options.sharding is None:
         return storage
-    return sharded_storage(graph, mesh, cuts, storage, options.sharding, said)
+    return sharded_storage(graph, mesh, cuts, storage, options.sharding, pinned)

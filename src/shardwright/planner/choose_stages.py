@@ -17,9 +17,9 @@ log = logging.getLogger("shardwright.search")
 
 
 def with_best_stages(
-    options: PlanOptions, drafted: MakeCandidate, best: Candidate | None = None
+    options: PlanOptions, decide: MakeCandidate, best: Candidate | None = None
 ) -> Candidate:
-    """The draft whose step takes the least time, over all numbers of stages that divide the
+    """The candidate whose step takes the least time, over all numbers of stages that divide the
     devices, are not more than the micro-batches, and that the schedule can run.
 
     Each number is planned by itself, with operator strategies of its own, and its stages are
@@ -34,15 +34,15 @@ def with_best_stages(
         MemoryLimitError: if no number fits; the one that needs least says so.
         StrategyError: if the model can be planned with no number of stages.
     """
-    failed: list[ShardwrightError] = []
+    errors: list[ShardwrightError] = []
     numbers = list(stage_counts(options))
     log.info("pipeline stages are searched in 1 … %d: %s", max_stages(options), numbers)
     bounds: dict[int, float] = {}
     for stages in numbers:
         try:
-            bounds[stages] = drafted(_free_of_limits(_staged(options, stages))).seconds
+            bounds[stages] = decide(_free_of_limits(_staged(options, stages))).seconds
         except StrategyError as error:
-            failed.append(error)
+            errors.append(error)
             log.info("%d stages: %s", stages, error)
     for stages in sorted(bounds, key=lambda number: (bounds[number], number)):
         below = float("inf") if best is None else best.seconds
@@ -50,26 +50,26 @@ def with_best_stages(
             log.info("%d stages: at least %.4g s a step", stages, bounds[stages])
             continue
         try:
-            found = faster_within_memory(_staged(options, stages), drafted, below)
+            candidate = faster_within_memory(_staged(options, stages), decide, below)
         except (MemoryLimitError, StrategyError) as error:
-            failed.append(error)
+            errors.append(error)
             log.info("%d stages: %s", stages, error)
             continue
-        if found is None:
+        if candidate is None:
             log.info("%d stages: what fits takes no less than %.4g s a step", stages, below)
             continue
-        best = found
+        best = candidate
         log.info(
             "%d stages: %.4g s a step, %.1f%% of it in bubbles", stages, best.seconds, _bubble(best)
         )
     if best is not None:
         return best
-    too_large = [error for error in failed if isinstance(error, MemoryLimitError)]
-    raise min(too_large, key=lambda error: error.needed) if too_large else failed[0]
+    too_large = [error for error in errors if isinstance(error, MemoryLimitError)]
+    raise min(too_large, key=lambda error: error.needed) if too_large else errors[0]
 
 
 def _staged(options: PlanOptions, stages: int) -> PlanOptions:
-    return replace(options, asked=replace(options.asked, stages=stages))
+    return replace(options, stages=stages)
 
 
 def _free_of_limits(options: PlanOptions) -> PlanOptions:
@@ -80,40 +80,38 @@ def _free_of_limits(options: PlanOptions) -> PlanOptions:
     return replace(options, mem_coeff=coefficient, hsdp=sharding)
 
 
-def _bubble(draft: Candidate) -> float:
-    assert draft.predicted is not None
-    return 100 * draft.predicted.bubble
+def _bubble(candidate: Candidate) -> float:
+    assert candidate.predicted is not None
+    return 100 * candidate.predicted.bubble
 
 
 def stage_counts(options: PlanOptions) -> Iterator[int]:
     """The numbers of stages that are tried."""
-    asked = options.asked
     for stages in range(1, max_stages(options) + 1):
-        fits = PipelineSpec(stages, asked.micro_batches, asked.schedule)
-        if options.devices % stages == 0 and (stages == 1 or fits.can_run(asked.micro_batches)):
+        fits = PipelineSpec(stages, options.micro_batches, options.schedule)
+        if options.devices % stages == 0 and (stages == 1 or fits.can_run(options.micro_batches)):
             yield stages
 
 
 def max_stages(options: PlanOptions) -> int:
     """Up to how many stages there can be."""
-    asked = options.asked
-    return min(options.devices, asked.micro_batches, asked.max_stages or options.devices)
+    return min(options.devices, options.micro_batches, options.max_stages or options.devices)
 
 
-def suggest_stages(options: PlanOptions, chosen: Candidate, drafted: MakeCandidate) -> None:
+def suggest_stages(options: PlanOptions, chosen: Candidate, decide: MakeCandidate) -> None:
     """Logs which number of stages would be chosen where the user's runs, if a cluster was named."""
     if options.cluster is None:
         log.info("with a cluster, a faster number of pipeline stages would be suggested")
         return
-    searched = replace(options, asked=replace(options.asked, stages=AUTO))
-    best = with_best_stages(searched, drafted, chosen)
+    searched = replace(options, stages=AUTO)
+    best = with_best_stages(searched, decide, chosen)
     if best.pipeline.stages != chosen.pipeline.stages:
         log.warning(
             "%d pipeline stages would take %.4g s a step on %s by the prediction, of 1 … %d that"
             " were searched; %s are asked for",
             best.pipeline.stages,
             best.seconds,
-            searched.on.name,
+            searched.known_cluster.name,
             max_stages(options),
             chosen.pipeline.stages,
         )

@@ -1,4 +1,4 @@
-"""Drafts that fit into the memory of their devices."""
+"""Candidates that fit into the memory of their devices."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Attempt:
         return self.options.in_words(self.recompute)
 
 
-def within_memory(options: PlanOptions, drafted: MakeCandidate) -> Candidate:
-    """The draft that `options` ask for if it fits into their memory limit, else the first that does
-    after these changes, each on top of those before: parameters and optimizer state are stored
+def within_memory(options: PlanOptions, decide: MakeCandidate) -> Candidate:
+    """The candidate that `options` request if it fits into their memory limit, else the first that
+    does after these changes, each on top of those before: parameters and optimizer state are stored
     sharded (`level1` to `level3`), operators are computed again, `mem_coeff` grows, there are more
     stages. With `recompute="auto"`, operators are computed again first. On a cluster, of all levels
     of sharding and `mem_coeff`, each with as much computed again as it needs, the fastest that fits
@@ -55,13 +55,13 @@ def within_memory(options: PlanOptions, drafted: MakeCandidate) -> Candidate:
     Raises:
         MemoryLimitError: if none fits; says the smallest limit that would do.
     """
-    found = faster_within_memory(options, drafted, float("inf"))
-    assert found is not None
-    return found
+    candidate = faster_within_memory(options, decide, float("inf"))
+    assert candidate is not None
+    return candidate
 
 
 def faster_within_memory(
-    options: PlanOptions, drafted: MakeCandidate, below: float
+    options: PlanOptions, decide: MakeCandidate, below: float
 ) -> Candidate | None:
     """Likewise; None if what fits takes `below` seconds or more.
 
@@ -69,17 +69,17 @@ def faster_within_memory(
         MemoryLimitError: if none fits; says the smallest limit that would do.
     """
     if options.limit is None:
-        draft = drafted(options)
-        return draft if draft.seconds < below else None
+        candidate = decide(options)
+        return candidate if candidate.seconds < below else None
     coefficients = MEM_COEFFS if options.has_auto_mem_coeff else ()
     if coefficients:
         options = replace(options, mem_coeff=coefficients[0], memory_limit=options.limit)
-    fitting = _Fitting(options, drafted, below)
+    fitting = _Fitting(options, decide, below)
     for choices in _attempts(options, coefficients[1:]):
-        found = fitting.fastest(choices)
-        if found is not None or fitting.too_slow:
-            return found
-    needs, attempt = fitting.least_found()
+        fastest = fitting.fastest(choices)
+        if fastest is not None or fitting.too_slow:
+            return fastest
+    needs, attempt = fitting.least_memory()
     raise MemoryLimitError(_too_large(options, needs, attempt), needs.peak)
 
 
@@ -95,7 +95,7 @@ class _Fitting:
     """
 
     options: PlanOptions
-    drafted: MakeCandidate
+    decide: MakeCandidate
     below: float
     least: tuple[Memory, Attempt] | None = None
     hopeless: tuple[Candidate, Attempt] | None = None
@@ -111,41 +111,41 @@ class _Fitting:
         for attempt in choices:
             if best is not None and ideal >= (1 - GAIN) * best.seconds:
                 break
-            draft = self._draft(attempt)
-            if draft is None:
+            candidate = self._candidate(attempt)
+            if candidate is None:
                 continue
-            ideal = min(ideal, draft.seconds)
-            if self._is_slow(draft, best):
+            ideal = min(ideal, candidate.seconds)
+            if self._is_slow(candidate, best):
                 continue
-            needs = draft.memory()
+            needs = candidate.memory()
             if self._fits(needs, attempt):
-                best = draft
+                best = candidate
             elif attempt.recompute:
-                larger.append((draft, needs, attempt))
-        for draft, needs, attempt in sorted(larger, key=lambda each: each[0].seconds):
-            if best is not None and draft.seconds >= (1 - GAIN) * best.seconds:
+                larger.append((candidate, needs, attempt))
+        for candidate, needs, attempt in sorted(larger, key=lambda each: each[0].seconds):
+            if best is not None and candidate.seconds >= (1 - GAIN) * best.seconds:
                 break
             if _always_there(needs) > self.limit:
-                self.hopeless = draft, attempt
+                self.hopeless = candidate, attempt
                 continue
-            draft, needs = self._with_recomputation(draft)
-            if self._fits(needs, attempt) and not self._is_slow(draft, best):
-                best = draft
+            candidate, needs = self._with_recomputation(candidate)
+            if self._fits(needs, attempt) and not self._is_slow(candidate, best):
+                best = candidate
         return best
 
-    def least_found(self) -> tuple[Memory, Attempt]:
+    def least_memory(self) -> tuple[Memory, Attempt]:
         """What needs least memory of all that does not fit."""
         if self.hopeless is not None:
-            draft, attempt = self.hopeless
-            self._fits(self._with_recomputation(draft)[1], attempt)
+            candidate, attempt = self.hopeless
+            self._fits(self._with_recomputation(candidate)[1], attempt)
         assert self.least is not None
         return self.least
 
-    def _is_slow(self, draft: Candidate, best: Candidate | None) -> bool:
-        """Whether a draft does not count, beside the best so far."""
+    def _is_slow(self, candidate: Candidate, best: Candidate | None) -> bool:
+        """Whether a candidate does not count, beside the best so far."""
         if best is not None and self.options.cluster is not None:
-            return draft.seconds >= best.seconds
-        slow = draft.seconds >= self.below
+            return candidate.seconds >= best.seconds
+        slow = candidate.seconds >= self.below
         self.too_slow |= slow
         return slow
 
@@ -155,15 +155,21 @@ class _Fitting:
             self.least = needs, attempt
         return needs.peak <= self.limit
 
-    def _with_recomputation(self, draft: Candidate) -> tuple[Candidate, Memory]:
+    def _with_recomputation(self, candidate: Candidate) -> tuple[Candidate, Memory]:
         """With as much computed again as it needs, or as can be."""
-        graph, options, worth = draft.model.graph, self.options, DEFAULT_PRICES
+        graph, options, prices = candidate.model.graph, self.options, DEFAULT_PRICES
         if options.cluster is not None:
-            worth = RecomputePrices.on(options.on, graph.compute_dtype or torch.float32)
+            prices = RecomputePrices.on(options.known_cluster, graph.compute_dtype or torch.float32)
         fitted = fit_by_recomputation(
-            graph, draft.mesh, draft.decisions, draft.pipeline, self.limit, draft.memory, worth
+            graph,
+            candidate.mesh,
+            candidate.decisions,
+            candidate.pipeline,
+            self.limit,
+            candidate.memory,
+            prices,
         )
-        return replace(draft, decisions=fitted.decisions), fitted.memory
+        return replace(candidate, decisions=fitted.decisions), fitted.memory
 
     @property
     def limit(self) -> int:
@@ -171,19 +177,19 @@ class _Fitting:
         assert self.options.limit is not None
         return self.options.limit
 
-    def _draft(self, attempt: Attempt) -> Candidate | None:
+    def _candidate(self, attempt: Attempt) -> Candidate | None:
         """What was not tried before."""
         try:
-            draft = self.drafted(attempt.options)
+            candidate = self.decide(attempt.options)
         except (PlanError, StrategyError):
             if attempt.options == self.options:
                 raise
             return None
-        needed_by = _needed_by(draft, self.seen, attempt)
+        needed_by = _needed_by(candidate, self.seen, attempt)
         if needed_by in self.seen:
             return None
         self.seen.append(needed_by)
-        return draft
+        return candidate
 
 
 def _always_there(needs: Memory) -> int:
@@ -202,8 +208,12 @@ def _attempts(options: PlanOptions, coefficients: Sequence[float]) -> Iterator[I
     for coefficient in coefficients:
         yield [Attempt(replace(options, mem_coeff=coefficient), first)]
     if by_time:
-        asked = (options, *_larger_mem_coeff(options))
-        yield [Attempt(level, True) for each in asked for level in (each, *_more_sharded(each))]
+        by_coefficient = (options, *_larger_mem_coeff(options))
+        yield [
+            Attempt(level, True)
+            for each in by_coefficient
+            for level in (each, *_more_sharded(each))
+        ]
     else:
         yield from ([Attempt(each, first)] for each in levels)
         yield [Attempt(stored, True)]
@@ -214,10 +224,10 @@ def _attempts(options: PlanOptions, coefficients: Sequence[float]) -> Iterator[I
 
 
 def _more_sharded(options: PlanOptions) -> Iterator[PlanOptions]:
-    given = options.sharding
-    done = LEVELS.index(given.level) + 1 if given is not None else 0
+    sharding = options.sharding
+    done = LEVELS.index(sharding.level) + 1 if sharding is not None else 0
     for level in LEVELS[done:]:
-        yield replace(options, hsdp=replace(given or OptimizerParallel(), level=level))
+        yield replace(options, hsdp=replace(sharding or OptimizerParallel(), level=level))
 
 
 def _larger_mem_coeff(options: PlanOptions) -> Iterator[PlanOptions]:
@@ -232,25 +242,26 @@ def _larger_mem_coeff(options: PlanOptions) -> Iterator[PlanOptions]:
 def _more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
     """Where the user left the stages to be cut, every greater number that divides the devices and
     that the schedule runs with as many micro-batches."""
-    asked = options.asked
-    if asked.stage_config is not None or not isinstance(asked.stages, int):
+    if options.stage_config is not None or not isinstance(options.stages, int):
         return
-    for stages in range(asked.stages + 1, options.devices + 1):
+    for stages in range(options.stages + 1, options.devices + 1):
         if options.devices % stages == 0:
             try:
-                check_pipelining(PipelineSpec(stages, asked.micro_batches, asked.schedule))
+                check_pipelining(PipelineSpec(stages, options.micro_batches, options.schedule))
             except PlanError:
                 continue
-            yield replace(options, asked=replace(asked, stages=stages))
+            yield replace(options, stages=stages)
 
 
-def _needed_by(draft: Candidate, seen: list[tuple[Any, ...]], attempt: Attempt) -> tuple[Any, ...]:
+def _needed_by(
+    candidate: Candidate, seen: list[tuple[Any, ...]], attempt: Attempt
+) -> tuple[Any, ...]:
     """What the memory depends on; the level only where it shards anything."""
-    decisions = draft.decisions
+    decisions = candidate.decisions
     level = decisions.sharding
     if any(decisions.storage == storage and other is None for storage, other, *_ in seen):
         level = None
-    return decisions.storage, level, decisions.cuts, draft.pipeline, attempt.recompute
+    return decisions.storage, level, decisions.cuts, candidate.pipeline, attempt.recompute
 
 
 def _too_large(options: PlanOptions, needs: Memory, attempt: Attempt) -> str:

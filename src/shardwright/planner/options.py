@@ -1,25 +1,41 @@
-"""What a call of `plan` asks for."""
+"""The options of a plan: the name, type, default, requirement and meaning of each stand here alone.
+
+`sw.plan` and `AutoParallel` take their keywords from these classes, and the section `parallel` of a
+configuration its keys. Where an option applies is said by the class that it stands in:
+
+| class | its fields are |
+|---|---|
+| `FileOptions` | keywords of `plan` and `AutoParallel`, and keys of a configuration |
+| `KeywordOptions` | keywords of `plan` and `AutoParallel` |
+| `PlanOptions` | keywords of `plan` |
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
-from shardwright.capture.capture import capture
 from shardwright.constraints import DatasetStrategy, check_dataset_strategy
 from shardwright.cost.cluster import LOCAL, Cluster
 from shardwright.cost.clusters import load_cluster
-from shardwright.cost.units import BYTES, quantity
 from shardwright.errors import StrategyError
-from shardwright.graph.graph import Graph
 from shardwright.partition.decisions import BUCKET_BYTES, OptimizerParallel
 from shardwright.partition.pipeline_spec import AUTO, PipelineSpec
-from shardwright.planner.pipeline import PipelineRequest
+from shardwright.partition.schedules import SCHEDULES
+from shardwright.planner.requirement import (
+    bytes_of,
+    is_count,
+    is_positive,
+    must_be,
+    one_of,
+    requirements,
+)
 from shardwright.progress import OnProgress, silent
+from shardwright.search.assign_stages import StageConfig
 from shardwright.search.modes import MODES
 from shardwright.search.request import VISIT_ORDERS, Pricing
 
@@ -29,71 +45,157 @@ AUTO_RECOMPUTE = AUTO_MEM_COEFF = "auto"
 
 MEM_COEFFS = tuple(0.1 * 4.0**power for power in range(-2, 9))
 """Values of `mem_coeff` that are tried, from 0.00625 to 6553.6. Below them even reducing the
-gradients of a small layer looks too dear to cut anything; above them nothing changes any more."""
+gradients of a small layer looks too expensive to cut anything; above them nothing changes."""
 
-COMPUTE_DTYPES = ("float32", "bfloat16")
-"""In which parameters and inputs in single precision may be computed."""
+COUNT = must_be("a whole number of at least 1", is_count)
+COUNT_OR_AUTO = must_be(
+    "a whole number of at least 1, or 'auto'", lambda value: value == AUTO or is_count(value)
+)
+POSITIVE = must_be("a positive number", is_positive)
+POSITIVE_OR_AUTO = must_be(
+    "a positive number, or 'auto'", lambda value: value == AUTO_MEM_COEFF or is_positive(value)
+)
+SIZE = must_be(
+    "a number of bytes, or a text like '24GiB' or '2GB'",
+    lambda value: bytes_of(value) is not None,
+)
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """The keyword arguments of `plan`; those of stages and micro-batches are in `asked`.
+@dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """Options that a configuration file has too, as keys of its section `parallel`.
+
+    Args:
+        mem_coeff: small values favor data parallel, large ones model parallel. `auto` is the
+            smallest that fits `memory_limit`, or the memory of the devices of the cluster.
+        cost_model: `symbolic`, the relative costs of the published search, or `time`, the seconds
+            of a step on a cluster; by default `time` where a cluster is named.
+        cluster: `local` (this machine), a built-in one (`h100`, `ascend910b`, …), or a YAML file.
+        order: in which the search takes operators, by `weight` or `topology`.
+        log_costs: log every decision at level INFO of the logger `shardwright.search`.
+        stages: into how many groups of equal size the devices are divided; each runs a part of the
+            model, cut where parts are nearly equal in work, or on a cluster in time. `auto` takes
+            the number whose step takes the least time, at most `max_stages` and not more than
+            micro-batches.
+        max_stages: the largest number that `stages="auto"` tries.
+        suggest_stages: log which number `auto` would take where it is another than `stages`, if a
+            cluster is named.
+        micro_batches: pieces of the batch that follow each other; at least as many as stages. A
+            graph that is given is that of one micro-batch.
+        schedule: in which order stages work on micro-batches; `docs/pipeline.md` lists them.
+        compute_dtype: `bfloat16` computes and sends in half precision what is stored in single
+            precision; parameters and optimizer state stay in single precision.
+        memory_limit: bytes of a device, or a text like `24GiB`. A plan that needs more in a step is
+            changed until it fits: parameters and optimizer state are sharded (`hsdp`), then
+            operators are recomputed in the backward pass, then `mem_coeff` grows, then there are
+            more stages. On a cluster the first three are weighed by time.
+    """
+
+    mem_coeff: Annotated[float | Literal["auto"], POSITIVE_OR_AUTO] = 0.1
+    cost_model: Annotated[str | None, one_of(("symbolic", "time"))] = None
+    cluster: Cluster | str | Path | None = None
+    order: Annotated[str, one_of(VISIT_ORDERS)] = "weight"
+    log_costs: bool = False
+    stages: Annotated[int | Literal["auto"], COUNT_OR_AUTO] = 1
+    max_stages: Annotated[int | None, COUNT] = None
+    suggest_stages: bool = False
+    micro_batches: Annotated[int, COUNT] = 1
+    schedule: Annotated[str, one_of(SCHEDULES)] = "1f1b"
+    compute_dtype: Annotated[str | None, one_of(("float32", "bfloat16"))] = None
+    memory_limit: Annotated[int | str | None, SIZE] = None
+
+    def keywords(self, of: type[FileOptions]) -> dict[str, Any]:
+        """The options by name that the class `of` has too."""
+        return {each.name: getattr(self, each.name) for each in fields(of)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeywordOptions(FileOptions):
+    """Further options of `plan` and `AutoParallel`. A configuration has sections of its own for
+    `hsdp` and `recompute`.
+
+    Args:
+        dataset_strategy: `full_batch` (every device is given the whole batch and keeps its part),
+            `data_parallel` (every device of a stage is given its own equal part of the batch), or a
+            tuple with an entry (counts, a layout, or None) for each tensor input.
+        stage_config: names of modules, each with the number of its stage, in place of `stages`.
+        hsdp: stores parameters sharded that are used whole (optimizer parallel): True, an
+            `OptimizerParallel`, or a mapping with its fields.
+        bucket_mb: up to how many MiB collectives of parameters are joined.
+        recompute: `auto` recomputes as much as the memory limit asks for, before anything else is
+            changed; without a limit, that of the devices of the cluster.
+        optimizer: for which memory is estimated: `sgd`, `momentum`, `adam`, `adamw`, or an
+            optimizer like the one to be used.
+        on_progress: called with each part of the work as it begins.
+
+    Raises:
+        StrategyError: if one is not valid.
+    """
+
+    dataset_strategy: DatasetStrategy = "full_batch"
+    stage_config: StageConfig | None = None
+    hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None
+    bucket_mb: Annotated[float, POSITIVE] = BUCKET_BYTES / MB
+    recompute: str | None = None
+    optimizer: str | torch.optim.Optimizer = "adamw"
+    on_progress: OnProgress = field(default=silent, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, requirement in requirements(type(self)).items():
+            value = getattr(self, name)
+            if not requirement.accepts(value):
+                raise StrategyError(requirement.error(name, value))
+        if self.recompute not in (None, AUTO_RECOMPUTE):
+            raise StrategyError(
+                f"recompute={self.recompute!r}: valid are None and {AUTO_RECOMPUTE!r}; mark"
+                " operators of your choice with sw.recompute(module)"
+            )
+        check_dataset_strategy(self.dataset_strategy)
+        if self.stages == AUTO and self.stage_config is not None:
+            raise StrategyError("stages='auto', but stage_config names stages: give one of them")
+        # Its own checks are made once, here.
+        object.__setattr__(self, "hsdp", _optimizer_parallel(self.hsdp))
+
+    @property
+    def sharding(self) -> OptimizerParallel | None:
+        """Optimizer parallel, if it is requested."""
+        assert self.hsdp is None or isinstance(self.hsdp, OptimizerParallel)
+        return self.hsdp
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(KeywordOptions):
+    """All options of a call of `plan`. `AutoParallel` has its own `parallel_mode`, and runs on as
+    many devices as there are processes.
+
+    Args:
+        devices: over how many the model is split.
+        mode: `recursive_programming` (the double recursive search), `exact` (all operators and
+            axes together, for small models), `sharding_propagation` (from the operators that
+            `shard` has pinned outwards, with the least redistribution), `semi_auto` (operators
+            that `shard` has pinned as pinned, all others along the batch), `data_parallel`
+            (everything follows the batch) or `stand_alone` (nothing is cut).
 
     Raises:
         StrategyError: if one is not valid.
         ConfigError: if there is no such cluster.
     """
 
-    devices: int
-    mode: str = "recursive_programming"
-    mem_coeff: float | str = 0.1
-    cost_model: str | None = None
-    cluster: Cluster | str | Path | None = None
-    order: str = "weight"
-    log_costs: bool = False
-    dataset_strategy: DatasetStrategy = "full_batch"
-    asked: PipelineRequest = field(default_factory=PipelineRequest)
-    hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None
-    bucket_mb: float = BUCKET_BYTES / MB
-    compute_dtype: str | None = None
-    memory_limit: int | str | None = None
-    recompute: str | None = None
-    optimizer: str | torch.optim.Optimizer = "adamw"
-    on_progress: OnProgress = field(default=silent, compare=False, repr=False)
+    devices: Annotated[int, COUNT]
+    mode: Annotated[str, one_of(MODES)] = "recursive_programming"
 
     def __post_init__(self) -> None:
-        if not _is_count(self.devices):
-            raise StrategyError(f"devices={self.devices!r}: must be a whole number of at least 1")
-        for what, given, valid in (
-            ("mode", self.mode, tuple(MODES)),
-            ("cost_model", self.cost_model or "symbolic", ("symbolic", "time")),
-            ("order", self.order, VISIT_ORDERS),
-            ("compute_dtype", self.compute_dtype or "float32", COMPUTE_DTYPES),
-        ):
-            if given not in valid:
-                raise StrategyError(f"{what}={given!r}: valid are {', '.join(valid)}")
-        if not self.has_auto_mem_coeff and not _is_positive(self.mem_coeff):
-            raise StrategyError(
-                f"mem_coeff={self.mem_coeff!r}: must be a positive number, or {AUTO_MEM_COEFF!r}"
-            )
-        if not _is_positive(self.bucket_mb):
-            raise StrategyError(f"bucket_mb={self.bucket_mb!r}: must be a positive number")
-        _check_memory(self.memory_limit, self.recompute)
-        check_dataset_strategy(self.dataset_strategy)
+        super().__post_init__()
         requires_pricing = MODES[self.mode].requires_pricing
         if requires_pricing and self.cost_model == "symbolic":
-            raise StrategyError(f"mode={self.mode!r} weighs seconds: cost_model must be 'time'")
-        if (self.cost_model == "time" or requires_pricing) and self.cluster is None:
+            raise StrategyError(f"mode={self.mode!r} minimizes seconds: cost_model must be 'time'")
+        if self.cost_model is None:
+            by_time = self.cluster is not None or requires_pricing
+            object.__setattr__(self, "cost_model", "time" if by_time else "symbolic")
+        if self.cluster is None and (self.cost_model == "time" or self.stages == AUTO):
             object.__setattr__(self, "cluster", LOCAL)
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             object.__setattr__(self, "cluster", load_cluster(self.cluster))
-        if self.cost_model is None:
-            known = "symbolic" if self.cluster is None else "time"
-            object.__setattr__(self, "cost_model", known)
-        if self.asked.stages == AUTO and self.cluster is None:
-            object.__setattr__(self, "cluster", load_cluster(LOCAL))
-        # Its own checks are made once, here.
-        object.__setattr__(self, "hsdp", _sharding(self.hsdp))
         if self.has_auto_mem_coeff and not self.weighs_memory:
             object.__setattr__(self, "mem_coeff", MEM_COEFFS[0])
         if self.has_auto_mem_coeff and self.limit is None:
@@ -108,38 +210,14 @@ class PlanOptions:
         Args:
             recompute: whether further operators may be computed again.
         """
-        sharding, stages = self.sharding, self.asked.stages
+        sharding, stages = self.sharding, self.stages
         words = [
             f"hsdp {sharding.level}" if sharding is not None else "",
             "recompute" if recompute else "",
             f"mem_coeff={self.coefficient:g}" if self.of_search else "",
             f"{stages} stages" if stages != 1 else "",
         ]
-        return ", ".join(word for word in words if word) or "as asked"
-
-    def captured(self, net: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Graph:
-        """The graph of a model for one micro-batch; a graph that is given as it is.
-
-        Raises:
-            StrategyError: if a graph is given that is computed in another dtype than asked.
-            CaptureError: if the model cannot be captured.
-        """
-        asked = None if self.compute_dtype in (None, "float32") else torch.bfloat16
-        if not isinstance(net, Graph):
-            self.on_progress("capture")
-            return capture(net, *self.asked.example(args, kwargs), compute_dtype=asked)
-        if self.compute_dtype is not None and net.compute_dtype != asked:
-            raise StrategyError(
-                f"compute_dtype={self.compute_dtype!r}, but the graph was captured with"
-                f" compute_dtype={net.compute_dtype}: capture the model with it, or plan the model"
-            )
-        return net
-
-    @property
-    def sharding(self) -> OptimizerParallel | None:
-        """Optimizer parallel, if it is asked for."""
-        assert self.hsdp is None or isinstance(self.hsdp, OptimizerParallel)
-        return self.hsdp
+        return ", ".join(word for word in words if word) or "as requested"
 
     @property
     def limit(self) -> int | None:
@@ -155,10 +233,10 @@ class PlanOptions:
 
     @property
     def device_memory(self) -> int | None:
-        """Bytes that a device has: as asked, else those of the cluster's devices."""
+        """Bytes that a device has: as requested, else those of the cluster's devices."""
         if self.memory_limit is not None:
-            return _bytes(self.memory_limit)
-        return None if self.cluster is None else int(self.on.device.memory)
+            return bytes_of(self.memory_limit)
+        return None if self.cluster is None else int(self.known_cluster.device.memory)
 
     @property
     def has_auto_mem_coeff(self) -> bool:
@@ -184,10 +262,10 @@ class PlanOptions:
         model = {"cost_model": self.cost_model}
         if self.cost_model == "symbolic":
             return {"mem_coeff": self.mem_coeff, "order": self.order, **model}
-        return {"mem_coeff": self.mem_coeff, **model, "cluster": self.on.name}
+        return {"mem_coeff": self.mem_coeff, **model, "cluster": self.known_cluster.name}
 
     @property
-    def on(self) -> Cluster:
+    def known_cluster(self) -> Cluster:
         """The cluster, where there is one."""
         assert isinstance(self.cluster, Cluster)
         return self.cluster
@@ -197,49 +275,24 @@ class PlanOptions:
         if self.cost_model != "time":
             return None
         return Pricing(
-            self.on,
+            self.known_cluster,
             stages=pipeline.stages,
             micro_batches=pipeline.micro_batches,
             sharing=None if self.sharding is None else self.sharding.shard_size,
         )
 
 
-def _check_memory(limit: int | str | None, recompute: str | None) -> None:
-    if recompute not in (None, AUTO_RECOMPUTE):
-        raise StrategyError(
-            f"recompute={recompute!r}: valid are None and {AUTO_RECOMPUTE!r}; operators of your"
-            " choice are marked by sw.recompute(module)"
-        )
-    if limit is not None and _bytes(limit) is None:
-        raise StrategyError(
-            f"memory_limit={limit!r}: must be a number of bytes, or a text like '24GiB' or '2GB'"
-        )
-
-
-def _bytes(limit: int | str) -> int | None:
-    found = quantity(limit, BYTES)
-    return int(found) if found is not None and found >= 1 else None
-
-
-def _is_count(given: Any) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and given >= 1
-
-
-def _is_positive(given: Any) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool) and given > 0
-
-
-def _sharding(given: Any) -> OptimizerParallel | None:
-    if given is None or given is False:
+def _optimizer_parallel(hsdp: Any) -> OptimizerParallel | None:
+    if hsdp is None or hsdp is False:
         return None
-    if given is True:
+    if hsdp is True:
         return OptimizerParallel()
-    if isinstance(given, OptimizerParallel):
-        return given
+    if isinstance(hsdp, OptimizerParallel):
+        return hsdp
     valid = [each.name for each in fields(OptimizerParallel)]
-    if not isinstance(given, Mapping) or not set(given) <= set(valid):
+    if not isinstance(hsdp, Mapping) or not set(hsdp) <= set(valid):
         raise StrategyError(
-            f"hsdp={given!r}: must be an OptimizerParallel, True, or a mapping with any of the keys"
+            f"hsdp={hsdp!r}: must be an OptimizerParallel, True, or a mapping with any of the keys"
             f" {', '.join(valid)}"
         )
-    return OptimizerParallel(**given)
+    return OptimizerParallel(**hsdp)
