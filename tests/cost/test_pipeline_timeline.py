@@ -18,6 +18,8 @@ LEGAL = [
         ("interleaved_1f1b", 2),
         ("interleaved_1f1b", 3),
         ("zero_bubble_v", 2),
+        ("interleaved_zero_bubble", 2),
+        ("interleaved_zero_bubble", 3),
     )
     for stages, pieces in ((2, 2), (2, 8), (3, 6), (4, 4), (4, 12))
 ]
@@ -31,7 +33,7 @@ def name(pipeline: PipelineSpec) -> str:
 def test_every_part_runs_every_micro_batch_once_each_way_on_its_own_stage(
     pipeline: PipelineSpec,
 ) -> None:
-    kinds = ("F", "I", "W") if pipeline.schedule == "zero_bubble_v" else ("F", "B")
+    kinds = ("F", "I", "W") if pipeline.schedule_spec.splits_backward else ("F", "B")
     wanted = {
         Action(part, kind, piece)
         for part, kind, piece in itertools.product(
@@ -76,6 +78,17 @@ def test_the_v_schedule_hardly_waits_where_all_three_passes_take_as_long() -> No
     assert line.bubble == pytest.approx(3 / 99)
 
 
+@pytest.mark.parametrize(("stages", "pieces", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 12, 3)])
+def test_interleaved_zero_bubble_waits_only_until_the_first_micro_batch_has_come(
+    stages: int, pieces: int, chunks: int
+) -> None:
+    pipeline = PipelineSpec(stages, pieces, "interleaved_zero_bubble", chunks)
+    line = timeline(pipeline, [ChunkSeconds(1.0, 2.0, of_weight=1.0)] * pipeline.parts)
+    # Each stage has three units of work for each chunk and micro-batch.
+    assert line.seconds == 3 * chunks * pieces + stages - 1
+    assert line.bubble == pytest.approx((stages - 1) / line.seconds)
+
+
 def test_without_stages_nothing_waits() -> None:
     line = timeline(PipelineSpec(1, 3), [ChunkSeconds(1.0, 2.0)])
     assert [str(span.action) for span in line.stages[0]] == ["F0", "B0", "F1", "B1", "F2", "B2"]
@@ -90,7 +103,12 @@ def test_a_slow_link_delays_the_first_step_of_every_stage_behind_it() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "chunks", "most"),
-    [("gpipe", 1, [[8], [8]]), ("1f1b", 1, [[2], [1]]), ("zero_bubble_v", 2, [[4, 1], [3, 2]])],
+    [
+        ("gpipe", 1, [[8], [8]]),
+        ("1f1b", 1, [[2], [1]]),
+        ("zero_bubble_v", 2, [[4, 1], [3, 2]]),
+        ("interleaved_zero_bubble", 2, [[4, 2], [4, 2]]),
+    ],
 )
 def test_gpipe_keeps_all_micro_batches_and_1f1b_only_as_many_as_there_are_stages(
     schedule: str, chunks: int, most: list[list[int]]
@@ -119,6 +137,14 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_only_as_many_as_there_are_stages
             "chunks=3 in schedule 'zero_bubble_v': valid is 2",
         ),
         (PipelineSpec(1, 2, "1f1b", 2), "chunks=2 with one stage"),
+        (
+            PipelineSpec(2, 2, "interleaved_zero_bubble"),
+            "chunks=1 in schedule 'interleaved_zero_bubble': valid is 2 or more",
+        ),
+        (
+            PipelineSpec(4, 9, "interleaved_zero_bubble", 2),
+            "2 rounds of equal size; valid are multiples of 4, or 10",
+        ),
         (
             PipelineSpec(4, 9, "interleaved_1f1b", 2),
             "2 rounds of equal size; valid are multiples of 4, or 10",

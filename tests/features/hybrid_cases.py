@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
+from shardwright.partition.schedules import SCHEDULES
+
 ROWS, MICRO_BATCHES, STEPS = 8, 4, 5
 
 
@@ -21,8 +23,6 @@ class Case:
         again = "recompute" if self.recompute else "keep"
         return f"{self.stages}-{self.schedule}-{self.level}-{again}-{self.dtype}"
 
-
-SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_v")
 
 CASES = tuple(
     Case(stages, schedule, level, recompute, dtype)

@@ -89,7 +89,13 @@ def test_many_random_models_in_random_stages_equal_one_device(seed: int) -> None
 
 @pytest.mark.parametrize(
     ("stages", "schedule"),
-    [(2, "1f1b"), (4, "gpipe"), (2, "interleaved_1f1b"), (2, "zero_bubble_v")],
+    [
+        (2, "1f1b"),
+        (4, "gpipe"),
+        (2, "interleaved_1f1b"),
+        (2, "zero_bubble_v"),
+        (2, "interleaved_zero_bubble"),
+    ],
 )
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_tied_weights_skips_and_unevenly_ignored_targets(

@@ -109,6 +109,14 @@ SCHEDULES = _by_name(
             v_shaped=True,
             splits_backward=True,
         ),
+        ScheduleSpec(
+            "interleaved_zero_bubble",
+            "ScheduleInterleavedZeroBubble",
+            min_chunks=2,
+            max_chunks=None,
+            equal_rounds=True,
+            splits_backward=True,
+        ),
     ]
 )
 """By name, the default first."""
