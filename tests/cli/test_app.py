@@ -232,7 +232,7 @@ def test_a_plan_for_another_model_is_refused(command: Command, folder: Path) -> 
     status, _, err = command("train", "config.yaml", "--plan", "plan.json")
     assert status == 2
     assert "the plan was made for another model" in err
-    assert "is 'net.tanh' (aten.tanh), planned as 'net.relu' (aten.relu)" in err
+    assert "is 'net.tanh' (aten.tanh), in the plan 'net.relu' (aten.relu)" in err
 
 
 def test_a_plan_trains_with_another_batch_size(command: Command, folder: Path) -> None:

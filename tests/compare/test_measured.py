@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 
 from compare.test_predicted import written
-from shardwright.cli.compare import real_table
+from shardwright.cli.compare import measured_table
 from shardwright.compare import AUTO, DATA_PARALLEL, EXPERT, compare_measured
 from shardwright.compare.measured import Measured, RealComparison, spearman
 from shardwright.compare.predicted import GridComparison, expert_run
@@ -78,7 +78,7 @@ def test_a_speed_up_is_that_within_a_round() -> None:
     found = RealComparison("toy", 2, 16, 64, (expert, auto))
     assert found.speed_ups(auto) == (2.0, 2.0, 2.0)
     assert found.correlation == 1
-    assert real_table(found).row_count == 2
+    assert measured_table(found).row_count == 2
 
 
 @pytest.mark.distributed

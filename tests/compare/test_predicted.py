@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from config.mindformers.files import small
-from shardwright.cli.compare import comparison_table, refused
+from shardwright.cli.compare import comparison_table, too_large_text
 from shardwright.compare import (
     AUTO,
     DATA_PARALLEL,
@@ -110,8 +110,8 @@ def test_ways_that_do_not_fit_are_named_with_their_need_and_not_counted(tmp_path
     found = compare_predicted(written(tmp_path, 4, 2, 1, **LARGE, **limit), CLUSTER)
     assert [way.kind for way in found.too_large] == [EXPERT, TENSOR_PARALLEL]
     assert found.holds
-    assert refused(found) == (
-        "small: too large for 11.8 GiB, so not counted: expert 4·2·1 (11.9 GiB),"
+    assert too_large_text(found) == (
+        "small: excluded, over the memory limit of 11.8 GiB: expert 4·2·1 (11.9 GiB),"
         " tensor parallel 1·8·1 (11.9 GiB)"
     )
 

@@ -86,7 +86,7 @@ def test_the_command_prints_plans_break_evens_and_advice_or_json(tmp_path: Path)
     command = ["tune", str(file(tmp_path)), "--devices", "4", "--cluster", "h100"]
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 0, shown.output
-    for words in ("mem_coeff", "plan 1:", "break-even", "take mem_coeff", "the least time"):
+    for words in ("mem_coeff", "plan 1:", "break-even", "use mem_coeff", "shortest step time"):
         assert words in shown.stdout
     result = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     times = {each["mem_coeff"]: each["seconds"] for each in result["trials"]}

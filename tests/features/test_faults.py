@@ -111,7 +111,7 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not_stopped(
     resumed = configure("b", 20, 7, dropout=0.5)
     capsys.readouterr()
     assert train(monkeypatch, resumed, "--log-dir", "two", "--resume") == 0
-    assert capsys.readouterr().out.startswith("going on after step 11\n")
+    assert capsys.readouterr().out.startswith("resuming after step 11\n")
     assert_same_steps("two", "one", tolerance=0)
     torch.testing.assert_close(final("b.yaml"), final("a.yaml"), rtol=0, atol=0)
     assert train(monkeypatch, resumed, "--log-dir", "two", "--resume") == 0
@@ -179,7 +179,7 @@ def test_a_killed_rank_costs_no_step_and_none_is_done_twice(
         output, error = process.communicate(timeout=120)
     assert (process.returncode, error) == (0, "")
     assert "a rank failed: restart 1 of 1; its log: logs_two/1/rank.*/stderr.attempt-0" in output
-    assert "going on after step " in output
+    assert "resuming after step " in output
     assert_same_steps("logs_two", "logs_one", tolerance=1e-11)
     torch.testing.assert_close(final("two.yaml"), final("one.yaml"), rtol=1e-9, atol=1e-11)
 

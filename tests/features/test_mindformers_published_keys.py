@@ -242,7 +242,7 @@ def test_keys_that_mean_nothing_are_those_and_no_others(file: str) -> None:
 def test_every_command_takes_it_with_all_options(file: str, command: Command) -> None:
     out, err = command("plan", file, "--devices", "8")
     assert "Plan for 8 devices" in out
-    assert err.count(f"{file}: {len(UNUSED.split())} keys mean nothing here: ") == 1
+    assert err.count(f"{file}: {len(UNUSED.split())} keys are ignored: ") == 1
     options = ["--devices", "8", "--cluster", "h100", "--log-costs", "--mem-coeff"]
     kept = ["--json", "--out", "kept/plan.json", "--save-graphs", "graphs"]
     out, _ = command("plan", file, *options, "auto", *kept)

@@ -37,20 +37,20 @@ VersionOption = Annotated[
 
 @app.callback()
 def shardwright(version: VersionOption = False) -> None:
-    """Decide how every operator of a PyTorch model is split over N devices, and train it there."""
+    """Plan how every operator of a PyTorch model is sharded over N devices, and train it."""
 
 
 def main() -> None:
-    """The entry point: one line for an error in the input (exit status 2), the failed rank's
-    traceback for an error in the model (1), 128 + the signal's number when stopped."""
-    # What torch warns of while it captures a model is in the error, if there is one.
+    """The entry point. Exits with status 2 and one line for an invalid input, with 1 and the
+    failed rank's traceback for an error in the model, with 128 + the signal's number if stopped."""
+    # What torch warns about during capture is part of the error, if there is one.
     log_only(logging.ERROR)
     try:
         app()
     except ShardwrightError as error:
         _fail(str(error), 2)
     except RankFailedError as error:
-        # A rank may find a mistake of the input that this process could not see.
+        # A rank may find an invalid input that this process could not detect.
         if issubclass(getattr(errors, error.kind, Exception), ShardwrightError):
             _fail(error.text, 2)
         _fail(str(error), 1)

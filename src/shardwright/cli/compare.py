@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from json import dumps
+from json import dumps as to_json
 from pathlib import Path
 from statistics import quantiles
 from typing import Annotated, Literal
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright.cli.app import app
-from shardwright.cli.options import ShowProgressOption, progress
+from shardwright.cli.options import LOG_DIR, LogDirOption, ShowProgressOption, progress
 from shardwright.compare import (
     AUTO,
     DATA_PARALLEL,
@@ -25,8 +25,8 @@ from shardwright.compare import (
     RealComparison,
     alternative_name,
     compare_measured,
+    compare_predicted,
 )
-from shardwright.compare import compare_predicted as compared
 from shardwright.compare.measured import ROUNDS
 from shardwright.cost.memory import binary
 from shardwright.progress import within
@@ -38,19 +38,19 @@ WIDTH, CLUSTER, PROCESSES = 140, "ascend910b", 8
 @app.command("compare")
 def compare_command(
     configs: Annotated[
-        list[Path], typer.Argument(help="Experts' configurations, such as configs/*_expert.yaml.")
+        list[Path], typer.Argument(help="Expert configurations, such as configs/*_expert.yaml.")
     ],
     cluster: Annotated[
         str | None,
         typer.Option(
-            help=f"Devices and links: a name, or a YAML file; by default {CLUSTER}, with --run this"
-            " machine, measured anew."
+            help=f"Devices and links: a name or a YAML file; by default {CLUSTER}, with --run this"
+            " machine, which is calibrated first."
         ),
     ] = None,
     devices: Annotated[
         int | None,
         typer.Option(
-            help="Number of devices; by default the configuration's, with --run"
+            help="Number of devices; by default that of the configuration, with --run"
             f" {PROCESSES} processes."
         ),
     ] = None,
@@ -58,119 +58,125 @@ def compare_command(
     show_progress: ShowProgressOption = None,
     run: Annotated[
         Literal["tiny"] | None,
-        typer.Option(help="Really run training steps of the tiny variants on local processes."),
+        typer.Option(help="Measure training steps of the tiny variants on local processes."),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="With --run: steps of each way.")] = ROUNDS,
-    log_dir: Annotated[Path, typer.Option(help="With --run: folder of the ranks' logs.")] = Path(
-        "log_output"
-    ),
+    rounds: Annotated[
+        int, typer.Option(help="With --run: number of steps of each alternative.")
+    ] = ROUNDS,
+    log_dir: LogDirOption = LOG_DIR,
 ) -> None:
-    """Compare the automatic plan with what experts configure by hand and with all ways of data x
-    tensor x pipeline parallel, by the predicted time of a step. Exit status 1 where another way
-    that fits into memory is faster."""
+    """Compare the automatic plan with expert configurations and with every combination of data,
+    tensor and pipeline parallelism by predicted step time. Exit status 1 if an alternative that
+    fits into memory is faster."""
     if run is not None:
         logs, processes = LogFolder(log_dir), devices or PROCESSES
-        with progress(show_progress) as told:
-            real = compare_measured(
+        with progress(show_progress) as on_progress:
+            measured = compare_measured(
                 configs,
                 logs,
                 devices=processes,
                 rounds=rounds,
                 cluster=cluster,
-                on_progress=told,
+                on_progress=on_progress,
             )
-        _show_real(real, json)
+        _print_measured(measured, json)
         return
-    with progress(show_progress) as told:
-        found = [
-            compared(
-                config, cluster or CLUSTER, devices, within(told, config.stem, done, len(configs))
+    with progress(show_progress) as on_progress:
+        comparisons = [
+            compare_predicted(
+                config,
+                cluster or CLUSTER,
+                devices,
+                within(on_progress, config.stem, done, len(configs)),
             )
             for done, config in enumerate(configs)
         ]
     if json:
-        data = [{**asdict(each), "speed_up": each.speed_up} for each in found]
-        typer.echo(dumps(data, indent=1))
+        data = [{**asdict(each), "speed_up": each.speed_up} for each in comparisons]
+        typer.echo(to_json(data, indent=1))
     else:
         console = Console(width=WIDTH)
-        console.print(comparison_table(found))
-        for each in found:
-            if each.too_large:
-                console.print(refused(each), highlight=False, soft_wrap=True)
-    if not all(each.holds for each in found):
+        console.print(comparison_table(comparisons))
+        for comparison in comparisons:
+            if comparison.too_large:
+                console.print(too_large_text(comparison), highlight=False, soft_wrap=True)
+    if not all(comparison.holds for comparison in comparisons):
         raise typer.Exit(1)
 
 
-def _show_real(found: list[RealComparison], json: bool) -> None:
+def _print_measured(comparisons: list[RealComparison], json: bool) -> None:
     if json:
-        data = [{**asdict(each), "spearman": each.correlation} for each in found]
-        typer.echo(dumps(data, indent=1))
+        data = [{**asdict(each), "spearman": each.correlation} for each in comparisons]
+        typer.echo(to_json(data, indent=1))
         return
     console = Console(width=WIDTH)
-    for each in found:
-        console.print(real_table(each))
+    for comparison in comparisons:
+        console.print(measured_table(comparison))
 
 
-def real_table(found: RealComparison) -> Table:
-    """A row for each way that was run."""
-    shown = Table(
-        title=f"{found.model}: a step of {found.batch} x {found.seq_length} tokens on"
-        f" {found.processes} processes; Spearman's ρ of predicted and measured"
-        f" {found.correlation:.2f}",
+def measured_table(comparison: RealComparison) -> Table:
+    """A row for each measured alternative."""
+    table = Table(
+        title=f"{comparison.model}: {comparison.batch} x {comparison.seq_length} tokens per step on"
+        f" {comparison.processes} processes; Spearman's ρ of predicted and measured"
+        f" {comparison.correlation:.2f}",
         title_justify="left",
     )
-    shown.add_column("data · tensor · pipeline parallel", overflow="fold")
-    for name in ("predicted, ms", "measured, ms (quartiles)", "SpeedUp (quartiles)"):
-        shown.add_column(name, justify="right")
-    for run in found.runs:
+    table.add_column("data · tensor · pipeline parallel", overflow="fold")
+    for name in ("predicted, ms", "measured, ms (quartiles)", "speedup (quartiles)"):
+        table.add_column(name, justify="right")
+    for run in comparison.runs:
         low, _, high = quantiles(run.seconds, n=4)
-        slower, middle, faster = found.speed_ups(run)
-        shown.add_row(
+        slower, middle, faster = comparison.speed_ups(run)
+        table.add_row(
             "\n".join(run.ways),
             f"{1e3 * run.predicted:.1f}",
             f"{1e3 * run.median:.1f} ({1e3 * low:.1f}–{1e3 * high:.1f})",
             f"{middle:.0%} ({slower:.0%}–{faster:.0%})",
         )
-    return shown
+    return table
 
 
-TITLE = "Thousand tokens a second, memory of a device, and what it sends in a step"
+TITLE = "Thousand tokens/s, peak memory per device, and bytes a device sends per step"
+KINDS = (EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, AUTO)
 
 
-def comparison_table(found: list[Comparison]) -> Table:
-    """A row for each model: its ways, and the speed-up of the automatic plan over the expert's."""
-    shown = Table(title=TITLE, title_justify="left")
-    shown.add_column("model")
-    shown.add_column("devices", justify="right")
-    shown.add_column("batch", justify="right")
-    for kind in (EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, AUTO):
-        shown.add_column(kind, justify="right")
-    shown.add_column("SpeedUp", justify="right")
-    for each in found:
-        ways = [each.way(k) for k in (EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, AUTO)]
-        shown.add_row(
-            each.model,
-            str(each.devices),
-            str(each.global_batch),
-            *map(_cell, ways),
-            f"{each.speed_up:.1%}",
+def comparison_table(comparisons: list[Comparison]) -> Table:
+    """A row for each model: its alternatives, and the automatic plan's speedup over the expert."""
+    table = Table(title=TITLE, title_justify="left")
+    table.add_column("model")
+    table.add_column("devices", justify="right")
+    table.add_column("batch", justify="right")
+    for kind in KINDS:
+        table.add_column(kind, justify="right")
+    table.add_column("speedup", justify="right")
+    for comparison in comparisons:
+        table.add_row(
+            comparison.model,
+            str(comparison.devices),
+            str(comparison.global_batch),
+            *(_cell(comparison.way(kind)) for kind in KINDS),
+            f"{comparison.speed_up:.1%}",
         )
-    return shown
+    return table
 
 
-def refused(found: Comparison) -> str:
-    """Which ways do not fit, and by how much."""
-    assert found.limit is not None
-    ways = ", ".join(
-        f"{alternative_name(way.kind, way.parts)} ({binary(way.memory)})" for way in found.too_large
+def too_large_text(comparison: Comparison) -> str:
+    """The alternatives that do not fit into memory, with the memory they need."""
+    assert comparison.limit is not None
+    excluded = ", ".join(
+        f"{alternative_name(each.kind, each.parts)} ({binary(each.memory)})"
+        for each in comparison.too_large
     )
-    return f"{found.model}: too large for {binary(found.limit)}, so not counted: {ways}"
+    limit = binary(comparison.limit)
+    return f"{comparison.model}: excluded, over the memory limit of {limit}: {excluded}"
 
 
-def _cell(way: Alternative | None) -> str:
-    if way is None:
+def _cell(alternative: Alternative | None) -> str:
+    if alternative is None:
         return "-"
-    parts = "" if way.parts is None else f" {'·'.join(map(str, way.parts))}"
-    over = "" if way.fits else " too large"
-    speed = f"{way.tokens_per_second / 1e3:.1f}{parts}"
-    return f"{speed}\n{binary(way.memory)}{over}\nsends {binary(way.bytes)}"
+    parts = alternative.parts
+    grid = "" if parts is None else f" {'·'.join(map(str, parts))}"
+    over = "" if alternative.fits else " over limit"
+    speed = f"{alternative.tokens_per_second / 1e3:.1f}{grid}"
+    return f"{speed}\n{binary(alternative.memory)}{over}\nsends {binary(alternative.bytes)}"

@@ -1,9 +1,9 @@
-"""`shardwright launch`."""
+"""The commands that need no plan: `launch`, `calibrate`, `models`."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from json import dumps
+from json import dumps as to_json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright.cli.app import app
-from shardwright.cli.options import DevicesOption
+from shardwright.cli.options import LOG_DIR, DevicesOption, LogDirOption
 from shardwright.cost.calibrate import cache_file, calibrate
 from shardwright.cost.cluster import cluster_to_yaml
 from shardwright.models import MODELS, build
@@ -27,11 +27,10 @@ def launch_command(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python script.", exists=True, dir_okay=False)],
     devices: DevicesOption,
-    log_dir: Annotated[Path, typer.Option(help="Folder of the ranks' logs.")] = Path("log_output"),
+    log_dir: LogDirOption = LOG_DIR,
 ) -> None:
-    """Run a script as local processes, one a device, with the environment that torchrun would give
-    them. Rank N writes to LOG_DIR/1/rank.N/stdout and stderr; what follows SCRIPT are its own
-    arguments."""
+    """Run a script as local processes, one per device, with the environment that torchrun sets.
+    Rank N writes to LOG_DIR/1/rank.N/stdout and stderr. Arguments after SCRIPT are passed to it."""
     logs = LogFolder(log_dir)
     logs.clear(num_ranks=devices)
     launch([str(script), *context.args], devices, logs)
@@ -40,56 +39,56 @@ def launch_command(
 @app.command("calibrate")
 def calibrate_command(
     devices: Annotated[
-        int, typer.Option(min=2, help="Processes between which links are measured.")
+        int, typer.Option(min=2, help="Number of processes whose links are measured.")
     ] = 2,
 ) -> None:
-    """Measure this machine's CPU and the links between processes, for the cluster `local`; the
-    figures are kept in the user's cache."""
+    """Measure this machine's CPU and the links between its processes for the cluster `local`. The
+    result is saved in the user's cache."""
     cluster = calibrate(devices)
     typer.echo(cluster_to_yaml(cluster).rstrip())
-    typer.echo(f"# kept in {cache_file()}")
+    typer.echo(f"# saved in {cache_file()}")
 
 
 WIDTH = 140
 COLUMNS = {
-    "num_layers": "blocks",
-    "hidden_size": "width",
+    "num_layers": "layers",
+    "hidden_size": "hidden size",
     "num_heads": "heads",
-    "num_kv_heads": "of keys",
-    "intermediate_size": "feed-forward",
+    "num_kv_heads": "KV heads",
+    "intermediate_size": "FFN size",
     "vocab_size": "vocabulary",
-    "seq_length": "positions",
-    "positions": "their kind",
+    "seq_length": "max. sequence",
+    "positions": "positions",
 }
 
 
 @app.command("models")
 def models_command(
-    tiny: Annotated[bool, typer.Option("--tiny", help="Those that are small, for tests.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="List the tiny variants for tests.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
-    """List the language models that a configuration can name, with their sizes."""
+    """List the language models that a configuration can use, with their sizes."""
     names = [name for name in MODELS if name.endswith("_tiny") == tiny]
     counts = {name: parameter_count(name) for name in names}
     if json:
-        found = [
+        entries = [
             {"name": name, "parameters": counts[name], **asdict(MODELS[name])} for name in names
         ]
-        typer.echo(dumps(found, indent=1))
+        typer.echo(to_json(entries, indent=1))
         return
-    shown = Table()
-    shown.add_column("model.name")
+    table = Table()
+    table.add_column("model.name")
     for title in ("parameters", *COLUMNS.values()):
-        shown.add_column(title, justify="right")
+        table.add_column(title, justify="right")
     for name in names:
         sizes = (str(getattr(MODELS[name], key)) for key in COLUMNS)
-        shown.add_row(name, f"{counts[name]:,}", *sizes)
-    Console(width=WIDTH, highlight=False).print(shown)
+        table.add_row(name, f"{counts[name]:,}", *sizes)
+    Console(width=WIDTH, highlight=False).print(table)
     if not tiny:
-        typer.echo("each also small enough for tests, with _tiny appended: --tiny")
+        typer.echo("each model has a tiny variant for tests, NAME_tiny: see --tiny")
 
 
 def parameter_count(name: str) -> int:
-    """How many numbers the parameters of the model of this name are; none is allocated."""
+    """The number of parameters of the model of this name; allocates nothing."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build(name).parameters())

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options and messages that several commands share."""
 
 from __future__ import annotations
 
@@ -20,36 +20,41 @@ from shardwright.config import Run
 from shardwright.progress import OnProgress, silent
 from shardwright.train.process_group import launched
 
-ConfigArgument = Annotated[Path, typer.Argument(help="The YAML configuration.", show_default=False)]
+LOG_DIR = Path("log_output")
+
+ConfigArgument = Annotated[Path, typer.Argument(help="A YAML configuration.", show_default=False)]
+LogDirOption = Annotated[Path, typer.Option(help="Folder for the ranks' logs.")]
 DevicesOption = Annotated[int, typer.Option(help="Number of devices.", show_default=False)]
 
 
-def _coefficient(given: str) -> str:
+def _check_coefficient(text: str | None) -> str | None:
     """Raises: typer.BadParameter: neither a positive number nor `auto`."""
-    wrong = typer.BadParameter(f"{given!r} is neither a positive number nor auto")
+    error = typer.BadParameter(f"{text!r} is neither a positive number nor auto")
     try:
-        fits = given == "auto" or 0 < float(given) < inf
+        valid = text is None or text == "auto" or 0 < float(text) < inf
     except ValueError:
-        raise wrong from None
-    if not fits:
-        raise wrong
-    return given
+        raise error from None
+    if not valid:
+        raise error
+    return text
 
 
 MemCoeffOption = Annotated[
     str | None,
     typer.Option(
-        help="Weight of memory against communication, instead of the configuration's; auto: the"
-        " smallest that fits into memory.",
+        help="Weight of memory relative to communication; overrides the configuration. auto: the"
+        " smallest weight whose plan fits into memory.",
         metavar="NUMBER|auto",
-        callback=lambda given: None if given is None else _coefficient(given),
+        callback=_check_coefficient,
     ),
 ]
 ClusterOption = Annotated[
     str | None,
-    typer.Option(help="Plan by the seconds of a step on it: `local`, `h100`, …, or a YAML file."),
+    typer.Option(
+        help="Minimize the predicted step time on this cluster: `local`, `h100`, …, or a YAML file."
+    ),
 ]
-LogCostsOption = Annotated[bool, typer.Option("--log-costs", help="Log what each cut would cost.")]
+LogCostsOption = Annotated[bool, typer.Option("--log-costs", help="Log the cost of each cut.")]
 
 
 def run_of(
@@ -60,16 +65,16 @@ def run_of(
     cluster: str | None = None,
     on_progress: OnProgress = silent,
 ) -> Run:
-    """The run of a configuration with the command line's options in place of its own."""
+    """The run of a configuration, overridden by the options of the command line."""
     run = Run.from_file(config)
-    _say_what_is_taken_otherwise(run, config)
+    _report_keys(run, config)
     changes: dict[str, object] = {}
     if mem_coeff is not None:
         changes["mem_coeff"] = mem_coeff if mem_coeff == "auto" else float(mem_coeff)
     if log_costs:
         changes["log_costs"] = True
     if cluster is not None:
-        # A path on the command line is relative to where it is typed.
+        # A path on the command line is relative to the working directory.
         path = Path(cluster)
         changes["cluster"] = str(path.absolute()) if path.is_file() else cluster
     parallel = run.config.parallel.model_copy(update=changes)
@@ -80,21 +85,21 @@ def run_of(
     return replace(run, config=changed, on_progress=on_progress)
 
 
-def _say_what_is_taken_otherwise(run: Run, config: Path) -> None:
-    """Keys of a file of the MindFormers shape that mean nothing here, or another thing than they
-    say, once."""
+def _report_keys(run: Run, config: Path) -> None:
+    """Reports keys of a MindFormers configuration file that are ignored or interpreted
+    differently."""
     if run.language is None or launched():
         return
     for note in run.language.notes:
         typer.echo(f"{config}: {note}", err=True)
     if run.language.unused:
         count, names = len(run.language.unused), ", ".join(run.language.unused)
-        keys = "1 key means" if count == 1 else f"{count} keys mean"
-        typer.echo(f"{config}: {keys} nothing here: {names}", err=True)
+        keys = "key is" if count == 1 else "keys are"
+        typer.echo(f"{config}: {count} {keys} ignored: {names}", err=True)
 
 
-def say_batch(run: Run, config: Path, devices: int) -> None:
-    """Of a file of the MindFormers shape, how its global batch comes about."""
+def report_batch(run: Run, config: Path, devices: int) -> None:
+    """Reports how the global batch of a MindFormers configuration file is computed."""
     if run.language is not None and not launched():
         typer.echo(f"{config}: {run.language.batch.formula(devices)}", err=True)
 
@@ -103,22 +108,22 @@ ShowProgressOption = Annotated[
     bool | None,
     typer.Option(
         "--progress/--no-progress",
-        help="Say on stderr what is being done; by default where it is a terminal.",
+        help="Report progress on stderr; by default if it is a terminal.",
         show_default=False,
     ),
 ]
 
 
 @contextmanager
-def progress(wanted: bool | None = None) -> Iterator[OnProgress]:
-    """Shows on stderr what is told: on a terminal as one line with a bar, which goes away in the
-    end; elsewhere nothing, or, if it is wanted, a line for each part with the seconds before it."""
+def progress(enabled: bool | None = None) -> Iterator[OnProgress]:
+    """Shows progress on stderr: on a terminal as one line with a transient bar; elsewhere, only if
+    `enabled`, as one line per phase with the elapsed seconds."""
     terminal = sys.stderr.isatty()
-    if wanted is False or not (terminal or wanted):
+    if enabled is False or not (terminal or enabled):
         yield silent
     elif terminal:
-        with _bar(Console(stderr=True)) as told:
-            yield told
+        with _bar(Console(stderr=True)) as on_progress:
+            yield on_progress
     else:
         yield _lines()
 
@@ -127,20 +132,20 @@ def progress(wanted: bool | None = None) -> Iterator[OnProgress]:
 def _bar(console: Console) -> Iterator[OnProgress]:
     doing = TextColumn("{task.description}", markup=False)
     columns = (SpinnerColumn(), doing, BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as shown:
-        task = shown.add_task("read", total=None)
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+        task = bar.add_task("configuration", total=None)
 
-        def told(doing: str, done: int = 0, of: int = 0) -> None:
-            shown.update(task, description=doing, completed=done, total=of or None)
+        def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
+            bar.update(task, description=doing, completed=done, total=of or None)
 
-        yield told
+        yield on_progress
 
 
 def _lines() -> OnProgress:
-    started = time.monotonic()
+    start = time.monotonic()
 
-    def told(doing: str, done: int = 0, of: int = 0) -> None:
+    def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
         count = f" ({done + 1} of {of})" if of else ""
-        typer.echo(f"{time.monotonic() - started:6.1f} s  {doing}{count}", err=True)
+        typer.echo(f"{time.monotonic() - start:6.1f} s  {doing}{count}", err=True)
 
-    return told
+    return on_progress

@@ -1,10 +1,10 @@
-"""`shardwright plan` and `shardwright explain`."""
+"""The commands about one plan, or two: `plan`, `explain`, `check`, `diff`."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from json import dumps
+from json import dumps as to_json
 from pathlib import Path
 from typing import Annotated
 
@@ -23,14 +23,18 @@ from shardwright.cli.options import (
     MemCoeffOption,
     ShowProgressOption,
     progress,
+    report_batch,
     run_of,
-    say_batch,
 )
 from shardwright.plan import Plan
 from shardwright.plan.diff import Difference, differences
 from shardwright.plan.table import WIDTH, plan_text
 
 LEAST_WIDTH = 100
+
+EveryOption = Annotated[
+    bool, typer.Option("--every", help="Include operators that only follow their neighbors.")
+]
 
 
 @app.command("plan")
@@ -41,44 +45,44 @@ def plan_command(
     out: Annotated[Path | None, typer.Option(help="Save the plan to this file.")] = None,
     save_graphs: Annotated[
         Path | None,
-        typer.Option(help="Save the graph before and after planning, and rank 0's program, here."),
+        typer.Option(
+            help="Save the graph before and after planning, and rank 0's program, to this folder."
+        ),
     ] = None,
     mem_coeff: MemCoeffOption = None,
     log_costs: LogCostsOption = False,
     cluster: ClusterOption = None,
-    every: Annotated[
-        bool, typer.Option("--every", help="Also operators that only follow their neighbors.")
-    ] = False,
+    every: EveryOption = False,
     show_progress: ShowProgressOption = None,
 ) -> None:
-    """Search a plan and print it. Needs no devices and starts no processes."""
-    with progress(show_progress) as told:
-        run = run_of(config, mem_coeff, log_costs, cluster=cluster, on_progress=told)
+    """Search for a plan and print it. Needs no devices and starts no processes."""
+    with progress(show_progress) as on_progress:
+        run = run_of(config, mem_coeff, log_costs, cluster=cluster, on_progress=on_progress)
         plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
-        told("table")
-        shown = plan.to_json() if json else plan_text(plan, every, _width())
+        on_progress("memory and table")
+        text = plan.to_json() if json else plan_text(plan, every, _width())
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         plan.save(out)
-    say_batch(run, config, devices)
-    typer.echo(shown)
+    report_batch(run, config, devices)
+    typer.echo(text)
 
 
 def _width() -> int:
-    """The terminal's, where the plan goes to one that is wide enough for a table."""
+    """The terminal's width, if stdout is a terminal."""
     return max(Console().width, LEAST_WIDTH) if sys.stdout.isatty() else WIDTH
 
 
 @app.command("explain")
 def explain_command(
     config: ConfigArgument,
-    name: Annotated[str, typer.Argument(help="An operator, by its module path.")],
+    name: Annotated[str, typer.Argument(help="An operator of the plan, by its module path.")],
     devices: DevicesOption,
     mem_coeff: MemCoeffOption = None,
     log_costs: LogCostsOption = False,
     cluster: ClusterOption = None,
 ) -> None:
-    """Say how one operator is cut, and why."""
+    """Explain how one operator is sharded, where its inputs come from and what that costs."""
     run = run_of(config, mem_coeff, log_costs, cluster=cluster)
     typer.echo(run.plan(devices).explain(name))
 
@@ -90,11 +94,11 @@ def check_command(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     mem_coeff: MemCoeffOption = None,
 ) -> None:
-    """Run the planned program on simulated ranks in this process, and compare it with one device:
-    loss, every gradient, and the bytes sent. Exit status 1 where they differ."""
+    """Run the planned program on simulated ranks in one process, and compare the loss and every
+    gradient with one device, and the bytes sent with the plan. Exit status 1 if they differ."""
     run = run_of(config, mem_coeff).on(devices)
     result = check(run.model(), run.example_batch(), {}, run.plan(devices))
-    typer.echo(dumps(asdict(result), indent=1) if json else _check_text(result, devices))
+    typer.echo(to_json(asdict(result), indent=1) if json else _check_text(result, devices))
     if not result.passes():
         raise typer.Exit(1)
 
@@ -104,12 +108,12 @@ def _check_text(result: Check, devices: int) -> str:
     counted, planned = result.counted_bytes, result.planned_bytes
     return "\n".join(
         [
-            f"{devices} simulated ranks against one device, in double precision",
-            f"loss on one device       {loss}",
-            f"difference of the loss   {result.loss_difference:.1e}",
-            f"of the gradients         {result.gradient_difference:.1e} ({result.worst_parameter})",
-            f"between the ranks        {result.replica_difference:.1e}",
-            f"bytes a device sends     {sum(counted):,} counted, {sum(planned):,} planned",
+            f"{devices} simulated ranks vs. one device, float64",
+            f"loss on one device    {loss}",
+            f"loss difference       {result.loss_difference:.1e}",
+            f"gradient difference   {result.gradient_difference:.1e} ({result.worst_parameter})",
+            f"replica difference    {result.replica_difference:.1e}",
+            f"bytes per device      {sum(counted):,} counted, {sum(planned):,} planned",
             "equal" if result.passes() else "NOT equal",
         ]
     )
@@ -117,42 +121,40 @@ def _check_text(result: Check, devices: int) -> str:
 
 DIFF_WIDTH = 140
 NAMES = 4
-"""How many names of operators that differ alike are shown."""
+"""How many names are shown per difference."""
 
 
 @app.command("diff")
 def diff_command(
     first: Annotated[Path, typer.Argument(help="A saved plan.")],
-    second: Annotated[Path, typer.Argument(help="Another.")],
-    every: Annotated[
-        bool, typer.Option("--every", help="Also operators that only follow their neighbors.")
-    ] = False,
+    second: Annotated[Path, typer.Argument(help="Another saved plan.")],
+    every: EveryOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print the differences as JSON.")] = False,
 ) -> None:
-    """Show what two saved plans decide otherwise: cuts, stages, storage, what is computed again,
-    and what follows from it. Exit status 1 where they differ."""
-    found = differences(Plan.load(first), Plan.load(second), every)
+    """Compare two saved plans: cuts, stages, storage, recomputation, and what follows from them.
+    Exit status 1 if they differ."""
+    changes = differences(Plan.load(first), Plan.load(second), every)
     if json:
-        typer.echo(dumps([asdict(each) for each in found], indent=1))
-    elif found:
+        typer.echo(to_json([asdict(change) for change in changes], indent=1))
+    elif changes:
         Console(width=DIFF_WIDTH, highlight=False).print(
-            differences_table(found, first.name, second.name)
+            differences_table(changes, first.name, second.name)
         )
     else:
         typer.echo("the plans make the same decisions")
-    if found:
+    if changes:
         raise typer.Exit(1)
 
 
-def differences_table(found: list[Difference], first: str, second: str) -> Table:
-    """A row for each difference."""
-    shown = Table()
-    shown.add_column("", no_wrap=True)
+def differences_table(changes: list[Difference], first: str, second: str) -> Table:
+    """A row for each difference; `first` and `second` are the columns' titles."""
+    table = Table()
+    table.add_column("", no_wrap=True)
     for title in (first, second):
-        shown.add_column(title, overflow="fold")
-    shown.add_column("of", overflow="fold", min_width=60)
-    for each in found:
-        more = f"\nand {len(each.names) - NAMES} more" if len(each.names) > NAMES else ""
-        names = "\n".join(each.names[:NAMES]) + more
-        shown.add_row(each.what, each.first, each.second, names)
-    return shown
+        table.add_column(title, overflow="fold")
+    table.add_column("operators or parameters", overflow="fold", min_width=60)
+    for change in changes:
+        more = f"\nand {len(change.names) - NAMES} more" if len(change.names) > NAMES else ""
+        names = "\n".join(change.names[:NAMES]) + more
+        table.add_row(change.what, change.first, change.second, names)
+    return table

@@ -14,7 +14,14 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwright.cli.app import app
-from shardwright.cli.options import ConfigArgument, MemCoeffOption, run_of, say_batch
+from shardwright.cli.options import (
+    LOG_DIR,
+    ConfigArgument,
+    LogDirOption,
+    MemCoeffOption,
+    report_batch,
+    run_of,
+)
 from shardwright.config import Run
 from shardwright.errors import LayoutError, PlanError, StrategyError
 from shardwright.plan import Plan
@@ -32,42 +39,42 @@ def train_command(
         int | None,
         typer.Option(help="Number of devices; by default the plan's, or torchrun's, or 1."),
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="A saved plan, instead of a search.")] = None,
-    log_dir: Annotated[Path, typer.Option(help="Folder of the ranks' logs.")] = Path("log_output"),
+    plan: Annotated[Path | None, typer.Option(help="Use a saved plan, without a search.")] = None,
+    log_dir: LogDirOption = LOG_DIR,
     mem_coeff: MemCoeffOption = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+        bool, typer.Option("--resume", help="Resume from the newest checkpoint, if there is one.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="Start all ranks again, so often, after one failed.")
+        int, typer.Option(min=0, help="How many times all ranks are restarted after one failed.")
     ] = 0,
     elastic: Annotated[
         str | None,
         typer.Option(
             metavar="MIN:MAX",
-            help="Plan anew for the devices that are left when ranks are killed, and go on.",
+            help="When ranks are killed, replan for the remaining devices and resume.",
         ),
     ] = None,
 ) -> None:
-    """Train on local processes, one a device; under torchrun, on those that it started."""
+    """Train on local processes, one per device, or under torchrun on the processes it started."""
     world, bounds = World.from_environment(), Range.parse(elastic) if elastic else None
     run = run_of(config, mem_coeff, resume=resume or world.restarts > 0)
     if world.restarts == 0:
         run.check_resumes()
-    given = Plan.load(plan) if plan is not None else None
+    saved = Plan.load(plan) if plan is not None else None
     if devices is None:
-        devices = given.devices if given else bounds.maximum if bounds else world.size
-    if given is not None and given.devices != devices:
-        raise PlanError(f"{plan} is for {given.devices} devices, not for {devices}")
+        devices = saved.devices if saved else bounds.maximum if bounds else world.size
+    if saved is not None and saved.devices != devices:
+        raise PlanError(f"{plan} is for {saved.devices} devices, not for {devices}")
     if bounds is not None and not bounds.minimum <= devices <= bounds.maximum:
         raise PlanError(f"--elastic {elastic} does not allow {devices} devices")
     logs, run = LogFolder(log_dir), run.on(devices)
-    say_batch(run, config, devices)
-    chosen = given or run.plan(devices)
+    report_batch(run, config, devices)
+    chosen = saved or run.plan(devices)
     if world.rank == 0 and plan is None:
-        saved = run.save_strategies(chosen)
-        if saved is not None:
-            typer.echo(f"the strategies of the plan are in {saved}", err=True)
+        strategies = run.save_strategies(chosen)
+        if strategies is not None:
+            typer.echo(f"the strategies of the plan are saved in {strategies}", err=True)
     if run.language is not None and run.language.only_strategies:
         return
     if launched():
@@ -78,10 +85,10 @@ def train_command(
         _train_one_rank(run, chosen, world, logs)
         return
     ranks = _Ranks(config, run, logs)
-    with ranks.shown() as progress:
+    with ranks.progress() as progress:
         if bounds is not None:
             launch_elastic(
-                lambda left: ranks.planned_for(left, bounds.minimum),
+                lambda remaining: ranks.replan(remaining, bounds.minimum),
                 ranks.command(chosen, run.resumes),
                 devices,
                 bounds.minimum,
@@ -92,8 +99,8 @@ def train_command(
             return
 
         def on_restart(number: int) -> None:
-            before = f"{logs.run}/rank.*/stderr.attempt-{number - 1}"
-            progress.line(f"a rank failed: restart {number} of {max_restarts}; its log: {before}")
+            log = f"{logs.run}/rank.*/stderr.attempt-{number - 1}"
+            progress.line(f"a rank failed: restart {number} of {max_restarts}; its log: {log}")
 
         command = ranks.command(chosen, run.resumes)
         launch(command, devices, logs, max_restarts=max_restarts, on_restart=on_restart)
@@ -101,23 +108,23 @@ def train_command(
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The processes that this one starts, and what is shown of them."""
+    """The processes that this one starts, and the display of their progress."""
 
     config: Path
     run: Run
     logs: LogFolder
 
     def command(self, plan: Plan, resume: bool) -> list[str]:
-        """What each of them runs, to follow `plan`."""
+        """The command of each process, to train with `plan`."""
         plan.save(self.logs.plan)
         command = ["-P", "-m", "shardwright", "train", str(self.config)]
         command += ["--plan", str(self.logs.plan), "--log-dir", str(self.logs.root)]
         return [*command, "--resume"] if resume else command
 
-    def planned_for(self, left: int, minimum: int) -> tuple[list[str], int]:
-        """The command with a plan for the largest number of devices, of those `left`, among which
-        there is work to share; and that number."""
-        for devices in range(left, minimum, -1):
+    def replan(self, remaining: int, minimum: int) -> tuple[list[str], int]:
+        """The command with a plan for the largest number of the remaining devices that share any
+        work, and that number."""
+        for devices in range(remaining, minimum, -1):
             try:
                 plan = self.run.plan(devices)
             except (StrategyError, LayoutError):
@@ -129,8 +136,8 @@ class _Ranks:
         return self.command(plan, self.run.checkpoints() is not None), plan.devices
 
     @contextmanager
-    def shown(self) -> Iterator[LiveProgress]:
-        """Rank 0's lines and steps, while it writes them."""
+    def progress(self) -> Iterator[LiveProgress]:
+        """Shows rank 0's lines and steps while it writes them."""
         with LiveProgress(Console(), self.run.num_steps, len(self.run.batches)) as progress:
             on_line = {
                 self.logs.stdout(0): progress.line,
@@ -142,7 +149,7 @@ class _Ranks:
 
 def _train_one_rank(run: Run, plan: Plan, world: World, logs: LogFolder) -> None:
     """Rank 0 writes each step to its `steps.jsonl`, prints the documented line every `log_every`
-    steps, and shows its progress where it has a terminal; the other ranks say nothing."""
+    steps, and shows its progress on a terminal; the other ranks print nothing."""
     if world.rank != 0:
         run.train(plan, world, on_step=lambda step: None)
         return
@@ -156,7 +163,7 @@ def _train_one_rank(run: Run, plan: Plan, world: World, logs: LogFolder) -> None
         def on_start(start: Position) -> None:
             files.append(stack.enter_context(continued(logs.steps(0), start)))
             if start.step > 0:
-                progress.line(f"going on after step {start.step}")
+                progress.line(f"resuming after step {start.step}")
 
         def on_step(step: StepRecord) -> None:
             files[0].write(step.to_json() + "\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from json import dumps
+from json import dumps as to_json
 from typing import Annotated
 
 import typer
@@ -19,13 +19,13 @@ from shardwright.cli.options import (
     progress,
     run_of,
 )
-from shardwright.compare.tune import Trial, Tuning
-from shardwright.compare.tune import tune_mem_coeff as tuned
+from shardwright.compare.tune import Trial, Tuning, tune_mem_coeff
 from shardwright.cost.memory import binary
+from shardwright.plan.rows import seconds_text
 
 WIDTH = 120
 NAMES = 3
-"""How many operators of a kind are named."""
+"""How many operators are named per line."""
 
 
 @app.command("tune")
@@ -36,70 +36,75 @@ def tune_command(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     show_progress: ShowProgressOption = None,
 ) -> None:
-    """Show what the search chooses for values of mem_coeff, each four times the one before, from
-    which value on each operator is cut, and which value to take. Exit status 1 where nothing fits
+    """Plan with a range of values of mem_coeff, each four times the previous one, and recommend
+    one; also print from which value on each operator is sharded. Exit status 1 if no value fits
     into memory."""
-    with progress(show_progress) as told:
-        found = tuned(run_of(config, cluster=cluster, on_progress=told), devices)
+    with progress(show_progress) as on_progress:
+        run = run_of(config, cluster=cluster, on_progress=on_progress)
+        tuning = tune_mem_coeff(run, devices)
     if json:
-        best = None if found.best is None else found.best.mem_coeff
-        typer.echo(dumps({**asdict(found), "best": best}, indent=1))
+        best = None if tuning.best is None else tuning.best.mem_coeff
+        typer.echo(to_json({**asdict(tuning), "best": best}, indent=1))
     else:
         Console(width=WIDTH, highlight=False).print(
-            Group(tuning_table(found), *_plans(found), *_break_evens(found), _advice(found))
+            Group(tuning_table(tuning), *_plans(tuning), *_break_evens(tuning), _advice(tuning))
         )
-    if found.best is None:
+    if tuning.best is None:
         raise typer.Exit(1)
 
 
-def tuning_table(found: Tuning) -> Table:
+def tuning_table(tuning: Tuning) -> Table:
     """A row for each value."""
-    over = "" if found.cluster is None else f" of {found.cluster}"
-    shown = Table(title=f"{found.devices} devices{over}", title_justify="left")
-    for name in ("mem_coeff", "plan", "stages", "bytes sent", "memory", "time of a step"):
-        shown.add_column(name, justify="right")
-    for trial in found.trials:
-        shown.add_row(
+    cluster = "" if tuning.cluster is None else f" of {tuning.cluster}"
+    table = Table(title=f"{tuning.devices} devices{cluster}", title_justify="left")
+    for name in ("mem_coeff", "plan", "stages", "bytes sent", "peak memory", "step time"):
+        table.add_column(name, justify="right")
+    for trial in tuning.trials:
+        table.add_row(
             f"{trial.mem_coeff:g}",
             str(trial.plan),
             str(trial.stages),
             f"{trial.bytes:,}",
-            binary(trial.memory) + ("" if trial.fits else " too large"),
-            "-" if trial.seconds is None else f"{trial.seconds:.4g} s",
+            binary(trial.memory) + ("" if trial.fits else " over limit"),
+            "-" if trial.seconds is None else seconds_text(trial.seconds),
         )
-    return shown
+    return table
 
 
-def _plans(found: Tuning) -> list[str]:
-    """For each distinct plan how its main operators are cut."""
-    distinct = {trial.plan: trial for trial in reversed(found.trials)}
+def _plans(tuning: Tuning) -> list[str]:
+    """The cuts of the main operators of each distinct plan."""
+    distinct = {trial.plan: trial for trial in reversed(tuning.trials)}
     return [line for number in sorted(distinct) for line in _plan(distinct[number])]
 
 
 def _plan(trial: Trial) -> list[str]:
-    ways: dict[str, list[str]] = {}
-    for name, cut in trial.cuts.items():
-        ways.setdefault(" ".join(f"{f}/{n}" for f, n in cut.items()) or "whole", []).append(name)
-    return [f"plan {trial.plan}:", *(f"  {way}: {_named(names)}" for way, names in ways.items())]
+    operators: dict[str, list[str]] = {}
+    for name, factors in trial.cuts.items():
+        cuts = " ".join(f"{factor}/{count}" for factor, count in factors.items())
+        operators.setdefault(cuts or "replicated", []).append(name)
+    lines = (f"  {cuts}: {_abbreviated(names)}" for cuts, names in operators.items())
+    return [f"plan {trial.plan}:", *lines]
 
 
-def _break_evens(found: Tuning) -> list[str]:
-    values: dict[str, list[str]] = {}
-    for name, value in sorted(found.break_evens.items(), key=lambda entry: entry[1]):
-        values.setdefault(f"{value:.6g}", []).append(name)
-    title = ["break-even, above which the symbolic search cuts the batch rather than nothing:"]
-    return [*title, *(f"  {v}: {_named(names)}" for v, names in values.items())] if values else []
+def _break_evens(tuning: Tuning) -> list[str]:
+    operators: dict[str, list[str]] = {}
+    for name, value in sorted(tuning.break_evens.items(), key=lambda entry: entry[1]):
+        operators.setdefault(f"{value:.6g}", []).append(name)
+    if not operators:
+        return []
+    title = "break-even values, above which the symbolic search shards the batch:"
+    return [title, *(f"  {value}: {_abbreviated(names)}" for value, names in operators.items())]
 
 
-def _named(names: list[str]) -> str:
+def _abbreviated(names: list[str]) -> str:
     more = f" … ({len(names)} operators)" if len(names) > NAMES else ""
     return ", ".join(names[:NAMES]) + more
 
 
-def _advice(found: Tuning) -> str:
-    best = found.best
+def _advice(tuning: Tuning) -> str:
+    best, limit = tuning.best, tuning.limit
     if best is None:
-        return f"no value fits into {binary(found.limit or 0)}: shard parameters or recompute"
-    why = "the least time" if best.seconds is not None else "the fewest operators left whole"
-    fits = "" if found.limit is None else f", and fits into {binary(found.limit)}"
-    return f"take mem_coeff {best.mem_coeff:g}: {why}{fits}"
+        return f"no value fits into {binary(limit or 0)}: shard parameters or recompute activations"
+    reason = "shortest step time" if best.seconds is not None else "fewest replicated operators"
+    fits = "" if limit is None else f", fits into {binary(limit)}"
+    return f"use mem_coeff {best.mem_coeff:g}: {reason}{fits}"
