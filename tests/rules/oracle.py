@@ -90,7 +90,7 @@ class Case:
 
     def compare(self, mesh: Layout, cuts: Cuts) -> None:
         """Runs the shards, puts their results together and compares."""
-        reductions = self.rule.reductions(self.op, self.rule.parts(mesh, cuts))
+        reductions = self.rule.reductions(self.op, self.rule.shard_counts(mesh, cuts))
         if not reductions:
             self._compare(mesh, cuts, [self._on_rank(mesh, cuts, r) for r in mesh.ranks])
         if self.rule.kernel is not None:
@@ -171,7 +171,7 @@ class Case:
         )
         kernel = self.op.target
         if self.rule.kernel is not None:
-            local = Local(self.rule.parts(mesh, cuts), index, shapes, reduce)
+            local = Local(self.rule.shard_counts(mesh, cuts), index, shapes, reduce)
             kernel = self.rule.kernel(self.op, local)
         sizes = None if self.rule.sizes is None else (self.rule.sizes, list(shapes[0]))
         leaves = [_leaf(*pair) for pair in zip(tensors, self.tensors, strict=True)]

@@ -56,7 +56,7 @@ def test_cut_factors_shard_what_carries_them_and_leave_sums_elsewhere() -> None:
     assert x.axes == ((0,), (1,)) and not x.varying
     assert weight.axes == ((), (1,)) and weight.varying == {0}
     assert y.axes == ((0,), ()) and y.partial == {1}
-    assert found.parts(mesh, {"b": (0, 1)}) == {"b": 4, "k": 1, "j": 1}
+    assert found.shard_counts(mesh, {"b": (0, 1)}) == {"b": 4, "k": 1, "j": 1}
 
 
 def test_notation_names_leading_dimensions_from_the_right() -> None:

@@ -141,7 +141,7 @@ class TimeModel:
     def operator(self, op: Op, cuts: Cuts) -> ComputeAndExposed:
         """Computation of one device's part of `op`, forward and backward."""
         work, rule = work_of(op), rule_of(op)
-        parts = rule.parts(self.mesh, cuts) if rule is not None else {}
+        parts = rule.shard_counts(self.mesh, cuts) if rule is not None else {}
         key = (id(work), tuple(parts.values()))
         if key not in self._operators:
             self._operators[key] = self.work(work, parts)

@@ -41,7 +41,7 @@ class Kernels:
             for inner in self.flow.reductions.get(op.name, ())
         )
         return Local(
-            parts=found.parts(self.devices.layout, cuts),
+            shard_counts=found.shard_counts(self.devices.layout, cuts),
             index=lambda factor: self.devices.index(tuple(cuts.get(factor, ()))),
             output_shapes=tuple(made[value].shard_shape(value.shape) for value in op.outputs),
             reduce=functions,

@@ -23,7 +23,7 @@ from shardwright.partition.decisions import Decisions
 from shardwright.partition.parameter_buckets import bucketed_steps
 from shardwright.partition.transfer import Transfer
 from shardwright.rules import rule_of
-from shardwright.rules.rule import Ahead, Cuts, ShardingRule
+from shardwright.rules.rule import Cuts, ShardingRule, TwoPhaseKernel
 from shardwright.runtime.buckets import BoundBucket
 from shardwright.runtime.collectives import bind, start_all_reduce
 from shardwright.runtime.devices import Devices
@@ -244,7 +244,7 @@ class _Lowering:
         early: set[Op] = set()
         for op in self.graph.ops:
             kernel = self.kernels.of(op)
-            if not isinstance(kernel, Ahead) or self._segment(op) is not None:
+            if not isinstance(kernel, TwoPhaseKernel) or self._segment(op) is not None:
                 continue
             makers = made_of_inputs(self.graph, [op.inputs[i] for i in kernel.reads])
             if makers is None or any(self._segment(maker) is not None for maker in makers):
@@ -313,7 +313,7 @@ class _Lowering:
         """The name of what computes `op` on local tensors."""
         function = self.kernels.of(op)
         if op in self.started:
-            assert isinstance(function, Ahead)
+            assert isinstance(function, TwoPhaseKernel)
             function = function.finish
         if found is not None and found.random and self.devices.several:
             axes = tuple(dict.fromkeys(a for dim in self.flow.made[op.output].axes for a in dim))

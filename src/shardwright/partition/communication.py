@@ -176,7 +176,7 @@ def _operator(
     else:
         inputs, outputs = found.layouts(mesh, cuts)
         inner = []
-        for reduction in found.reductions(op, found.parts(mesh, cuts)):
+        for reduction in found.reductions(op, found.shard_counts(mesh, cuts)):
             axes = tuple(sorted(a for f in reduction.factors for a in cuts.get(f, ())))
             inner.append(InnerReduction(reduction, axes))
         if inner:

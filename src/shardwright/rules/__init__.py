@@ -1,4 +1,4 @@
-"""Sharding rules: for each operator, what may be cut and what it computes on the shards."""
+"""Sharding rules: for each operator, which factors can be cut and what it computes on shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardwright.rules import (
     reduction,
     views,
 )
-from shardwright.rules.rule import RuleMaker, ShardingRule, registered
+from shardwright.rules.rule import RuleMaker, ShardingRule, find_rule_maker
 
 __all__ = ["ShardingRule", "rule_of"]
 
@@ -39,21 +39,21 @@ _REGISTERING = (
 
 
 def rule_of(op: Op) -> ShardingRule | None:
-    """The sharding rule of `op`; None if there is none, and then it is computed whole everywhere.
+    """The sharding rule of `op`; None if it has none, in which case every device computes it whole.
 
     Operators with the same target, shapes, dtypes and arguments share one rule.
     """
-    maker = registered(op.target)
+    maker = find_rule_maker(op.target)
     if maker is None and torch.Tag.pointwise in getattr(op.target, "tags", ()):
         maker = pointwise.pointwise
     if maker is None:
         return None
-    return _made(_Structure(maker, op.target, _structure(op.args), _structure(op.kwargs), op))
+    return _build_rule(_Structure(maker, op.target, _structure(op.args), _structure(op.kwargs), op))
 
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
-    """What the rule of an operator depends on, and one operator that has it."""
+    """The cache key of a rule: all that it depends on, and one such operator."""
 
     maker: RuleMaker
     target: Any
@@ -63,12 +63,12 @@ class _Structure:
 
 
 @lru_cache(maxsize=1 << 14)
-def _made(structure: _Structure) -> ShardingRule | None:
+def _build_rule(structure: _Structure) -> ShardingRule | None:
     return structure.maker(structure.op)
 
 
 def _structure(argument: Any) -> Any:
-    """`argument` with shape and dtype in place of each value, hashable."""
+    """A hashable copy of `argument` with the shape and dtype of each value in its place."""
     if isinstance(argument, Value):
         return argument.shape, argument.dtype
     if isinstance(argument, (list, tuple)):

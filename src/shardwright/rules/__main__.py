@@ -9,7 +9,7 @@ from shardwright.graph import custom_ops
 from shardwright.graph.graph import Op, OpTarget, Value
 from shardwright.rules import rule_of
 from shardwright.rules.pointwise import pointwise
-from shardwright.rules.rule import RuleMaker, ShardingRule, registered, registry
+from shardwright.rules.rule import RuleMaker, ShardingRule, find_rule_maker, registry
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.operators import OpOverload, operator_name
 
@@ -80,7 +80,7 @@ _EXAMPLES: tuple[tuple[OpTarget, tuple[object, ...]], ...] = (
 
 
 def example(target: OpTarget, args: tuple[object, ...]) -> ShardingRule | None:
-    """The rule of `target(*args)`, `args` being tensors without data."""
+    """The rule of `target(*args)`, where tensors in `args` are on the meta device."""
 
     def value(tensor: Tensor) -> Value:
         return Value("tensor", tuple(tensor.shape), tensor.dtype)
@@ -91,20 +91,20 @@ def example(target: OpTarget, args: tuple[object, ...]) -> ShardingRule | None:
 
 
 def rules_table() -> str:
-    """Markdown: for each kind of rule its operators, an example and the factors that give sums."""
+    """A Markdown table: for each rule its operators, an example and the factors that it reduces."""
     operators: dict[RuleMaker, dict[str, None]] = {}
     for target, maker in registry().items():
         operators.setdefault(maker, {})[_name(target)] = None
-    examples = {registered(target): example(target, args) for target, args in _EXAMPLES}
+    examples = {find_rule_maker(target): example(target, args) for target, args in _EXAMPLES}
     lines = ["| operators | example | sums over |", "|---|---|---|"]
     module = ""
     for maker in sorted(operators, key=lambda maker: maker.__module__):
         if maker.__module__ != module:
             module = maker.__module__
             lines.append(f"| **{module.rpartition('.')[2]}** | | |")
-        found = examples.get(maker)
-        notation = f"`{found}`" if found else ""
-        sums = " ".join(f"`{f}`" for f in found.factors if f in found.reduced) if found else ""
+        rule = examples.get(maker)
+        notation = f"`{rule}`" if rule else ""
+        sums = " ".join(f"`{f}`" for f in rule.factors if f in rule.reduced) if rule else ""
         names = ", ".join(operators[maker])
         if maker is pointwise:
             names += " and all that ATen tags `pointwise`"

@@ -1,7 +1,7 @@
-"""Matrix products: what they sum over may be cut, and the output is then a partial sum.
+"""Matrix products; cutting the contracted dimension makes the output a partial sum.
 
-Their factors bear the letters of the literature: I for rows of the first input, J for columns of
-the second (the weight), K for what is summed over, and B for what both inputs and the output have.
+The labels of their factors are those of the literature: I for the rows of the first input, J for
+the columns of the second (the weight), K for the contracted and B for the batch dimensions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ aten = torch.ops.aten
 
 @rule_for(aten.linear.default)
 def linear(op: Op) -> ShardingRule:
-    """`... k, j k -> ... j`; with a bias, which every part would add, K stays whole."""
+    """`... k, j k -> ... j`; with a bias, which every shard would add, K cannot be cut."""
     if argument(op, "bias") is None:
-        return _main(from_notation("... k, j k -> ... j", op, reduced="k"), weight=1)
-    return _main(from_notation("... k, j k, j -> ... j", op), weight=1)
+        return _as_main(from_notation("... k, j k -> ... j", op, reduced="k"), weight=1)
+    return _as_main(from_notation("... k, j k, j -> ... j", op), weight=1)
 
 
 @rule_for(aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
@@ -37,23 +37,23 @@ def matmul(op: Op) -> ShardingRule:
     if second <= 2:
         rows: Dims = leading[: first - 1]
         columns: Dims = ("j",) if second == 2 else ()
-        return _main(_product(op, (*rows, "k"), ("k", *columns), (*rows, *columns)), weight=1)
+        return _as_main(_product(op, (*rows, "k"), ("k", *columns), (*rows, *columns)), weight=1)
     batch: Dims = leading[: max(first, second) - 2]
     rows = ("i",) if first > 1 else ()
     left = (*batch[len(batch) - max(first - 2, 0) :], *rows, "k")
     right = (*batch[len(batch) - (second - 2) :], "k", "j")
-    return _main(_product(op, left, right, (*batch, *rows, "j")), weight=None)
+    return _as_main(_product(op, left, right, (*batch, *rows, "j")), weight=None)
 
 
 @rule_for(aten.addmm.default, aten.addmv.default, aten.baddbmm.default)
-def product_added(op: Op) -> ShardingRule:
-    """`beta * input + alpha * (a @ b)`: K stays whole, as every part would add the input."""
+def addmm_rule(op: Op) -> ShardingRule:
+    """`beta * input + alpha * (a @ b)`: K cannot be cut, as every shard would add the input."""
     batch: Dims = ("b",) if len(op.output.shape) == 3 else ()
     columns: Dims = ("j",) if len(op.inputs[2].shape) > 1 else ()
     out = (*batch, "i", *columns)
     added = aligned(op, out)[0]
     inputs = (added, (*batch, "i", "k"), (*batch, "k", *columns))
-    return _main(sharding_rule(op, inputs, (out,)), weight=None if batch else 2, first=1)
+    return _as_main(sharding_rule(op, inputs, (out,)), weight=None if batch else 2, first=1)
 
 
 @rule_for(aten.outer.default, aten.ger.default)
@@ -63,7 +63,7 @@ def outer(op: Op) -> ShardingRule:
 
 @rule_for(aten.inner.default)
 def inner(op: Op) -> ShardingRule:
-    """Sums over the last dimensions; the others stand side by side."""
+    """Contracts the last dimensions and keeps the others, those of the first input first."""
     last = tuple(len(value.shape) - 1 for value in op.inputs)
     return _side_by_side(op, last[:1], last[1:])
 
@@ -74,19 +74,21 @@ def tensordot(op: Op) -> ShardingRule:
 
 
 def _side_by_side(op: Op, first: tuple[int, ...], second: tuple[int, ...]) -> ShardingRule:
-    """A product that sums over the paired dimensions and keeps the others, in order."""
-    spare = iter(NAMES)
-    left, right = ([next(spare) for _ in value.shape] for value in op.inputs)
+    """A product that contracts the paired dimensions and keeps the others, in order."""
+    unused = iter(NAMES)
+    left, right = ([next(unused) for _ in value.shape] for value in op.inputs)
     for i, j in zip(first, second, strict=True):
         right[j] = left[i]
     summed = set(left) & set(right)
     out = tuple(name for name in (*left, *right) if name not in summed)
-    return _main(sharding_rule(op, (tuple(left), tuple(right)), (out,), reduced=summed), weight=1)
+    return _as_main(
+        sharding_rule(op, (tuple(left), tuple(right)), (out,), reduced=summed), weight=1
+    )
 
 
 @rule_for(aten.einsum.default)
 def einsum(op: Op) -> ShardingRule | None:
-    """The equation says it all; None for one that takes a diagonal (`ii`)."""
+    """The equation itself is the rule; None for one that takes a diagonal (`ii`)."""
     terms, out = _terms(op)
     if any(len(set(term)) < len(term) for term in (*terms, out)):
         return None
@@ -95,24 +97,24 @@ def einsum(op: Op) -> ShardingRule | None:
     if len(terms) != 2:
         return rule
     batched = any(label in terms[1] and label in out for label in terms[0])
-    return _main(rule, weight=None if batched else 1)
+    return _as_main(rule, weight=None if batched else 1)
 
 
 @rule_for(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
-def grouped_product(op: Op) -> ShardingRule | None:
+def grouped_mm(op: Op) -> ShardingRule | None:
     """Rows sorted by group, each multiplied by the matrix of its group: `b k, _ k j, _ -> b j`.
 
-    None for the other forms, where not the rows are grouped.
+    None for the other forms, in which something else than the rows is grouped.
     """
     ranks = [len(value.shape) for value in op.inputs]
     if ranks != [2, 3, 1] or argument(op, "bias") is not None:
         return None
     notation = "b k, _ k j, _ -> b j"
-    return _main(from_notation(notation, op, reduced="k", kernel=_rows_of_groups), weight=1)
+    return _as_main(from_notation(notation, op, reduced="k", kernel=_group_ends_kernel), weight=1)
 
 
-def _rows_of_groups(op: Op, local: Local) -> Callable[..., Any]:
-    """Where the groups end, counted in the rows that this device has."""
+def _group_ends_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    """Shifts the group ends to the rows of this device."""
     rows = local.output_shapes[0][0]
 
     def multiply(x: Tensor, weight: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -120,36 +122,36 @@ def _rows_of_groups(op: Op, local: Local) -> Callable[..., Any]:
         ends = (offs - first).clamp(0, rows).to(offs.dtype)
         return op.target(x, weight, ends, *args, **kwargs)
 
-    return multiply if local.parts.get("b", 1) > 1 else op.target
+    return multiply if local.shard_counts.get("b", 1) > 1 else op.target
 
 
 def _terms(op: Op) -> tuple[list[Dims], Dims]:
-    """The labels of the operands and of the result of an einsum, `...` replaced by capitals."""
-    left, arrow, right = op.args[0].replace(" ", "").partition("->")
-    texts = left.split(",")
+    """The labels of the operands and the result of an einsum, with `...` expanded to capitals."""
+    inputs, arrow, output = op.args[0].replace(" ", "").partition("->")
+    texts = inputs.split(",")
     lengths = [
         len(value.shape) - len(text.replace("...", ""))
         for text, value in zip(texts, op.inputs, strict=True)
     ]
     longest = max((n for n, text in zip(lengths, texts, strict=True) if "..." in text), default=0)
-    spare = [name.upper() for name in NAMES if name.upper() not in left][:longest]
-    labels = sorted(set(left) - set(",."))
+    ellipsis_names = [name.upper() for name in NAMES if name.upper() not in inputs][:longest]
+    labels = sorted(set(inputs) - set(",."))
     if not arrow:
-        right = "..." + "".join(label for label in labels if left.count(label) == 1)
+        output = "..." + "".join(label for label in labels if inputs.count(label) == 1)
 
     def expand(text: str, length: int) -> Dims:
-        return tuple(text.replace("...", "".join(spare[longest - length :])))
+        return tuple(text.replace("...", "".join(ellipsis_names[longest - length :])))
 
     terms = [expand(text, n) for text, n in zip(texts, lengths, strict=True)]
-    return terms, expand(right, longest)
+    return terms, expand(output, longest)
 
 
 def _product(op: Op, left: Dims, right: Dims, out: Dims) -> ShardingRule:
     return sharding_rule(op, (left, right), (out,), reduced="k")
 
 
-def _main(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
-    """`rule` as that of a main operator, the product of its inputs `first` and `first + 1`."""
+def _as_main(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
+    """`rule` as that of a main operator: the product of inputs `first` and `first + 1`."""
     left, right, out = rule.inputs[first], rule.inputs[first + 1], rule.outputs[0]
     named = [name for name in dict.fromkeys((*left, *right)) if name is not None]
     batch = [name for name in named if name in left and name in right and name in out]

@@ -1,4 +1,4 @@
-"""Convolutions: `b k …, j k … -> b j …` with the dimensions of space whole."""
+"""Convolutions: `b k …, j k … -> b j …`; spatial dimensions are never cut."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ def general_convolution(op: Op) -> ShardingRule:
 
 
 def _convolution(op: Op, transposed: bool) -> ShardingRule:
-    """Batch `b`, output channels `j` and input channels `k` may be cut, `k` leaving a sum.
+    """Batch `b`, output channels `j` and input channels `k` can be cut; `k` gives a partial sum.
 
-    In a grouped convolution (a depthwise one among them) the channels may be cut between groups,
-    by one factor `g` of input, weight and output. A bias is added by every device, so with one the
-    input channels stay whole.
+    A grouped (or depthwise) convolution can only be cut between groups, by one factor `g` of input,
+    weight and output channels. With a bias, which every device would add, `k` cannot be cut.
     """
-    given = call_arguments(op)
-    weight, groups = given["weight"], given["groups"]
+    arguments = call_arguments(op)
+    weight, groups = arguments["weight"], arguments["groups"]
     space: Dims = (None,) * (len(weight.shape) - 2)
     batch: Dims = ("b",)[: len(op.output.shape) - len(space) - 1]
     if groups > 1:
@@ -51,7 +50,7 @@ def _convolution(op: Op, transposed: bool) -> ShardingRule:
             main=Main({"b": "I", "g": "J"}, weight=1),
             kernel=_grouped,
         )
-    k = "k" if given["bias"] is None else None
+    k = "k" if arguments["bias"] is None else None
     filters: Dims = (k, "j") if transposed else ("j", k)
     return sharding_rule(
         op,
@@ -67,4 +66,4 @@ def _inputs(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, ...]:
 
 
 def _grouped(op: Op, local: Local) -> Callable[..., Any]:
-    return with_arguments(op, groups=call_arguments(op)["groups"] // local.parts.get("g", 1))
+    return with_arguments(op, groups=call_arguments(op)["groups"] // local.shard_counts.get("g", 1))

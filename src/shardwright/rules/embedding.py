@@ -1,4 +1,4 @@
-"""Embedding: `v e, b s -> b s e`, a look-up in a table whose rows (`v`) may be cut too."""
+"""Embedding: `v e, b s -> b s e`, a lookup in a table whose rows (`v`) can be cut too."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ aten = torch.ops.aten
 
 @rule_for(aten.embedding.default)
 def embedding(op: Op) -> ShardingRule:
-    """Indices, features `e` and rows of the table `v` may be cut; rows leave a sum.
+    """Indices, features `e` and rows `v` of the table can be cut; rows give a partial sum.
 
-    Gradients that are sparse or scaled by how often an index occurs need all indices and rows
-    in one place: only the features may be cut then.
+    Sparse gradients, and those scaled by the frequency of an index, need all indices and rows on
+    one device, so only the features can be cut then.
     """
-    given = call_arguments(op)
-    indices = names(given["indices"], taken="ve")
-    if given["sparse"] or given["scale_grad_by_freq"]:
-        whole: Dims = (None,) * len(indices)
+    arguments = call_arguments(op)
+    indices = names(arguments["indices"], exclude="ve")
+    if arguments["sparse"] or arguments["scale_grad_by_freq"]:
+        replicated: Dims = (None,) * len(indices)
         return sharding_rule(
-            op, ((None, "e"), whole), ((*whole, "e"),), main=Main({"e": "J"}, weight=0)
+            op, ((None, "e"), replicated), ((*replicated, "e"),), main=Main({"e": "J"}, weight=0)
         )
     letters = {**dict.fromkeys(map(str, indices), "I"), "e": "J", "v": "K"}
     return sharding_rule(
@@ -35,29 +35,29 @@ def embedding(op: Op) -> ShardingRule:
         ((*indices, "e"),),
         reduced="v",
         main=Main(letters, weight=0),
-        kernel=_look_up,
+        kernel=_sharded_lookup,
     )
 
 
-def _look_up(op: Op, local: Local) -> Callable[..., Any]:
-    """Rows of other devices read as zero, so that the sum over the devices is the row."""
-    if local.parts.get("v", 1) == 1:
+def _sharded_lookup(op: Op, local: Local) -> Callable[..., Any]:
+    """Rows of other devices count as zero, so that the sum over devices is the row."""
+    if local.shard_counts.get("v", 1) == 1:
         return op.target
-    size = op.inputs[0].shape[0] // local.parts["v"]
+    size = op.inputs[0].shape[0] // local.shard_counts["v"]
     first = local.index("v") * size
 
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = bind(args, kwargs)
-        indices, padding = given["indices"], given["padding_idx"]
+        arguments = bind(args, kwargs)
+        indices, padding = arguments["indices"], arguments["padding_idx"]
         row = indices - first
         elsewhere = (row < 0) | (row >= size)
-        found = aten.embedding.default(given["weight"], row.masked_fill(elsewhere, 0))
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        rows = aten.embedding.default(arguments["weight"], row.masked_fill(elsewhere, 0))
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if padding < 0:
-            return found
-        # The row of padding has no gradient, whichever device holds it.
-        return torch.where((indices == padding).unsqueeze(-1), found.detach(), found)
+            return rows
+        # The padding row has no gradient, whichever device holds it.
+        return torch.where((indices == padding).unsqueeze(-1), rows.detach(), rows)
 
     return run

@@ -1,4 +1,4 @@
-"""Operators that join, split or pick: along the dimension where they do it, tensors stay whole."""
+"""Operators that concatenate, split or index; the dimension along which they do cannot be cut."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ aten = torch.ops.aten
 
 @rule_for(*overloads("cat", "concat", "concatenate"))
 def cat(op: Op) -> ShardingRule:
-    """Tensors without elements and with one dimension are allowed and add nothing."""
-    return _joined(op, argument(op, "dim"))
+    """Like torch, accepts empty one-dimensional tensors among the inputs."""
+    return _cat_rule(op, argument(op, "dim"))
 
 
 @rule_for(*overloads("hstack", "vstack"))
-def stack_of_matrices(op: Op) -> ShardingRule | None:
-    """`cat` of tensors of two dimensions and more; None for vectors and numbers."""
+def hstack_rule(op: Op) -> ShardingRule | None:
+    """`cat` of tensors with at least two dimensions; None for vectors and scalars."""
     if any(len(value.shape) < 2 for value in op.inputs):
         return None
-    return _joined(op, 1 if op.target is aten.hstack.default else 0)
+    return _cat_rule(op, 1 if op.target is aten.hstack.default else 0)
 
 
-def _joined(op: Op, dim: int) -> ShardingRule:
+def _cat_rule(op: Op, dim: int) -> ShardingRule:
     dims = without(names(op.output), dim)
     inputs = [dims if len(v.shape) == len(dims) else (None,) for v in op.inputs]
     return sharding_rule(op, inputs, (dims,))
@@ -57,16 +57,16 @@ def unbind(op: Op) -> ShardingRule:
 
 
 @rule_for(aten.slice.Tensor)
-def slice_of_dimension(op: Op) -> ShardingRule:
-    """A slice that takes all of a dimension takes all of each part too."""
+def slice_rule(op: Op) -> ShardingRule:
+    """A slice over the full dimension is also the full slice of every shard."""
     x, dim = op.inputs[0], argument(op, "dim")
-    everything = op.output.shape == x.shape and argument(op, "step") == 1
-    dims = names(x) if everything else without(names(x), dim)
+    is_full = op.output.shape == x.shape and argument(op, "step") == 1
+    dims = names(x) if is_full else without(names(x), dim)
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("select_scatter", "slice_scatter"))
-def scatter_into_slice(op: Op) -> ShardingRule:
+def slice_scatter_rule(op: Op) -> ShardingRule:
     x, source = op.inputs
     place = argument(op, "dim") % len(x.shape)
     dims = without(names(x), place)
@@ -78,7 +78,7 @@ def scatter_into_slice(op: Op) -> ShardingRule:
 @rule_for(*overloads("reflection_pad3d", "replication_pad1d", "replication_pad2d"))
 @rule_for(*overloads("replication_pad3d"))
 def pad(op: Op) -> ShardingRule:
-    """Dimensions that are padded (or cropped) stay whole."""
+    """Padded (or cropped) dimensions cannot be cut."""
     amounts = argument(op, "pad", argument(op, "padding"))
     padded = [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0]
     dims = without(names(op.output), *padded)
@@ -87,7 +87,7 @@ def pad(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("one_hot"))
 def one_hot(op: Op) -> ShardingRule | None:
-    """None where the number of classes is found in the data: parts would find different ones."""
+    """None if the number of classes is inferred from the data, where shards would disagree."""
     if argument(op, "num_classes") < 0:
         return None
     dims = names(op.inputs[0])
@@ -96,7 +96,7 @@ def one_hot(op: Op) -> ShardingRule | None:
 
 @rule_for(*overloads("meshgrid"))
 def meshgrid(op: Op) -> ShardingRule:
-    """Each input is one dimension of all outputs; with `xy` the first two change places."""
+    """Each input is one dimension of all outputs; `indexing="xy"` swaps the first two."""
     dims = names(op.output)
     axes = list(range(len(dims)))
     if argument(op, "indexing", "ij") == "xy" and len(axes) > 1:
@@ -107,29 +107,29 @@ def meshgrid(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("gather", "take_along_dim"))
 def gather(op: Op) -> ShardingRule | None:
-    """Each index may be looked up elsewhere, as long as the dimension it picks from is whole.
+    """Indices can be cut; the dimension that they index cannot.
 
-    None without a dimension, as the tensors are flattened then.
+    None without `dim`, which flattens the tensors.
     """
     x, indices = op.inputs
     dim = argument(op, "dim")
     if dim is None or len(x.shape) != len(indices.shape) or not x.shape:
         return None
     place = dim % len(x.shape)
-    whole = [
+    unequal = [
         i for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True)) if _differ(sizes)
     ]
-    looked_up = without(names(x), *(i for i in whole if i != place))
+    looked_up = without(names(x), *(i for i in unequal if i != place))
     return sharding_rule(op, (without(looked_up, place), looked_up), (looked_up,))
 
 
 @rule_for(*overloads("scatter", "scatter_add", "scatter_reduce"))
 def scatter(op: Op) -> ShardingRule:
-    """Dimensions along which all tensors have the same size may be cut, but for the one written."""
+    """Dimensions in which all tensors have the same size can be cut, except the indexed one."""
     x, *others = op.inputs
     shapes = [x.shape, *(value.shape for value in others if value.shape)]
-    whole = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _differ(sizes)]
-    dims = without(names(x), argument(op, "dim"), *whole)
+    unequal = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _differ(sizes)]
+    dims = without(names(x), argument(op, "dim"), *unequal)
     inputs = [dims if len(value.shape) == len(dims) else () for value in op.inputs]
     return sharding_rule(op, inputs, (dims,))
 
@@ -147,8 +147,8 @@ def index_select(op: Op) -> ShardingRule:
 
 
 @rule_for(*overloads("index_add", "index_copy", "index_reduce", "index_fill"))
-def index_written(op: Op) -> ShardingRule | None:
-    """Rows that an index names are written: the dimension of the rows stays whole."""
+def index_add_rule(op: Op) -> ShardingRule | None:
+    """Writes the rows that an index names; the dimension of the rows cannot be cut."""
     x, indices, *source = op.inputs
     if not x.shape:
         return None
@@ -159,38 +159,38 @@ def index_written(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(op: Op) -> ShardingRule | None:
-    """Indexed dimensions stay whole; dimensions of the index tensors become those of the result.
+    """Indexed dimensions cannot be cut; dimensions of the index tensors become result dimensions.
 
-    None for masks, as the shape of the result depends on the data then.
+    None for masks, where the shape of the result depends on the data.
     """
-    found = _indexed(op)
-    if found is None:
+    dims = _index_dims(op)
+    if dims is None:
         return None
-    source, at, result = found
+    source, at, result = dims
     indices = [at[len(at) - len(value.shape) :] for value in op.inputs[1:]]
     return sharding_rule(op, (source, *indices), (result,))
 
 
 @rule_for(aten.index_put.default)
 def index_put(op: Op) -> ShardingRule | None:
-    """What is written may be cut along the dimensions that are not indexed; None for masks."""
-    found = _indexed(op)
-    if found is None:
+    """The written values can be cut along dimensions that are not indexed; None for masks."""
+    dims = _index_dims(op)
+    if dims is None:
         return None
-    source, at, result = found
+    source, at, result = dims
     *indices, values = op.inputs[1:]
     written = tuple(None if name in at else name for name in result)
-    whole = [(None,) * len(value.shape) for value in indices]
+    replicated = [(None,) * len(value.shape) for value in indices]
     return sharding_rule(
-        op, (source, *whole, written[len(written) - len(values.shape) :]), (source,)
+        op, (source, *replicated, written[len(written) - len(values.shape) :]), (source,)
     )
 
 
-def _indexed(op: Op) -> tuple[Dims, Dims, Dims] | None:
+def _index_dims(op: Op) -> tuple[Dims, Dims, Dims] | None:
     """Dimensions of `x[indices]`: those of `x`, of the broadcast indices and of the result.
 
-    The dimensions of the indices stand where the indexed ones stood, or in front if those were
-    not next to each other.
+    The dimensions of the indices take the place of the indexed ones, or come first if those are not
+    adjacent.
     """
     x, indices = op.args[0], list(op.args[1])
     places = [i for i, given in enumerate(indices) if given is not None]
@@ -198,13 +198,13 @@ def _indexed(op: Op) -> tuple[Dims, Dims, Dims] | None:
     if not places or any(value.dtype in (torch.bool, torch.uint8) for value in given):
         return None
     source = without(names(x), *places)
-    spare = [name for name in NAMES if name not in names(x)]
-    at: Dims = tuple(spare[: max(len(value.shape) for value in given)])
+    unused = [name for name in NAMES if name not in names(x)]
+    at: Dims = tuple(unused[: max(len(value.shape) for value in given)])
     first, last = places[0], places[-1]
     if places == list(range(first, last + 1)):
         return source, at, (*source[:first], *at, *source[last + 1 :])
-    kept = tuple(name for i, name in enumerate(source) if i not in places)
-    return source, at, (*at, *kept)
+    remaining = tuple(name for i, name in enumerate(source) if i not in places)
+    return source, at, (*at, *remaining)
 
 
 def _differ(sizes: tuple[int, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Losses that compare tensors element by element, row by row, or log-probabilities with a class."""
+"""Losses of elements, of rows, and of log-probabilities against class indices."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from shardwright.rules.notation import (
     sharding_rule,
 )
 from shardwright.rules.rule import (
-    Ahead,
     Dims,
     Kernel,
     Local,
     Reduce,
     Reduction,
     ShardingRule,
+    TwoPhaseKernel,
     no_reductions,
     rule_for,
 )
@@ -41,22 +41,22 @@ SUM = 2
     *overloads("binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss"),
     *overloads("poisson_nll_loss", "hinge_embedding_loss", "margin_ranking_loss"),
 )
-def loss_of_elements(op: Op) -> ShardingRule:
-    """All dimensions may be cut. A mean is local mean / number of parts, a term of the sum."""
+def elementwise_loss(op: Op) -> ShardingRule:
+    """All dimensions can be cut. For a mean, local mean / number of shards is a term of the sum."""
     shape = torch.broadcast_shapes(*(value.shape for value in op.inputs))  # type: ignore[no-untyped-call]
     dims: Dims = tuple(NAMES[: len(shape)])
-    return _reduced_loss(op, aligned(op, dims), dims, kernel_of_mean)
+    return _loss_rule(op, aligned(op, dims), dims, mean_loss_kernel)
 
 
-def kernel_of_mean(op: Op, local: Local) -> Callable[..., Any]:
-    """The target itself, its result divided by the number of parts if that is a mean."""
-    parts = prod(local.parts.values())
-    if call_arguments(op)["reduction"] != MEAN or parts == 1:
+def mean_loss_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    """The operator itself, with a mean divided by the number of shards."""
+    num_shards = prod(local.shard_counts.values())
+    if call_arguments(op)["reduction"] != MEAN or num_shards == 1:
         return op.target
-    return lambda *args, **kwargs: op.target(*args, **kwargs) / parts
+    return lambda *args, **kwargs: op.target(*args, **kwargs) / num_shards
 
 
-def _reduced_loss(
+def _loss_rule(
     op: Op, inputs: tuple[Dims, ...], rows: Dims, kernel: Kernel, reductions: Any = no_reductions
 ) -> ShardingRule:
     output = () if call_arguments(op)["reduction"] else rows
@@ -67,46 +67,46 @@ def _reduced_loss(
 
 
 @rule_for(*overloads("cosine_embedding_loss"))
-def loss_of_pairs(op: Op) -> ShardingRule:
-    """Rows may be cut; the features of a row, which the cosine sums over, stay whole."""
+def cosine_embedding_loss(op: Op) -> ShardingRule:
+    """Rows can be cut; the features of a row, over which the cosine sums, cannot."""
     rows: Dims = ("b",)[: len(op.inputs[-1].shape)]
     pairs = tuple((*rows, None) for _ in op.inputs[:2])
-    return _reduced_loss(op, (*pairs, rows), rows, kernel_of_mean)
+    return _loss_rule(op, (*pairs, rows), rows, mean_loss_kernel)
 
 
 @rule_for(*overloads("nll_loss_nd", "nll_loss", "nll_loss2d"))
 def nll_loss(op: Op) -> ShardingRule:
-    """`b v s -> b s`: all but the classes may be cut. A mean counts the valid targets of all."""
-    given = call_arguments(op)
-    rows: Dims = tuple(name for name in NAMES if name != "v")[: len(given["target"].shape)]
+    """`b v s -> b s`: all but the classes can be cut. A mean counts the valid targets globally."""
+    arguments = call_arguments(op)
+    rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["target"].shape)]
     scores = (*rows[:1], None, *rows[1:])
     inputs = input_dims(op, {"self": scores, "target": rows, "weight": (None,)})
-    return _reduced_loss(op, inputs, rows, _kernel_of_nll, mean_over_targets)
+    return _loss_rule(op, inputs, rows, _nll_kernel, target_count_reduction)
 
 
-def mean_over_targets(op: Op, parts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """The all-reduce of the number (or weight) of valid targets, where a mean goes over parts."""
-    cut = tuple(factor for factor, count in parts.items() if factor != "v" and count > 1)
+def target_count_reduction(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    """The all-reduce of the count (or weight) of valid targets, if a mean loss is cut."""
+    cut = tuple(factor for factor, count in shard_counts.items() if factor != "v" and count > 1)
     if call_arguments(op)["reduction"] != MEAN or not cut:
         return ()
-    dtype = accumulated(op.output.dtype)
+    dtype = accumulation_dtype(op.output.dtype)
     return (Reduction(cut, "sum", (), dtype, differentiable=False),)
 
 
-def _kernel_of_nll(op: Op, local: Local) -> Callable[..., Any]:
-    return divided_by_targets(op, local.reduce[0]) if local.reduce else op.target
+def _nll_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    return target_mean_kernel(op, local.reduce[0]) if local.reduce else op.target
 
 
-def divided_by_targets(op: Op, reduce_count: Reduce) -> Ahead:
-    """The local sum over rows / the weight of the valid targets of all devices. These are counted
-    ahead, so that no device waits for others before its backward pass.
+def target_mean_kernel(op: Op, reduce_count: Reduce) -> TwoPhaseKernel:
+    """The local sum over rows / the weight of the valid targets of all devices.
 
-    The sum may be too large for the half precision that the mean has.
+    The targets are counted early, so that no device waits for others before its backward pass. The
+    sum is taken in single precision, because it may overflow the half precision of the mean.
     """
-    named = call_arguments(op)
-    scores, dtype = next(iter(schema_parameters(op.target))), accumulated(op.output.dtype)
-    ignored, bind = named["ignore_index"], binder(op)
-    counted = [named[name] for name in ("target", "weight") if named[name] is not None]
+    call_args = call_arguments(op)
+    scores, dtype = next(iter(schema_parameters(op.target))), accumulation_dtype(op.output.dtype)
+    ignored, bind = call_args["ignore_index"], binder(op)
+    count_inputs = [call_args[name] for name in ("target", "weight") if call_args[name] is not None]
 
     def count(target: Tensor, weight: Tensor | None = None) -> Tensor:
         valid = target != ignored
@@ -115,15 +115,15 @@ def divided_by_targets(op: Op, reduce_count: Reduce) -> Ahead:
         return reduce_count.start(valid.sum(dtype=dtype))
 
     def mean(count: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = {**bind(args, kwargs), "reduction": SUM}
-        given[scores] = given[scores].to(dtype)
-        if given["weight"] is not None:
-            given["weight"] = given["weight"].to(dtype)
-        return (op.target(**given) / reduce_count.end(count)).to(op.output.dtype)
+        arguments = {**bind(args, kwargs), "reduction": SUM}
+        arguments[scores] = arguments[scores].to(dtype)
+        if arguments["weight"] is not None:
+            arguments["weight"] = arguments["weight"].to(dtype)
+        return (op.target(**arguments) / reduce_count.end(count)).to(op.output.dtype)
 
-    return Ahead(tuple(op.inputs.index(value) for value in counted), count, mean)
+    return TwoPhaseKernel(tuple(op.inputs.index(value) for value in count_inputs), count, mean)
 
 
-def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """Half precision is summed up in single precision, as torch does."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums: single precision for half precision inputs, as in torch."""
     return torch.float32 if dtype.itemsize < 4 else dtype

@@ -1,4 +1,4 @@
-"""Normalization over features, groups of channels, images and batches."""
+"""Normalization over features, groups of channels, images and batches; softmax."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwright.graph.custom_ops import batch_norm_train
 from shardwright.graph.graph import Op
-from shardwright.rules.loss import accumulated
+from shardwright.rules.loss import accumulation_dtype
 from shardwright.rules.notation import (
     argument,
     binder,
@@ -30,13 +30,13 @@ CHANNELS = ("weight", "bias", "running_mean", "running_var")
 
 
 @rule_for(*overloads("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"))
-def norm_of_features(op: Op) -> ShardingRule:
-    """The normalized dimensions, which are the last ones, stay whole; all others may be cut.
+def feature_norm(op: Op) -> ShardingRule:
+    """The normalized dimensions, which come last, cannot be cut; all others can.
 
-    Where mean and reciprocal deviation are returned, they have size 1 in those dimensions.
+    Mean and reciprocal deviation, if they are returned, have size 1 in the normalized dimensions.
     """
-    given = call_arguments(op)
-    count = len(given["normalized_shape"])
+    arguments = call_arguments(op)
+    count = len(arguments["normalized_shape"])
     dims = without(names(op.output), *range(-count, 0))
     weights: Dims = (None,) * count
     inputs = input_dims(op, {"input": dims, "weight": weights, "bias": weights})
@@ -45,12 +45,12 @@ def norm_of_features(op: Op) -> ShardingRule:
 
 @rule_for(aten.group_norm.default)
 def group_norm(op: Op) -> ShardingRule:
-    """The batch may be cut, and the channels between two groups."""
+    """The batch can be cut, and the channels between groups."""
     groups = call_arguments(op)["num_groups"]
     dims: Dims = ("b", "c", *(None,) * (len(op.output.shape) - 2))
 
     def kernel(op: Op, local: Local) -> Callable[..., Any]:
-        return with_arguments(op, num_groups=groups // local.parts.get("c", 1))
+        return with_arguments(op, num_groups=groups // local.shard_counts.get("c", 1))
 
     inputs = input_dims(op, {"input": dims, "weight": ("c",), "bias": ("c",)})
     return sharding_rule(op, inputs, (dims,), capacity={"c": groups}, kernel=kernel)
@@ -58,42 +58,44 @@ def group_norm(op: Op) -> ShardingRule:
 
 @rule_for(aten.batch_norm.default)
 def batch_norm(op: Op) -> ShardingRule | None:
-    """With running statistics every element is treated alike: all dimensions may be cut.
+    """With running statistics the operator is elementwise, so all dimensions can be cut.
 
-    With statistics of the batch this operator writes into its inputs; see `batch_norm_train`.
+    With batch statistics it updates its inputs in place; `batch_norm_train` replaces it then.
     """
     return None if call_arguments(op)["training"] else _by_channel(op)
 
 
 @rule_for(aten.instance_norm.default)
 def instance_norm(op: Op) -> ShardingRule | None:
-    """Batch and channels may be cut; with running statistics in place of the image's, space too.
+    """Batch and channels can be cut; with running statistics the spatial dimensions too.
 
-    None where it normalizes by the image and writes running statistics into its inputs.
+    None if it uses image statistics and updates the running ones in place.
     """
-    given = call_arguments(op)
-    if given["use_input_stats"] and given["running_mean"] is not None:
+    arguments = call_arguments(op)
+    if arguments["use_input_stats"] and arguments["running_mean"] is not None:
         return None
-    return _by_channel(op, whole=range(2, len(op.output.shape)) if given["use_input_stats"] else ())
+    return _by_channel(
+        op, replicated=range(2, len(op.output.shape)) if arguments["use_input_stats"] else ()
+    )
 
 
-def _by_channel(op: Op, whole: Any = ()) -> ShardingRule:
-    dims = without(_image(op), *whole)
+def _by_channel(op: Op, replicated: Any = ()) -> ShardingRule:
+    dims = without(_image(op), *replicated)
     inputs = input_dims(op, {"input": dims, **dict.fromkeys(CHANNELS, ("c",))})
     return sharding_rule(op, inputs, (dims,))
 
 
 def _image(op: Op) -> Dims:
-    """`b c`, then one name for each dimension of space."""
+    """`b c`, then one name per spatial dimension."""
     return ("b", "c", *("s", "t", "u")[: len(op.output.shape) - 2])
 
 
 @rule_for(batch_norm_train)
-def batch_norm_of_training(op: Op) -> ShardingRule:
-    """All dimensions may be cut: the statistics are those of the whole batch on every device.
+def training_batch_norm(op: Op) -> ShardingRule:
+    """All dimensions can be cut; every device computes the statistics of the global batch.
 
-    Where batch or space are cut, a kernel of our own all-reduces first the sums, then the squared
-    deviations from the mean, as one device does it in two passes: nothing cancels. The new running
+    If batch or space are cut, the kernel all-reduces first the sums, then the squared deviations
+    from the mean: two passes, as on one device, which avoid cancellation. The new running
     statistics are complete on every device.
     """
     dims = _image(op)
@@ -114,15 +116,15 @@ def pooled_factors(op: Op) -> tuple[str, ...]:
     return tuple(str(name) for name in _image(op) if name != "c")
 
 
-def _pooled_statistics(op: Op, parts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    cut = tuple(f for f in pooled_factors(op) if parts.get(f, 1) > 1)
+def _pooled_statistics(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    cut = tuple(f for f in pooled_factors(op) if shard_counts.get(f, 1) > 1)
     if not cut:
         return ()
     x = op.inputs[0]
-    channels = x.shape[1] // parts.get("c", 1)
-    # Differing shards are normalized by the result: its gradient is a sum over them.
-    once = Reduction(cut, "sum", (channels,), accumulated(x.dtype), varying=True)
-    return (once, once)
+    channels = x.shape[1] // shard_counts.get("c", 1)
+    # The result normalizes different shards, so its gradient is a sum over them.
+    reduction = Reduction(cut, "sum", (channels,), accumulation_dtype(x.dtype), varying=True)
+    return (reduction, reduction)
 
 
 def _pooled_kernel(op: Op, local: Local) -> Callable[..., Any]:
@@ -131,35 +133,35 @@ def _pooled_kernel(op: Op, local: Local) -> Callable[..., Any]:
     reduce_sum, reduce_squares = local.reduce
     shape = op.inputs[0].shape
     count = prod(shape) // shape[1]
-    over = (0, *range(2, len(shape)))
+    pooled_dims = (0, *range(2, len(shape)))
     channel = (1, -1, *(1,) * (len(shape) - 2))
 
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = bind(args, kwargs)
-        whole = given["x"].to(accumulated(given["x"].dtype))
-        mean = reduce_sum(whole.sum(over)) / count
-        centered = whole - mean.view(channel)
-        variance = reduce_squares((centered * centered).sum(over)) / count
-        y = centered * torch.rsqrt(variance + given["eps"]).view(channel)
-        if given["weight"] is not None:
-            y = y * given["weight"].view(channel)
-        if given["bias"] is not None:
-            y = y + given["bias"].view(channel)
-        y = y.to(given["x"].dtype)
-        if given["running_mean"] is None:
+        arguments = bind(args, kwargs)
+        x = arguments["x"].to(accumulation_dtype(arguments["x"].dtype))
+        mean = reduce_sum(x.sum(pooled_dims)) / count
+        centered = x - mean.view(channel)
+        variance = reduce_squares((centered * centered).sum(pooled_dims)) / count
+        y = centered * torch.rsqrt(variance + arguments["eps"]).view(channel)
+        if arguments["weight"] is not None:
+            y = y * arguments["weight"].view(channel)
+        if arguments["bias"] is not None:
+            y = y + arguments["bias"].view(channel)
+        y = y.to(arguments["x"].dtype)
+        if arguments["running_mean"] is None:
             return y
-        momentum = given["momentum"]
+        momentum = arguments["momentum"]
         unbiased = variance.detach() * (count / (count - 1))
-        new_mean = _moved(given["running_mean"], mean.detach(), momentum)
-        return y, new_mean, _moved(given["running_var"], unbiased, momentum)
+        new_mean = _update_running_average(arguments["running_mean"], mean.detach(), momentum)
+        return y, new_mean, _update_running_average(arguments["running_var"], unbiased, momentum)
 
     return run
 
 
-def _moved(running: Tensor, new: Tensor, momentum: float) -> Tensor:
-    """The running average of torch: it gives `momentum` to the new value."""
+def _update_running_average(running: Tensor, new: Tensor, momentum: float) -> Tensor:
+    """Torch's running average, in which the new value has weight `momentum`."""
     return running.detach() * (1 - momentum) + new.to(running.dtype) * momentum
 
 

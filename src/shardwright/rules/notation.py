@@ -1,10 +1,12 @@
-"""Rules written like an einsum: `"b s k, j k -> b s j"`.
+"""Building rules: from an einsum-like notation, from dimension names, from operator arguments.
 
-- Tensors are separated by `,`, dimensions by spaces; the inputs stand in the order of `Op.inputs`.
-- `_` (or `.`) is a dimension that stays whole, `()` a tensor without dimensions.
-- `...` is any number of leading dimensions, aligned on the right as in broadcasting; they are
-  named `b s t u v w …`.
-- A dimension of size 1 in an input whose factor is larger elsewhere is broadcast: it stays whole.
+In the notation `"b s k, j k -> b s j"`
+
+- tensors are separated by `,`, dimensions by spaces; inputs are in the order of `Op.inputs`;
+- `_` (or `.`) is a dimension that cannot be cut, `()` a tensor without dimensions;
+- `...` is any number of leading dimensions, right-aligned as in broadcasting and named
+  `b s t u v w …`;
+- an input dimension of size 1 whose factor is larger elsewhere is broadcast, and cannot be cut.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from shardwright.torch_internals.operators import OpOverload, schema_of
 
 _LEADING = "bstuvwxyz"
 NAMES = _LEADING + "".join(c for c in ascii_lowercase if c not in _LEADING)
-"""The names of dimensions that have none of their own, in order."""
+"""The names given to dimensions, in order."""
 
 
 class RuleOptions(TypedDict, total=False):
-    """What `ShardingRule` takes besides dimensions and sizes."""
+    """The fields of `ShardingRule` other than dimensions and sizes."""
 
     complete: frozenset[str]
     main: Main | None
@@ -45,26 +47,28 @@ def from_notation(
     capacity: Mapping[str, int] | None = None,
     **options: Unpack[RuleOptions],
 ) -> ShardingRule:
-    """The rule of `op` in notation, sizes taken from the shapes of its tensors.
+    """The rule of `op` in notation, with sizes from the shapes of its tensors.
 
     Args:
-        reduced: factors that an output lacks and that may be cut: names, or one string of them.
-        capacity: for factors whose parts must divide another number than the size.
+        notation: inputs and outputs as in `"b s k, j k -> b s j"`.
+        reduced: factors that an output lacks but that can be cut: names, or one string of them.
+        capacity: for factors whose number of shards must divide something other than their size.
 
     Raises:
-        ValueError: tensors or dimensions do not match those of `op`, or sizes of a factor differ.
+        ValueError: if the notation does not match the tensors of `op`, or sizes of a factor differ.
     """
     left, _, right = notation.partition("->")
     inputs, outputs = _tensors(left), _tensors(right)
     if (len(inputs), len(outputs)) != (len(op.inputs), len(op.outputs)):
         raise ValueError(
-            f"{op}: {notation!r} does not name {len(op.inputs)} inputs, {len(op.outputs)} outputs"
+            f"{op}: the notation {notation!r} must have {len(op.inputs)} inputs and"
+            f" {len(op.outputs)} outputs"
         )
-    written = list(zip((*inputs, *outputs), (*op.inputs, *op.outputs), strict=True))
-    used = {token for tokens, _ in written for token in tokens}
-    lengths = [len(v.shape) - len(tokens) + 1 for tokens, v in written if "..." in tokens]
+    pairs = list(zip((*inputs, *outputs), (*op.inputs, *op.outputs), strict=True))
+    used = {token for tokens, _ in pairs for token in tokens}
+    lengths = [len(v.shape) - len(tokens) + 1 for tokens, v in pairs if "..." in tokens]
     leading = [name for name in NAMES if name not in used][: max(lengths, default=0)]
-    dims = [_dims(tokens, len(value.shape), leading) for tokens, value in written]
+    dims = [_dims(tokens, len(value.shape), leading) for tokens, value in pairs]
     return sharding_rule(
         op,
         dims[: len(inputs)],
@@ -84,19 +88,21 @@ def sharding_rule(
     capacity: Mapping[str, int] | None = None,
     **options: Unpack[RuleOptions],
 ) -> ShardingRule:
-    """The rule of `op` with these dimensions, sizes taken from the shapes of its tensors.
+    """The rule of `op` with these dimensions, with sizes from the shapes of its tensors.
 
     Raises:
-        ValueError: the number of dimensions of a tensor or the sizes of a factor differ.
+        ValueError: if a tensor has another number of dimensions, or the sizes of a factor differ.
     """
     sizes: dict[str, int] = {}
     for dims, value in zip((*inputs, *outputs), (*op.inputs, *op.outputs), strict=True):
         if len(dims) != len(value.shape):
-            raise ValueError(f"{op}: {dims} does not name the dimensions of {value}")
+            raise ValueError(
+                f"{op}: {value} has {len(value.shape)} dimensions, but {dims} names {len(dims)}"
+            )
         for name, size in zip(dims, value.shape, strict=True):
             if name is not None:
                 sizes[name] = max(size, sizes.get(name, 0))
-    given = dict(capacity or {})
+    capacities = dict(capacity or {})
     broadcast = tuple(
         tuple(
             None if name is None or (size == 1 and sizes[name] > 1) else name
@@ -107,48 +113,50 @@ def sharding_rule(
     for dims, value in zip((*broadcast, *outputs), (*op.inputs, *op.outputs), strict=True):
         for name, size in zip(dims, value.shape, strict=True):
             fits = name is None or (
-                size % given[name] == 0 if name in given else size == sizes[name]
+                size % capacities[name] == 0 if name in capacities else size == sizes[name]
             )
             if not fits:
-                raise ValueError(f"{op}: size {size} of {name!r} in {value} differs elsewhere")
+                raise ValueError(
+                    f"{op}: factor {name!r} has size {size} in {value}, and another size elsewhere"
+                )
     return ShardingRule(
         inputs=broadcast,
         outputs=tuple(outputs),
-        capacity={**sizes, **given},
+        capacity={**sizes, **capacities},
         reduced=frozenset(reduced.split() if isinstance(reduced, str) else reduced),
         **options,
     )
 
 
-def names(value: Value, taken: str = "") -> Dims:
-    """A name for each dimension of `value`, none of them in `taken`: `("b", "s", "t")`."""
-    return tuple([name for name in NAMES if name not in taken][: len(value.shape)])
+def names(value: Value, exclude: str = "") -> Dims:
+    """A name for each dimension of `value`, none of them in `exclude`: `("b", "s", "t")`."""
+    return tuple([name for name in NAMES if name not in exclude][: len(value.shape)])
 
 
-def without(dims: Dims, *whole: int) -> Dims:
-    """`dims` where those at the positions `whole` (negative ones from the end) are not cut."""
-    positions = {position % len(dims) for position in whole} if dims else set()
-    return tuple(None if i in positions else name for i, name in enumerate(dims))
+def without(dims: Dims, *positions: int) -> Dims:
+    """`dims` where those at the positions `positions` (negative ones from the end) are not cut."""
+    excluded = {position % len(dims) for position in positions} if dims else set()
+    return tuple(None if i in excluded else name for i, name in enumerate(dims))
 
 
 def aligned(op: Op, dims: Dims) -> tuple[Dims, ...]:
-    """`dims` of a broadcast result as those of each input: its last ones."""
+    """`dims` of a broadcast result, right-aligned to each input."""
     return tuple(dims[len(dims) - len(value.shape) :] for value in op.inputs)
 
 
 def argument(op: Op, name: str, default: Any = None) -> Any:
-    """The argument `name` of `op`, or its default; `default` if `op.target` takes none such."""
+    """The argument `name` of `op`; `default` if `op.target` has no such parameter."""
     return call_arguments(op).get(name, default)
 
 
 def draws_random(op: Op) -> bool:
-    """Whether ATen says of the operator that it draws from the generator."""
+    """Whether ATen tags the operator as drawing from the random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
 
 
 def overloads(*operators: str) -> tuple[Any, ...]:
-    """All overloads of these ATen operators that make tensors and take dimensions by number."""
-    found = []
+    """All functional overloads of these ATen operators that return tensors, without named dims."""
+    functional = []
     for operator in operators:
         packet = getattr(torch.ops.aten, operator)
         for name in packet.overloads():
@@ -156,8 +164,8 @@ def overloads(*operators: str) -> tuple[Any, ...]:
             schema = schema_of(overload)
             makes_tensors = any("Tensor" in str(returned.type) for returned in schema.returns)
             if makes_tensors and not schema.is_mutable and "Dimname" not in str(schema):
-                found.append(overload)
-    return tuple(found)
+                functional.append(overload)
+    return tuple(functional)
 
 
 def _tensors(side: str) -> list[list[str]]:
@@ -169,41 +177,45 @@ def _dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
     if "..." in tokens:
         place, count = tokens.index("..."), ndim - len(tokens) + 1
         if count < 0:
-            raise ValueError(f"{' '.join(tokens)!r} does not name {ndim} dimensions")
+            raise ValueError(
+                f"{' '.join(tokens)!r} names more dimensions than the {ndim} of the tensor"
+            )
         tokens = [*tokens[:place], *leading[len(leading) - count :], *tokens[place + 1 :]]
     return tuple(None if token in "_." else token for token in tokens)
 
 
 @cache
 def schema_parameters(target: OpTarget) -> dict[str, Any]:
-    """The names of what `target` takes, in order, with their defaults; None without one."""
+    """The parameters of `target`, in order, with their defaults (None for those without)."""
     if isinstance(target, OpOverload):
         schema = schema_of(target).arguments
         return {a.name: a.default_value if a.has_default_value() else None for a in schema}
-    taken = inspect.signature(target).parameters.values()
-    return {p.name: None if p.default is p.empty else p.default for p in taken}
+    parameters = inspect.signature(target).parameters.values()
+    return {p.name: None if p.default is p.empty else p.default for p in parameters}
 
 
 def named_arguments(op: Op) -> dict[str, Any]:
-    """What `op` was given, by name, in the order in which it was given; no defaults."""
+    """The arguments of the call by name, in the order of the call, without defaults."""
     return {**dict(zip(schema_parameters(op.target), op.args, strict=False)), **op.kwargs}
 
 
 def call_arguments(op: Op) -> dict[str, Any]:
-    """Every argument of `op` by name, with the defaults where none was given."""
+    """Every argument of `op` by name, including defaults."""
     return {**schema_parameters(op.target), **named_arguments(op)}
 
 
 def input_dims(op: Op, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
-    """The dims of `Op.inputs`, from those of the named arguments."""
+    """The dimensions of `Op.inputs`, from those of the named arguments."""
     return tuple(
-        dims[name] for name, given in named_arguments(op).items() if isinstance(given, Value)
+        dims[name] for name, value in named_arguments(op).items() if isinstance(value, Value)
     )
 
 
 def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
-    """Gives for a call of a kernel of `op` the arguments by name, with the defaults where none was
-    given. What does not depend on the call is worked out here, once."""
+    """A function from the arguments of a kernel call to all arguments by name, with defaults.
+
+    What does not depend on the call is computed once, here.
+    """
     defaults = schema_parameters(op.target)
     names = tuple(defaults)
 
@@ -213,15 +225,15 @@ def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, A
     return bind
 
 
-def with_arguments(op: Op, **changed: Any) -> Callable[..., Any]:
-    """The target of `op` as a function of its arguments that replaces those in `changed`."""
+def with_arguments(op: Op, **replacements: Any) -> Callable[..., Any]:
+    """The target of `op` as a function that overrides the arguments in `replacements`."""
     names = list(schema_parameters(op.target))
-    places = {names.index(name): given for name, given in changed.items()}
-    positional = {i: given for i, given in places.items() if i < len(op.args)}
-    keywords = {names[i]: given for i, given in places.items() if i >= len(op.args)}
+    places = {names.index(name): value for name, value in replacements.items()}
+    positional = {i: value for i, value in places.items() if i < len(op.args)}
+    keywords = {names[i]: value for i, value in places.items() if i >= len(op.args)}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        replaced = (positional.get(i, given) for i, given in enumerate(args))
-        return op.target(*replaced, **{**kwargs, **keywords})
+        positional_args = (positional.get(i, value) for i, value in enumerate(args))
+        return op.target(*positional_args, **{**kwargs, **keywords})
 
     return run

@@ -1,6 +1,6 @@
-"""Operators that treat every element alike: their inputs are broadcast to the shape of the output.
+"""Elementwise operators, whose inputs are broadcast to the shape of the output.
 
-Most are found by ATen's own tag `pointwise`; those that lack it are registered here.
+Most are recognized by ATen's tag `pointwise`; those that lack it are registered here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwright.torch_internals.operators import OpOverload, schema_of
 def pointwise(op: Op) -> ShardingRule | None:
     """Every dimension of the output is a factor; an input lacks those along which it is broadcast.
 
-    None where an output has another shape than the others or the operator writes into an input.
+    None if the outputs differ in shape, or the operator mutates an input.
     """
     shape = op.outputs[0].shape
     if isinstance(op.target, OpOverload) and schema_of(op.target).is_mutable:
@@ -47,8 +47,8 @@ def pointwise(op: Op) -> ShardingRule | None:
 
 
 @rule_for(*overloads("to", "type_as"))
-def conversion_of_dtype(op: Op) -> ShardingRule:
-    """Of a second tensor only dtype and device are read: it stays whole."""
+def dtype_cast(op: Op) -> ShardingRule:
+    """A second tensor only supplies dtype and device, so it is not cut."""
     dims = names(op.output)
     others = [(None,) * len(value.shape) for value in op.inputs[1:]]
     return sharding_rule(op, (dims, *others), (dims,))
@@ -56,7 +56,7 @@ def conversion_of_dtype(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("prelu", "_prelu_kernel"))
 def prelu(op: Op) -> ShardingRule:
-    """The weight is one number, or one for each channel (dimension 1 of the input)."""
+    """The weight is a single number, or one per channel (dimension 1 of the input)."""
     x, weight = op.inputs
     dims = names(x)
     if len(weight.shape) == len(x.shape):
@@ -67,17 +67,17 @@ def prelu(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("glu"))
 def glu(op: Op) -> ShardingRule:
-    """Halves of one dimension meet: it stays whole."""
+    """Multiplies the two halves of one dimension, which cannot be cut."""
     dims = without(names(op.output), argument(op, "dim"))
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("bucketize", "searchsorted"))
 def bucketize(op: Op) -> ShardingRule | None:
-    """Every element looks itself up in one sorted sequence, which stays whole."""
+    """Looks up every element in one sorted sequence, which is not cut."""
     dims = names(op.output)
-    whole = argument(op, "boundaries", argument(op, "sorted_sequence"))
-    if len(whole.shape) != 1:
+    boundaries = argument(op, "boundaries", argument(op, "sorted_sequence"))
+    if len(boundaries.shape) != 1:
         return None
-    inputs = [(None,) if value is whole else dims for value in op.inputs]
+    inputs = [(None,) if value is boundaries else dims for value in op.inputs]
     return sharding_rule(op, inputs, (dims,))

@@ -1,4 +1,4 @@
-"""Pooling, resizing and the shuffling of pixels: batch and channels are free, space is whole."""
+"""Pooling, resizing and pixel shuffling: batch and channels can be cut, space cannot."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ RESIZES = {
 }
 
 
-def free_before(whole: int) -> RuleMaker:
-    """Rules that let all but the last `whole` dimensions be cut."""
+def leading_dims_rule(num_replicated: int) -> RuleMaker:
+    """A rule under which all but the last `num_replicated` dimensions can be cut."""
 
     def rule(op: Op) -> ShardingRule:
-        count = len(op.output.shape) - whole
+        count = len(op.output.shape) - num_replicated
         free: Dims = ("c",) if count == 1 else ("b", "c", "d", "e", "f")[:count]
-        dims = (*free, *(None,) * whole)
+        dims = (*free, *(None,) * num_replicated)
         return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
 
     return rule
@@ -36,18 +36,18 @@ def free_before(whole: int) -> RuleMaker:
 
 for _spatial, _resizes in RESIZES.items():
     _pools = (name.format(_spatial) for name in (*POOLS, *ADAPTIVE_POOLS))
-    rule_for(*overloads(*_pools, *_resizes))(free_before(_spatial))
+    rule_for(*overloads(*_pools, *_resizes))(leading_dims_rule(_spatial))
 
 
 @rule_for(*overloads("pixel_shuffle", "pixel_unshuffle"))
 def shuffle_pixels(op: Op) -> ShardingRule:
-    """Channels turn into pixels or the other way round: only the dimensions before are free."""
+    """Moves elements between channels and pixels; only the dimensions before them can be cut."""
     dims = (*("b", "c", "d", "e", "f")[: len(op.output.shape) - 3], None, None, None)
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("channel_shuffle"))
 def shuffle_channels(op: Op) -> ShardingRule:
-    """All dimensions but the channels are free."""
+    """All dimensions but the channels can be cut."""
     dims = ("b", None, *("s", "t", "u")[: len(op.output.shape) - 2])
     return sharding_rule(op, (dims,), (dims,))

@@ -1,4 +1,4 @@
-"""Recurrent layers: a step needs all features of the step before it, so only the batch is cut."""
+"""Recurrent layers: a step needs all features of the previous one, so only the batch can be cut."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 @rule_for(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 def recurrence(op: Op) -> ShardingRule:
-    """`b _ _, _ b _, weights -> b _ _, _ b _`, or the sequence first, or no batch at all."""
+    """`b _ _, _ b _, weights -> b _ _, _ b _`, or with the sequence first, or without a batch."""
     states = 2 if op.target is aten.lstm.input else 1
     x = op.inputs[0].shape
     if len(x) == 2:

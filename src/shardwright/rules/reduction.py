@@ -1,7 +1,7 @@
-"""Operators along some dimensions: reductions, scans, sorts.
+"""Operators along dimensions: reductions, scans, sorts.
 
-Sums and means are linear: a dimension that they reduce may be cut, and the output is then a partial
-sum. For all others the dimensions along which they work stay whole.
+Sums and means are linear, so a dimension that they reduce can be cut, which gives a partial sum.
+The other operators cannot be cut along the dimensions on which they work.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ aten = torch.ops.aten
 
 
 @rule_for(*overloads("sum", "nansum", "count_nonzero"))
-def total(op: Op) -> ShardingRule:
-    """A sum of sums is the sum."""
+def sum_rule(op: Op) -> ShardingRule:
+    """Local sums are terms of the sum."""
     dims = names(op.inputs[0])
-    return sharding_rule(op, (dims,), (_kept(op, dims),), reduced=_reduced_names(op))
+    return sharding_rule(op, (dims,), (_output_dims(op, dims),), reduced=_reduced_names(op))
 
 
 @rule_for(*overloads("mean"))
 def mean(op: Op) -> ShardingRule:
-    """Each part gives the mean of its elements, divided by the number of parts."""
+    """Local means divided by the number of shards are terms of the mean."""
     dims = names(op.inputs[0])
     reduced = _reduced_names(op)
-    return sharding_rule(op, (dims,), (_kept(op, dims),), reduced=reduced, kernel=_mean_of_part)
+    return sharding_rule(
+        op, (dims,), (_output_dims(op, dims),), reduced=reduced, kernel=_local_mean
+    )
 
 
-def _mean_of_part(op: Op, local: Local) -> Callable[..., Any]:
-    parts = prod(local.parts.get(name, 1) for name in _reduced_names(op))
-    if parts == 1:
+def _local_mean(op: Op, local: Local) -> Callable[..., Any]:
+    num_shards = prod(local.shard_counts.get(name, 1) for name in _reduced_names(op))
+    if num_shards == 1:
         return op.target
-    return lambda *args, **kwargs: op.target(*args, **kwargs) / parts
+    return lambda *args, **kwargs: op.target(*args, **kwargs) / num_shards
 
 
 @rule_for(aten.max.default, aten.max.dim, aten.min.default, aten.min.dim)
@@ -47,16 +49,16 @@ def _mean_of_part(op: Op, local: Local) -> Callable[..., Any]:
 @rule_for(*overloads("frobenius_norm", "logsumexp", "nanmean", "median", "nanmedian", "mode"))
 @rule_for(*overloads("kthvalue"))
 def reduction_rule(op: Op) -> ShardingRule:
-    """What is reduced stays whole."""
-    dims = without(names(op.inputs[0]), *_reduced(op))
-    return sharding_rule(op, (dims,), (_kept(op, dims),) * len(op.outputs))
+    """Reduced dimensions cannot be cut."""
+    dims = without(names(op.inputs[0]), *_reduced_dims(op))
+    return sharding_rule(op, (dims,), (_output_dims(op, dims),) * len(op.outputs))
 
 
 @rule_for(*overloads("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"))
 @rule_for(*overloads("sort", "argsort", "topk", "flip", "roll"))
-def along(op: Op) -> ShardingRule:
-    """The dimensions along which elements meet or move stay whole (all, if none is named)."""
-    dims = without(names(op.inputs[0]), *_reduced(op))
+def scan_rule(op: Op) -> ShardingRule:
+    """The dimensions in `dim` or `dims` cannot be cut; without either none can."""
+    dims = without(names(op.inputs[0]), *_reduced_dims(op))
     return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
 
 
@@ -67,15 +69,15 @@ def sort_rows(op: Op) -> ShardingRule:
 
 
 @rule_for(*overloads("diff", "linalg_cross"))
-def along_of_several(op: Op) -> ShardingRule:
-    """Elements of several tensors meet along one dimension, which stays whole."""
+def diff_rule(op: Op) -> ShardingRule:
+    """Combines elements of several tensors along one dimension, which cannot be cut."""
     dims = without(names(op.output), argument(op, "dim"))
     return sharding_rule(op, aligned(op, dims), (dims,))
 
 
 @rule_for(aten.histc.default)
 def histogram(op: Op) -> ShardingRule:
-    """Counts of parts add up; without given bounds they depend on all elements."""
+    """Local counts are terms of the sum; without explicit bounds nothing can be cut."""
     dims = names(op.inputs[0])
     bounded = argument(op, "min") < argument(op, "max")
     reduced = [name for name in dims if name is not None] if bounded else []
@@ -84,18 +86,18 @@ def histogram(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("cosine_similarity"))
 def cosine_similarity(op: Op) -> ShardingRule:
-    """Vectors along one dimension of two tensors that are broadcast stay whole."""
+    """The dimension of the vectors cannot be cut; the two tensors are broadcast."""
     dim, ndim = argument(op, "dim"), len(op.output.shape) + 1
     dims = names(op.output)
     dims = (*dims[: dim % ndim], None, *dims[dim % ndim :])
     return sharding_rule(op, aligned(op, dims), (tuple(_drop(dims, {dim % ndim})),))
 
 
-def _reduced(op: Op) -> tuple[int, ...]:
-    """The dimensions that `dim` or `dims` names, as numbers from 0; all if it names none."""
+def _reduced_dims(op: Op) -> tuple[int, ...]:
+    """The dimensions in `dim` or `dims`, as non-negative ints; all if there are none."""
     ndim = len(op.inputs[0].shape)
-    given = argument(op, "dim", argument(op, "dims"))
-    listed = [given] if isinstance(given, int) else given
+    dims = argument(op, "dim", argument(op, "dims"))
+    listed = [dims] if isinstance(dims, int) else dims
     if not listed:
         return tuple(range(ndim))
     return tuple(sorted({dim % max(ndim, 1) for dim in listed})) if ndim else ()
@@ -103,14 +105,14 @@ def _reduced(op: Op) -> tuple[int, ...]:
 
 def _reduced_names(op: Op) -> tuple[str, ...]:
     dims = names(op.inputs[0])
-    return tuple(name for i in _reduced(op) if (name := dims[i]) is not None)
+    return tuple(name for i in _reduced_dims(op) if (name := dims[i]) is not None)
 
 
-def _kept(op: Op, dims: Dims) -> Dims:
-    """The dimensions of the output: those reduced gone, or of size 1 with `keepdim`."""
+def _output_dims(op: Op, dims: Dims) -> Dims:
+    """The dimensions of the output: without the reduced ones, or with size 1 if `keepdim`."""
     if argument(op, "keepdim", False):
-        return without(dims, *_reduced(op))
-    return _drop(dims, set(_reduced(op)))
+        return without(dims, *_reduced_dims(op))
+    return _drop(dims, set(_reduced_dims(op)))
 
 
 def _drop(dims: Dims, positions: set[int]) -> Dims:

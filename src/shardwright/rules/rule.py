@@ -1,10 +1,10 @@
-"""What may be cut: one sharding rule for each operator, with named factors.
+"""Sharding rules: how each operator can be cut, in terms of named factors.
 
-A rule names the dimensions of an operator's tensors, as an einsum does: a linear layer is
-`"b s k, j k -> b s j"`. To *cut* factor `b` over some axes of the device matrix shards every tensor
+A rule names the dimensions of an operator's tensors like an einsum: a linear layer is
+`"b s k, j k -> b s j"`. *Cutting* factor `b` over axes of the device matrix shards every tensor
 that carries `b`. A tensor that lacks it is read whole and its gradient is a partial sum; if the
-output lacks it, the factor is *reduced* and the output is a partial sum. One rule serves
-propagation, search, cost and lowering.
+output lacks it, the factor is *reduced* and the output is a partial sum. Propagation, search, cost
+and lowering all use this one rule.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.torch_internals import pytree
 
 Dims = tuple[str | None, ...]
-"""The factor that each dimension of a tensor carries; None where it must stay whole."""
+"""The factor that each dimension of a tensor carries; None for dimensions that cannot be cut."""
 
 Cuts = Mapping[str, tuple[int, ...]]
-"""For each factor that is cut the axes of the device matrix that cut it, most significant first."""
+"""For each cut factor the axes of the device matrix that cut it, most significant first."""
 
 
 @dataclass(frozen=True)
 class Main:
-    """What makes an operator a main one: it weighs enough for the search to decide it by cost.
+    """Marks a main operator, one that is expensive enough for the search to decide by cost.
 
     Args:
-        labels: factors in the order in which ties are broken, with their letter of the literature
-            (`I`, `J`, `K`); factors that are not listed are not chosen by the search.
-        weight: index of the input whose replication `mem_coeff` weighs (the weight), or None.
-        exclusive: pairs of factors of which only one may be cut (J and K of a MatMul).
+        labels: factors with their label in the literature (`I`, `J`, `K`), in the order that breaks
+            ties; the search does not choose factors that are not listed.
+        weight: index of the input whose replication `mem_coeff` weighs, or None.
+        exclusive: pairs of factors of which only one can be cut (J and K of a matrix product).
     """
 
     labels: Mapping[str, str]
@@ -46,13 +46,13 @@ class Main:
 
 @dataclass(frozen=True)
 class Reduction:
-    """An all-reduce inside a local operator: batch statistics, a cut class dimension.
+    """An all-reduce inside a local operator, for batch statistics or a cut class dimension.
 
     Args:
-        factors: over the joined axes that cut these factors.
+        factors: the all-reduce is over all axes that cut these factors.
         kind: `"sum"` or `"max"`.
-        varying: whether the gradient is all-reduced too (the result is read by differing shards).
-        differentiable: whether any gradient passes.
+        varying: whether the gradient is all-reduced too, because different shards read the result.
+        differentiable: whether a gradient passes.
         shape, dtype: of the reduced tensor on one device.
     """
 
@@ -69,11 +69,11 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Reduce:
-    """What carries out a `Reduction`; called on the tensor of one device.
+    """Executes a `Reduction` on the tensor of one device.
 
     Args:
-        run: all of it, with its gradient.
-        start, end: the two halves of one without gradient; between them other work may be done.
+        run: the whole all-reduce, with its gradient.
+        start, end: launch and wait, for a reduction without gradient; other work can run between.
     """
 
     run: Function
@@ -85,14 +85,16 @@ class Reduce:
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """A kernel that begins early: what `start` does needs few inputs, such as the targets of a
-    loss, and other devices need not be waited for until `finish`.
+class TwoPhaseKernel:
+    """A kernel that can launch its communication early.
+
+    `start` needs only a few inputs, such as the targets of a loss; `finish` waits for the other
+    devices.
 
     Args:
-        reads: which of `Op.inputs` the first half takes.
-        start: of their local tensors.
-        finish: takes what `start` gave, and then the arguments of the kernel.
+        reads: indices into `Op.inputs` of the inputs that `start` takes.
+        start: the first half, called on their local tensors.
+        finish: the second half, called on the result of `start` and the arguments of the kernel.
     """
 
     reads: tuple[int, ...]
@@ -106,50 +108,50 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Local:
-    """What a kernel may know about the device it runs on.
+    """The device on which a kernel runs, as far as a kernel needs to know it.
 
     Args:
-        parts: in how many parts each factor of the rule is cut (1 where it is whole).
-        index: gives for a factor which of its parts this device has: an int, or a `SymInt` where
-            many ranks are simulated at once.
+        shard_counts: the number of shards of each factor of the rule (1 if it is not cut).
+        index: from a factor to the index of this device's shard: an int, or a `SymInt` if many
+            ranks are simulated at once.
         output_shapes: shapes of the local outputs.
-        reduce: one function for each of the rule's `reductions`, in order.
+        reduce: one function per reduction in the rule's `reductions`, in order.
     """
 
-    parts: Mapping[str, int]
+    shard_counts: Mapping[str, int]
     index: Callable[[str], int | torch.SymInt]
     output_shapes: tuple[tuple[int, ...], ...]
     reduce: tuple[Reduce, ...] = ()
 
 
 Kernel = Callable[[Op, Local], Callable[..., Any]]
-"""Makes the function that computes the local outputs from the operator's `args` and `kwargs`, the
-values in them replaced by local tensors."""
+"""Builds the function that computes the local outputs from the operator's `args` and `kwargs`, with
+local tensors in place of their values."""
 
 
-def no_reductions(op: Op, parts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def no_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
     return ()
 
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """How one operator may be cut.
+    """How one operator can be cut.
 
     Args:
         inputs: the factors of each tensor input, in the order of `Op.inputs`.
         outputs: the factors of each output.
-        capacity: for each factor the number that its number of parts must divide: usually its size;
-            for a dimension that a view splits, the size of the leading part.
-        reduced: factors that some output lacks and that may be cut all the same: the local outputs
-            are then terms of a sum.
+        capacity: for each factor the number that its shard count must divide: usually its size; for
+            a dimension that a view splits, the size of the leading part.
+        reduced: factors that an output lacks but that can be cut: the local outputs are then terms
+            of a sum.
         complete: factors that the kernel reduces itself (`reductions`): outputs that lack them are
-            whole and equal on all devices that differ only in them.
-        main: given for operators that the search decides by cost.
-        kernel: makes the local function where it is not simply `op.target` on local tensors.
-        reductions: all-reduces inside the kernel, for the parts that are cut.
-        sizes: index of the argument that holds the sizes of the output (`view`, `expand`); it is
+            complete, and equal on all devices that differ only in them.
+        main: set for operators that the search decides by cost.
+        kernel: builds the local function if it is not simply `op.target` on local tensors.
+        reductions: the all-reduces inside the kernel, given the shard counts of the factors.
+        sizes: index of the argument with the sizes of the output (`view`, `expand`), which is
             replaced by the local sizes.
-        random: whether it draws random numbers; seeded by the plan then.
+        random: whether the operator draws random numbers, which the plan then seeds.
     """
 
     inputs: tuple[Dims, ...]
@@ -169,7 +171,7 @@ class ShardingRule:
         object.__setattr__(self, "factors", tuple(f for f in named if self.may_cut(f)))
 
     def __str__(self) -> str:
-        """The rule in notation: `b s k, j k -> b s j`, `_` for whole, `()` for a scalar."""
+        """The rule in notation: `b s k, j k -> b s j`; `_` is never cut, `()` is a scalar."""
 
         def text(tensors: tuple[Dims, ...]) -> str:
             return ", ".join(" ".join(d or "_" for d in dims) or "()" for dims in tensors)
@@ -177,7 +179,8 @@ class ShardingRule:
         return f"{text(self.inputs)} -> {text(self.outputs)}".lstrip()
 
     def may_cut(self, factor: str) -> bool:
-        """Whether `factor` can be cut at all: it has size, and outputs without it may be sums."""
+        """Whether `factor` can be cut at all: its capacity is above 1, and outputs that lack it may
+        be partial sums."""
         if self.capacity.get(factor, 1) < 2:
             return False
         summed = self.reduced | self.complete
@@ -186,7 +189,7 @@ class ShardingRule:
     def layouts(
         self, mesh: Layout, cuts: Cuts
     ) -> tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]:
-        """The layouts in which a cut operator reads its inputs and leaves its outputs."""
+        """The layouts of the inputs and of the outputs when the operator is cut by `cuts`."""
         cut_axes = {axis: factor for factor, axes in cuts.items() for axis in axes}
 
         def axes_of(dims: Dims) -> tuple[tuple[int, ...], ...]:
@@ -205,8 +208,8 @@ class ShardingRule:
         )
         return inputs, outputs
 
-    def parts(self, mesh: Layout, cuts: Cuts) -> dict[str, int]:
-        """In how many parts each factor is cut."""
+    def shard_counts(self, mesh: Layout, cuts: Cuts) -> dict[str, int]:
+        """The number of shards of each factor."""
         return {f: prod(mesh.device_matrix[a] for a in cuts.get(f, ())) for f in self.factors}
 
 
@@ -215,28 +218,28 @@ _RULES: dict[Any, RuleMaker] = {}
 
 
 def rule_for(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
-    """Registers the function that makes the rule of these operators.
+    """Registers the decorated function as the one that builds the rule of these operators.
 
     Args:
-        targets: ATen operators, other functions, or, for operators of a library that need not be
-            imported, their names: `"library.operator.default"`.
+        targets: ATen operators, other functions, or the names of operators of a library that need
+            not be imported: `"library.operator.default"`.
 
     Raises:
-        ValueError: an operator has a rule already.
+        ValueError: if an operator already has a rule.
     """
 
     def register(maker: RuleMaker) -> RuleMaker:
         for target in targets:
             if target in _RULES:
-                raise ValueError(f"{target} has a rule already: {_RULES[target].__qualname__}")
+                raise ValueError(f"{target} already has a rule: {_RULES[target].__qualname__}")
             _RULES[target] = maker
         return maker
 
     return register
 
 
-def registered(target: Any) -> RuleMaker | None:
-    """The function that makes the rule of `target`, or None."""
+def find_rule_maker(target: Any) -> RuleMaker | None:
+    """The function that builds the rule of `target`, or None."""
     return _RULES.get(target) or _RULES.get(str(target))
 
 

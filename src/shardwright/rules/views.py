@@ -1,8 +1,8 @@
-"""Operators that move elements but do not compute: reshapes, permutations, expansions.
+"""Operators that move elements but compute nothing: reshapes, permutations, expansions.
 
-A reshape is a sequence of segments of dimensions that go over into each other. Of a segment only
-the leading dimensions can be cut, in as many parts as divide both: then every part of the one is,
-in memory order, the same part of the other.
+A reshape maps segments of consecutive dimensions onto each other. Only the leading dimensions of a
+segment can be cut, into a number of shards that divides both sizes: then shard i of the input is,
+in memory order, shard i of the output.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ aten = torch.ops.aten
 
 @rule_for(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 def reshape_rule(op: Op) -> ShardingRule:
-    return _reshaped(op, sizes=1)
+    return _build_reshape_rule(op, sizes=1)
 
 
 @rule_for(*overloads("flatten", "unflatten", "squeeze", "unsqueeze", "ravel"))
 def reshape_to_local_shape(op: Op) -> ShardingRule:
-    """Reshapes whose arguments do not hold for a shard: a dimension of local size 1 is no other."""
-    return _reshaped(op, kernel=_local_reshape)
+    """Reshapes whose arguments may be wrong for a shard, e.g. if a local size becomes 1."""
+    return _build_reshape_rule(op, kernel=_local_reshape)
 
 
-def _reshaped(op: Op, **options: Any) -> ShardingRule:
+def _build_reshape_rule(op: Op, **options: Any) -> ShardingRule:
     source, target, capacity = reshape_segments(op.inputs[0].shape, op.output.shape)
     like = [target for _ in op.inputs[1:]]
     return sharding_rule(op, (source, *like), (target,), capacity=capacity, **options)
@@ -53,10 +53,10 @@ def _local_reshape(op: Op, local: Local) -> Callable[..., Any]:
 def reshape_segments(
     source: tuple[int, ...], target: tuple[int, ...]
 ) -> tuple[Dims, Dims, dict[str, int]]:
-    """What may be cut when a tensor of shape `source` is read as one of shape `target`.
+    """What can be cut when a tensor of shape `source` is reshaped to `target`.
 
     Returns:
-        The factors of the dimensions of either, and how many parts each factor can have at most.
+        The factors of the dimensions of both, and the capacity of each factor.
     """
     left: list[str | None] = [None] * len(source)
     right: list[str | None] = [None] * len(target)
@@ -83,7 +83,7 @@ def reshape_segments(
 @rule_for(*overloads("permute", "transpose", "t", "numpy_T", "mT", "movedim", "moveaxis"))
 @rule_for(*overloads("swapaxes", "swapdims", "adjoint", "matrix_H", "mH"))
 def permute_rule(op: Op) -> ShardingRule:
-    """Every dimension goes over whole into another place, found by permuting distinct sizes."""
+    """Permutes dimensions; the permutation is read off a meta tensor with distinct sizes."""
     dims = names(op.inputs[0])
     marked = torch.empty([2 + i for i in range(len(dims))], device="meta")
     permuted = op.target(marked, *op.args[1:], **op.kwargs)
@@ -92,7 +92,7 @@ def permute_rule(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("expand", "broadcast_to"))
 def expand(op: Op) -> ShardingRule:
-    """The result may be cut where it is expanded: every device expands its part of it."""
+    """Expanded dimensions of the result can be cut: every device expands to its shard."""
     dims = names(op.output)
     return sharding_rule(op, aligned(op, dims), (dims,), sizes=1)
 
@@ -105,7 +105,7 @@ def expand_as(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("broadcast_tensors"))
 def broadcast_tensors(op: Op) -> ShardingRule:
-    """Tensors that no longer meet on a device are expanded to its part each."""
+    """Every device expands the tensors to its shard of the result."""
     dims = names(op.output)
     outputs = (dims,) * len(op.outputs)
     return sharding_rule(op, aligned(op, dims), outputs, kernel=_expand_all)
@@ -118,7 +118,7 @@ def _expand_all(op: Op, local: Local) -> Callable[..., Any]:
 
 @rule_for(*overloads("repeat", "tile"))
 def repeat_rule(op: Op) -> ShardingRule:
-    """Dimensions that are repeated stay whole."""
+    """Repeated dimensions cannot be cut."""
     dims = names(op.output)
     (x,) = aligned(op, dims)
     grown = len(dims) - len(x)
@@ -131,7 +131,7 @@ def repeat_rule(op: Op) -> ShardingRule:
 
 @rule_for(aten.repeat_interleave.self_int)
 def repeat_interleave(op: Op) -> ShardingRule:
-    """A part of the dimension becomes the same part of the result."""
+    """Shard i of the repeated dimension becomes shard i of the result."""
     dims, dim = names(op.output), argument(op, "dim")
     if dim is None:
         return sharding_rule(op, ((None,) * len(op.inputs[0].shape),), ((None,),))
@@ -149,20 +149,20 @@ def _without_output_size(op: Op, local: Local) -> Callable[..., Any]:
 
 @rule_for(*overloads("view_as", "reshape_as"))
 def reshape_as(op: Op) -> ShardingRule:
-    """The second tensor only gives the shape, and is cut like the result."""
-    return _reshaped(op)
+    """The second tensor only supplies the shape, and is cut like the result."""
+    return _build_reshape_rule(op)
 
 
 @rule_for(*overloads("unfold"))
 def unfold(op: Op) -> ShardingRule:
-    """Windows overlap: the dimension stays whole."""
+    """Windows overlap, so the unfolded dimension cannot be cut."""
     dims = without(names(op.inputs[0]), argument(op, "dimension"))
     return sharding_rule(op, (dims,), ((*dims, None),))
 
 
 @rule_for(*overloads("im2col", "col2im"))
-def windows_of_images(op: Op) -> ShardingRule:
-    """`b c _ _ -> b c _` and back: the windows of a channel stand together in `c`."""
+def im2col_rule(op: Op) -> ShardingRule:
+    """`b c _ _ -> b c _` and back; the windows of one channel are adjacent in `c`."""
     images, windows = op.inputs[0].shape, op.output.shape
     batch: Dims = ("b",) if max(len(images), len(windows)) == 4 else ()
     inputs, output = (
@@ -175,24 +175,24 @@ def windows_of_images(op: Op) -> ShardingRule:
 @rule_for(*overloads("diagonal"))
 def diagonal(op: Op) -> ShardingRule:
     dims = names(op.inputs[0])
-    taken = [argument(op, name) % len(dims) for name in ("dim1", "dim2")]
-    kept = tuple(name for i, name in enumerate(dims) if i not in taken)
-    return sharding_rule(op, (without(dims, *taken),), ((*kept, None),))
+    diagonal_dims = [argument(op, name) % len(dims) for name in ("dim1", "dim2")]
+    remaining = tuple(name for i, name in enumerate(dims) if i not in diagonal_dims)
+    return sharding_rule(op, (without(dims, *diagonal_dims),), ((*remaining, None),))
 
 
 @rule_for(*overloads("tril", "triu"))
-def triangle(op: Op) -> ShardingRule:
+def triangle_rule(op: Op) -> ShardingRule:
     dims = without(names(op.output), -2, -1)
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("view_as_complex"))
-def pairs_as_complex(op: Op) -> ShardingRule:
+def view_as_complex_rule(op: Op) -> ShardingRule:
     dims = names(op.output)
     return sharding_rule(op, ((*dims, None),), (dims,))
 
 
 @rule_for(*overloads("view_as_real"))
-def complex_as_pairs(op: Op) -> ShardingRule:
+def view_as_real_rule(op: Op) -> ShardingRule:
     dims = names(op.inputs[0])
     return sharding_rule(op, (dims,), ((*dims, None),))

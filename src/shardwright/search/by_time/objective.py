@@ -94,7 +94,7 @@ class Objective:
         forward, backward = self.model.operator(node.op, cuts)
         inside = 0.0
         if node.rule is not None and node.rule.reductions is not no_reductions:
-            parts = node.rule.parts(self.model.mesh, cuts)
+            parts = node.rule.shard_counts(self.model.mesh, cuts)
             for reduction in node.rule.reductions(node.op, parts):
                 axes = tuple(axis for f in reduction.factors for axis in cuts.get(f, ()))
                 inside += sum(self.model.inside(reduction, axes, node.differentiable))

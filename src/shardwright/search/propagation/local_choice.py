@@ -210,7 +210,7 @@ class LocalProblem:
         """Bytes of the all-reduces inside the operator."""
         differentiable = any(meeting.differentiable for meeting in self.outputs)
         found = 0
-        for reduction in self.rule.reductions(self.op, self.rule.parts(self.mesh, cuts)):
+        for reduction in self.rule.reductions(self.op, self.rule.shard_counts(self.mesh, cuts)):
             axes = tuple(axis for factor in reduction.factors for axis in cuts.get(factor, ()))
             found += sum(InnerReduction(reduction, axes).bytes(self.mesh, differentiable))
         return found

@@ -182,7 +182,11 @@ class Candidates:
         """What one device does for an operator in the forward pass."""
         op = self.graph.by_name[name]
         rule, work = rule_of(op), work_of(op)
-        parts = rule.parts(self.mesh, self.decisions.cuts.get(name, {})) if rule is not None else {}
+        parts = (
+            rule.shard_counts(self.mesh, self.decisions.cuts.get(name, {}))
+            if rule is not None
+            else {}
+        )
         moved = sum(
             size / prod(parts.get(factor, 1) for factor in factors)
             for size, factors in work.forward_bytes
