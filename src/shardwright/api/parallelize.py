@@ -66,7 +66,7 @@ def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
 
 def _own_device() -> torch.device:
     """The current accelerator if the process group (if any) works on it, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
     if dist.is_initialized() and accelerator.type not in str(dist.get_backend_config()):
