@@ -5,10 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shardwright.layout.collective_spec import COLLECTIVES
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.layout.redistribution import redistribution_steps
 from shardwright.parallel.simulate_ranks import assemble_shards, simulated_devices
-from shardwright.runtime.collectives import bind
+from shardwright.runtime.collectives import BINDINGS, bind
 
 MATRICES = ((2, 2), (2, 3), (2, 2, 2))
 SHAPE = (24, 24)
@@ -100,3 +101,7 @@ def test_a_conversion_keeps_the_value_and_its_gradient(
     torch.testing.assert_close(error, torch.zeros_like(error), rtol=0, atol=1e-9)
     assert spread < 1e-9
     torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-9)
+
+
+def test_every_kind_of_step_is_bound() -> None:
+    assert set(BINDINGS) == set(COLLECTIVES)

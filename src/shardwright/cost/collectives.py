@@ -14,10 +14,8 @@ from collections.abc import Iterable
 from math import ceil, log2, prod
 
 from shardwright.cost.cluster import GLOO, Cluster, LinkLevel
+from shardwright.layout.collective_spec import COLLECTIVES
 from shardwright.layout.layout import Layout
-
-ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-OF_GLOO = {**ROUNDS, "reduce_scatter": 2}
 
 
 class Links:
@@ -41,18 +39,19 @@ class Links:
         """Seconds of one collective over the joined `axes`.
 
         Args:
-            collective: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `permute`.
-            num_bytes: of the tensor of one device: the larger side, as `conversion.Step` counts it
-                (what an all-gather gives, what a reduce-scatter takes).
+            collective: one of `COLLECTIVES`.
+            num_bytes: of the tensor of one device, the larger side: the output of an all-gather,
+                the input of a reduce-scatter.
         """
         group = self._group(axes)
         if not group:
             return 0.0
-        if collective == "permute":
+        pattern = COLLECTIVES[collective].pattern
+        if pattern == "point_to_point":
             # Every device sends all that it has to one other, which may be in another node.
             link = self.cluster.levels[group[-1][0]]
             return link.latency + num_bytes / link.bandwidth
-        if collective == "all_to_all":
+        if pattern == "pairwise":
             return self._all_to_all(group, num_bytes)
         return self._level_by_level(group, num_bytes, collective)
 
@@ -60,24 +59,24 @@ class Links:
         self, group: list[tuple[int, int]], num_bytes: float, collective: str
     ) -> float:
         """Each level moves what the levels inside it have left: the whole, cut by their devices."""
-        found, left = 0.0, num_bytes
+        seconds, left = 0.0, num_bytes
         for level, size in group:
             link = self.cluster.levels[level]
             once = messages(link, size) * link.latency + (size - 1) / size * left / link.bandwidth
-            found += rounds(link, collective) * once
+            seconds += rounds(link, collective) * once
             left /= size
-        return found
+        return seconds
 
     def _all_to_all(self, group: list[tuple[int, int]], num_bytes: float) -> float:
         """Each device sends every other an equal part, over the link between the two."""
         devices = prod(size for _, size in group)
-        found, reached = 0.0, 1
+        seconds, reached = 0.0, 1
         for level, size in group:
             link = self.cluster.levels[level]
             share = (reached * size - reached) / devices
-            found += messages(link, size) * link.latency + share * num_bytes / link.bandwidth
+            seconds += messages(link, size) * link.latency + share * num_bytes / link.bandwidth
             reached *= size
-        return found
+        return seconds
 
     def _group(self, axes: Iterable[int]) -> list[tuple[int, int]]:
         """The levels of the joined axes, innermost first, with the number of devices in each."""
@@ -96,4 +95,6 @@ def messages(link: LinkLevel, devices: int) -> int:
 
 def rounds(link: LinkLevel, collective: str) -> int:
     """How often everything goes through the group: an all-reduce is a reduction and a gather."""
-    return (OF_GLOO if link.collectives == GLOO else ROUNDS)[collective]
+    spec = COLLECTIVES[collective]
+    over_gloo = link.collectives == GLOO and spec.gloo_rounds is not None
+    return spec.gloo_rounds or spec.rounds if over_gloo else spec.rounds

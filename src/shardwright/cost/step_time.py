@@ -175,9 +175,8 @@ class TimeModel:
         key = (step, value.shape, itemsize)
         if key not in self._steps:
             local = max(prod(s.shard_shape(value.shape)) for s in (step.source, step.target))
-            forward = None if step.kind in ("slice", "vary") else step.kind
             self._steps[key] = (
-                self._collective(forward, step, local * itemsize),
+                self._collective(step.forward, step, local * itemsize),
                 self._collective(step.backward, step, local * itemsize),
             )
         there, back = self._steps[key]

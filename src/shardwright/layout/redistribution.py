@@ -6,10 +6,7 @@
 (mp, None) on (dp 2, mp 4) -> (None, mp) on (dp 2, mp 4), shape (8, 8)
   all_to_all mp, dimension 0 to 1: 48 bytes forward, 48 backward (all_to_all)
 
-Bytes are those that one device sends, by the ring algorithms of the literature (Patarasuk and Yuan,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): with p devices in
-the group an all-gather sends (p-1)/p of its output, a reduce-scatter (p-1)/p of its input, an
-all-reduce both, an all-to-all (p-1)/p of the local tensor, a permute all of it.
+What each kind of step sends stands in `layout/collective_spec.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from math import gcd, prod
 from shardwright.errors import LayoutError
 from shardwright.layout import route_search
 from shardwright.layout.axes import Axes, Shape, axis_names, common_axes
+from shardwright.layout.collective_spec import COLLECTIVES, CollectiveSpec
 from shardwright.layout.layout import Layout, TensorLayout
 
 
@@ -31,8 +29,7 @@ class RedistributionStep:
     """One collective, or a local operation whose gradient is one.
 
     Args:
-        kind: `slice`, `vary`, `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all` or
-            `permute`.
+        kind: one of `COLLECTIVES`.
         axes: the joined axes, the most significant first as they lie, or come to lie, in the
             dimension; in mesh order where they lie in none. Of a permute: all axes whose meaning
             changes, in mesh order.
@@ -54,21 +51,23 @@ class RedistributionStep:
         return self.source.layout.size(self.axes)
 
     @property
+    def spec(self) -> CollectiveSpec:
+        """All that is known of its kind."""
+        return COLLECTIVES[self.kind]
+
+    @property
+    def forward(self) -> str | None:
+        """The collective of the forward pass; None if that sends nothing."""
+        return None if self.spec.local else self.kind
+
+    @property
     def backward(self) -> str | None:
-        """The collective of the gradient; None if the gradient does not talk."""
-        if self.kind == "all_gather":
-            return "reduce_scatter" if self.target.varying.issuperset(self.axes) else None
-        return {
-            "slice": "all_gather",
-            "vary": "all_reduce",
-            "reduce_scatter": "all_gather",
-            "all_to_all": "all_to_all",
-            "permute": "permute",
-        }.get(self.kind)
+        """The collective of the gradient; None if that sends nothing."""
+        return self.spec.backward_of(self.target.varying.issuperset(self.axes))
 
     def forward_bytes(self, shape: Shape, itemsize: int) -> int:
         """Bytes that one device sends; `shape` is the whole tensor's."""
-        return self._bytes(None if self.kind in ("slice", "vary") else self.kind, shape, itemsize)
+        return self._bytes(self.forward, shape, itemsize)
 
     def backward_bytes(self, shape: Shape, itemsize: int) -> int:
         """Bytes that one device sends for the gradient; `shape` is the whole tensor's."""
@@ -81,10 +80,7 @@ class RedistributionStep:
         local = itemsize * max(
             prod(self.source.shard_shape(shape)), prod(self.target.shard_shape(shape))
         )
-        if collective == "permute":
-            return local
-        times = 2 if collective == "all_reduce" else 1
-        return -(-times * (self.group_size - 1) * local // self.group_size)
+        return COLLECTIVES[collective].sent(local, self.group_size)
 
     def permutation(self) -> tuple[int, ...]:
         """Of a permute: for each position in the group the position it sends its block to.
@@ -210,6 +206,31 @@ def redistribution_steps(
         found.append(_step(move, table, here, there))
         here = there
     return tuple(_slow_links_on_small_tensors(found))
+
+
+def joined_step(
+    first: RedistributionStep, second: RedistributionStep, shape: Shape, itemsize: int
+) -> RedistributionStep | None:
+    """One step that does what two in a row do; None if no kind does so at no more bytes.
+
+    Args:
+        shape: of the whole tensor, with elements of `itemsize` bytes.
+    """
+    for spec in COLLECTIVES.values():
+        if spec.axes_between is None or not first.kind == second.kind == spec.joins:
+            continue
+        axes = spec.axes_between(first.source, second.target)
+        if axes is None:
+            continue
+        step = RedistributionStep(spec.kind, axes, None, None, first.source, second.target)
+        forward = sum(s.forward_bytes(shape, itemsize) for s in (first, second))
+        backward = sum(s.backward_bytes(shape, itemsize) for s in (first, second))
+        if (
+            step.forward_bytes(shape, itemsize) <= forward
+            and step.backward_bytes(shape, itemsize) <= backward
+        ):
+            return step
+    return None
 
 
 def _slow_links_on_small_tensors(path: list[RedistributionStep]) -> list[RedistributionStep]:

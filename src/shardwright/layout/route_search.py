@@ -2,7 +2,7 @@
 
 Axes that move together are one axis here, dimensions and parts of a placement that stay as they are
 do not appear. A state is where each of the remaining axes stands; a move is one collective, or the
-local operation whose gradient is one. Its cost is what one device sends (see `conversion.Step`), in
+local operation whose gradient is one. Its cost is what one device sends (see `CollectiveSpec`), in
 a unit that is the same for all moves of a problem and leaves every cost an integer.
 """
 
@@ -18,20 +18,15 @@ from operator import add, gt
 from typing import NamedTuple
 
 from shardwright.layout.axes import Axes
+from shardwright.layout.collective_spec import COLLECTIVES
 
 Lists = tuple[Axes, ...]
 
-# In the order in which moves of equal cost are taken.
-KINDS = (
-    "slice",
-    "reduce_scatter",
-    "permute",
-    "all_to_all",
-    "all_reduce",
-    "vary",
-    "all_gather",
+KINDS = tuple(COLLECTIVES)
+SLICE, REDUCE_SCATTER, PERMUTE, ALL_TO_ALL = map(
+    KINDS.index, ("slice", "reduce_scatter", "permute", "all_to_all")
 )
-SLICE, REDUCE_SCATTER, PERMUTE, ALL_TO_ALL, ALL_REDUCE, VARY, ALL_GATHER = range(len(KINDS))
+ALL_REDUCE, VARY, ALL_GATHER = map(KINDS.index, ("all_reduce", "vary", "all_gather"))
 
 # Up to this number of axes that move apart the cheapest way is searched for: among all moves up to
 # the first number, among those that bring an axis to its dimension up to the second.
@@ -199,18 +194,12 @@ def _least(problem: Problem, local: int, wanted: int) -> int:
 
 def _cost(problem: Problem, move: Move, local: int) -> int:
     """What one device sends, forward and, if differentiable, backward; `local` elements before."""
-    parts = problem.parts(move.axes)
-    ring = (parts - 1) * local // parts
-    forward, backward = {
-        SLICE: (0, ring),
-        REDUCE_SCATTER: (ring, ring),
-        PERMUTE: (local, local),
-        ALL_TO_ALL: (ring, ring),
-        ALL_REDUCE: (2 * ring, 0),
-        VARY: (0, 2 * ring),
-        ALL_GATHER: ((parts - 1) * local, (parts - 1) * local if move.varying else 0),
-    }[move.kind]
-    return forward + backward if problem.differentiable else forward
+    parts, spec = problem.parts(move.axes), COLLECTIVES[KINDS[move.kind]]
+    larger = parts * local if move.kind == ALL_GATHER else local
+    cost = 0 if spec.local else spec.sent(larger, parts)
+    if problem.differentiable and (backward := spec.backward_of(move.varying)) is not None:
+        cost += COLLECTIVES[backward].sent(larger, parts)
+    return cost
 
 
 def _moves(problem: Problem, state: State) -> list[tuple[int, Move]]:

@@ -214,7 +214,7 @@ class _Lowering:
         if step.kind == "all_gather" and step.backward == "reduce_scatter":
             wanted += "_varying"
         key = (step.kind, step.axes, step.dim, step.to_dim, step.backward)
-        if step.kind == "permute":
+        if step.spec.pattern == "point_to_point":
             key = (*key, step.source.axes, step.target.axes)  # type: ignore[assignment]
         if self._is_pending_loss(transfer):
             wanted, key = f"start_{wanted}", ("start", *key)  # type: ignore[assignment]

@@ -18,6 +18,7 @@ from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.layout.redistribution import RedistributionStep, redistribution_steps
 from shardwright.partition.decisions import Decisions, Recompute, Storage
+from shardwright.partition.join_transfers import join_transfers
 from shardwright.partition.parameter_buckets import Bucket, buckets
 from shardwright.partition.recompute_segments import (
     OperatorTransfers,
@@ -137,6 +138,9 @@ def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communica
     for _, value in graph.updates:
         target = mesh.replicated(len(value.shape))
         result.update_routes[value] = _route(result, value, target, shared, False)
+    result.transfers = join_transfers(
+        result.transfers, (result.routes, result.output_routes, result.update_routes), result.left
+    )
     ways = OperatorTransfers(graph, result.routes, result.reductions)
     result.segments = recompute_segments(graph, decisions.recompute, ways)
     assign_recomputed_transfers(result.segments, ways, decisions)

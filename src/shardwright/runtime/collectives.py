@@ -16,6 +16,7 @@ collectives; one autograd function joins any pair. The gradient of each step is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,37 +118,57 @@ class BoundCollective:
 
 def bind(step: RedistributionStep, devices: Devices) -> BoundCollective:
     """The function that carries out `step` on `devices`."""
-    if step.kind == "permute":
-        return _bind_permute(step, devices)
-    axes, dim = step.axes, step.dim
-    group, parts = devices.group(axes), devices.layout.size(axes)
-    index = devices.index(axes)
-    if step.kind == "vary":
-        return BoundCollective(identity, lambda g: all_reduce(g, group))
-    if step.kind == "all_reduce":
-        return BoundCollective(lambda x: all_reduce(x, group), identity)
-    assert dim is not None
-    if step.kind == "slice":
+    return BINDINGS[step.kind](step, devices)
+
+
+def _bind_slice(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    cut, group, dim = _cut(step, devices), devices.group(step.axes), _dim(step)
+    return BoundCollective(cut, lambda g: all_gather(g, dim, group))
+
+
+def _bind_vary(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    group = devices.group(step.axes)
+    return BoundCollective(identity, lambda g: all_reduce(g, group))
+
+
+def _bind_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    group = devices.group(step.axes)
+    return BoundCollective(lambda x: all_reduce(x, group), identity)
+
+
+def _bind_reduce_scatter(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    group, dim = devices.group(step.axes), _dim(step)
+    return BoundCollective(
+        lambda x: reduce_scatter(x, dim, group), lambda g: all_gather(g, dim, group)
+    )
+
+
+def _bind_all_gather(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    group, dim = devices.group(step.axes), _dim(step)
+    if step.backward == "reduce_scatter":
         return BoundCollective(
-            lambda x: slice_block(x, dim, index, parts), lambda g: all_gather(g, dim, group)
+            lambda x: all_gather(x, dim, group), lambda g: reduce_scatter(g, dim, group)
         )
-    if step.kind == "reduce_scatter":
-        return BoundCollective(
-            lambda x: reduce_scatter(x, dim, group), lambda g: all_gather(g, dim, group)
-        )
-    if step.kind == "all_gather":
-        if step.backward == "reduce_scatter":
-            return BoundCollective(
-                lambda x: all_gather(x, dim, group), lambda g: reduce_scatter(g, dim, group)
-            )
-        return BoundCollective(
-            lambda x: all_gather(x, dim, group), lambda g: slice_block(g, dim, index, parts)
-        )
-    to_dim = step.to_dim
-    assert step.kind == "all_to_all" and to_dim is not None
+    return BoundCollective(lambda x: all_gather(x, dim, group), _cut(step, devices))
+
+
+def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    group, dim, to_dim = devices.group(step.axes), _dim(step), step.to_dim
+    assert to_dim is not None
     return BoundCollective(
         lambda x: all_to_all(x, dim, to_dim, group), lambda g: all_to_all(g, to_dim, dim, group)
     )
+
+
+def _cut(step: RedistributionStep, devices: Devices) -> Function:
+    """Keeps this rank's block along the step's dimension."""
+    dim, parts, index = _dim(step), devices.layout.size(step.axes), devices.index(step.axes)
+    return lambda x: slice_block(x, dim, index, parts)
+
+
+def _dim(step: RedistributionStep) -> int:
+    assert step.dim is not None
+    return step.dim
 
 
 def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
@@ -171,6 +192,18 @@ def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective
 def _one_where(devices: Devices, group: Group, position: int) -> Index:
     """1 on the rank at `position` of the group, else 0."""
     return devices.per_rank(lambda place: int(block(devices.layout, place, group.axes) == position))
+
+
+BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = {
+    "slice": _bind_slice,
+    "vary": _bind_vary,
+    "all_reduce": _bind_all_reduce,
+    "reduce_scatter": _bind_reduce_scatter,
+    "all_gather": _bind_all_gather,
+    "all_to_all": _bind_all_to_all,
+    "permute": _bind_permute,
+}
+"""What carries out each kind of step."""
 
 
 def bound_reduction(group: Group, kind: str, varying: bool) -> Reduce:
