@@ -60,7 +60,7 @@ def cases() -> list[Case]:
         for pieces, slow in ((4, 1), (12, 1), (8, 2)):
             pipeline = PipelineSpec(STAGES, pieces, schedule, chunks)
             parts = []
-            for number in range(pipeline.parts):
+            for number in range(pipeline.num_chunks):
                 times = (slow if pipeline.stage_of(number) == 1 else 1) / chunks
                 parts.append(ChunkSeconds(times * FORWARD, times * BACKWARD))
             found.append((pipeline, parts))

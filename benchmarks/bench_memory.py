@@ -63,7 +63,7 @@ def predicted(case: Case, plan: sw.Plan) -> Memory:
     """What the plan needs with the case's optimizer."""
     assert plan.graph is not None
     example = case.optimizer([torch.nn.Parameter(torch.zeros(1))])
-    return memory(plan.graph, plan.mesh, plan.decisions, plan.pipeline, example)
+    return memory(plan.partitioned, example)
 
 
 def worst(memory: Memory, measured: Sequence[int]) -> tuple[int, float]:

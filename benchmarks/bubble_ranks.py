@@ -47,7 +47,7 @@ def bubble(pipeline: PipelineSpec, parts: list[ChunkSeconds]) -> float:
         micro_batches=pipeline.micro_batches,
         schedule=pipeline.schedule,
         stage_config={
-            f"blocks.{number}": pipeline.stage_of(number) for number in range(pipeline.parts)
+            f"blocks.{number}": pipeline.stage_of(number) for number in range(pipeline.num_chunks)
         },
     )
     parallel = sw.parallelize(net, plan, "cpu")

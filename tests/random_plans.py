@@ -12,6 +12,7 @@ import shardwright as sw
 from shardwright.graph.graph import Graph
 from shardwright.layout.layout import Layout, prime_mesh
 from shardwright.partition.decisions import Decisions, Recompute
+from shardwright.partition.partitioned import Partitioned
 from shardwright.plan import Plan, make_plan
 from shardwright.rules import rule_of
 
@@ -78,14 +79,13 @@ def random_outputs(graph: Graph, mesh: Layout, seed: int) -> dict[str, tuple[Axe
 
 def random_plan(graph: Graph, devices: int, seed: int) -> Plan:
     mesh = prime_mesh(devices)
+    decisions = Decisions(
+        random_cuts(graph, mesh, seed),
+        random_storage(graph, mesh, seed),
+        random_outputs(graph, mesh, seed),
+    )
     return make_plan(
-        graph,
-        mesh,
-        Decisions(
-            random_cuts(graph, mesh, seed),
-            random_storage(graph, mesh, seed),
-            random_outputs(graph, mesh, seed),
-        ),
+        Partitioned(graph, mesh, decisions),
         mode="random",
         options={"seed": seed},
         search_seconds=0.0,

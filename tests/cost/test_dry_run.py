@@ -1,4 +1,4 @@
-"""Rehearsals of parts that are alike: made once, and what each would need by itself."""
+"""Dry runs of chunks that are alike: made once, and what each would need by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from shardwright.cost.dry_run import DryRun, DryRunCache, chunk_key, dry_run_chu
 from shardwright.cost.memory import memory
 from shardwright.partition.decisions import Recompute
 from shardwright.partition.schedules import SCHEDULES
-from shardwright.partition.stages import chunks
 
 NET, ARGS, KWARGS = llama(layers=8)
 
@@ -35,21 +34,20 @@ def planned(schedule: str = "1f1b", level: str = "level1") -> sw.Plan:
 @pytest.mark.parametrize(
     ("schedule", "level"), [("gpipe", "level3"), *((each, "level1") for each in SCHEDULES)]
 )
-def test_equal_parts_need_what_each_needs_by_itself(
+def test_equal_chunks_need_what_each_needs_by_itself(
     schedule: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(schedule, level)
-    assert plan.graph is not None
     shared = plan.memory
 
     def alone(*given: object) -> DryRun:
         return dry_run_chunk(*given, {})  # type: ignore[arg-type]
 
     monkeypatch.setattr(DryRunCache, "of", lambda self, *given: alone(*given))
-    assert memory(plan.graph, plan.mesh, plan.decisions, plan.pipeline) == shared
+    assert memory(plan.partitioned) == shared
 
 
-def test_the_middle_stages_of_equal_layers_are_rehearsed_once(
+def test_the_middle_stages_of_equal_layers_run_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = planned()
@@ -65,14 +63,12 @@ def test_the_middle_stages_of_equal_layers_are_rehearsed_once(
     assert len(made) < 4
     before = len(made)
     assert again.memory_with("sgd").peak < by_itself.peak
-    assert len(made) == before, "the optimizer is not rehearsed"
+    assert len(made) == before, "nothing runs for another optimizer"
 
 
-def test_parts_that_differ_in_one_decision_are_not_alike() -> None:
+def test_chunks_that_differ_in_one_decision_are_not_alike() -> None:
     plan = planned()
-    assert plan.graph is not None
-    whole = chunks(plan.graph, plan.mesh, plan.decisions, plan.pipeline)
-    middle = whole[1]
+    middle = plan.partitioned.chunks[1]
     ops = [op.name for op in middle.graph.ops if op.inputs]
     name = random.Random(0).choice(ops)
     weight = middle.graph.parameters[0].name

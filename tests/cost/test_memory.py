@@ -21,7 +21,7 @@ SIZES = {"batch": 8, "sequence": 64, "width": 64, "vocabulary": 512, "layers": 2
 
 def of_plan(plan: sw.Plan, optimizer: str = "adamw") -> Memory:
     assert plan.graph is not None
-    return memory(plan.graph, plan.mesh, plan.decisions, plan.pipeline, optimizer)
+    return memory(plan.partitioned, optimizer)
 
 
 def measured(model: Model, plan: sw.Plan, optimizer: type[torch.optim.Optimizer]) -> int:

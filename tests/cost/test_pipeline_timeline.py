@@ -37,7 +37,7 @@ def test_every_part_runs_every_micro_batch_once_each_way_on_its_own_stage(
     wanted = {
         Action(part, kind, piece)
         for part, kind, piece in itertools.product(
-            range(pipeline.parts), kinds, range(pipeline.micro_batches)
+            range(pipeline.num_chunks), kinds, range(pipeline.micro_batches)
         )
     }
     orders = actions(pipeline)
@@ -48,7 +48,9 @@ def test_every_part_runs_every_micro_batch_once_each_way_on_its_own_stage(
 
 @pytest.mark.parametrize("pipeline", LEGAL, ids=name)
 def test_nothing_begins_before_what_it_needs_has_ended_and_arrived(pipeline: PipelineSpec) -> None:
-    parts = [ChunkSeconds(1 + part % 3, 2 + part % 2, send=0.25) for part in range(pipeline.parts)]
+    parts = [
+        ChunkSeconds(1 + part % 3, 2 + part % 2, send=0.25) for part in range(pipeline.num_chunks)
+    ]
     line = timeline(pipeline, parts)
     spans = {span.action: span for stage in line.stages for span in stage}
     for stage in line.stages:
@@ -66,13 +68,13 @@ def test_bubbles_are_those_of_the_literature(stages: int, pieces: int) -> None:
     """(s - 1) / (m + s - 1), with v chunks (s - 1) / (v m + s - 1): Narayanan et al. 2021."""
     for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)):
         pipeline = PipelineSpec(stages, pieces, schedule, chunks)
-        line = timeline(pipeline, [ChunkSeconds(1.0, 2.0)] * pipeline.parts)
+        line = timeline(pipeline, [ChunkSeconds(1.0, 2.0)] * pipeline.num_chunks)
         assert line.bubble == pytest.approx((stages - 1) / (chunks * pieces + stages - 1))
 
 
 def test_the_v_schedule_hardly_waits_where_all_three_passes_take_as_long() -> None:
     pipeline = PipelineSpec(4, 16, "zero_bubble_v", 2)
-    line = timeline(pipeline, [ChunkSeconds(1.0, 2.0, of_weight=1.0)] * pipeline.parts)
+    line = timeline(pipeline, [ChunkSeconds(1.0, 2.0, of_weight=1.0)] * pipeline.num_chunks)
     # Stages begin one after the other, the last after 3 of 99 units, and none waits after that.
     assert line.seconds == 2 * 16 * 3 + 3
     assert line.bubble == pytest.approx(3 / 99)

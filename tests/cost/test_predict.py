@@ -52,15 +52,13 @@ def test_stages_that_share_a_processor_leave_it_to_each_other_where_they_wait(
 ) -> None:
     apart = load_cluster("h100")
     shared = replace(apart, device=replace(apart.device, at_full_rate=1))
-    graph, pipeline = plan.graph, plan.pipeline
-    assert graph is not None
-    found = predict(graph, plan.mesh, plan.decisions, shared, pipeline)
+    found = predict(plan.partitioned, shared)
     assert found.timeline is not None and found.bubble > 0.1
-    link, micro_batches = apart.levels[0], pipeline.micro_batches
+    link, micro_batches = apart.levels[0], plan.pipeline.micro_batches
     sending = 2 * micro_batches * (link.latency + 4096 * 1024 * 4 / 4 / link.bandwidth)
-    busy = sum(part.computation for part in found.parts)
+    busy = sum(chunk.computation for chunk in found.chunks)
     assert found.seconds == pytest.approx((busy + sending) / 2)
-    assert found.seconds > predict(graph, plan.mesh, plan.decisions, apart, pipeline).computation
+    assert found.seconds > predict(plan.partitioned, apart).computation
 
 
 def test_the_text_of_a_plan_says_what_each_stage_needs_and_waits(plan: sw.Plan) -> None:

@@ -54,7 +54,7 @@ def test_every_case_of_the_bubbles_is_a_schedule() -> None:
     assert {pipeline.schedule for pipeline, _ in cases} == {s for s, _ in bench_bubbles.SCHEDULES}
     for pipeline, parts in cases:
         assert len(actions(pipeline)) == bench_bubbles.STAGES
-        assert len(described(pipeline, parts)["parts"]) == pipeline.parts
+        assert len(described(pipeline, parts)["parts"]) == pipeline.num_chunks
 
 
 def test_a_slow_copy_takes_its_time_forward_and_backward() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.layout.layout import prime_factors, prime_mesh
-from shardwright.partition.communication import communication
 from shardwright.partition.decisions import Decisions
+from shardwright.partition.partitioned import Partitioned
 from shardwright.plan import Plan, make_plan
 
 BATCH, HIDDEN, EXPANDED = 16, 32, 64
@@ -47,14 +47,13 @@ def plan_on_grid(net: nn.Module, x: Tensor, sizes: tuple[int, ...]) -> Plan:
         relu: {"b": az, "s": (*ay, *ax)},
         down: {"b": az, "k": ay, "j": ax},
     }
+    decisions = Decisions(
+        cuts,
+        {"up.weight": ((*ay,), (*ax, *az)), "down.weight": ((*ax,), (*ay, *az))},
+        {up: ((az, (*ay, *ax)),), down: ((az, (*ax, *ay)),)},
+    )
     return make_plan(
-        graph,
-        mesh,
-        Decisions(
-            cuts,
-            {"up.weight": ((*ay,), (*ax, *az)), "down.weight": ((*ax,), (*ay, *az))},
-            {up: ((az, (*ay, *ax)),), down: ((az, (*ax, *ay)),)},
-        ),
+        Partitioned(graph, mesh, decisions),
         mode="layouts",
         options={},
         search_seconds=0.0,
@@ -67,7 +66,7 @@ def test_the_bytes_of_a_grid_are_those_of_the_formula(sizes: tuple[int, ...]) ->
     net, x = Pair(), torch.randn(BATCH, HIDDEN)
     plan = plan_on_grid(net, x, sizes)
     assert plan.graph is not None
-    flow = communication(plan.graph, plan.mesh, plan.decisions)
+    flow = plan.partitioned.chunks[0].communication
     pair = {op.name for op in plan.graph.ops if op.name in ("up", "down")}
     values = {v for name in pair for v in plan.graph.by_name[name].inputs}
     values |= {plan.graph.by_name[name].output for name in pair}

@@ -15,13 +15,14 @@ from random_plans import random_cuts, random_outputs, random_storage
 from shardwright.graph.graph import Graph
 from shardwright.layout.layout import prime_mesh
 from shardwright.partition.decisions import Decisions
+from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.plan import make_plan
 
 
 def in_random_parts(graph: Graph, pipeline: PipelineSpec, draw: random.Random) -> dict[str, int]:
     """Operators in order, cut at random places."""
-    places = sorted(draw.sample(range(1, len(graph.ops)), pipeline.parts - 1))
+    places = sorted(draw.sample(range(1, len(graph.ops)), pipeline.num_chunks - 1))
     return {op.name: sum(i >= p for p in places) for i, op in enumerate(graph.ops)}
 
 
@@ -45,14 +46,11 @@ def staged_plan(graph: Graph, devices: int, seed: int) -> sw.Plan:
         random_outputs(graph, mesh, seed),
     )
     return make_plan(
-        graph,
-        mesh,
-        decisions,
+        Partitioned(graph, mesh, decisions, random_pipeline(graph, 4, seed)),
         mode="random",
         options={"seed": seed},
         search_seconds=0.0,
         training=True,
-        pipeline=random_pipeline(graph, 4, seed),
     )
 
 

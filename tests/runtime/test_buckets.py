@@ -26,8 +26,10 @@ from sample_models import Model, llama, mlp
 from shardwright.graph.graph import Graph
 from shardwright.layout.layout import Layout, prime_mesh
 from shardwright.lower.program import Program, lower
+from shardwright.partition.chunk import Chunk
 from shardwright.partition.communication import storage_as_used
 from shardwright.partition.decisions import LEVELS, Decisions, OptimizerParallel
+from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.plan import Plan, make_plan
 from shardwright.runtime.buckets import BoundBucket
@@ -66,14 +68,11 @@ def planned(graph: Graph, devices: int, seed: int, micro_batches: int = 1) -> Pl
     if draw.random() < 0.2:
         decisions = replace(decisions, sharding=None)
     return make_plan(
-        graph,
-        mesh,
-        decisions,
+        Partitioned(graph, mesh, decisions, PipelineSpec(micro_batches=micro_batches)),
         mode="random",
         options={"seed": seed},
         search_seconds=0.0,
         training=True,
-        pipeline=PipelineSpec(micro_batches=micro_batches),
     )
 
 
@@ -170,6 +169,12 @@ class Live(TorchDispatchMode):
         return result
 
 
+def whole_chunk(graph: Graph, mesh: Layout, decisions: Decisions) -> Chunk:
+    """The whole model, as decided."""
+    (chunk,) = Partitioned(graph, mesh, decisions).chunks
+    return chunk
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_level3_holds_two_buckets_at_most_and_none_between_the_passes(
     level: str, monkeypatch: pytest.MonkeyPatch
@@ -179,7 +184,7 @@ def test_level3_holds_two_buckets_at_most_and_none_between_the_passes(
     whole = sum(p.numel() * 4 for p in net.parameters())
     layer = 4 * 64 * 65
     with one_of(mesh) as devices:
-        program = lower(graph, devices, decisions(graph, mesh, level))
+        program = lower(whole_chunk(graph, mesh, decisions(graph, mesh, level)), devices)
         shards, inputs = arguments(program, args)
         live = Live(monkeypatch)
         with live:
@@ -207,7 +212,7 @@ def test_level3_gathers_again_in_a_second_backward_pass(monkeypatch: pytest.Monk
     net, args, _ = mlp(8, SIZES)
     graph, mesh = sw.capture(net, args), prime_mesh(4)
     with one_of(mesh) as devices:
-        program = lower(graph, devices, decisions(graph, mesh, "level3"))
+        program = lower(whole_chunk(graph, mesh, decisions(graph, mesh, "level3")), devices)
         shards, inputs = arguments(program, args)
         live = Live(monkeypatch)
         (loss,), _ = program(shards, {}, inputs)
@@ -246,7 +251,7 @@ def test_products_run_between_start_and_end_of_collectives(level: str | None) ->
     if level is None:
         said = replace(said, storage=storage_as_used(graph, mesh, said.cuts), sharding=None)
     with one_of(mesh) as devices:
-        program = lower(graph, devices, said)
+        program = lower(whole_chunk(graph, mesh, said), devices)
         shards, inputs = arguments(program, args)
         with Events() as forward:
             (loss,), _ = program(shards, {}, inputs)
@@ -266,7 +271,9 @@ def test_products_run_between_start_and_end_of_collectives(level: str | None) ->
 def test_the_gathers_stand_one_bucket_ahead_in_the_text() -> None:
     net, args, _ = mlp(8, SIZES)
     graph, mesh = sw.capture(net, args), prime_mesh(4)
-    program = lower(graph, Devices.of_rank(mesh, 0), decisions(graph, mesh, "level3"))
+    program = lower(
+        whole_chunk(graph, mesh, decisions(graph, mesh, "level3")), Devices.of_rank(mesh, 0)
+    )
     lines = [line.strip() for line in str(program).splitlines()]
     place = {
         f"{word}_{n}": next(i for i, line in enumerate(lines) if f" = {word}_{n}(" in line)
@@ -285,7 +292,7 @@ def test_a_parameter_alone_on_its_first_dimension_is_gathered_without_a_copy() -
     graph, mesh = sw.capture(net, args), prime_mesh(4)
     said = replace(decisions(graph, mesh, "level1"), bucket_bytes=1)
     with one_of(mesh) as devices:
-        program = lower(graph, devices, said)
+        program = lower(whole_chunk(graph, mesh, said), devices)
         for bound in program.buckets:
             pending = bound.gather([torch.zeros(shape) for shape in bound.shapes])
             (member,) = bound.gathered(pending)

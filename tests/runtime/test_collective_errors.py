@@ -62,7 +62,7 @@ def run(net: Loss, x: torch.Tensor, plan: sw.Plan) -> None:
     assert plan.graph is not None
     gradients = [torch.ones(())]
     parameters = dict(net.named_parameters())
-    simulate(plan.graph, plan.mesh, plan.decisions, parameters, {}, [x], output_gradients=gradients)
+    simulate(plan.partitioned, parameters, {}, [x], output_gradients=gradients)
 
 
 def test_an_error_of_a_collective_names_the_conversion(monkeypatch: pytest.MonkeyPatch) -> None:

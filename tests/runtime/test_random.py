@@ -8,6 +8,7 @@ import shardwright as sw
 from shardwright.layout.layout import prime_mesh
 from shardwright.parallel.simulate_ranks import Outcome, simulate
 from shardwright.partition.decisions import Decisions
+from shardwright.partition.partitioned import Partitioned
 
 
 class Dropped(nn.Module):
@@ -19,7 +20,8 @@ def run(cuts: dict[str, tuple[int, ...]], seed: int = 1) -> Outcome:
     x = torch.ones(64, 32)
     graph = sw.capture(Dropped(), (x,))
     (op,) = graph.ops
-    return simulate(graph, prime_mesh(4), Decisions({op.name: cuts}, {}), {}, {}, [x], seed=seed)
+    partitioned = Partitioned(graph, prime_mesh(4), Decisions({op.name: cuts}, {}))
+    return simulate(partitioned, {}, {}, [x], seed=seed)
 
 
 def mask(outcome: Outcome) -> Tensor:

@@ -14,11 +14,10 @@ from shardwright.errors import PlanError
 from shardwright.graph.float64 import graph_in_float64, in_float64
 from shardwright.graph.graph import Graph, Value
 from shardwright.graph.interpreter import interpret
-from shardwright.parallel.simulate_pipeline import StagesOutcome, simulate_stages
+from shardwright.parallel.simulate_pipeline import simulate_stages
 from shardwright.parallel.simulate_ranks import Outcome, simulate, simulate_step
 from shardwright.parallel.train_step import LossWeights
-from shardwright.partition.communication import communication
-from shardwright.partition.stages import chunks, step_bytes
+from shardwright.partition.partitioned import Partitioned
 from shardwright.plan import Plan
 from shardwright.planner.pipeline import Pipeline
 from shardwright.runtime.devices import Devices
@@ -68,11 +67,12 @@ def check(
     net = net.net if isinstance(net, Pipeline) else net
     captured = plan.graph if plan.graph is not None else _captured(net, args, kwargs, plan)
     plan.check_fits(captured)
-    graph = graph_in_float64(captured)
+    partitioned = plan.partition(graph_in_float64(captured))
+    graph = partitioned.graph
     named: dict[str, Tensor] = dict(net.named_parameters(remove_duplicate=False))
     state = dict(net.named_buffers(remove_duplicate=False))
-    made = values_of(named | state, lambda name, whole: whole)
-    named, state = named | made, state | made
+    initialized = values_of(named | state, lambda name, whole: whole)
+    named, state = named | initialized, state | initialized
     parameters = {
         v.name: in_float64(named[v.name]).requires_grad_(v.requires_grad) for v in graph.parameters
     }
@@ -81,9 +81,9 @@ def check(
     if plan.pipeline.micro_batches > 1:
         if graph.loss is None:
             raise PlanError("the model returns no loss, one number that a gradient starts from")
-        ends, outcome = _step(graph, plan, parameters, buffers, leaves)
+        ends, outcome = _step(partitioned, parameters, buffers, leaves)
     else:
-        ends, outcome = _call(graph, plan, parameters, buffers, leaves)
+        ends, outcome = _call(partitioned, parameters, buffers, leaves)
     outputs = [t for t in outcome.outputs if isinstance(t, Tensor)]
     differences = {
         name: _relative(outcome.gradients[name], parameter.grad)
@@ -91,7 +91,7 @@ def check(
         if parameter.grad is not None
     }
     worst = max(differences, key=lambda name: differences[name], default="")
-    counted, planned = _bytes(graph, plan, outcome)
+    counted, planned = _bytes(partitioned, outcome)
     return Check(
         loss=_loss(graph, ends),
         loss_difference=max(
@@ -105,16 +105,10 @@ def check(
     )
 
 
-def _bytes(graph: Graph, plan: Plan, outcome: Outcome) -> tuple[tuple[int, int], tuple[int, int]]:
+def _bytes(partitioned: Partitioned, outcome: Outcome) -> tuple[tuple[int, int], tuple[int, int]]:
     """Bytes that one device sent, forward and backward, counted and as planned; with several stages
     those of one where they differ, or else of the busiest."""
-    found = chunks(graph, plan.mesh, plan.decisions, plan.pipeline)
-    flows = [communication(part.graph, plan.mesh, part.decisions) for part in found]
-    planned = step_bytes(found, flows, plan.mesh, plan.pipeline)
-    counted = [(outcome.forward_bytes, outcome.backward_bytes)]
-    if isinstance(outcome, StagesOutcome):
-        counted = [(forward, backward) for forward, backward in outcome.stage_bytes]
-    pairs = list(zip(counted, planned, strict=True))
+    pairs = list(zip(outcome.stage_bytes, partitioned.step_bytes, strict=True))
     return max(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair[1])))
 
 
@@ -132,13 +126,13 @@ Ends = list[tuple[Tensor, Tensor | None]]
 
 
 def _call(
-    graph: Graph,
-    plan: Plan,
+    partitioned: Partitioned,
     parameters: dict[str, Tensor],
     buffers: dict[str, Tensor],
     leaves: list[Any],
 ) -> tuple[Ends, Outcome]:
     """One call and its gradients, on one device and on simulated ranks."""
+    graph = partitioned.graph
     args, kwargs = pytree.tree_unflatten(leaves, graph.in_spec)
     wanted, _ = interpret(graph, parameters, buffers, args, kwargs)
     ends = _output_gradients(graph, pytree.tree_leaves(wanted))
@@ -146,23 +140,21 @@ def _call(
         if gradient is not None:
             torch.autograd.backward(tensor, gradient, retain_graph=True)
     gradients = [gradient for _, gradient in ends]
-    outcome = simulate(
-        graph, plan.mesh, plan.decisions, parameters, buffers, leaves, output_gradients=gradients
-    )
+    outcome = simulate(partitioned, parameters, buffers, leaves, output_gradients=gradients)
     return ends, outcome
 
 
 def _step(
-    graph: Graph,
-    plan: Plan,
+    partitioned: Partitioned,
     parameters: dict[str, Tensor],
     buffers: dict[str, Tensor],
     leaves: list[Any],
 ) -> tuple[Ends, Outcome]:
     """A step over all micro-batches, on one device and on simulated ranks."""
-    count = plan.pipeline.micro_batches
+    graph, pipeline = partitioned.graph, partitioned.pipeline
+    count = pipeline.micro_batches
     pieces = [micro_batch(leaves, number, count) for number in range(count)]
-    weights = LossWeights(graph, Devices.of_rank(plan.mesh, 0))(pieces)
+    weights = LossWeights(graph, Devices.of_rank(partitioned.mesh, 0))(pieces)
     total, state = torch.zeros((), dtype=torch.float64), dict(buffers)
     for piece, weight in zip(pieces, weights, strict=True):
         args, kwargs = pytree.tree_unflatten(piece, graph.in_spec)
@@ -170,17 +162,17 @@ def _step(
         state.update(updates)
         outputs = pytree.tree_leaves(wanted)
         place = next(i for i, value in enumerate(graph.outputs) if value is graph.loss)
-        total = total + outputs[place] * (weight if plan.pipeline.loss_reduction == "mean" else 1)
+        total = total + outputs[place] * (weight if pipeline.loss_reduction == "mean" else 1)
     torch.autograd.backward(total)
-    run = simulate_stages if plan.pipeline.stages > 1 else simulate_step
-    outcome = run(graph, plan.mesh, plan.decisions, plan.pipeline, parameters, buffers, leaves)
+    run = simulate_stages if pipeline.stages > 1 else simulate_step
+    outcome = run(partitioned, parameters, buffers, leaves)
     return [(total, torch.ones_like(total))], outcome
 
 
 def _output_gradients(graph: Graph, leaves: list[Any]) -> Ends:
     """Every output tensor with the gradient that starts there: 1 for the loss; if there is none,
     distinct numbers for every output, so that no error can cancel."""
-    found: Ends = []
+    ends: Ends = []
     for value, tensor in zip(graph.outputs, leaves, strict=True):
         if not isinstance(value, Value):
             continue
@@ -189,8 +181,8 @@ def _output_gradients(graph: Graph, leaves: list[Any]) -> Ends:
         if starts and tensor.requires_grad:
             steps = torch.arange(tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape)
             gradient = torch.ones_like(tensor) if value is graph.loss else torch.sin(1 + steps)
-        found.append((tensor, gradient))
-    return found
+        ends.append((tensor, gradient))
+    return ends
 
 
 def _loss(graph: Graph, ends: Ends) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardwright.capture.capture import capture
 from shardwright.errors import PlanError
 from shardwright.parallel.module import ParallelModule, parallel_module
 from shardwright.parallel.pipeline_module import pipeline_module
+from shardwright.partition.partitioned import Partitioned
 from shardwright.plan import Plan
 from shardwright.planner.pipeline import Pipeline
 from shardwright.runtime.devices import Devices
@@ -44,11 +45,9 @@ def parallelize(net: nn.Module, plan: Plan, device: str | torch.device | None = 
             graph = capture(net, *_example(plan), compute_dtype=plan.computed_in)
         plan.check_fits(graph)
         _check_parameters(net, plan)
-        parallel: ParallelModule
-        if plan.pipeline.stages > 1:
-            parallel = pipeline_module(net, graph, devices, plan.decisions, plan.pipeline)
-        else:
-            parallel = parallel_module(net, graph, devices, plan.decisions, plan.pipeline)
+        make: Callable[[nn.Module, Partitioned, Devices], ParallelModule]
+        make = pipeline_module if plan.pipeline.stages > 1 else parallel_module
+        parallel = make(net, plan.partition(graph), devices)
     return parallel if parallel.training == net.training else parallel.train(net.training)
 
 

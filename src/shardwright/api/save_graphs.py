@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from shardwright.errors import ShardwrightError
 from shardwright.graph.graph import Graph
 from shardwright.graph.printer import graph_text
 from shardwright.lower.program import lower
+from shardwright.partition.pipeline_spec import ONE_STAGE
 from shardwright.plan import Plan
 from shardwright.runtime.devices import Devices
 
@@ -45,6 +47,5 @@ class SavedGraphs:
 
 def program_text(plan: Plan, rank: int = 0) -> str:
     """The program that `rank` runs, of a plan that has its graph. Needs no process group."""
-    assert plan.graph is not None
-    devices = Devices.of_rank(plan.mesh, rank)
-    return str(lower(plan.graph, devices, plan.decisions))
+    whole = replace(plan.partitioned, pipeline=ONE_STAGE)
+    return str(lower(whole.chunks[0], Devices.of_rank(plan.mesh, rank)))

@@ -1,10 +1,10 @@
-"""Runs a program without data, to see how many bytes it needs.
+"""Runs the program of a chunk without data, to see how many bytes it needs.
 
 The very program that a rank will run runs on the meta device, forward and backward, through
 PyTorch's own autograd. Its tensors have shapes and lifetimes, but no memory and no numbers, so a
-model of any size is rehearsed within about a second, and nothing has to be modeled: what operators
-save for their backward pass and when it is freed, how gradients add up, what buckets and recomputed
-segments take.
+model of any size takes about a second, and nothing has to be modeled: what operators save for their
+backward pass and when it is freed, how gradients add up, what buckets and recomputed segments take.
+Chunks that are alike but for their names run once.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from shardwright.cost.tensor_tracking import (
     FusedAttention,
     LiveBytes,
 )
-from shardwright.graph.graph import Graph, Kind, Op, Value
-from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.graph.graph import Kind, Op, Value
+from shardwright.layout.layout import TensorLayout
 from shardwright.lower.program import lower
 from shardwright.parallel.pipeline_stage import StageModule, StepContext, may_halve
-from shardwright.partition.stages import Chunk
+from shardwright.partition.chunk import Chunk
+from shardwright.partition.partitioned import Partitioned
 from shardwright.runtime.devices import Devices
 from shardwright.torch_internals.pipelining import (
     stage_backward,
@@ -62,7 +63,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one part needs on one device.
+    """What one chunk needs on one device.
 
     Args:
         stock: before the step; of the batch one micro-batch.
@@ -79,23 +80,18 @@ class DryRun:
 
 
 def dry_run_chunk(
-    part: Chunk,
-    whole: Graph,
-    mesh: Layout,
-    kinds: Sequence[str],
-    several: bool,
-    known: dict[Any, Any],
+    partitioned: Partitioned, chunk: Chunk, kinds: Sequence[str], known: dict[Any, Any]
 ) -> DryRun:
-    """Runs one part of a model for one micro-batch, or for two if there are `several` in a step.
+    """Runs one chunk of a model for one micro-batch, or for two if there are several in a step.
 
     Without stages and with one micro-batch, the program brings parameters to use by itself.
 
     Args:
-        whole: the graph of the model.
         kinds: of the actions of one micro-batch, in order.
         known: results of operators that were met before.
     """
-    run = _DryRunInterpreter.of(part, whole, mesh, several, OF_INPUT in kinds, known)
+    several = partitioned.pipeline.micro_batches > 1
+    run = _MetaChunk.of(partitioned, chunk, OF_INPUT in kinds, known)
     with run.live, FusedAttention():
         stock = run.live.kinds(run.mark(BUFFERS))
         begin = run.phase(run.begin, WEIGHTS)
@@ -106,8 +102,17 @@ def dry_run_chunk(
 
 
 @dataclass
-class _DryRunInterpreter:
-    """One part on the meta device."""
+class _MetaChunk:
+    """One chunk on the meta device.
+
+    Args:
+        stored: its parameters, by name.
+        arriving, gradients: what it receives, from the chunk before and from the next one.
+        halves: whether backward passes come in two halves.
+        inputs, outputs: of the micro-batch that is on its way.
+        groups: what the second half of its backward pass works on.
+        reduced: gradients of stored parameters, once the step has ended.
+    """
 
     module: StageModule
     stored: dict[str, Tensor]
@@ -117,49 +122,46 @@ class _DryRunInterpreter:
     live: LiveBytes
     number: Tensor = field(default_factory=lambda: torch.tensor(0))
     outputs: tuple[Tensor, ...] = ()
-    given: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
-    left: dict[str, Tensor] = field(default_factory=dict)
+    reduced: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls,
-        part: Chunk,
-        whole: Graph,
-        mesh: Layout,
-        several: bool,
-        halves: bool,
-        known: dict[Any, Any],
-    ) -> _DryRunInterpreter:
+        cls, partitioned: Partitioned, chunk: Chunk, halves: bool, known: dict[Any, Any]
+    ) -> _MetaChunk:
+        mesh = chunk.mesh
         place = mesh.coordinates(mesh.ranks[0])
         devices = Devices(mesh, META, None, lambda function: function(place))
-        constants = {value: tensor.to(META) for value, tensor in part.graph.constants.items()}
-        part = replace(part, graph=replace(part.graph, constants=constants))
-        alone = not part.arriving and not part.leaving
-        program = lower(part.graph, devices, part.decisions, resident=several or not alone)
-        module = StageModule(part, program, whole, follows=halves)
-        made = program.communication.made
+        constants = {value: tensor.to(META) for value, tensor in chunk.graph.constants.items()}
+        if constants:
+            chunk = replace(chunk, graph=replace(chunk.graph, constants=constants))
+        alone = not chunk.arriving and not chunk.leaving
+        resident = partitioned.pipeline.micro_batches > 1 or not alone
+        program = lower(chunk, devices, resident)
+        module = StageModule(chunk, program, partitioned.graph, follows=halves)
+        layouts = program.communication.made
 
         def local(value: Value, dtype: torch.dtype | None = None) -> Tensor:
-            shape = made[value].shard_shape(value.shape)
+            shape = layouts[value].shard_shape(value.shape)
             return torch.empty(shape, dtype=dtype or value.dtype, device=META)
 
-        arriving = [local(v).requires_grad_(v.requires_grad) for v in part.arriving]
-        returning = [_returning(part, value, mesh) for value in part.leaving]
+        arriving = [local(v).requires_grad_(v.requires_grad) for v in chunk.arriving]
+        returning = [_returning(chunk, value) for value in chunk.leaving]
         run = cls(
             module,
-            {v.name: local(v, v.stored_dtype) for v in part.graph.parameters},
+            {v.name: local(v, v.stored_dtype) for v in chunk.graph.parameters},
             arriving,
             returning,
             halves and may_halve(module),
             DryRunMode(known),
         )
-        read = set(part.graph.input_values)
+        read = set(chunk.graph.input_values)
         leaves = [
             local(leaf, leaf.stored_dtype) if isinstance(leaf, Value) and leaf in read else leaf
-            for leaf in whole.inputs
+            for leaf in partitioned.graph.inputs
         ]
-        buffers = {value.name: local(value) for value in part.graph.buffers}
+        buffers = {value.name: local(value) for value in chunk.graph.buffers}
         module.step = StepContext([leaves], buffers, seed=0)
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         run.live.watch([*tensors, *arriving, *returning], BATCH)
@@ -195,58 +197,58 @@ class _DryRunInterpreter:
         self.module.residents.begin(self.stored)
 
     def end(self) -> None:
-        self.left = self.module.residents.end()
+        self.reduced = self.module.residents.end()
 
     def forward(self) -> None:
-        self.given = [
+        self.inputs = [
             tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.arriving
         ]
-        if self.module.part.graph.loss is None and not self.module.part.leaving:
+        if self.module.chunk.graph.loss is None and not self.module.chunk.leaving:
             self.outputs = self._returned()
             return
-        outputs = self.module(*self.given, number=self.number)
+        outputs = self.module(*self.inputs, number=self.number)
         self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
 
     def _returned(self) -> tuple[Tensor, ...]:
         """The outputs of a model without a loss, which its user differentiates."""
         module, step = self.module, self.module.step
         tensors = module.residents.tensors()
-        outputs, _ = module.program(tensors, step.buffers, module.read(0, self.given))
+        outputs, _ = module.program(tensors, step.buffers, module.read(0, self.inputs))
         return tuple(t for t in outputs if isinstance(t, Tensor) and t.requires_grad)
 
     def _taken(self) -> tuple[tuple[Tensor, ...], list[Tensor] | None, list[Tensor]]:
-        taken = self.outputs, self.gradients or None, self.given
-        self.outputs, self.given = (), []
+        taken = self.outputs, self.gradients or None, self.inputs
+        self.outputs, self.inputs = (), []
         return taken
 
     def backward(self) -> None:
-        outputs, gradients, given = self._taken()
+        outputs, gradients, inputs = self._taken()
         if gradients:
-            stage_backward(outputs, gradients, given)
+            stage_backward(outputs, gradients, inputs)
         elif outputs:
             torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
     def of_input(self) -> None:
         if not self.halves:
             self.backward()
-        elif self.module.part.number:
-            outputs, gradients, given = self._taken()
+        elif self.module.chunk.number:
+            outputs, gradients, inputs = self._taken()
             _, self.groups = stage_backward_input(
-                list(outputs), gradients, given, self.module.parameters()
+                list(outputs), gradients, inputs, self.module.parameters()
             )
 
     def of_weight(self) -> None:
-        if self.halves and self.module.part.number:
+        if self.halves and self.module.chunk.number:
             groups, self.groups = self.groups, []
             stage_backward_weight(self.module.parameters(), groups)
         elif self.halves:
             self.backward()
 
 
-def _returning(part: Chunk, value: Value, mesh: Layout) -> Tensor:
+def _returning(chunk: Chunk, value: Value) -> Tensor:
     """Where the gradient of a value that leaves is received."""
-    shape = TensorLayout(mesh, part.decisions.departures[value.name]).shard_shape(value.shape)
-    return torch.empty(shape, dtype=value.dtype, device=META)
+    layout = TensorLayout(chunk.mesh, chunk.decisions.departures[value.name])
+    return torch.empty(layout.shard_shape(value.shape), dtype=value.dtype, device=META)
 
 
 def less(kinds: Kinds, others: Kinds) -> Kinds:
@@ -261,46 +263,44 @@ def plus(kinds: Kinds, *others: Kinds) -> Kinds:
 
 
 class DryRunCache:
-    """What parts need that were rehearsed before."""
+    """What chunks need that ran before."""
 
     def __init__(self) -> None:
-        self._found: dict[object, DryRun] = {}
+        self._runs: dict[object, DryRun] = {}
         self._operators: dict[Any, Any] = {}
 
-    def of(
-        self, part: Chunk, whole: Graph, mesh: Layout, kinds: Sequence[str], several: bool
-    ) -> DryRun:
-        """What a part needs; the arguments are those of `rehearse`."""
-        key = (chunk_key(part), mesh, tuple(kinds), several)
-        if key not in self._found:
-            found = dry_run_chunk(part, whole, mesh, kinds, several, self._operators)
-            self._found[key] = found
-        return self._found[key]
+    def of(self, partitioned: Partitioned, chunk: Chunk, kinds: Sequence[str]) -> DryRun:
+        """What a chunk needs; the arguments are those of `dry_run_chunk`."""
+        several = partitioned.pipeline.micro_batches > 1
+        key = (chunk_key(chunk), chunk.mesh, tuple(kinds), several)
+        if key not in self._runs:
+            self._runs[key] = dry_run_chunk(partitioned, chunk, kinds, self._operators)
+        return self._runs[key]
 
 
-def chunk_key(part: Chunk) -> tuple[object, ...]:
-    """What the bytes of a part depend on: everything but the names of its values and operators, in
+def chunk_key(chunk: Chunk) -> tuple[object, ...]:
+    """What the bytes of a chunk depend on: everything but the names of its values and operators, in
     place of which stand numbers in the order of their first appearance."""
-    return tuple(_Description(part).lines())
+    return tuple(_NamelessChunk(chunk).lines())
 
 
-class _Description:
-    """A part without names."""
+class _NamelessChunk:
+    """A chunk without names."""
 
-    def __init__(self, part: Chunk) -> None:
-        self.part, self.decisions = part, part.decisions
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk, self.decisions = chunk, chunk.decisions
         self._numbers: dict[object, int] = {}
 
     def lines(self) -> Iterator[object]:
-        part, graph, decisions = self.part, self.part.graph, self.decisions
-        yield decisions.sharding, decisions.bucket_bytes, part.number > 0, graph.loss is None
-        given = (graph.input_values, graph.parameters, graph.buffers, tuple(graph.constants))
-        for values in given:
+        chunk, graph, decisions = self.chunk, self.chunk.graph, self.decisions
+        yield decisions.sharding, decisions.bucket_bytes, chunk.number > 0, graph.loss is None
+        read = (graph.input_values, graph.parameters, graph.buffers, tuple(graph.constants))
+        for values in read:
             yield tuple(map(self._value, values))
         for op in graph.ops:
             yield self._op(op)
         yield tuple((self._number(old), self._number(new)) for old, new in graph.updates)
-        for values in (part.arriving, part.leaving, part.returned, graph.output_values):
+        for values in (chunk.arriving, chunk.leaving, chunk.returned, graph.output_values):
             yield tuple(map(self._number, values))
 
     def _number(self, thing: object) -> int:
@@ -316,7 +316,7 @@ class _Description:
         )
 
     def _op(self, op: Op) -> tuple[object, ...]:
-        decisions, said = self.decisions, self.decisions.recompute.get(op.name)
+        decisions, recompute = self.decisions, self.decisions.recompute.get(op.name)
         cuts = decisions.cuts.get(op.name, {})
         return (
             op.target,
@@ -325,14 +325,16 @@ class _Description:
             tuple(map(self._value, op.outputs)),
             tuple((factor, tuple(axes)) for factor, axes in cuts.items() if axes),
             decisions.outputs.get(op.name),
-            None if said is None else (self._number(said.segment), said.communication),
+            None
+            if recompute is None
+            else (self._number(recompute.segment), recompute.communication),
         )
 
-    def _argument(self, given: Any) -> object:
-        if isinstance(given, Value):
-            return Value, self._number(given)
-        if isinstance(given, list | tuple):
-            return tuple(map(self._argument, given))
-        if isinstance(given, dict):
-            return tuple((name, self._argument(each)) for name, each in given.items())
-        return repr(given)
+    def _argument(self, argument: Any) -> object:
+        if isinstance(argument, Value):
+            return Value, self._number(argument)
+        if isinstance(argument, list | tuple):
+            return tuple(map(self._argument, argument))
+        if isinstance(argument, dict):
+            return tuple((name, self._argument(each)) for name, each in argument.items())
+        return repr(argument)

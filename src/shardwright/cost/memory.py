@@ -5,8 +5,9 @@
          + activations of the micro-batches that are on their way      as the schedule says
          + what the action of that moment needs besides
 
-Each part is rehearsed for one micro-batch (`cost/dry_run.py`); the schedule says how many are on
-their way at each moment (`cost/pipeline_timeline.py`).
+A dry run says what each chunk needs for one micro-batch (`cost/dry_run.py`), the schedule how many
+are on their way at each moment (`cost/pipeline_timeline.py`), and what crosses from stage to stage
+is held besides (`BorderBytes`).
 """
 
 from __future__ import annotations
@@ -41,11 +42,10 @@ from shardwright.cost.pipeline_timeline import (
     actions,
 )
 from shardwright.cost.tensor_tracking import PARAMETERS, WEIGHTS
-from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout, TensorLayout
-from shardwright.partition.decisions import Decisions
-from shardwright.partition.pipeline_spec import ONE_STAGE, PipelineSpec
-from shardwright.partition.stages import Chunk, chunks
+from shardwright.layout.layout import TensorLayout
+from shardwright.partition.chunk import Chunk
+from shardwright.partition.partitioned import Partitioned
+from shardwright.partition.pipeline_spec import PipelineSpec
 
 
 @dataclass(frozen=True)
@@ -134,51 +134,42 @@ def binary(number: int) -> str:
 
 
 def memory(
-    graph: Graph,
-    mesh: Layout,
-    decisions: Decisions,
-    pipeline: PipelineSpec = ONE_STAGE,
+    partitioned: Partitioned,
     optimizer: str | torch.optim.Optimizer = "adamw",
     dry_runs: DryRunCache | None = None,
 ) -> Memory:
     """What each device needs at most in a training step.
 
     Args:
-        graph: the model, captured with one micro-batch.
-        mesh: the device matrix of one stage.
         optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer like the one to be used.
-        rehearsals: that were made before.
+        dry_runs: that were made before.
 
     Raises:
         PlanError: if there is no such schedule or optimizer.
     """
-    orders = actions(pipeline)
-    found: list[list[Chunk]] = [[] for _ in orders]
-    for part in chunks(graph, mesh, decisions, pipeline):
-        found[part.stage].append(part)
-    dry_runs = dry_runs or DryRunCache()
+    pipeline, dry_runs = partitioned.pipeline, dry_runs or DryRunCache()
     stages = []
-    for number, (order, mine) in enumerate(zip(orders, found, strict=True)):
+    for number, order in enumerate(actions(pipeline)):
+        chunks = partitioned.chunks_of(number)
         kinds = tuple(dict.fromkeys(action.kind for action in order))
-        several = pipeline.micro_batches > 1
-        needs = {part.number: dry_runs.of(part, graph, mesh, kinds, several) for part in mine}
-        kept = optimizer_bytes(optimizer, _trained(mine, mesh))
-        crossings = {part.number: crossing(part, mesh, pipeline) for part in mine}
-        moments = _moments(order, needs, crossings, kept, pipeline.micro_batches)
-        stages.append(_stage(number, moments, kept))
+        needs = {chunk.number: dry_runs.of(partitioned, chunk, kinds) for chunk in chunks}
+        borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
+        state = optimizer_bytes(optimizer, _trained(chunks))
+        moments = _moments(order, needs, borders, state, pipeline.micro_batches)
+        stages.append(_stage(number, moments, state))
     return Memory(tuple(stages), optimizer_name(optimizer))
 
 
-def _trained(mine: Sequence[Chunk], mesh: Layout) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _trained(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Local shapes and dtypes of the parameters that a stage's optimizer updates."""
-    found = {}
-    for part in mine:
-        for value in part.graph.parameters:
-            axes = part.decisions.storage.get(value.name, ((),) * len(value.shape))
+    shards = {}
+    for chunk in chunks:
+        for value in chunk.graph.parameters:
+            axes = chunk.decisions.storage.get(value.name, ((),) * len(value.shape))
             if value.requires_grad:
-                shape = TensorLayout(mesh, tuple(axes)).shard_shape(value.shape)
-                found[value.name] = (shape, value.stored_dtype)
-    return list(found.values())
+                shape = TensorLayout(chunk.mesh, tuple(axes)).shard_shape(value.shape)
+                shards[value.name] = (shape, value.stored_dtype)
+    return list(shards.values())
 
 
 def _stage(
@@ -201,7 +192,7 @@ def _stage(
 def _moments(
     order: Sequence[Action],
     needs: Mapping[int, DryRun],
-    crossings: Mapping[int, Crossing],
+    borders: Mapping[int, BorderBytes],
     optimizer: OptimizerBytes,
     micro_batches: int,
 ) -> Iterator[tuple[str, Kinds]]:
@@ -216,7 +207,7 @@ def _moments(
         each, key = needs[action.part], (action.part, action.kind)
         phase = (each.later if key in done else each.first)[action.kind]
         yield _name(action, len(needs)), plus(now, phase.height)
-        held = _held(action, crossings[action.part], key in done)
+        held = borders[action.part].held(action.kind, key in done)
         now = plus(now, phase.change, {ACTIVATIONS: held})
         done.add(key)
     for each in needs.values():
@@ -227,34 +218,18 @@ def _moments(
     yield "optimizer step", plus(now, {TEMPORARY: optimizer.temporary})
 
 
-def _held(action: Action, crossing: Crossing, again: bool) -> int:
-    """Bytes that an action leaves of what crosses, beyond what its rehearsal says.
-
-    Args:
-        again: whether its part has run such an action before.
-    """
-    held, sends = 0, not (crossing.once and again)
-    if action.kind == FORWARD:
-        held -= crossing.shared
-    if action.kind in (BACKWARD, OF_INPUT) and sends:
-        held += crossing.returned
-    if action.kind in (BACKWARD, OF_WEIGHT):
-        held += crossing.shared + (crossing.sent if sends else 0)
-    return held
-
-
 def _name(action: Action, owned: int) -> str:
-    way = "forward" if action.kind == FORWARD else "backward"
-    where = f" through part {action.part}" if owned > 1 else ""
-    return f"{way} of micro-batch {action.micro_batch}{where}"
+    direction = "forward" if action.kind == FORWARD else "backward"
+    where = f" through chunk {action.part}" if owned > 1 else ""
+    return f"{direction} of micro-batch {action.micro_batch}{where}"
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """Bytes of one part, for each micro-batch.
+class BorderBytes:
+    """What is held of the values that cross the borders of a chunk, in bytes for each micro-batch.
 
     Args:
-        shared: of what it leaves, what lies in the next part's buffers from its forward pass on.
+        shared: of what it leaves, what lies in the next chunk's buffers from its forward pass on.
         sent: what stays when its backward pass has freed the rest.
         returned: gradients of what it received, which stay from its backward pass on.
         once: whether that is so of one micro-batch only.
@@ -265,18 +240,34 @@ class Crossing:
     returned: int = 0
     once: bool = False
 
+    def held(self, kind: str, again: bool) -> int:
+        """What an action leaves, beyond what its dry run says.
 
-def crossing(part: Chunk, mesh: Layout, pipeline: PipelineSpec) -> Crossing:
-    """What is held of the values that cross the borders of `part`."""
-    sent, returned = part.sent_bytes(mesh)
+        Args:
+            kind: of the action.
+            again: whether the chunk has run such an action before.
+        """
+        held, sends = 0, not (self.once and again)
+        if kind == FORWARD:
+            held -= self.shared
+        if kind in (BACKWARD, OF_INPUT) and sends:
+            held += self.returned
+        if kind in (BACKWARD, OF_WEIGHT):
+            held += self.shared + (self.sent if sends else 0)
+        return held
 
-    def beside(number: int) -> bool:
-        return 0 <= number < pipeline.parts and pipeline.stage_of(number) == part.stage
 
-    if beside(part.number - 1):
-        # The gradients of its buffers are the buffers for the gradients of the part before.
+def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:
+    """What is held at the borders of `chunk`."""
+    sent, returned = chunk.border_bytes
+
+    def on_same_stage(number: int) -> bool:
+        return 0 <= number < pipeline.num_chunks and pipeline.stage_of(number) == chunk.stage
+
+    if on_same_stage(chunk.number - 1):
+        # The gradients of its buffers are the buffers for the gradients of the chunk before.
         returned = 0
-    if beside(part.number + 1):
-        return Crossing(shared=sent, returned=returned)
+    if on_same_stage(chunk.number + 1):
+        return BorderBytes(shared=sent, returned=returned)
     # 1F1B holds one message forward, from before its first backward pass, and the last one back.
-    return Crossing(sent=sent, returned=returned, once=pipeline.schedule_spec.reuses_messages)
+    return BorderBytes(sent=sent, returned=returned, once=pipeline.schedule_spec.reuses_messages)

@@ -214,8 +214,8 @@ def timeline(pipeline: PipelineSpec, parts: Sequence[ChunkSeconds]) -> Timeline:
         PlanError: if there is no such schedule; see `check_pipelining`.
         ValueError: if `parts` are not as many as the pipeline's.
     """
-    if len(parts) != pipeline.parts:
-        raise ValueError(f"seconds of {len(parts)} parts for a pipeline of {pipeline.parts}")
+    if len(parts) != pipeline.num_chunks:
+        raise ValueError(f"seconds of {len(parts)} parts for a pipeline of {pipeline.num_chunks}")
     orders = actions(pipeline)
     ends: dict[Action, float] = {}
     done: list[list[Span]] = [[] for _ in orders]
@@ -255,7 +255,7 @@ def _arrival(
         return end(part - 1, FORWARD) if part else 0.0
     if action.kind == OF_WEIGHT:
         return end(part, OF_INPUT)
-    if part == pipeline.parts - 1:
+    if part == pipeline.num_chunks - 1:
         return end(part, FORWARD)
     return end(part + 1, BACKWARD, OF_INPUT)
 

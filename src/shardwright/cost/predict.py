@@ -1,4 +1,4 @@
-"""How long each part of a pipeline takes for one micro-batch, and so when each stage waits."""
+"""Seconds of a training step: of each chunk, of the stages as they wait for each other, of all."""
 
 from __future__ import annotations
 
@@ -9,25 +9,16 @@ from shardwright.cost.cluster import Cluster
 from shardwright.cost.flops import work_of
 from shardwright.cost.pipeline_timeline import ChunkSeconds, Timeline, timeline
 from shardwright.cost.step_time import StepTime, TimeModel, step_time
-from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout
-from shardwright.partition.communication import communication
-from shardwright.partition.decisions import Decisions
-from shardwright.partition.pipeline_spec import ONE_STAGE, PipelineSpec
-from shardwright.partition.stages import Chunk, chunks
+from shardwright.partition.chunk import Chunk
+from shardwright.partition.partitioned import Partitioned
+from shardwright.partition.pipeline_spec import PipelineSpec
 
 
-def planned_timeline(
-    graph: Graph,
-    mesh: Layout,
-    decisions: Decisions,
-    pipeline: PipelineSpec,
-    cluster: Cluster | None = None,
-) -> Timeline:
+def planned_timeline(partitioned: Partitioned, cluster: Cluster | None = None) -> Timeline:
     """When each stage does what in a step.
 
     Args:
-        cluster: whose devices and links say how long it takes; without one, parts take as long as
+        cluster: whose devices and links say how long it takes; without one, chunks take as long as
             they have operations in their matrix products, in units of 10⁹, and sending takes no
             time.
 
@@ -35,34 +26,37 @@ def planned_timeline(
         PlanError: if there is no such schedule.
         ConfigError: if the cluster has not so many devices.
     """
-    found = chunks(graph, mesh, decisions, pipeline)
+    pipeline, chunks = partitioned.pipeline, partitioned.chunks
     if cluster is None:
-        return timeline(pipeline, [_by_operations(part) for part in found])
-    model = TimeModel(cluster, mesh, pipeline.stages)
-    return timeline(pipeline, [on_cluster(part, mesh, pipeline, model)[1] for part in found])
+        return timeline(pipeline, [_by_operations(chunk) for chunk in chunks])
+    model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
+    return timeline(pipeline, [_on_cluster(chunk, pipeline, model)[1] for chunk in chunks])
 
 
-def _by_operations(part: Chunk) -> ChunkSeconds:
-    work = [work_of(op) for op in part.graph.ops]
-    # A part without matrix products takes next to nothing, but something.
+def _by_operations(chunk: Chunk) -> ChunkSeconds:
+    work = [work_of(op) for op in chunk.graph.ops]
+    # A chunk without matrix products takes next to nothing, but something.
     forward = max(sum(each.forward_flops for each in work), 1.0) / 1e9
     return ChunkSeconds(forward, max(sum(each.backward_flops for each in work) / 1e9, forward))
 
 
-def on_cluster(
-    part: Chunk, mesh: Layout, pipeline: PipelineSpec, model: TimeModel
+def _on_cluster(
+    chunk: Chunk, pipeline: PipelineSpec, model: TimeModel
 ) -> tuple[StepTime, ChunkSeconds]:
-    """What a part takes on the cluster of `model`: in a step, and for one micro-batch."""
-    flow, count = communication(part.graph, mesh, part.decisions), pipeline.micro_batches
-    found = step_time(part.graph, flow, part.decisions.cuts, model, micro_batches=count)
+    """What a chunk takes on the cluster of `model`: in a step, and for one micro-batch."""
+    time = step_time(
+        chunk.graph,
+        chunk.communication,
+        chunk.decisions.cuts,
+        model,
+        micro_batches=pipeline.micro_batches,
+    )
     send = 0.0
-    if part.leaving:
-        target = pipeline.stage_of(part.number + 1)
-        first, other = part.stage * mesh.num_devices, target * mesh.num_devices
-        link = model.links.cluster.level_between(first, other)
-        sent, _ = part.sent_bytes(mesh)
-        send = link.latency + sent / link.bandwidth
-    return found, ChunkSeconds(found.forward_seconds, found.backward_seconds, send=send)
+    if chunk.leaving:
+        target, devices = pipeline.stage_of(chunk.number + 1), chunk.mesh.num_devices
+        link = model.links.cluster.level_between(chunk.stage * devices, target * devices)
+        send = link.latency + chunk.border_bytes[0] / link.bandwidth
+    return time, ChunkSeconds(time.forward_seconds, time.backward_seconds, send=send)
 
 
 @dataclass(frozen=True)
@@ -71,13 +65,13 @@ class Predicted:
 
     Args:
         cluster: its name.
-        parts: of each part of the model, in the order in which they run.
+        chunks: of each chunk of the model, in the order in which they run.
         timeline: of the stages; None if there is only one.
         seconds: the whole step.
     """
 
     cluster: str
-    parts: tuple[StepTime, ...]
+    chunks: tuple[StepTime, ...]
     timeline: Timeline | None
     seconds: float
 
@@ -89,31 +83,24 @@ class Predicted:
     @property
     def computation(self) -> float:
         """Seconds that the busiest stage computes."""
-        return max(self._of_stages(lambda part: part.computation))
+        return max(self._of_stages(lambda chunk: chunk.computation))
 
     @property
     def communication(self) -> float:
         """Seconds that a stage waits at most for communication within it."""
-        return max(self._of_stages(lambda part: part.communication))
+        return max(self._of_stages(lambda chunk: chunk.communication))
 
     def _of_stages(self, seconds: Callable[[StepTime], float]) -> list[float]:
         if self.timeline is None:
-            return [seconds(part) for part in self.parts]
+            return [seconds(chunk) for chunk in self.chunks]
         pipeline = self.timeline.pipeline
-        found = [0.0] * pipeline.stages
-        for number, part in enumerate(self.parts):
-            found[pipeline.stage_of(number)] += seconds(part)
-        return found
+        of_stages = [0.0] * pipeline.stages
+        for number, chunk in enumerate(self.chunks):
+            of_stages[pipeline.stage_of(number)] += seconds(chunk)
+        return of_stages
 
 
-def predict(
-    graph: Graph,
-    mesh: Layout,
-    decisions: Decisions,
-    cluster: Cluster,
-    pipeline: PipelineSpec = ONE_STAGE,
-    model: TimeModel | None = None,
-) -> Predicted:
+def predict(partitioned: Partitioned, cluster: Cluster) -> Predicted:
     """Seconds of a training step.
 
     With stages the step lasts as long as their timeline, and what is made once a step after it: the
@@ -121,24 +108,19 @@ def predict(
     Where devices share a processor, a stage that waits leaves it to the others: then the step lasts
     as long as the stages work on average.
 
-    Args:
-        graph: captured with one micro-batch.
-        mesh: the device matrix of one stage.
-        model: of this cluster, mesh and number of stages, where there is one already.
-
     Raises:
         ConfigError: if the cluster has not so many devices.
     """
-    model = model or TimeModel(cluster, mesh, pipeline.stages)
-    found = chunks(graph, mesh, decisions, pipeline)
-    times = [on_cluster(part, mesh, pipeline, model) for part in found]
+    pipeline, chunks = partitioned.pipeline, partitioned.chunks
+    model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
+    times = [_on_cluster(chunk, pipeline, model) for chunk in chunks]
     steps = tuple(step for step, _ in times)
     if pipeline.stages == 1:
         return Predicted(cluster.name, steps, None, steps[0].seconds)
     stages = timeline(pipeline, [seconds for _, seconds in times])
     after = [0.0] * pipeline.stages
-    for part, step in zip(found, steps, strict=True):
-        after[part.stage] += step.exposed + step.update
+    for chunk, step in zip(chunks, steps, strict=True):
+        after[chunk.stage] += step.exposed + step.update
     if model.shared:
         busy = (1 - stages.bubble) * stages.seconds
         sent = 2 * pipeline.micro_batches * sum(seconds.send for _, seconds in times)

@@ -18,8 +18,8 @@ from shardwright.graph.graph import Graph, Kind, Op, Value, made_of_inputs
 from shardwright.lower.emit import Source, expression
 from shardwright.lower.emit_buckets import BucketLines
 from shardwright.lower.kernels import Kernels
-from shardwright.partition.communication import Communication, communication
-from shardwright.partition.decisions import Decisions
+from shardwright.partition.chunk import Chunk
+from shardwright.partition.communication import Communication
 from shardwright.partition.parameter_buckets import bucketed_steps
 from shardwright.partition.transfer import Transfer
 from shardwright.rules import rule_of
@@ -51,7 +51,7 @@ class Program:
         communication: all conversions in it.
         parameters: those that the graph reads.
         buckets: those of `communication`, bound to the devices.
-        resident: whether parameters are read as `Residents` hand them out.
+        resident: whether parameters are read as `UnshardedParameters` hand them out.
         again: what the backward pass gathers again; None if nothing.
     """
 
@@ -74,7 +74,7 @@ class Program:
 
         Args:
             parameters: this rank's shards, as the plan stores them; of a resident program what
-                `Residents.tensors` gives.
+                `UnshardedParameters.tensors` gives.
             buffers: whole.
             inputs: the leaves of the call's arguments, tensors whole.
             seed: of the random operators; the same on every rank, another one for each step.
@@ -92,47 +92,53 @@ class Program:
 
 
 def lower(
-    graph: Graph,
-    devices: Devices,
-    decisions: Decisions,
-    resident: bool = False,
-    pending_loss: bool = False,
+    chunk: Chunk, devices: Devices, resident: bool = False, pending_loss: bool = False
 ) -> Program:
-    """The program of this rank for `graph`, split as decided.
+    """The program of this rank for `chunk`, split as decided.
 
     Args:
-        resident: whether the program reads parameters that `Residents` keep through the
+        resident: whether the program reads parameters that `UnshardedParameters` keep through the
             micro-batches of a step, instead of bringing them from storage to use by itself.
         pending_loss: whether the sum of the loss over the devices is only started, as its gradient
             does not need it; it must be waited for before it is read (`collectives.wait`).
     """
-    flow = communication(graph, devices.layout, decisions)
-    return _Lowering(graph, devices, decisions.cuts, flow, resident, pending_loss).program()
+    return _Lowering(chunk, devices, resident, pending_loss).program()
 
 
 @dataclass
 class _Lowering:
-    graph: Graph
+    chunk: Chunk
     devices: Devices
-    cuts: Mapping[str, Cuts]
-    flow: Communication
     resident: bool
     pending_loss: bool
-    ways: BucketLines = field(init=False)
+    buckets: BucketLines = field(init=False)
     source: Source = field(default_factory=Source)
     variables: dict[Value, str] = field(default_factory=dict)
     converted: dict[int, str] = field(default_factory=dict)
     fused: dict[Value, Op] = field(default_factory=dict)
     kernels: Kernels = field(init=False)
     started: dict[Op, str] = field(default_factory=dict)
+    _bound: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> Graph:
+        return self.chunk.graph
+
+    @property
+    def cuts(self) -> Mapping[str, Cuts]:
+        return self.chunk.decisions.cuts
+
+    @property
+    def flow(self) -> Communication:
+        return self.chunk.communication
 
     def program(self) -> Program:
         for name in ("parameters", "buffers", "inputs", "seed", "device"):
             self.source.name(name)
-        self.ways = BucketLines(self.flow, self.devices, self.resident, self.source)
+        self.buckets = BucketLines(self.flow, self.devices, self.resident, self.source)
         self.kernels = Kernels(self.devices, self.cuts, self.flow)
         early = self._start_ahead()
-        self.ways.enter()
+        self.buckets.enter()
         for op in self.graph.ops:
             if op in early:
                 continue
@@ -156,9 +162,9 @@ class _Lowering:
             self.source.compile(text, "program"),
             self.flow,
             self.graph.parameters,
-            self.ways.bound,
+            self.buckets.bound,
             self.resident,
-            self.ways.again,
+            self.buckets.again,
         )
 
     def _again(self) -> Callable[..., Any]:
@@ -195,7 +201,7 @@ class _Lowering:
 
     def _converted(self, value: Value, route: Sequence[Transfer]) -> str:
         """The variable that holds `value` at the end of `route`."""
-        name = self.ways.member(value, route)
+        name = self.buckets.member(value, route)
         if name is None:
             name = self._variable(value)
         else:
@@ -233,8 +239,6 @@ class _Lowering:
             return False
         route = self.flow.output_routes[loss]
         return transfer is route[-1] and transfer.step.kind == "all_reduce"
-
-    _bound: dict[Any, Any] = field(default_factory=dict)
 
     # Operators
 

@@ -19,8 +19,8 @@ from shardwright.graph.graph import Graph, Value
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.lower.program import Program, lower
 from shardwright.parallel.train_step import GradientAccumulation
-from shardwright.partition.decisions import Decisions, Outputs
-from shardwright.partition.pipeline_spec import ONE_STAGE, PipelineSpec
+from shardwright.partition.decisions import Outputs
+from shardwright.partition.partitioned import Partitioned
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts
 from shardwright.runtime.clip_grad import clip_grad_norm_
@@ -70,33 +70,29 @@ class ParallelModule(nn.Module):
     Args:
         module: a copy of the model, its parameters stored as planned.
         template: a copy on the meta device, to capture from.
-        graph: the model in the mode and for the shapes of the plan.
-        pipeline: stages and micro-batches.
+        partitioned: the model in the mode and for the shapes of the plan.
     """
 
     def __init__(
         self,
         module: nn.Module,
         template: nn.Module,
-        graph: Graph,
+        partitioned: Partitioned,
         devices: Devices,
-        decisions: Decisions,
-        pipeline: PipelineSpec = ONE_STAGE,
     ) -> None:
         super().__init__()
         share_state(self, module)
         self.training = module.training
         self.devices = devices
-        self.decisions = decisions
-        self.pipeline = pipeline
+        self.partitioned = partitioned
         self.seed = devices.common_seed()
         self.steps = 0
         # In a tuple, so that it is no submodule.
         self._template = (template,)
         self._compiler: Callable[..., Any] | None = None
-        self._planned = self._made(graph, decisions)
-        leaves = [key_of(leaf) for leaf in graph.inputs]
-        self._planned_situation = self._situation(graph.in_spec, leaves)
+        self._planned = self._lowered(partitioned)
+        leaves = [key_of(leaf) for leaf in partitioned.graph.inputs]
+        self._planned_situation = self._situation(partitioned.graph.in_spec, leaves)
         self._bound = {self._planned_situation: self._planned}
         self._train_steps: dict[tuple[Any, ...], GradientAccumulation] = {}
 
@@ -116,7 +112,7 @@ class ParallelModule(nn.Module):
         situation = self._situation(spec, [key_of(leaf) for leaf in given])
         if situation not in self._bound:
             args, kwargs = pytree.tree_unflatten(given, spec)
-            self._bound[situation] = self._compiled(self._made(*self._captured(args, kwargs)))
+            self._bound[situation] = self._compiled(self._lowered(self._captured(args, kwargs)))
         bound = self._bound[situation]
         parameters = {n: getattr(owner, leaf) for n, owner, leaf in bound.parameters}
         state = {n: getattr(owner, leaf) for n, owner, leaf in bound.buffers}
@@ -174,55 +170,58 @@ class ParallelModule(nn.Module):
 
     def _step_for(self, leaves: list[Any], spec: pytree.TreeSpec) -> GradientAccumulation:
         """What runs a training step in the situation of a call."""
-        count = most_micro_batches(leaves, self.pipeline)
+        count = most_micro_batches(leaves, self.partitioned.pipeline)
         piece = self._whole_leaves(micro_batch(leaves, 0, count))
         situation = (*self._situation(spec, [key_of(leaf) for leaf in piece]), count)
         if situation not in self._train_steps:
-            graph, decisions = self._planned.graph, self.decisions
+            partitioned = self.partitioned
             if situation[:-1] != self._planned_situation:
                 args, kwargs = pytree.tree_unflatten(piece, spec)
-                graph, decisions = self._captured(args, kwargs)
-            pipeline = replace(self.pipeline, micro_batches=count)
-            step = GradientAccumulation(graph, self.devices, decisions, pipeline)
+                partitioned = self._captured(args, kwargs)
+            if count != partitioned.pipeline.micro_batches:
+                pipeline = replace(partitioned.pipeline, micro_batches=count)
+                partitioned = replace(partitioned, pipeline=pipeline)
+            step = GradientAccumulation(partitioned, self.devices)
             if self._compiler is not None:
                 step.compile(self._compiler)
             self._train_steps[situation] = step
         return self._train_steps[situation]
 
     def _whole_leaves(self, leaves: list[Any]) -> list[Any]:
-        arrivals = self.decisions.arrivals
-        return whole_leaves(self._planned.graph, self.devices.layout, arrivals, leaves)
+        arrivals = self.partitioned.decisions.arrivals
+        return whole_leaves(self.partitioned.graph, self.devices.layout, arrivals, leaves)
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """What a program depends on: the modes of all submodules and what the call is given."""
         return tuple(m.training for m in self.modules()), spec, tuple(leaves)
 
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Graph, Decisions]:
-        """The model in a situation that the plan was not made for, and what is decided of it.
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
+        """The model in a situation that the plan was not made for, with its decisions adapted.
 
         Raises:
             PlanError: if the call has other arguments, or other dtypes, than the planned one.
             CaptureError: if the model cannot be captured in this situation.
         """
-        _check_call(self._planned.graph, args, kwargs)
+        planned, decisions = self.partitioned, self.partitioned.decisions
+        _check_call(planned.graph, args, kwargs)
         (template,) = self._template
         for mine, its in zip(self.modules(), template.modules(), strict=True):
             its.training = mine.training
-        graph = capture(template, args, kwargs, self._planned.graph.compute_dtype)
+        graph = capture(template, args, kwargs, planned.graph.compute_dtype)
         shapes = ", ".join(str(value) for value in graph.input_values)
         log.info("captured the model for %s, training=%s", shapes, self.training)
-        mesh = self.devices.layout
         decisions = replace(
-            self.decisions,
-            cuts=adapted_cuts(graph, mesh, self.decisions.cuts),
-            outputs=adapted_outputs(graph, mesh, self.decisions.outputs),
+            decisions,
+            cuts=adapted_cuts(graph, planned.mesh, decisions.cuts),
+            outputs=adapted_outputs(graph, planned.mesh, decisions.outputs),
         )
-        return graph, decisions
+        return replace(planned, graph=graph, decisions=decisions)
 
-    def _made(self, graph: Graph, decisions: Decisions) -> BoundProgram:
+    def _lowered(self, partitioned: Partitioned) -> BoundProgram:
+        graph, (whole,) = partitioned.graph, partitioned.chunks
         return BoundProgram(
             graph,
-            lower(graph, self.devices, decisions),
+            lower(whole, self.devices),
             tuple(place_of(self, value) for value in graph.parameters),
             tuple(place_of(self, value) for value in graph.buffers),
         )
@@ -255,11 +254,11 @@ def place_of(module: nn.Module, value: Value) -> TensorOwner:
 
 
 def parallel_module(
-    module: nn.Module, graph: Graph, devices: Devices, decisions: Decisions, pipeline: PipelineSpec
+    module: nn.Module, partitioned: Partitioned, devices: Devices
 ) -> ParallelModule:
     """`module`, split as planned over `devices`."""
-    stored = with_stored_parameters(module, decisions.storage, devices)
-    return ParallelModule(stored, template_of(module), graph, devices, decisions, pipeline)
+    stored = with_stored_parameters(module, partitioned.decisions.storage, devices)
+    return ParallelModule(stored, template_of(module), partitioned, devices)
 
 
 def template_of(module: nn.Module) -> nn.Module:

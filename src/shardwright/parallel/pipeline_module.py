@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,15 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import PlanError
-from shardwright.graph.graph import Graph, Value
+from shardwright.graph.graph import Value
 from shardwright.graph.split import with_neighbors
 from shardwright.layout.layout import TensorLayout
 from shardwright.lower.program import Program
 from shardwright.parallel.module import BoundProgram, ParallelModule, key_of, place_of, template_of
 from shardwright.parallel.pipeline_stage import RankStages
-from shardwright.partition.decisions import Decisions
-from shardwright.partition.pipeline_spec import PipelineSpec
-from shardwright.partition.stages import Chunk, chunks, stages_of_parameters
+from shardwright.partition.chunk import Chunk
+from shardwright.partition.partitioned import Partitioned
 from shardwright.runtime.clip_grad import clip_grad_norm_
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.dtensor import (
@@ -52,13 +51,11 @@ class PipelineModule(ParallelModule):
         self,
         module: nn.Module,
         template: nn.Module,
-        graph: Graph,
+        partitioned: Partitioned,
         devices: Devices,
-        decisions: Decisions,
-        pipeline: PipelineSpec,
     ) -> None:
-        super().__init__(module, template, graph, devices, decisions, pipeline)
-        count = pipeline.micro_batches
+        super().__init__(module, template, partitioned, devices)
+        count = partitioned.pipeline.micro_batches
         self._bound = {(*situation, count): bound for situation, bound in self._bound.items()}
 
     @property
@@ -117,7 +114,7 @@ class PipelineModule(ParallelModule):
         assert isinstance(planned, BoundStages)
         elsewhere = {
             name
-            for name, stages in stages_of_parameters(planned.stages.parts).items()
+            for name, stages in self.partitioned.stages_of_parameters.items()
             if min(stages) < self.devices.stage
         }
         dtype = next((v.stored_dtype for v in planned.graph.parameters), None)
@@ -128,31 +125,31 @@ class PipelineModule(ParallelModule):
     ) -> tuple[BoundStages, list[Any]]:
         """The stages for the situation of a call, and its leaves on the device."""
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        count = most_micro_batches(leaves, self.pipeline)
+        count = most_micro_batches(leaves, self.partitioned.pipeline)
         piece = self._whole_leaves(micro_batch(leaves, 0, count))
         situation = (*self._situation(spec, [key_of(leaf) for leaf in piece]), count)
         if situation not in self._bound:
             mine, named_ones = pytree.tree_unflatten(piece, spec)
-            graph, decisions = self._captured(mine, named_ones)
-            self._bound[situation] = self._compiled(self._staged(graph, decisions, count))
+            captured = self._captured(mine, named_ones)
+            pipeline = replace(captured.pipeline, micro_batches=count)
+            self._bound[situation] = self._compiled(
+                self._lowered(replace(captured, pipeline=pipeline))
+            )
         bound = self._bound[situation]
         assert isinstance(bound, BoundStages)
         device = self.devices.device
         return bound, [x.to(device) if isinstance(x, Tensor) else x for x in leaves]
 
-    def _made(self, graph: Graph, decisions: Decisions) -> BoundStages:
-        return self._staged(graph, decisions, self.pipeline.micro_batches)
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
+        captured = super()._captured(args, kwargs)
+        planned = captured.pipeline.chunk_of
+        chunk_of = {op.name: planned[op.name] for op in captured.graph.ops if op.name in planned}
+        chunk_of = with_neighbors(captured.graph, chunk_of)
+        return replace(captured, pipeline=replace(captured.pipeline, chunk_of=chunk_of))
 
-    def _staged(self, graph: Graph, decisions: Decisions, micro_batches: int) -> BoundStages:
-        chunk_of = {
-            op.name: self.pipeline.chunk_of[op.name]
-            for op in graph.ops
-            if op.name in self.pipeline.chunk_of
-        }
-        pipeline = replace(self.pipeline, chunk_of=with_neighbors(graph, chunk_of))
-        found = chunks(graph, self.devices.layout, decisions, pipeline)
-        stages = RankStages(graph, found, self.devices, pipeline, micro_batches)
-        parameters, buffers = tensors_of_stage(found, self.devices.stage)
+    def _lowered(self, partitioned: Partitioned) -> BoundStages:
+        stages = RankStages(partitioned, self.devices)
+        parameters, buffers = partitioned.tensors_of(self.devices.stage)
         for value in (*parameters, *buffers):
             _, owner, leaf = place_of(self, value)
             if getattr(owner, leaf) is None:
@@ -161,7 +158,7 @@ class PipelineModule(ParallelModule):
                     " does not hold it"
                 )
         return BoundStages(
-            graph,
+            partitioned.graph,
             stages.modules[0].program,
             tuple(place_of(self, value) for value in parameters),
             tuple(place_of(self, value) for value in buffers),
@@ -172,10 +169,11 @@ class PipelineModule(ParallelModule):
         assert isinstance(bound, BoundStages)
         if self._compiler is None:
             return bound
-        if self.pipeline.schedule_spec.splits_backward:
+        pipeline = self.partitioned.pipeline
+        if pipeline.schedule_spec.splits_backward:
             raise PlanError(
-                f"{self.pipeline.schedule} runs backward passes in two halves, which compiled"
-                " programs do not have: compile a plan with another schedule"
+                f"{pipeline.schedule} runs backward passes in two halves, which compiled programs"
+                " do not have: compile a plan with another schedule"
             )
         for module in bound.stages.modules:
             function = self._compiler(module.program.function)
@@ -198,27 +196,28 @@ class PipelineModule(ParallelModule):
     def _whole(self, stages: RankStages, value: Value, kept: Mapping[str, list[Tensor]]) -> Tensor:
         """A value that the model returns, for the whole batch, on every rank: a tensor of the
         batch's rows is joined, the loss reduced, and of others the first micro-batch's is taken."""
-        part = next(p for p in stages.parts if value.name in {v.name for v in p.returned})
-        rows = [v.shape[0] for v in stages.graph.input_values if v.shape]
+        partitioned = stages.partitioned
+        chunk = next(c for c in partitioned.chunks if value.name in {v.name for v in c.returned})
+        rows = [v.shape[0] for v in partitioned.graph.input_values if v.shape]
         joined = bool(value.shape) and bool(rows) and value.shape[0] == rows[0]
         count = stages.micro_batches if joined else 1
         shape = (value.shape[0] * count, *value.shape[1:]) if joined else value.shape
-        if part.stage == self.devices.stage:
-            pieces = [self._gathered(part, value, tensor) for tensor in kept[value.name]]
-            if value is stages.graph.loss:
+        if chunk.stage == self.devices.stage:
+            pieces = [self._gathered(chunk, value, tensor) for tensor in kept[value.name]]
+            if value is partitioned.graph.loss:
                 whole = stages.reduced(pieces)
             else:
                 whole = self._in_order(torch.cat(pieces), count) if joined else pieces[0]
             whole = whole.contiguous()
         else:
             whole = torch.empty(shape, dtype=value.dtype, device=self.devices.device)
-        dist.broadcast(whole, group=self.devices.across, group_src=part.stage)
+        dist.broadcast(whole, group=self.devices.across, group_src=chunk.stage)
         return whole
 
     def _in_order(self, rows: Tensor, count: int) -> Tensor:
         """The rows of the batch: where each rank is given its own part of it, each micro-batch has
         some of each rank's."""
-        arrivals = self.decisions.arrivals.values()
+        arrivals = self.partitioned.decisions.arrivals.values()
         layouts = (TensorLayout(self.devices.layout, axes) for axes in arrivals if axes)
         ranks = max((layout.shard_counts[0] for layout in layouts), default=1)
         if ranks == 1 or rows.shape[0] % (count * ranks):
@@ -226,8 +225,8 @@ class PipelineModule(ParallelModule):
         pieces = rows.reshape(count, ranks, -1, *rows.shape[1:])
         return pieces.transpose(0, 1).reshape(rows.shape)
 
-    def _gathered(self, part: Chunk, value: Value, tensor: Tensor) -> Tensor:
-        axes = part.decisions.departures.get(value.name, ((),) * len(value.shape))
+    def _gathered(self, chunk: Chunk, value: Value, tensor: Tensor) -> Tensor:
+        axes = chunk.decisions.departures.get(value.name, ((),) * len(value.shape))
         where = TensorLayout(self.devices.layout, axes)
         if not where.sharded:
             return tensor
@@ -236,25 +235,14 @@ class PipelineModule(ParallelModule):
 
 
 def pipeline_module(
-    module: nn.Module, graph: Graph, devices: Devices, decisions: Decisions, pipeline: PipelineSpec
+    module: nn.Module, partitioned: Partitioned, devices: Devices
 ) -> PipelineModule:
     """`module`, in stages as planned over `devices`."""
-    found = chunks(graph, devices.layout, decisions, pipeline)
-    mine = {v.name for values in tensors_of_stage(found, devices.stage) for v in values}
+    graph = partitioned.graph
+    of_stage = {v.name for values in partitioned.tensors_of(devices.stage) for v in values}
     used = {v.name for v in (*graph.parameters, *graph.buffers)}
     names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
     # What no operator reads lies in the first stage.
-    left_out = {n for n in names if n not in mine and (n in used or devices.stage)}
-    stored = with_stored_parameters(module, decisions.storage, devices, left_out)
-    return PipelineModule(stored, template_of(module), graph, devices, decisions, pipeline)
-
-
-def tensors_of_stage(found: Sequence[Chunk], stage: int) -> tuple[list[Value], list[Value]]:
-    """The parameters and buffers that the parts of a stage read or update."""
-    parameters: dict[Value, None] = {}
-    buffers: dict[Value, None] = {}
-    for part in found:
-        if part.stage == stage:
-            parameters |= dict.fromkeys(part.graph.parameters)
-            buffers |= dict.fromkeys(part.graph.buffers)
-    return list(parameters), list(buffers)
+    left_out = {n for n in names if n not in of_stage and (n in used or devices.stage)}
+    stored = with_stored_parameters(module, partitioned.decisions.storage, devices, left_out)
+    return PipelineModule(stored, template_of(module), partitioned, devices)

@@ -27,13 +27,14 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from shardwright.graph.graph import Graph, Value
-from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.layout.layout import TensorLayout
 from shardwright.lower.program import Program, lower
 from shardwright.parallel.train_step import LossWeights, arrival_axes
 from shardwright.parallel.unsharded_parameters import UnshardedParameters
+from shardwright.partition.chunk import Chunk
 from shardwright.partition.decisions import CutAxes
+from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
-from shardwright.partition.stages import Chunk, stages_of_parameters
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.micro_batches import micro_batch
 from shardwright.runtime.random import seed_of
@@ -68,15 +69,15 @@ class StageModule(nn.Module):
 
     step: StepContext
 
-    def __init__(self, part: Chunk, program: Program, whole: Graph, follows: bool) -> None:
+    def __init__(self, chunk: Chunk, program: Program, whole: Graph, follows: bool) -> None:
         super().__init__()
-        self.part = part
+        self.chunk = chunk
         self.program = program
         self.residents = UnshardedParameters(program)
         self._follows = follows
         self._inputs = [
             index
-            for value in part.graph.input_values
+            for value in chunk.graph.input_values
             for index, leaf in enumerate(whole.inputs)
             if leaf is value
         ]
@@ -91,16 +92,16 @@ class StageModule(nn.Module):
             seed_of(self.step.seed, micro_batch),
         )
         # New values in new tensors: autograd may hold the old ones for other micro-batches.
-        changed = (buffer.name for buffer, _ in self.part.graph.updates)
+        changed = (buffer.name for buffer, _ in self.chunk.graph.updates)
         self.step.buffers.update(zip(changed, updates, strict=True))
-        made = dict(zip(self.part.graph.outputs, outputs, strict=True))
+        made = dict(zip(self.chunk.graph.outputs, outputs, strict=True))
         if self.step.kept is not None:
-            for value in self.part.returned:
+            for value in self.chunk.returned:
                 self.step.kept.setdefault(value.name, []).append(made[value].detach())
-        if self.part.graph.loss is not None:
-            loss: Tensor = made[self.part.graph.loss]
+        if self.chunk.graph.loss is not None:
+            loss: Tensor = made[self.chunk.graph.loss]
             return loss
-        leaving = [_with_gradient(value, made[value]) for value in self.part.leaving]
+        leaving = [_with_gradient(value, made[value]) for value in self.chunk.leaving]
         follows = [tensor for tensor in given if tensor.requires_grad and self._follows]
         return border(leaving, follows[:1])
 
@@ -124,16 +125,11 @@ class RankStages:
     """This rank's parts of a model, for one mode and one shape of its inputs.
 
     Args:
-        graph: the model's, for one micro-batch.
-        parts: all of them.
-        micro_batches: in how many pieces the batch is cut.
+        partitioned: the model, for so many micro-batches as the batch is cut into.
     """
 
-    graph: Graph
-    parts: tuple[Chunk, ...]
+    partitioned: Partitioned
     devices: Devices
-    pipeline: PipelineSpec
-    micro_batches: int
     modules: tuple[StageModule, ...] = field(init=False)
     _shared: dict[str, dist.ProcessGroup] = field(init=False)
     _weight: Sequence[float | Tensor] = ()
@@ -142,20 +138,29 @@ class RankStages:
 
     def __post_init__(self) -> None:
         self._create_groups()
-        follows = self.pipeline.schedule_spec.splits_backward
+        graph, follows = self.partitioned.graph, self.pipeline.schedule_spec.splits_backward
         self.modules = tuple(
-            StageModule(
-                part,
-                lower(part.graph, self.devices, part.decisions, resident=True),
-                self.graph,
-                follows,
-            )
-            for part in self.parts
-            if part.stage == self.devices.stage
+            StageModule(chunk, lower(chunk, self.devices, resident=True), graph, follows)
+            for chunk in self.partitioned.chunks_of(self.devices.stage)
         )
-        axes = arrival_axes(self.graph, self.parts[-1].decisions)
-        self._weights = LossWeights(self.graph, self.devices, axes)
+        self._weights = LossWeights(graph, self.devices, self._arrival_axes)
         self._stages: list[PipelineStageBase] = [self._stage(m) for m in self.modules]
+
+    @property
+    def pipeline(self) -> PipelineSpec:
+        return self.partitioned.pipeline
+
+    @property
+    def micro_batches(self) -> int:
+        return self.pipeline.micro_batches
+
+    @property
+    def _last_stage(self) -> int:
+        return self.partitioned.chunks[-1].stage
+
+    @property
+    def _arrival_axes(self) -> tuple[int, ...]:
+        return arrival_axes(self.partitioned.graph, self.partitioned.decisions)
 
     def train(
         self,
@@ -178,7 +183,7 @@ class RankStages:
         """
         step = self._begin(buffers, leaves, seed)
         for module in self.modules:
-            module.residents.begin({v.name: shards[v.name] for v in module.part.graph.parameters})
+            module.residents.begin({v.name: shards[v.name] for v in module.chunk.graph.parameters})
         if self._training is None:
             self._training = self._schedule(self._weighted)
         losses: list[Tensor] = []
@@ -190,7 +195,7 @@ class RankStages:
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
         self._sum_shared(shards, gradients)
         loss = torch.stack(losses).sum().detach() if losses else self._no_loss()
-        self._from_stage(self.parts[-1].stage, loss)
+        self._from_stage(self._last_stage, loss)
         return loss, gradients, self._changed(step, buffers)
 
     def evaluate(
@@ -211,7 +216,7 @@ class RankStages:
         with torch.no_grad():
             for module in self.modules:
                 module.residents.begin(
-                    {v.name: shards[v.name] for v in module.part.graph.parameters}
+                    {v.name: shards[v.name] for v in module.chunk.graph.parameters}
                 )
             if self._forward is None:
                 self._forward = self._schedule(None)
@@ -237,7 +242,7 @@ class RankStages:
             module.step = step
         if self.pipeline.loss_reduction == "sum":
             self._weight = [1.0] * count
-        elif self.devices.stage == self.parts[-1].stage:
+        elif self.devices.stage == self._last_stage:
             self._weight = self._weights(pieces)
         return step
 
@@ -248,28 +253,28 @@ class RankStages:
 
     def _create_groups(self) -> None:
         """Every rank creates the groups of every stage, in the same order."""
-        needed = groups_of(self.parts, self.devices.layout)
-        counted = arrival_axes(self.graph, self.parts[-1].decisions)
+        needed, counted = groups_of(self.partitioned), self._arrival_axes
         for axes in dict.fromkeys((*needed, *([counted] if counted else []))):
             self.devices.group(axes)
         self._shared = {}
-        self._trained = {v.name for v in self.graph.parameters if v.requires_grad}
-        for name, stages in sorted(stages_of_parameters(self.parts).items()):
+        parameters = self.partitioned.graph.parameters
+        self._trained = {value.name for value in parameters if value.requires_grad}
+        for name, stages in sorted(self.partitioned.stages_of_parameters.items()):
             if len(stages) > 1:
                 group = self.devices.among(stages)
                 if self.devices.stage in stages and group is not None:
                     self._shared[name] = group
 
     def _stage(self, module: StageModule) -> PipelineStage:
-        part, mesh = module.part, self.devices.layout
-        arriving = tuple(_like(v, part.decisions.arrivals[v.name], mesh) for v in part.arriving)
-        leaving = tuple(_like(v, part.decisions.departures[v.name], mesh) for v in part.leaving)
+        chunk, decisions = module.chunk, module.chunk.decisions
+        arriving = tuple(_like(v, decisions.arrivals[v.name], chunk) for v in chunk.arriving)
+        leaving = tuple(_like(v, decisions.departures[v.name], chunk) for v in chunk.leaving)
         if not leaving:
             leaving = (torch.empty((), device="meta"),)
         return PipelineStage(
             module,
-            part.number,
-            len(self.parts),
+            chunk.number,
+            len(self.partitioned.chunks),
             self.devices.device,
             input_args=arriving,
             output_args=leaving,
@@ -301,7 +306,7 @@ class RankStages:
                 gradients[name] = total
 
     def _no_loss(self) -> Tensor:
-        loss = self.graph.loss
+        loss = self.partitioned.graph.loss
         assert loss is not None
         return torch.empty((), dtype=loss.dtype, device=self.devices.device)
 
@@ -309,17 +314,17 @@ class RankStages:
         dist.broadcast(tensor, group=self.devices.across, group_src=stage)
 
 
-def groups_of(parts: Sequence[Chunk], mesh: Layout) -> tuple[tuple[int, ...], ...]:
-    """The joined axes over which any part communicates, in a fixed order."""
-    devices = Devices.of_rank(mesh, 0)
-    for part in parts:
-        lower(part.graph, devices, part.decisions, resident=True)
+def groups_of(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
+    """The joined axes over which any chunk communicates, in a fixed order."""
+    devices = Devices.of_rank(partitioned.mesh, 0)
+    for chunk in partitioned.chunks:
+        lower(chunk, devices, resident=True)
     return devices.groups
 
 
-def _like(value: Value, axes: CutAxes, mesh: Layout) -> Tensor:
+def _like(value: Value, axes: CutAxes, chunk: Chunk) -> Tensor:
     """A tensor like the one that crosses, without numbers."""
-    shape = TensorLayout(mesh, axes).shard_shape(value.shape)
+    shape = TensorLayout(chunk.mesh, axes).shard_shape(value.shape)
     empty = torch.empty(shape, dtype=value.dtype, device="meta")
     return empty.requires_grad_(value.requires_grad)
 
@@ -329,13 +334,13 @@ def may_halve(module: StageModule) -> bool:
     input must have a gradient, no bucket join the parameters of operators apart, no parameter be
     read twice, as PyTorch would run what lies between the two again, and no operators be computed
     again in the backward pass, as each half would do so."""
-    part = module.part
-    uses = part.graph.consumers
+    chunk = module.chunk
+    uses = chunk.graph.consumers
     apart = all(bound.bucket.once for bound in module.program.buckets) and all(
-        len(uses[value]) == 1 for value in part.graph.parameters if value.requires_grad
+        len(uses[value]) == 1 for value in chunk.graph.parameters if value.requires_grad
     )
     apart = apart and not module.program.communication.segments
-    return apart and (part.number == 0 or any(v.requires_grad for v in part.arriving))
+    return apart and (chunk.number == 0 or any(v.requires_grad for v in chunk.arriving))
 
 
 def _at_once() -> Any:

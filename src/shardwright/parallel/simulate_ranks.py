@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import PlanError
-from shardwright.graph.graph import Graph, Value
+from shardwright.graph.graph import Value
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.lower.program import lower
 from shardwright.parallel.train_step import GradientAccumulation
-from shardwright.partition.decisions import Decisions
-from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.partition.communication import initial_layout
+from shardwright.partition.partitioned import Partitioned
 from shardwright.runtime.devices import Devices, Index, device_mesh
 from shardwright.torch_internals.dispatch import TorchDispatchMode, in_backward_pass
 from shardwright.torch_internals.distributed import (
@@ -36,7 +36,7 @@ from shardwright.torch_internals.distributed import (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
     """What a simulated step gave, put together from all ranks.
 
@@ -45,15 +45,14 @@ class Outcome:
         gradients: of the parameters that have one, whole.
         updates: the new values of buffers.
         replica_difference: largest difference between ranks that should hold the same numbers.
-        forward_bytes, backward_bytes: sent by one device.
+        stage_bytes: for each stage what one of its devices sent, forward and backward.
     """
 
-    outputs: list[Any] = field(default_factory=list)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    updates: dict[str, Tensor] = field(default_factory=dict)
-    replica_difference: float = 0.0
-    forward_bytes: int = 0
-    backward_bytes: int = 0
+    outputs: list[Any]
+    gradients: dict[str, Tensor]
+    updates: dict[str, Tensor]
+    replica_difference: float
+    stage_bytes: tuple[tuple[int, int], ...]
 
 
 @contextmanager
@@ -86,45 +85,106 @@ def simulated_devices(layout: Layout) -> Iterator[tuple[Devices, LocalTensorMode
 
 @dataclass
 class Ranks:
-    """Simulated ranks that tensors are spread over and put together from.
+    """Simulated ranks that the tensors of a model are spread over and put together from.
 
     Args:
+        partitioned: the model, its constants spread as well.
         difference: largest difference of what several ranks hold, of all that was put together.
     """
 
-    layout: Layout
+    partitioned: Partitioned
+    devices: Devices
     mode: LocalTensorMode | None
     difference: float = 0.0
 
-    def place(self, tensor: Tensor, where: TensorLayout) -> Tensor:
+    def __post_init__(self) -> None:
+        # Each rank slices its part of a constant: it must be there once for each.
+        graph, whole = self.partitioned.graph, self.partitioned.mesh.replicated
+        constants = {v: self.place(t, whole(t.ndim)) for v, t in graph.constants.items()}
+        self.partitioned = replace(self.partitioned, graph=replace(graph, constants=constants))
+
+    def place(self, tensor: Tensor, layout: TensorLayout) -> Tensor:
         """The block of each rank."""
 
         def block(rank: int) -> Tensor:
-            return tensor.detach()[where.slices(rank, tuple(tensor.shape))].clone()
+            return tensor.detach()[layout.slices(rank, tuple(tensor.shape))].clone()
 
         return block(0) if self.mode is None else self.mode.rank_map(block)
 
-    def with_constants(self, graph: Graph) -> Graph:
-        """Each rank slices its part of a constant: it must be there once for each."""
-        whole = self.layout.replicated
-        constants = {v: self.place(t, whole(t.ndim)) for v, t in graph.constants.items()}
-        return replace(graph, constants=constants)
+    def place_all(
+        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:
+        """Parameters as they are stored, buffers and the leaves of a call as they arrive.
 
-    def whole(self, tensor: Tensor, where: TensorLayout, shape: tuple[int, ...]) -> Tensor:
+        Args:
+            parameters, buffers: whole tensors by name.
+        """
+        graph = self.partitioned.graph
+        shards = {v.name: self._placed(parameters[v.name], v) for v in graph.parameters}
+        state = {v.name: self._placed(buffers[v.name], v) for v in graph.buffers}
+        leaves = [
+            self._placed(leaf, value) if isinstance(value, Value) else leaf
+            for value, leaf in zip(graph.inputs, inputs, strict=True)
+        ]
+        return shards, state, leaves
+
+    def whole(self, tensor: Tensor, layout: TensorLayout, shape: tuple[int, ...]) -> Tensor:
         """The tensor from the blocks of all ranks."""
         with _disabled(self.mode):
-            parts = by_rank(tensor) or {0: tensor}
-            if len(parts) < self.layout.num_devices:
-                parts = dict.fromkeys(range(self.layout.num_devices), tensor)
-            full, difference = assemble_shards(parts, where, shape)
+            blocks = by_rank(tensor) or {0: tensor}
+            count = self.partitioned.mesh.num_devices
+            if len(blocks) < count:
+                blocks = dict.fromkeys(range(count), tensor)
+            full, difference = assemble_shards(blocks, layout, shape)
             self.difference = max(self.difference, difference)
             return full
 
+    def outcome(
+        self,
+        outputs: list[Any],
+        gradients: Mapping[str, Tensor],
+        updates: Mapping[str, Tensor],
+        stage_bytes: Sequence[tuple[int, int]],
+    ) -> Outcome:
+        """What a step gave.
+
+        Args:
+            outputs: put together already.
+            gradients, updates: as they lie on the ranks.
+        """
+        graph = self.partitioned.graph
+        by_name = {value.name: value for value in (*graph.parameters, *graph.buffers)}
+
+        def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {
+                name: self.whole(t.detach(), self._layout(by_name[name]), by_name[name].shape)
+                for name, t in tensors.items()
+            }
+
+        collected = whole(gradients), whole(updates)
+        return Outcome(outputs, *collected, self.difference, tuple(stage_bytes))
+
+    def _placed(self, tensor: Tensor, value: Value) -> Tensor:
+        return self.place(tensor, self._layout(value))
+
+    def _layout(self, value: Value) -> TensorLayout:
+        return initial_layout(value, self.partitioned.mesh, self.partitioned.decisions)
+
+
+@contextmanager
+def simulated_ranks(partitioned: Partitioned) -> Iterator[Ranks]:
+    """The ranks of one stage, for as long as the context lasts; PyTorch's random generators are
+    afterwards as before.
+
+    Raises:
+        PlanError: if a real process group is running.
+    """
+    with torch.random.fork_rng(), simulated_devices(partitioned.mesh) as (devices, mode):
+        yield Ranks(partitioned, devices, mode)
+
 
 def simulate(
-    graph: Graph,
-    layout: Layout,
-    decisions: Decisions,
+    partitioned: Partitioned,
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     inputs: Sequence[Any],
@@ -132,119 +192,81 @@ def simulate(
     seed: int = 0,
     output_gradients: Sequence[Tensor | None] | None = None,
 ) -> Outcome:
-    """One forward and backward pass of the planned program on `layout.num_devices` ranks.
+    """One forward and backward pass of the planned program on the ranks of its mesh.
 
     Args:
+        partitioned: in one stage.
         parameters, buffers: whole tensors by name.
         inputs: leaves of the call's arguments.
         output_gradients: one for each output value, None for those without; by default 1 for the
             graph's loss.
     """
-    outcome = Outcome()
-    with torch.random.fork_rng(), simulated_devices(layout) as (devices, mode):
-        ranks = Ranks(layout, mode)
-        graph = ranks.with_constants(graph)
-        program = lower(graph, devices, decisions)
-        flow = program.communication
-        local = {
-            v.name: ranks.place(parameters[v.name], flow.made[v]).requires_grad_(v.requires_grad)
-            for v in graph.parameters
-        }
-        state = {v.name: ranks.place(buffers[v.name], flow.made[v]) for v in graph.buffers}
-        leaves = [
-            ranks.place(leaf, flow.made[value]) if isinstance(value, Value) else leaf
-            for value, leaf in zip(graph.inputs, inputs, strict=True)
-        ]
-        with ByteCounter() as forward:  # type: ignore[no-untyped-call]
-            results, updates = program(local, state, leaves, seed)
-        outcome.forward_bytes = forward.sent
-        with ByteCounter() as backward:  # type: ignore[no-untyped-call]
-            _backward(graph, results, output_gradients, ranks.place, flow.made)
-        outcome.backward_bytes = backward.sent
-        for value, tensor in zip(graph.outputs, results, strict=True):
-            if not isinstance(value, Value):
-                outcome.outputs.append(tensor)
-                continue
-            route = flow.output_routes[value]
-            where = route[-1].step.target if route else flow.layout(value)
-            outcome.outputs.append(ranks.whole(tensor.detach(), where, value.shape))
+    with simulated_ranks(partitioned) as ranks:
+        graph, (chunk,) = ranks.partitioned.graph, ranks.partitioned.chunks
+        program, communication = lower(chunk, ranks.devices), chunk.communication
+        shards, state, leaves = ranks.place_all(parameters, buffers, inputs)
         for value in graph.parameters:
-            gradient = local[value.name].grad
-            if gradient is not None:
-                whole = ranks.whole(gradient, flow.made[value], value.shape)
-                outcome.gradients[value.name] = whole
-        for (buffer, value), tensor in zip(graph.updates, updates, strict=True):
-            where = layout.replicated(len(value.shape))
-            outcome.updates[buffer.name] = ranks.whole(tensor.detach(), where, value.shape)
-        outcome.replica_difference = ranks.difference
-    return outcome
+            shards[value.name].requires_grad_(value.requires_grad)
+        with ByteCounter() as forward:  # type: ignore[no-untyped-call]
+            results, updates = program(shards, state, leaves, seed)
+        with ByteCounter() as backward:  # type: ignore[no-untyped-call]
+            _backward(ranks, results, output_gradients)
+        outputs = []
+        for value, tensor in zip(graph.outputs, results, strict=True):
+            if isinstance(value, Value):
+                route = communication.output_routes[value]
+                layout = route[-1].step.target if route else communication.layout(value)
+                tensor = ranks.whole(tensor.detach(), layout, value.shape)
+            outputs.append(tensor)
+        gradients = {name: t.grad for name, t in shards.items() if t.grad is not None}
+        changed = {b.name: t for (b, _), t in zip(graph.updates, updates, strict=True)}
+        return ranks.outcome(outputs, gradients, changed, [(forward.sent, backward.sent)])
 
 
 def simulate_step(
-    graph: Graph,
-    layout: Layout,
-    decisions: Decisions,
-    pipeline: PipelineSpec,
+    partitioned: Partitioned,
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     inputs: Sequence[Any],
     *,
     seed: int = 0,
 ) -> Outcome:
-    """One training step of one stage on `layout.num_devices` ranks, all its micro-batches.
+    """One training step on the ranks of its mesh, with all its micro-batches.
 
     Args:
-        graph: for one micro-batch.
+        partitioned: in one stage.
         parameters, buffers: whole tensors by name.
         inputs: leaves of the call's arguments, with the whole batch.
     """
-    outcome = Outcome()
-    with torch.random.fork_rng(), simulated_devices(layout) as (devices, mode):
-        ranks = Ranks(layout, mode)
-        graph = ranks.with_constants(graph)
-        step = GradientAccumulation(graph, devices, decisions, pipeline)
-        made = step.program.communication.made
-        shards = {v.name: ranks.place(parameters[v.name], made[v]) for v in graph.parameters}
-        state = {v.name: ranks.place(buffers[v.name], made[v]) for v in graph.buffers}
-        leaves = [
-            ranks.place(leaf, made[value]) if isinstance(value, Value) else leaf
-            for value, leaf in zip(graph.inputs, inputs, strict=True)
-        ]
+    with simulated_ranks(partitioned) as ranks:
+        step = GradientAccumulation(ranks.partitioned, ranks.devices)
+        placed = ranks.place_all(parameters, buffers, inputs)
         with ByteCounter() as during:  # type: ignore[no-untyped-call]
-            loss, updates = step.run(shards, state, leaves, seed)
+            loss, updates = step.run(*placed, seed)
         with ByteCounter() as after:  # type: ignore[no-untyped-call]
             gradients = step.residents.end()
-        outcome.forward_bytes = during.sent - during.backward
-        outcome.backward_bytes = during.backward + after.sent
-        outcome.outputs = [ranks.whole(loss, layout.replicated(0), ())]
-        by_name = {value.name: value for value in (*graph.parameters, *graph.buffers)}
-        for name, gradient in gradients.items():
-            value = by_name[name]
-            outcome.gradients[name] = ranks.whole(gradient, made[value], value.shape)
-        for name, tensor in updates.items():
-            outcome.updates[name] = ranks.whole(tensor, made[by_name[name]], by_name[name].shape)
-        outcome.replica_difference = ranks.difference
-    return outcome
+        sent = during.sent - during.backward, during.backward + after.sent
+        total = ranks.whole(loss, partitioned.mesh.replicated(0), ())
+        return ranks.outcome([total], gradients, updates, [sent])
 
 
 def assemble_shards(
-    parts: Mapping[int, Tensor], where: TensorLayout, shape: tuple[int, ...]
+    blocks: Mapping[int, Tensor], layout: TensorLayout, shape: tuple[int, ...]
 ) -> tuple[Tensor, float]:
-    """The whole tensor from every rank's part, and the largest difference between its copies."""
-    layout = where.layout
-    sample = parts[0]
-    full = torch.zeros(shape, dtype=sample.dtype)
+    """The whole tensor from every rank's block, and the largest difference between its copies."""
+    mesh = layout.layout
+    full = torch.zeros(shape, dtype=blocks[0].dtype)
     copies: dict[tuple[int, ...], Tensor] = {}
     difference = 0.0
-    own = tuple(sorted(where.sharded | where.partial))
-    for place in product(*(range(size) for size in layout.device_matrix)):
-        rank = rank_at(layout, place)
+    own = tuple(sorted(layout.sharded | layout.partial))
+    for place in product(*(range(size) for size in mesh.device_matrix)):
+        rank = rank_at(mesh, place)
         key = tuple(place[axis] for axis in own)
         if key not in copies:
-            copies[key] = parts[rank]
-            full[where.slices(rank, shape)] += parts[rank]
-        elif parts[rank].numel():
-            gap = (parts[rank].double() - copies[key].double()).abs().max().item()
+            copies[key] = blocks[rank]
+            full[layout.slices(rank, shape)] += blocks[rank]
+        elif blocks[rank].numel():
+            gap = (blocks[rank].double() - copies[key].double()).abs().max().item()
             difference = max(difference, gap)
     return full, difference
 
@@ -258,22 +280,19 @@ def rank_at(layout: Layout, place: tuple[int, ...]) -> int:
 
 
 def _backward(
-    graph: Graph,
-    outputs: Sequence[Any],
-    gradients: Sequence[Tensor | None] | None,
-    place: Callable[[Tensor, TensorLayout], Tensor],
-    made: Mapping[Value, TensorLayout],
+    ranks: Ranks, outputs: Sequence[Any], gradients: Sequence[Tensor | None] | None
 ) -> None:
+    graph = ranks.partitioned.graph
     if gradients is None:
-        tensors = [t for v, t in zip(graph.outputs, outputs, strict=True) if v is graph.loss]
+        losses = [t for v, t in zip(graph.outputs, outputs, strict=True) if v is graph.loss]
         if graph.loss is not None and graph.loss.requires_grad:
-            tensors[0].backward()
+            losses[0].backward()
         return
-    values = [(v, t) for v, t in zip(graph.outputs, outputs, strict=True) if isinstance(v, Value)]
-    for (value, tensor), gradient in zip(values, gradients, strict=True):
+    tensors = [t for v, t in zip(graph.outputs, outputs, strict=True) if isinstance(v, Value)]
+    for tensor, gradient in zip(tensors, gradients, strict=True):
         if gradient is not None and tensor.requires_grad:
-            layout = made[value].layout.replicated(len(value.shape))
-            tensor.backward(place(gradient, layout), retain_graph=True)
+            layout = ranks.partitioned.mesh.replicated(gradient.ndim)
+            tensor.backward(ranks.place(gradient, layout), retain_graph=True)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from shardwright.graph.interpreter import run
 from shardwright.lower.program import lower
 from shardwright.parallel.unsharded_parameters import UnshardedParameters
 from shardwright.partition.decisions import Decisions
-from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.partition.partitioned import Partitioned
 from shardwright.rules.notation import call_arguments
 from shardwright.runtime.collectives import all_reduce, wait
 from shardwright.runtime.devices import Devices
@@ -28,24 +28,20 @@ from shardwright.torch_internals.operators import OpOverload, operator_name
 class GradientAccumulation:
     """Runs the micro-batches of a batch and adds up their gradients.
 
-    Args:
-        graph: the model's, for one micro-batch.
-
     Raises:
         PlanError: if the model has no loss.
     """
 
-    def __init__(
-        self, graph: Graph, devices: Devices, decisions: Decisions, pipeline: PipelineSpec
-    ) -> None:
+    def __init__(self, partitioned: Partitioned, devices: Devices) -> None:
+        graph, pipeline = partitioned.graph, partitioned.pipeline
         if graph.loss is None:
             raise PlanError("the model returns no loss, one number that a gradient starts from")
         self.graph = graph
         self.micro_batches = pipeline.micro_batches
-        resident = self.micro_batches > 1
-        self.program = lower(graph, devices, decisions, resident, pending_loss=True)
+        (whole,) = partitioned.chunks
+        self.program = lower(whole, devices, self.micro_batches > 1, pending_loss=True)
         self.residents = UnshardedParameters(self.program)
-        self._weights = LossWeights(graph, devices, arrival_axes(graph, decisions))
+        self._weights = LossWeights(graph, devices, arrival_axes(graph, partitioned.decisions))
         self._sums = pipeline.loss_reduction == "sum"
         self._place = next(i for i, value in enumerate(graph.outputs) if value is graph.loss)
 

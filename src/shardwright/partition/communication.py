@@ -114,12 +114,8 @@ def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communica
     which they are made, unless their departure is said.
     """
     result = Communication(mesh)
-    for value in (*graph.input_values, *graph.buffers, *graph.constants):
-        whole = ((),) * len(value.shape)
-        result.made[value] = TensorLayout(mesh, tuple(decisions.arrivals.get(value.name, whole)))
-    for value in graph.parameters:
-        whole = ((),) * len(value.shape)
-        result.made[value] = TensorLayout(mesh, tuple(decisions.storage.get(value.name, whole)))
+    for value in (*graph.input_values, *graph.buffers, *graph.constants, *graph.parameters):
+        result.made[value] = initial_layout(value, mesh, decisions)
     shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer] = {}
     for op in graph.ops:
         _operator(result, op, decisions.cuts.get(op.name, {}), shared)
@@ -149,6 +145,12 @@ def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communica
     result.buckets = buckets(graph, mesh, together, result.routes, result.made)
     _count(result, graph)
     return result
+
+
+def initial_layout(value: Value, mesh: Layout, decisions: Decisions) -> TensorLayout:
+    """How a parameter is stored, and how an input, a buffer or a constant arrives."""
+    axes = decisions.storage if value.kind is Kind.PARAMETER else decisions.arrivals
+    return TensorLayout(mesh, tuple(axes.get(value.name, ((),) * len(value.shape))))
 
 
 def storage_as_used(graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts]) -> Storage:

@@ -18,15 +18,15 @@ REDUCTIONS = ("mean", "sum")
 class PipelineSpec:
     """Stages and micro-batches of a plan.
 
-    The operators are divided into *parts*, numbered in the order in which they run. Each stage owns
-    an equal number of devices and `chunks` parts.
+    The operators are divided into *chunks*, numbered in the order in which they run. Each stage
+    owns `chunks` of them, and as many devices as any other.
 
     Args:
         stages: groups of devices.
         micro_batches: pieces of the batch that follow each other through the stages.
         schedule: the name of one of `SCHEDULES`.
-        chunks: parts that each stage owns.
-        part_of: for each operator the number of its part; empty if there is only one.
+        chunks: how many each stage owns.
+        chunk_of: for each operator the number of its chunk; empty if there is only one.
         loss_reduction: of the micro-batches' losses to the loss of the batch, `mean` or `sum`.
     """
 
@@ -43,16 +43,16 @@ class PipelineSpec:
         return SCHEDULES[self.schedule]
 
     @property
-    def parts(self) -> int:
+    def num_chunks(self) -> int:
         return self.stages * self.chunks
 
     def can_run(self, micro_batches: int) -> bool:
         """Whether the schedule can run so many."""
         return self.schedule_spec.can_run(micro_batches, self.stages)
 
-    def stage_of(self, part: int) -> int:
-        """The stage that owns `part`."""
-        return self.schedule_spec.stage_of(part, self.stages)
+    def stage_of(self, chunk: int) -> int:
+        """The stage that owns `chunk`."""
+        return self.schedule_spec.stage_of(chunk, self.stages)
 
 
 ONE_STAGE = PipelineSpec()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -13,12 +13,10 @@ import torch
 from shardwright.constraints import OperatorStrategy
 from shardwright.cost.dry_run import DryRunCache
 from shardwright.cost.predict import Predicted
-from shardwright.graph.graph import Graph, Op, Value
+from shardwright.graph.graph import Op, Value
 from shardwright.layout.layout import Layout
-from shardwright.partition.communication import Communication, communication
-from shardwright.partition.decisions import Decisions
-from shardwright.partition.pipeline_spec import ONE_STAGE, PipelineSpec
-from shardwright.partition.stages import Chunk, chunks, step_bytes
+from shardwright.partition.communication import Communication
+from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.transfer import Transfer
 from shardwright.plan.data import dtype_name, target_text
 from shardwright.plan.plan import Plan
@@ -31,15 +29,12 @@ NO_PINS: Mapping[str, OperatorStrategy] = MappingProxyType({})
 
 
 def make_plan(
-    graph: Graph,
-    mesh: Layout,
-    decisions: Decisions,
+    partitioned: Partitioned,
     *,
     mode: str,
     options: dict[str, Any],
     search_seconds: float,
     training: bool,
-    pipeline: PipelineSpec = ONE_STAGE,
     pins: Mapping[str, OperatorStrategy] = NO_PINS,
     predicted: Predicted | None = None,
     memory_limit: int | None = None,
@@ -50,15 +45,13 @@ def make_plan(
 
     Args:
         predicted: what a step takes, where a cluster was named.
-        rehearsals: that were made while it was searched.
+        dry_runs: that were made while it was searched.
 
     Raises:
-        PlanError: if the operators cannot be divided into the parts of `pipeline`.
+        PlanError: if the operators cannot be divided into the chunks of the pipeline.
     """
-    cuts = decisions.cuts
-    found = chunks(graph, mesh, decisions, pipeline)
-    flows = [communication(part.graph, mesh, part.decisions) for part in found]
-    sent = max(step_bytes(found, flows, mesh, pipeline), key=sum)
+    graph, mesh, decisions = partitioned.graph, partitioned.mesh, partitioned.decisions
+    sent = max(partitioned.step_bytes, key=sum)
     seen: set[int] = set()
     leaves = tuple(
         {"name": leaf.name, "shape": leaf.shape, "dtype": dtype_name(leaf)}
@@ -66,13 +59,13 @@ def make_plan(
         else leaf
         for leaf in graph.inputs
     )
-    return Plan(
+    plan = Plan(
         mesh=mesh,
         mode=mode,
         options=options,
         cuts={
             name: {f: tuple(axes) for f, axes in factors.items() if axes}
-            for name, factors in cuts.items()
+            for name, factors in decisions.cuts.items()
             if any(factors.values())
         },
         storage={name: tuple(axes) for name, axes in decisions.storage.items()},
@@ -82,15 +75,15 @@ def make_plan(
         bucket_bytes=decisions.bucket_bytes,
         recompute=dict(decisions.recompute),
         compute_dtype=None if graph.compute_dtype is None else str(graph.compute_dtype)[6:],
-        pipeline=pipeline,
+        pipeline=partitioned.pipeline,
         pins=dict(pins),
         parameters={v.name: (v.shape, dtype_name(v)) for v in graph.parameters},
         inputs=leaves,
         structure=pytree.treespec_dumps(graph.in_spec),
         fingerprint=graph.fingerprint,
-        operators=_rows(graph, mesh, cuts, found, flows, pins, seen),
-        returned=_returned(found, flows, seen),
-        crossings=_crossings(found, mesh),
+        operators=_rows(partitioned, pins, seen),
+        returned=_returned(partitioned, seen),
+        crossings=_crossings(partitioned),
         step=None if predicted is None else _step(predicted),
         forward_bytes=sent[0],
         backward_bytes=sent[1],
@@ -102,6 +95,9 @@ def make_plan(
         graph=graph,
         dry_runs=dry_runs or DryRunCache(),
     )
+    # The plan's own cached property, so that it is not derived once more.
+    vars(plan)["partitioned"] = partitioned
+    return plan
 
 
 def _step(predicted: Predicted) -> StepRow:
@@ -115,26 +111,21 @@ def _step(predicted: Predicted) -> StepRow:
 
 
 def _rows(
-    graph: Graph,
-    mesh: Layout,
-    cuts: Mapping[str, Cuts],
-    found: Sequence[Chunk],
-    flows: Sequence[Communication],
-    pins: Mapping[str, OperatorStrategy],
-    seen: set[int],
+    partitioned: Partitioned, pins: Mapping[str, OperatorStrategy], seen: set[int]
 ) -> tuple[OperatorRow, ...]:
-    """One row for each operator; of those that several parts compute that of the first."""
+    """One row for each operator; of those that several chunks compute that of the first."""
+    mesh, cuts = partitioned.mesh, partitioned.decisions.cuts
     rows: dict[str, OperatorRow] = {}
-    for part, flow in zip(found, flows, strict=True):
-        for op in part.graph.ops:
+    for chunk in partitioned.chunks:
+        for op in chunk.graph.ops:
             if op.name not in rows:
-                row = _row(op, mesh, cuts.get(op.name, {}), flow, seen)
-                rows[op.name] = replace(row, pinned=op.name in pins, stage=part.stage)
-    return tuple(rows[op.name] for op in graph.ops)
+                row = _row(op, mesh, cuts.get(op.name, {}), chunk.communication, seen)
+                rows[op.name] = replace(row, pinned=op.name in pins, stage=chunk.stage)
+    return tuple(rows[op.name] for op in partitioned.graph.ops)
 
 
 def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) -> OperatorRow:
-    found, segment = rule_of(op), flow.segment_of.get(op.name)
+    rule, segment = rule_of(op), flow.segment_of.get(op.name)
     conversions = []
     for index, value in enumerate(op.inputs):
         route = flow.routes[op.name, index]
@@ -148,7 +139,7 @@ def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) 
     return OperatorRow(
         name=op.name,
         operator=target_text(op),
-        rule=str(found) if found is not None else None,
+        rule=str(rule) if rule is not None else None,
         inputs=tuple((v.name, v.shape, v.kind.value) for v in op.inputs),
         outputs=tuple(v.shape for v in op.outputs),
         cuts={f: tuple(mesh.alias_names[a] for a in axes) for f, axes in cuts.items() if axes},
@@ -156,35 +147,33 @@ def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) 
         made=tuple(flow.made[value] for value in op.outputs),
         conversions=tuple(conversions),
         source=op.source,
-        main=found is not None and found.main is not None,
+        main=rule is not None and rule.main is not None,
         segment=segment.name if segment is not None else "",
     )
 
 
-def _returned(
-    found: Sequence[Chunk], flows: Sequence[Communication], seen: set[int]
-) -> tuple[RedistributionRow, ...]:
+def _returned(partitioned: Partitioned, seen: set[int]) -> tuple[RedistributionRow, ...]:
     """What becomes of the model's outputs, then of the new values of its buffers."""
-    ways = [
-        (value, flow.output_routes[value])
-        for part, flow in zip(found, flows, strict=True)
-        for value in part.graph.output_values
+    routes = [
+        (value, chunk.communication.output_routes[value])
+        for chunk in partitioned.chunks
+        for value in chunk.graph.output_values
     ]
-    ways += [
-        (value, flow.update_routes[value])
-        for part, flow in zip(found, flows, strict=True)
-        for _, value in part.graph.updates
+    routes += [
+        (value, chunk.communication.update_routes[value])
+        for chunk in partitioned.chunks
+        for _, value in chunk.graph.updates
     ]
-    return tuple(_conversion(value, route, seen) for value, route in ways if route)
+    return tuple(_conversion(value, route, seen) for value, route in routes if route)
 
 
-def _crossings(found: Sequence[Chunk], mesh: Layout) -> tuple[CrossingRow, ...]:
+def _crossings(partitioned: Partitioned) -> tuple[CrossingRow, ...]:
     rows = []
-    for part, after in pairwise(found):
-        if part.stage != after.stage:
-            names = tuple(value.name for value in part.leaving)
-            there, back = part.sent_bytes(mesh)[0], after.sent_bytes(mesh)[1]
-            rows.append(CrossingRow(part.stage, after.stage, names, there, back))
+    for chunk, following in pairwise(partitioned.chunks):
+        if chunk.stage != following.stage:
+            names = tuple(value.name for value in chunk.leaving)
+            forward, backward = chunk.border_bytes[0], following.border_bytes[1]
+            rows.append(CrossingRow(chunk.stage, following.stage, names, forward, backward))
     return tuple(rows)
 
 

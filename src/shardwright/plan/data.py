@@ -27,6 +27,7 @@ from shardwright.partition.decisions import (
     OptimizerParallel,
     Recompute,
 )
+from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import ONE_STAGE, PipelineSpec
 from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow, Strategy
 from shardwright.torch_internals.operators import OpOverload
@@ -118,6 +119,23 @@ class PlanData:
             recompute=self.recompute,
         )
 
+    @cached_property
+    def partitioned(self) -> Partitioned:
+        """The captured model, divided as planned: its chunks and what they communicate.
+
+        Raises:
+            PlanError: if the plan comes from a file, and so has no graph.
+        """
+        if self.graph is None:
+            raise PlanError("a plan from a file has no graph for a dry run: plan the model again")
+        return Partitioned(self.graph, self.mesh, self.decisions, self.pipeline)
+
+    def partition(self, graph: Graph) -> Partitioned:
+        """`graph`, divided as planned; of the plan's own graph what is there already."""
+        if graph is self.graph:
+            return self.partitioned
+        return Partitioned(graph, self.mesh, self.decisions, self.pipeline)
+
     @property
     def computed_in(self) -> torch.dtype | None:
         """`compute_dtype` as a `torch.dtype`."""
@@ -196,8 +214,7 @@ class PlanData:
         Raises:
             PlanError: if the optimizer is unknown, or the plan has no graph.
         """
-        graph, dry_runs = self._graph(), self.dry_runs
-        return memory(graph, self.mesh, self.decisions, self.pipeline, optimizer, dry_runs)
+        return memory(self.partitioned, optimizer, self.dry_runs)
 
     def timeline(self, cluster: Cluster | None = None) -> Timeline:
         """The timeline of each pipeline stage in a step, with its bubbles; `print` draws it.
@@ -209,12 +226,7 @@ class PlanData:
         Raises:
             PlanError: if the plan comes from a file, and so has no graph.
         """
-        return planned_timeline(self._graph(), self.mesh, self.decisions, self.pipeline, cluster)
-
-    def _graph(self) -> Graph:
-        if self.graph is None:
-            raise PlanError("a plan from a file has no graph for a dry run: plan the model again")
-        return self.graph
+        return planned_timeline(self.partitioned, cluster)
 
     def row(self, name: str) -> OperatorRow:
         """The row of the operator `name`.

@@ -20,6 +20,7 @@ from shardwright.graph.graph import Graph
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.communication import storage_as_used
 from shardwright.partition.decisions import Decisions, Storage
+from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.plan import Plan, make_plan
 from shardwright.planner.options import MB, PlanOptions
@@ -73,14 +74,17 @@ class Candidate:
     search_seconds: float
 
     @cached_property
+    def partitioned(self) -> Partitioned:
+        """The model, divided as decided."""
+        return Partitioned(self.model.graph, self.mesh, self.decisions, self.pipeline)
+
+    @cached_property
     def predicted(self) -> Predicted | None:
         """What a step takes; None if no cluster was named."""
         if self.options.cluster is None:
             return None
         self._report("time")
-        return predict(
-            self.model.graph, self.mesh, self.decisions, self.options.known_cluster, self.pipeline
-        )
+        return predict(self.partitioned, self.options.known_cluster)
 
     @property
     def seconds(self) -> float:
@@ -105,14 +109,10 @@ class Candidate:
     def memory(self, decisions: Decisions | None = None) -> Memory:
         """What each device needs, with these decisions or with others."""
         self._report("memory")
-        return memory(
-            self.model.graph,
-            self.mesh,
-            self.decisions if decisions is None else decisions,
-            self.pipeline,
-            self.options.optimizer,
-            self.model.dry_runs,
-        )
+        partitioned = self.partitioned
+        if decisions is not None:
+            partitioned = replace(partitioned, decisions=decisions)
+        return memory(partitioned, self.options.optimizer, self.model.dry_runs)
 
     def _report(self, doing: str) -> None:
         self.options.on_progress(f"{doing}: {self.options.in_words()}")
@@ -121,14 +121,11 @@ class Candidate:
         """The plan."""
         model, options = self.model, self.options
         return make_plan(
-            model.graph,
-            self.mesh,
-            self.decisions,
+            self.partitioned,
             mode=options.mode,
             options=options.of_search,
             search_seconds=self.search_seconds,
             training=model.training,
-            pipeline=self.pipeline,
             pins=model.pins.strategies,
             predicted=self.predicted,
             memory_limit=options.device_memory,
@@ -183,7 +180,7 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate:
         work = operator_seconds(
             graph, TimeModel(options.known_cluster, fixed.mesh, pipeline.stages), cuts
         )
-        pipeline = replace(pipeline, chunk_of=balanced_stages(graph, pipeline.parts, work))
+        pipeline = replace(pipeline, chunk_of=balanced_stages(graph, pipeline.num_chunks, work))
     decisions = Decisions(
         cuts,
         _storage(model, fixed.mesh, cuts, options),

@@ -24,6 +24,7 @@ from shardwright.graph.graph import Graph, Kind
 from shardwright.layout.layout import Layout, prime_mesh
 from shardwright.partition.communication import Communication, communication, storage_as_used
 from shardwright.partition.decisions import Decisions
+from shardwright.partition.partitioned import Partitioned
 from shardwright.plan import Plan, make_plan
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts
@@ -242,9 +243,7 @@ def planned(graph: Graph, devices: int, pins: Pins) -> Plan:
         name: {f: axes for f, axes in pin.items() if axes} for name, pin in pins.items()
     }
     return make_plan(
-        graph,
-        mesh,
-        Decisions(cuts, storage_as_used(graph, mesh, cuts)),
+        Partitioned(graph, mesh, Decisions(cuts, storage_as_used(graph, mesh, cuts))),
         mode="sharding_propagation",
         options={},
         search_seconds=0.0,

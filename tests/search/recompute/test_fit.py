@@ -13,6 +13,7 @@ from shardwright.cost.flops import work_of
 from shardwright.cost.memory import Memory, memory
 from shardwright.partition.communication import communication
 from shardwright.partition.decisions import Decisions, Recompute
+from shardwright.partition.partitioned import Partitioned
 from shardwright.search.recompute.candidates import Candidates, RecomputePrices
 from shardwright.search.recompute.fit import Fitted, fit_by_recomputation
 
@@ -21,7 +22,7 @@ GRAPH = sw.capture(NET, ARGS, KWARGS)
 
 
 def measured(plan: sw.Plan, decisions: Decisions) -> Memory:
-    return memory(GRAPH, plan.mesh, decisions, plan.pipeline)
+    return memory(Partitioned(GRAPH, plan.mesh, decisions, plan.pipeline))
 
 
 def fitted(plan: sw.Plan, limit: int) -> Fitted:
