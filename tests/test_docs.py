@@ -87,12 +87,19 @@ def test_a_console_is_commands_with_their_outputs() -> None:
 def test_the_python_of_a_page_does_what_it_says(
     page: Path, folder: Path, no_new_rules: None
 ) -> None:
+    write_files(page, folder)
     names: dict[str, Any] = {"__name__": page.stem}
     for fence in of_language(page, "python"):
         if fence.interactive:
             compare_output(fence, names, page)
         elif fence.file_name is None:
             run_as_one_of_eight_ranks(fence, names, page)
+
+
+def write_files(page: Path, folder: Path) -> None:
+    for fence in of_language(page, "python", "yaml"):
+        if fence.file_name:
+            (folder / fence.file_name).write_text(fence.text, encoding="utf-8")
 
 
 def compare_output(fence: Fence, names: dict[str, Any], page: Path) -> None:
@@ -125,9 +132,7 @@ def consoles() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("page", "slow"), list(consoles()))
 def test_the_commands_of_a_page_print_what_it_shows(page: Path, slow: bool, folder: Path) -> None:
-    for fence in of_language(page, "python", "yaml"):
-        if fence.file_name:
-            (folder / fence.file_name).write_text(fence.text, encoding="utf-8")
+    write_files(page, folder)
     for fence in of_language(page, "console"):
         for command, output in fence.commands() if fence.slow == slow else ():
             printed = shell(command)
@@ -161,8 +166,11 @@ def test_the_commands_of_a_page_are_spelled_right(page: Path) -> None:
             for word in words:
                 if re.match(r"(configs|examples)/", word):
                     assert (ROOT / word).exists(), f"{page.name}:{fence.line}: {word}"
-    commands = "".join(each.text for each in of_language(page, "sh", "console"))
-    assert all(name in commands for name in files if name), f"{page.name}: a file that nothing runs"
+    uses = "".join(
+        each.text.removeprefix(f"# {each.file_name}")
+        for each in of_language(page, "sh", "console", "python")
+    )
+    assert all(name in uses for name in files if name), f"{page.name}: a file that nothing uses"
 
 
 def check_spelling(words: list[str]) -> None:
@@ -190,7 +198,7 @@ def test_the_links_of_a_page_lead_to_files(page: Path) -> None:
 def test_the_yaml_of_a_page_is_valid(page: Path) -> None:
     for fence in of_language(page, "yaml"):
         if fence.file_name:
-            continue  # The command that reads it is checked, and may be there to show an error.
+            continue  # What reads it is checked, and may be there to show an error.
         keys = yaml.safe_load(fence.text).keys()
         where = f"{page.name}:{fence.line}"
         if "levels" in keys:
