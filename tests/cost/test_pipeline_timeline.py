@@ -169,8 +169,8 @@ def test_the_picture_shows_each_stage_and_what_it_waits() -> None:
     line = timeline(PipelineSpec(2, 2, "gpipe"), [ChunkSeconds(1.0, 1.0)] * 2)
     assert str(line).splitlines() == [
         "stage 0 |F0             |F1             ································|B0             "
-        "|B1             | waits 33.3%",
+        "|B1             | idle 33.3%",
         "stage 1 ················|F0             |F1             |B0             |B1             "
-        "················| waits 33.3%",
-        "in all 33.3% of the stages' time is waiting",
+        "················| idle 33.3%",
+        "pipeline bubbles: 33.3% of the stages' time",
     ]

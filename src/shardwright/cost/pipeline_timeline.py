@@ -274,6 +274,6 @@ def draw_timeline(timeline: Timeline, width: int = 96) -> str:
             chunk = span.action.part // timeline.pipeline.stages
             label = f"|{span.action}{chunk * chr(39)}"
             line = line.ljust(start, "·") + label[: max(0, end - start)].ljust(end - start)
-        share = f"waits {timeline.bubbles[number]:.1%}"
+        share = f"idle {timeline.bubbles[number]:.1%}"
         lines.append(f"stage {number} {line.ljust(width, '·')}| {share}")
-    return "\n".join([*lines, f"in all {timeline.bubble:.1%} of the stages' time is waiting"])
+    return "\n".join([*lines, f"pipeline bubbles: {timeline.bubble:.1%} of the stages' time"])
