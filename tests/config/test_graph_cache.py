@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwright.capture.capture import capture
 from shardwright.config import graph_cache
-from shardwright.config.graph_cache import graphs_folder, kept_graph
+from shardwright.config.graph_cache import cached_graph, graphs_folder
 from shardwright.config.run import Run
 from shardwright.graph.graph import Graph
 
@@ -33,41 +33,41 @@ def _never() -> Graph:
 
 
 def test_a_graph_is_captured_once() -> None:
-    first = kept_graph("one", _small)
-    again = kept_graph("one", _never)
+    first = cached_graph("one", _small)
+    again = cached_graph("one", _never)
     assert again.fingerprint == first.fingerprint
     assert again.capture_seconds == first.capture_seconds
     assert [op.target for op in again.ops] == [op.target for op in first.ops]
 
 
 def test_another_description_is_captured_anew() -> None:
-    kept_graph("one", _small)
+    cached_graph("one", _small)
     with pytest.raises(AssertionError, match="captured"):
-        kept_graph("two", _never)
+        cached_graph("two", _never)
 
 
 def test_a_damaged_file_is_made_anew(caplog: pytest.LogCaptureFixture) -> None:
-    kept_graph("one", _small)
+    cached_graph("one", _small)
     (file,) = graphs_folder().iterdir()
     file.write_bytes(file.read_bytes()[:-100])
     with caplog.at_level(logging.WARNING, "shardwright.capture"):
-        kept_graph("one", _small)
-    assert "captured anew" in caplog.text
-    kept_graph("one", _never)
+        cached_graph("one", _small)
+    assert "capturing again" in caplog.text
+    cached_graph("one", _never)
 
 
 def test_only_the_newest_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_cache, "MOST", 2)
+    monkeypatch.setattr(graph_cache, "MAX_GRAPHS", 2)
     graph = _small()
     for name in ("one", "two", "three"):
-        kept_graph(name, lambda: graph)
+        cached_graph(name, lambda: graph)
     assert len(list(graphs_folder().iterdir())) == 2
-    kept_graph("three", _never)
+    cached_graph("three", _never)
 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWRIGHT_GRAPH_CACHE", "off")
-    kept_graph("one", _small)
+    cached_graph("one", _small)
     assert not graphs_folder().exists()
 
 

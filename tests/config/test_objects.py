@@ -12,10 +12,10 @@ from torch import nn
 
 from shardwright.config import Run, parse
 from shardwright.config.objects import (
-    made_model,
-    made_optimizer,
-    made_schedule,
-    made_tensors,
+    build_model,
+    build_optimizer,
+    build_schedule,
+    load_tensors,
     mark_recomputed,
 )
 from shardwright.config.schema import DataSection, ModelSection, OptimizerSection, RecomputeSection
@@ -41,7 +41,7 @@ def test_a_language_model_is_given_by_name_sizes_or_configuration(
 ) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(GPT2))
-    net = made_model(ModelSection(**given), tmp_path, torch.float64)
+    net = build_model(ModelSection(**given), tmp_path, torch.float64)
     ids = torch.randint(0, 320, (2, 8))
     assert net(ids, ids).shape == ()
     assert next(net.parameters()).dtype == torch.float64
@@ -49,7 +49,7 @@ def test_a_language_model_is_given_by_name_sizes_or_configuration(
 
 def test_adapters_are_added_as_described() -> None:
     model = ModelSection.model_validate({"name": "llama2_7b_tiny", "lora": {"rank": 2}})
-    net = made_model(model, Path(), torch.float32)
+    net = build_model(model, Path(), torch.float32)
     trained = [name for name, p in net.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 4 * 2
 
@@ -65,21 +65,21 @@ def test_adapters_are_added_as_described() -> None:
 )
 def test_a_model_that_cannot_be_is_an_error(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        made_model(ModelSection(**given), Path(), torch.float32)
+        build_model(ModelSection(**given), Path(), torch.float32)
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("model: {}", "model: give one of target, name, sizes, hf, not none"),
-        ("model: {name: a, hf: b}", "model: give one of target, name, sizes, hf, not name and hf"),
+        ("model: {}", "model: set exactly one of target, name, sizes, hf, not none"),
+        ("model: {name: a, hf: b}", "model: set exactly one of target, name, sizes, hf, not name and hf"),
         (
             "model: {target: 'a:b', lora: {}}",
             "model: lora is for the language models of name, sizes and hf",
         ),
         (
             "model: {name: a}\nloss: mse",
-            "loss: mse is too much: a language model returns its loss",
+            "remove `loss`: a language model computes its own",
         ),
     ],
 )
@@ -91,7 +91,7 @@ def test_contradictions_about_the_model_are_errors(text: str, problem: str) -> N
 
 def test_text_is_packed_for_a_language_model(tmp_path: Path) -> None:
     (tmp_path / "story.txt").write_text("a" * 40)
-    ids, labels = made_tensors(DataSection(name="text", path="story.txt", seq_length=8), tmp_path)
+    ids, labels = load_tensors(DataSection(name="text", path="story.txt", seq_length=8), tmp_path)
     assert ids.shape == (5, 8)
     assert torch.equal(ids, labels)
 
@@ -100,7 +100,7 @@ def test_an_optimizer_has_what_is_said_and_only_what_is_trained() -> None:
     net = nn.Linear(2, 2)
     net.bias.requires_grad_(False)
     chosen = OptimizerSection(name="adamw", learning_rate=0.1, betas=[0.8, 0.9], eps=1e-6)
-    (group,) = made_optimizer(chosen, net.parameters()).param_groups
+    (group,) = build_optimizer(chosen, net.parameters()).param_groups
     assert (group["lr"], group["betas"], group["eps"]) == (0.1, (0.8, 0.9), 1e-6)
     assert [id(p) for p in group["params"]] == [id(net.weight)]
 
@@ -108,8 +108,8 @@ def test_an_optimizer_has_what_is_said_and_only_what_is_trained() -> None:
 def test_a_schedule_starts_at_the_learning_rate() -> None:
     said = {"learning_rate": 0.1, "schedule": {"kind": "linear", "warmup_ratio": 0.1}}
     chosen = OptimizerSection.model_validate(said)
-    assert made_schedule(chosen) == LRSchedule("linear", 0.1, warmup_ratio=0.1)
-    assert made_schedule(OptimizerSection()) is None
+    assert build_schedule(chosen) == LRSchedule("linear", 0.1, warmup_ratio=0.1)
+    assert build_schedule(OptimizerSection()) is None
 
 
 def test_modules_that_are_computed_again_must_be_there() -> None:
@@ -117,7 +117,7 @@ def test_modules_that_are_computed_again_must_be_there() -> None:
     mark_recomputed(net, RecomputeSection(modules=["1"]))
     with pytest.raises(ConfigError, match="the model has no module '7'; nearest is "):
         mark_recomputed(net, RecomputeSection(modules=["7"]))
-    with pytest.raises(ConfigError, match="no blocks: give the key modules"):
+    with pytest.raises(ConfigError, match="no blocks: set the key modules"):
         mark_recomputed(net, RecomputeSection())
 
 

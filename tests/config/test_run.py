@@ -54,7 +54,7 @@ def test_recompute_auto_asks_the_plan_to_fit_into_memory(tmp_path: Path) -> None
 
 
 def test_weights_are_loaded_before_the_first_step(run: Run) -> None:
-    with pytest.raises(CheckpointError, match=r"train.load: .*weights.pt: there is no such file"):
+    with pytest.raises(CheckpointError, match=r"train.load: .*weights.pt: no such file"):
         run.check_resumes()
     torch.manual_seed(5)
     given = run.model()
@@ -64,7 +64,7 @@ def test_weights_are_loaded_before_the_first_step(run: Run) -> None:
     sw.save_state_dict(given, run.folder / "weights.pt")
     run.check_resumes()
     net = run.model()
-    run.kept.begin(net, torch.optim.SGD(net.parameters()), None)
+    run.checkpoint_policy.begin(net, torch.optim.SGD(net.parameters()), None)
     for name, value in net.state_dict().items():
         assert torch.equal(value, given.state_dict()[name]), name
 

@@ -127,13 +127,13 @@ def test_another_runs_checkpoints_are_neither_taken_nor_replaced(
     assert train(monkeypatch, config) == 2
     said = capsys.readouterr().err
     assert said == (
-        "error: a holds the checkpoints of a run, up to step 3: go on from there with --resume, or "
-        "name another folder\n"
+        "error: a holds the checkpoints of a run, up to step 3: resume it with --resume, or "
+        "choose another folder\n"
     )
     without = Path(config).read_text().replace(", checkpoint: {folder: a, every: 2}", "")
     Path("without.yaml").write_text(without)
     assert train(monkeypatch, "without.yaml", "--resume") == 2
-    assert "nothing to resume: the key train.checkpoint" in capsys.readouterr().err
+    assert "nothing to resume: set train.checkpoint" in capsys.readouterr().err
 
 
 @contextmanager

@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
             "model__model_config__offset": [1, -1],
         },
         8,
-        "model.model_config.offset: [1, -1] is not built: stages take equally many layers",
+        "model.model_config.offset: [1, -1] is not supported: all stages take equally many layers",
     ),
     # What an expert cuts.
     "shards that do not divide the replicas": (
@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "no shard": (
         {"parallel__parallel_optimizer_config": {"optimizer_weight_shard_size": 0}},
         8,
-        "optimizer_weight_shard_size: 0 must be at least 1, or -1 for all",
+        "optimizer_weight_shard_size: 0 must be at least 1, or -1 for all devices",
     ),
     "heads that do not divide": (
         {**SEMI, "parallel_config__model_parallel": 3},
@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "hybrid parallel": (
         {"parallel__parallel_mode": 3},
         8,
-        "parallel.parallel_mode: 3 is hybrid parallel, which is not built; valid are 0 (data"
+        "parallel.parallel_mode: 3 is hybrid parallel, which is not supported; valid are 0 (data"
         " parallel), 1 (semi-auto), 2 (auto)",
     ),
     "an unknown mode": ({"parallel__parallel_mode": "best"}, 8, "'best' is not known; valid are 0"),
@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "no weight of memory": (
         {"parallel_config__mem_coeff": 0},
         8,
-        "parallel_config.mem_coeff: expected a positive number, or auto, got 0",
+        "parallel_config.mem_coeff: expected a positive number, or 'auto', got 0",
     ),
     "a chosen weight without a limit": (
         {"parallel_config__mem_coeff": "auto"},
@@ -176,20 +176,20 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "strategies and nowhere to save them": (
         {"only_save_strategy": True},
         8,
-        "only_save_strategy: True needs parallel.strategy_ckpt_save_file: where to",
+        "only_save_strategy: True needs parallel.strategy_ckpt_save_file: the file to write",
     ),
     "a file of strategies that is missing": (
         {"parallel__strategy_ckpt_load_file": "absent.json"},
         8,
-        "absent.json: there is no such file",
+        "absent.json: no such file",
     ),
     "strategies for a mode that takes none": (
         {"parallel__strategy_ckpt_load_file": "a.json", "parallel__parallel_mode": 0},
         8,
-        "parallel.strategy_ckpt_load_file: the mode is data_parallel, which takes no strategies;"
-        " valid with it are parallel_mode 1 and 2",
+        "parallel.strategy_ckpt_load_file: the mode is data_parallel, which takes no strategies:"
+        " set use_parallel: True and parallel_mode 1 or 2",
     ),
-    "several experts": ({"moe_config__expert_num": 8}, 8, "moe_config.expert_num: models of sev"),
+    "several experts": ({"moe_config__expert_num": 8}, 8, "moe_config.expert_num: mixture"),
     # The model.
     "an unknown model": (
         {"model__arch__type": "GPT"},
@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "labels that are ignored otherwise": (
         {"model__model_config__ignore_token_id": 0},
         8,
-        "model.model_config.ignore_token_id: labels that do not count must be -100",
+        "model.model_config.ignore_token_id: must be -100: no other label is ignored",
     ),
     "an unknown dtype": (
         {"model__model_config__compute_dtype": "int8"},
@@ -235,12 +235,12 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "positions that are stretched": (
         {"model__model_config__extend_method": "NTK"},
         8,
-        "model.model_config.extend_method: NTK is not built: must be None",
+        "model.model_config.extend_method: NTK is not supported: must be None",
     ),
     "half of a head rotated": (
         {"model__model_config__rotary_pct": 0.5},
         8,
-        "model.model_config.rotary_pct: only whole heads are rotated: must be 1.0",
+        "model.model_config.rotary_pct: must be 1.0: rotary embeddings apply to",
     ),
     "two bases": (
         {"model__model_config__theta": 5e5, "model__model_config__rotary_emb_base": 1e4},
@@ -337,7 +337,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "nothing to go on from": (
         {"resume_training": True},
         8,
-        "resume_training: True needs load_checkpoint: where to go on",
+        "resume_training: True needs load_checkpoint: the folder to resume from",
     ),
     "callbacks that are no list": ({"callbacks": "all"}, 8, "callbacks: expected a list, got 'all"),
     "no device": ({}, 0, "devices=0: must be a whole number of at least 1"),

@@ -111,11 +111,11 @@ def test_a_run_goes_on_as_if_it_had_not_stopped_and_is_adapted(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"load_checkpoint": "absent"}, "load_checkpoint: absent: there is no such file or folder"),
+        ({"load_checkpoint": "absent"}, "load_checkpoint: absent: no such file or folder"),
         (
             {"load_checkpoint": "empty", "resume_training": True},
-            "resume_training: empty holds no complete checkpoint to go on from; valid is False, or"
-            " the folder of an earlier run as load_checkpoint",
+            "resume_training: empty holds no complete checkpoint to resume from; set it to False,"
+            " or load_checkpoint to the folder of an earlier run",
         ),
     ],
 )

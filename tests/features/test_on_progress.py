@@ -27,7 +27,7 @@ def test_a_model_is_captured_then_searched() -> None:
 
 def test_under_a_memory_limit_each_attempt_is_named() -> None:
     heard = heard_of_plan(layers(), memory_limit="1MiB", mode="data_parallel")
-    assert heard == ["capture", "search: as asked", "memory: as asked"]
+    assert heard == ["capture", "search: as requested", "memory: as requested"]
 
 
 def test_each_number_of_stages_is_named() -> None:

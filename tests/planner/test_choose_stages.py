@@ -117,7 +117,7 @@ def test_where_the_user_chose_a_suggestion_is_logged(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "shardwright.search"):
         suggest_stages(chosen, decide(chosen), decide)
     assert f"{best} pipeline stages would take" in caplog.text
-    assert f"{other} are asked for" in caplog.text
+    assert f"{other} are requested" in caplog.text
 
 
 def test_stages_are_balanced_by_time_on_the_cluster() -> None:

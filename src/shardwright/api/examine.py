@@ -46,18 +46,18 @@ class Examination:
 def examine(
     net: nn.Module | Graph, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Examination:
-    """Says up front what of a model can be split, and lists what cannot.
+    """Lists what of a model can be split, and what cannot, before it is planned.
 
     Raises:
         CaptureError: if the model cannot be captured.
     """
     net = net.net if isinstance(net, Pipeline) else net
     graph = net if isinstance(net, Graph) else capture(net, args, kwargs)
-    found = [(op, rule_of(op)) for op in graph.ops]
+    ruled = [(op, rule_of(op)) for op in graph.ops]
     return Examination(
         operators=len(graph.ops),
-        main=tuple(op.name for op, r in found if r is not None and r.main is not None),
-        without_rule=tuple((op.name, str(op.target)) for op, r in found if r is None),
+        main=tuple(op.name for op, r in ruled if r is not None and r.main is not None),
+        without_rule=tuple((op.name, str(op.target)) for op, r in ruled if r is None),
         parameters=sum(value.numel for value in graph.parameters),
     )
 

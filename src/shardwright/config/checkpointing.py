@@ -1,4 +1,4 @@
-"""What a run begins with, and what it keeps: weights and checkpoints."""
+"""Weights and checkpoints: what a run starts from, and what it saves."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from shardwright.train.weights import load_weights
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """What the configuration says of weights and checkpoints.
+    """The weights and checkpoints of a configuration.
 
     Args:
-        said: the section `train`.
+        train: the section of this name.
         folder: what its paths are relative to.
         file: the name of the configuration, for errors.
-        load_key, resume_key: what it calls the weights to begin with, and whether to go on.
-        must_resume: whether it is an error if there is nothing to go on from.
+        load_key, resume_key: its keys for the weights to start from, and for resuming.
+        must_resume: whether it is an error if there is nothing to resume from.
     """
 
-    said: TrainSection
+    train: TrainSection
     folder: Path
     file: str
     load_key: str = "train.load"
@@ -36,31 +36,31 @@ class CheckpointPolicy:
 
     @property
     def weights(self) -> Path | None:
-        """Where the weights to begin with are; None for new ones."""
-        return None if self.said.load is None else self.folder / self.said.load
+        """Where the weights to start from are; None for new ones."""
+        return None if self.train.load is None else self.folder / self.train.load
 
     def checkpoints(self) -> Checkpoints | None:
-        """The run's checkpoints; None where it keeps none."""
-        said = self.said.checkpoint
-        if said is None:
+        """The run's checkpoints; None where it saves none."""
+        section = self.train.checkpoint
+        if section is None:
             return None
-        folder = self.folder / said.folder
-        return Checkpoints(folder, keep=said.keep, asynchronous=said.asynchronous)
+        folder = self.folder / section.folder
+        return Checkpoints(folder, keep=section.keep, asynchronous=section.asynchronous)
 
     def check(self) -> None:
         """Raises:
-        CheckpointError: the run is to start anew, but its folder holds the checkpoints of another;
-            or it is to go on, but keeps none, or must, but there are none; or there are no weights
-            to begin with.
+        CheckpointError: the run starts anew, but its folder holds the checkpoints of another; or it
+            resumes, but saves none, or must resume, but there are none; or the weights to start
+            from are missing.
         """
         checkpoints, weights = self.checkpoints(), self.weights
         if weights is not None and not weights.exists():
             raise CheckpointError(
-                f"{self.file}: {self.load_key}: {weights}: there is no such file or folder"
+                f"{self.file}: {self.load_key}: {weights}: no such file or folder"
             )
-        if self.said.resume and checkpoints is None:
+        if self.train.resume and checkpoints is None:
             raise CheckpointError(
-                "there is nothing to resume: the key train.checkpoint is not given, for example "
+                "nothing to resume: set train.checkpoint, for example "
                 "train: {checkpoint: {folder: checkpoints, every: 100}}"
             )
         if checkpoints is None:
@@ -69,21 +69,21 @@ class CheckpointPolicy:
         if self.must_resume and not steps:
             raise CheckpointError(
                 f"{self.file}: {self.resume_key}: {checkpoints.folder} holds no complete checkpoint"
-                " to go on from; valid is False, or the folder of an earlier run as"
-                f" {self.load_key}"
+                f" to resume from; set it to False, or {self.load_key} to the folder of an earlier"
+                " run"
             )
-        if steps and not self.said.resume:
+        if steps and not self.train.resume:
             raise CheckpointError(
                 f"{checkpoints.folder} holds the checkpoints of a run, up to step "
-                f"{steps[-1]}: go on from there with --resume, or name another folder"
+                f"{steps[-1]}: resume it with --resume, or choose another folder"
             )
 
     def begin(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, checkpoints: Checkpoints | None
     ) -> Position:
-        """Where the run goes on: after its newest checkpoint; else at the beginning, with the
-        weights that it is told to load."""
-        if checkpoints is not None and self.said.resume and checkpoints.newest() is not None:
+        """Where the run starts: after its newest checkpoint; else at the beginning, with the
+        weights that the configuration names."""
+        if checkpoints is not None and self.train.resume and checkpoints.newest() is not None:
             return checkpoints.load(net, optimizer)
         if self.weights is not None:
             load_weights(net, self.weights)
@@ -91,5 +91,5 @@ class CheckpointPolicy:
 
     def saves_at(self, step: int, last: int) -> bool:
         """Every so many steps, and after the last."""
-        said = self.said.checkpoint
-        return said is not None and (step % said.every == 0 or step == last)
+        section = self.train.checkpoint
+        return section is not None and (step % section.every == 0 or step == last)

@@ -1,8 +1,8 @@
-"""Captured graphs of language models, kept on disk, so that a model is captured once.
+"""Captured graphs of language models, cached on disk, so that a model is captured once.
 
-They lie in `$XDG_CACHE_HOME/shardwright/graphs`, by default in `~/.cache`, one file for each model,
+They are in `$XDG_CACHE_HOME/shardwright/graphs`, by default in `~/.cache`, one file for each model,
 shape of its inputs, and version of all that takes part. They are pickles, which run code when they
-are read: the folder is to be the user's own, and is made so that nobody else can write there.
+are read: the folder is the user's own, created so that nobody else can write there.
 `SHARDWRIGHT_GRAPH_CACHE=off` in the environment captures each time.
 """
 
@@ -23,16 +23,16 @@ from shardwright.graph.graph import Graph
 
 logger = logging.getLogger("shardwright.capture")
 
-MOST = 32
-"""Graphs that are kept; of more those that were not read for longest are removed."""
+MAX_GRAPHS = 32
+"""Graphs that are kept; beyond it, the least recently read are removed."""
 
 PACKAGES = ("torch", "transformers", "peft")
 
 
-def kept_graph(description: object, capture: Callable[[], Graph]) -> Graph:
-    """The graph that was kept for `description`, else what `capture` gives, which is then kept.
+def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
+    """The cached graph for `description`, else what `capture` returns, which is then cached.
 
-    A file that cannot be read is made anew; a folder that cannot be written is as none.
+    A file that cannot be read is replaced; a folder that cannot be written is ignored.
 
     Args:
         description: of all that decides the graph beside the versions of packages; its `repr` must
@@ -41,44 +41,44 @@ def kept_graph(description: object, capture: Callable[[], Graph]) -> Graph:
     if os.environ.get("SHARDWRIGHT_GRAPH_CACHE") == "off":
         return capture()
     path = graphs_folder() / f"{_key(description)}.pickle"
-    found = _read(path)
-    if found is None:
-        found = capture()
-        _write(path, found)
-    return found
+    graph = _read(path)
+    if graph is None:
+        graph = capture()
+        _write(path, graph)
+    return graph
 
 
 def graphs_folder() -> Path:
-    """Where graphs are kept."""
+    """The folder of the cache."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "shardwright" / "graphs"
 
 
 def _read(path: Path) -> Graph | None:
     try:
-        found = loads(path.read_bytes())
+        graph = loads(path.read_bytes())
         path.touch()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        logger.warning("%s is captured anew: %s", path, error)
+        logger.warning("%s cannot be read, capturing again: %s", path, error)
         return None
-    return found
+    return graph
 
 
 def _write(path: Path, graph: Graph) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
-            draft.write(dumps(graph))
-        Path(draft.name).replace(path)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as temporary:
+            temporary.write(dumps(graph))
+        Path(temporary.name).replace(path)
         newest_first = sorted(
             path.parent.glob("*.pickle"), key=lambda each: each.stat().st_mtime, reverse=True
         )
-        for old in newest_first[MOST:]:
+        for old in newest_first[MAX_GRAPHS:]:
             old.unlink(missing_ok=True)
     except OSError as error:
-        logger.warning("the captured graph is not kept: %s", error)
+        logger.warning("the captured graph is not cached: %s", error)
 
 
 def _key(description: object) -> str:

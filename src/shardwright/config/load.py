@@ -55,7 +55,7 @@ def validated(content: Any, name: str) -> Config:
 
 
 def _problem(details: ErrorDetails) -> str:
-    """One line: where, what was given, what is valid."""
+    """One line: the key, its value, and what is valid."""
     path, kind, value = details["loc"], details["type"], details["input"]
     key = ".".join(str(part) for part in path)
     if kind == "extra_forbidden":

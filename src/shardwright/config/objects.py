@@ -22,10 +22,10 @@ from shardwright.models.expert_sharding import paths_of_blocks
 from shardwright.train.data import DIGITS_SIZE, digits, mnist, packed_text
 from shardwright.train.lr_schedule import LRSchedule
 
-Made = TypeVar("Made")
+Built = TypeVar("Built")
 
 
-def made_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) -> nn.Module:
+def build_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) -> nn.Module:
     """The model that is described; `folder` is what its paths are relative to.
 
     Raises:
@@ -39,7 +39,7 @@ def made_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) -> 
         return net.to(dtype)
     for name, key in (("dtype", "train.dtype"), ("lora", "model.lora")):
         if name in model.arguments:
-            raise ConfigError(f"model.arguments.{name}: give the key {key} instead")
+            raise ConfigError(f"model.arguments.{name}: use the key {key} instead")
     options = {**model.arguments, "dtype": dtype, "lora": _lora(model.lora)}
     if model.hf is not None:
         inside = isinstance(model.hf, str)
@@ -55,7 +55,7 @@ def _lora(lora: schema.LoraSection | None) -> LoRA | None:
     return None if lora is None else LoRA(**lora.model_dump())
 
 
-def _called(key: str, function: Callable[..., Made], *args: Any, **kwargs: Any) -> Made:
+def _called(key: str, function: Callable[..., Built], *args: Any, **kwargs: Any) -> Built:
     """Raises: ConfigError: arguments that the function does not take, or values that cannot be."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
@@ -69,7 +69,7 @@ def _called(key: str, function: Callable[..., Made], *args: Any, **kwargs: Any) 
 
 
 def mark_recomputed(net: nn.Module, chosen: schema.RecomputeSection) -> None:
-    """Marks what is computed again in the backward pass.
+    """Marks what is recomputed in the backward pass.
 
     Raises:
         ConfigError: the model has no such module, or no blocks.
@@ -77,7 +77,7 @@ def mark_recomputed(net: nn.Module, chosen: schema.RecomputeSection) -> None:
     modules = dict(net.named_modules())
     paths = list(paths_of_blocks(net)) if chosen.modules is None else chosen.modules
     if not paths:
-        raise ConfigError("parallel.recompute: the model has no blocks: give the key modules")
+        raise ConfigError("parallel.recompute: the model has no blocks: set the key modules")
     for path in paths:
         if path not in modules:
             near = get_close_matches(path, modules, n=1, cutoff=0.0)
@@ -88,7 +88,7 @@ def mark_recomputed(net: nn.Module, chosen: schema.RecomputeSection) -> None:
         recompute(modules[path], chosen.communication, operators=chosen.operators)
 
 
-def made_tensors(data: schema.DataSection, folder: Path) -> tuple[Tensor, ...]:
+def load_tensors(data: schema.DataSection, folder: Path) -> tuple[Tensor, ...]:
     """The data, samples on dimension 0; `folder` is what its paths are relative to.
 
     Raises:
@@ -98,7 +98,7 @@ def made_tensors(data: schema.DataSection, folder: Path) -> tuple[Tensor, ...]:
     if data.target is not None:
         tensors = call_target("data.target", data.target, data.arguments, folder)
         if not isinstance(tensors, tuple) or not all(isinstance(t, Tensor) for t in tensors):
-            raise ConfigError(f"data.target: {data.target} did not return a tuple of tensors")
+            raise ConfigError(f"data.target: {data.target} must return a tuple of tensors")
         return tensors
     path = folder / data.path if data.path is not None else None
     if data.name == "mnist":
@@ -110,37 +110,37 @@ def made_tensors(data: schema.DataSection, folder: Path) -> tuple[Tensor, ...]:
 
 
 def check_tokens(tokens: Tensor, model: schema.ModelSection) -> None:
-    """Raises: DataError: a token that the model has no embedding of, as far as its size is said."""
+    """Raises: DataError: a token beyond the vocabulary of the model, where its size is known."""
     known = model.sizes or (model.hf if isinstance(model.hf, dict) else {})
     size = known.get("vocab_size") if model.name is None else dimensions(model.name).vocab_size
     highest = int(tokens.max())
     if isinstance(size, int) and highest >= size:
         raise DataError(
-            f"the text holds token {highest}, but the model's vocab_size is {size}: give a"
-            f" vocab_size of at least {highest + 1}, or a tokenizer of fewer tokens"
+            f"the text has token {highest}, but the model's vocab_size is {size}: set"
+            f" vocab_size to at least {highest + 1}, or use a tokenizer with fewer tokens"
         )
 
 
-def made_optimizer(
+def build_optimizer(
     chosen: schema.OptimizerSection, parameters: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """The optimizer of the parameters that are trained."""
-    given: dict[str, Any] = {"lr": chosen.learning_rate}
+    options: dict[str, Any] = {"lr": chosen.learning_rate}
     for name in ("momentum", "weight_decay", "betas", "eps"):
         value = getattr(chosen, name)
         if value is not None:
-            given[name] = tuple(value) if name == "betas" else value
+            options[name] = tuple(value) if name == "betas" else value
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "sgd": torch.optim.SGD,
         "momentum": torch.optim.SGD,
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,
     }
-    return kinds[chosen.name]([p for p in parameters if p.requires_grad], **given)
+    return kinds[chosen.name]([p for p in parameters if p.requires_grad], **options)
 
 
-def made_schedule(chosen: schema.OptimizerSection) -> LRSchedule | None:
-    """How the learning rate goes; None where it stays."""
+def build_schedule(chosen: schema.OptimizerSection) -> LRSchedule | None:
+    """The schedule of the learning rate; None for a constant one."""
     if chosen.schedule is None:
         return None
     return LRSchedule(peak=chosen.learning_rate, **chosen.schedule.model_dump())
@@ -171,7 +171,7 @@ def _import(key: str, target: str, folder: Path) -> Callable[..., Any]:
     if place not in sys.path:
         sys.path.insert(0, place)
     try:
-        found: Any = importlib.import_module(module_name)
+        target_object: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there: something that it imports is not
@@ -179,11 +179,11 @@ def _import(key: str, target: str, folder: Path) -> Callable[..., Any]:
             f"{key}: no module {error.name} in {folder} nor among the installed packages"
         ) from None
     for name in attribute.split("."):
-        if not hasattr(found, name):
-            near = difflib.get_close_matches(name, dir(found), n=1)
+        if not hasattr(target_object, name):
+            near = difflib.get_close_matches(name, dir(target_object), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{key}: module {module_name} has no {attribute}{hint}")
-        found = getattr(found, name)
-    if not callable(found):
-        raise ConfigError(f"{key}: {target} is {found!r}, which cannot be called")
-    return found  # type: ignore[no-any-return]
+        target_object = getattr(target_object, name)
+    if not callable(target_object):
+        raise ConfigError(f"{key}: {target} is {target_object!r}, which cannot be called")
+    return target_object  # type: ignore[no-any-return]

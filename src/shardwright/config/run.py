@@ -19,15 +19,15 @@ from shardwright.api.save_graphs import SavedGraphs
 from shardwright.capture.annotations import module_tags
 from shardwright.capture.capture import capture
 from shardwright.config.checkpointing import CheckpointPolicy
-from shardwright.config.graph_cache import kept_graph
+from shardwright.config.graph_cache import cached_graph
 from shardwright.config.load import parse_yaml, read_text, validated
 from shardwright.config.mindformers import LanguageRun, is_mindformers, language_run, translate_run
 from shardwright.config.objects import (
+    build_model,
+    build_optimizer,
+    build_schedule,
     check_tokens,
-    made_model,
-    made_optimizer,
-    made_schedule,
-    made_tensors,
+    load_tensors,
     mark_recomputed,
 )
 from shardwright.config.schema import Config
@@ -49,7 +49,7 @@ from shardwright.train.process_group import World, process_group
 from shardwright.train.step_log import StepRecord
 
 DEVICES_OF_A_SERVER = 8
-"""The published files are for servers of so many, and so is a run for which no cluster is named."""
+"""The published files are for servers of so many; so is a run without a cluster."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -59,10 +59,10 @@ class Run:
     """A configuration and the folder that its modules and paths are relative to.
 
     Args:
-        language: the run that a file of the MindFormers shape describes; the size of its batch
+        language: the run that a MindFormers configuration describes; the size of its batch
             depends on the number of devices.
-        file: its name, which errors in what it says start with.
-        on_progress: told what is being built, captured and searched.
+        file: its name, which errors start with.
+        on_progress: called with what is being built, captured and searched.
     """
 
     config: Config
@@ -73,7 +73,7 @@ class Run:
 
     @staticmethod
     def from_file(path: str | Path) -> Run:
-        """The run of a file of Shardwright's own shape, or of the MindFormers shape.
+        """The run of a configuration of Shardwright's own keys, or of MindFormers.
 
         Raises:
             ConfigError: as `shardwright.config.load.load`.
@@ -113,7 +113,7 @@ class Run:
     def batches(self) -> Batches:
         """Raises: DataError: data that is missing or damaged."""
         data = self.config.data
-        tensors = made_tensors(data, self.folder)
+        tensors = load_tensors(data, self.folder)
         if data.seq_length is not None:
             check_tokens(tensors[0], self.config.model)
         cast = tuple(t.to(self._dtype) if t.is_floating_point() else t for t in tensors)
@@ -129,11 +129,11 @@ class Run:
         """The model with its loss, with parameters that depend on `train.seed` only.
 
         Raises:
-            ConfigError: it cannot be made as the file says.
+            ConfigError: it cannot be built from its description.
         """
         torch.manual_seed(self.config.train.seed)
         with self._naming_file():
-            net = made_model(self.config.model, self.folder, self._dtype)
+            net = build_model(self.config.model, self.folder, self._dtype)
         loss = self.config.loss_name
         return net if loss == "none" else WithLoss(net, LOSSES[loss]())
 
@@ -160,10 +160,10 @@ class Run:
         return plan
 
     def captured(self) -> tuple[nn.Module, Graph]:
-        """The model with all that the configuration says of its operators, and its graph.
+        """The model with all marks that the configuration puts on its operators, and its graph.
 
         Raises:
-            ShardwrightError: it cannot be built or captured, or what is said does not fit it.
+            ShardwrightError: it cannot be built or captured, or the configuration does not fit it.
         """
         model, batch = self.model_to_plan(), self.micro_batch_to_plan()
         parallel = self.config.parallel
@@ -178,26 +178,27 @@ class Run:
 
     def graph_of(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Graph:
         """The graph of `model` on `batch`, with what is attached to its modules; captured, or read
-        from the user's cache.
+        from the cache.
 
         Raises:
             CaptureError: it cannot be captured.
         """
         half = torch.bfloat16 if self.config.parallel.compute_dtype == "bfloat16" else None
 
-        def fresh() -> Graph:
+        def captured() -> Graph:
             self.on_progress("capture")
             return capture(model, batch, compute_dtype=half)
 
         if not self._describes_graph:
-            return fresh()
+            return captured()
         shapes = tuple((tuple(each.shape), each.dtype) for each in batch)
-        said = (self.config.model.model_dump(), shapes, half, self._dtype, self.config.loss_name)
-        return replace(kept_graph(said, fresh), module_tags=module_tags(model))
+        config = self.config
+        description = (config.model.model_dump(), shapes, half, self._dtype, config.loss_name)
+        return replace(cached_graph(description, captured), module_tags=module_tags(model))
 
     @contextmanager
     def _naming_file(self) -> Iterator[None]:
-        """What is wrong inside is said of the file."""
+        """Errors inside name the file."""
         try:
             yield
         except ConfigError as error:
@@ -261,25 +262,27 @@ class Run:
     @property
     def cluster(self) -> str | None:
         """The name of the cluster, or the path of its file."""
-        given = self.config.parallel.cluster
-        return given if given is None or not Path(given).suffix else str(self.folder / given)
+        cluster = self.config.parallel.cluster
+        if cluster is None or not Path(cluster).suffix:
+            return cluster
+        return str(self.folder / cluster)
 
     def example_batch(self) -> tuple[Tensor, ...]:
         return next(self.batches.epoch(0))
 
     @property
     def resumes(self) -> bool:
-        """Whether the run goes on from its newest checkpoint, if there is one."""
+        """Whether the run resumes from its newest checkpoint, if there is one."""
         return self.config.train.resume
 
     @property
-    def kept(self) -> CheckpointPolicy:
-        """What the run begins with and keeps."""
-        said = CheckpointPolicy(self.config.train, self.folder, self.file)
+    def checkpoint_policy(self) -> CheckpointPolicy:
+        """What the run starts from and saves."""
+        policy = CheckpointPolicy(self.config.train, self.folder, self.file)
         if self.language is None:
-            return said
+            return policy
         return replace(
-            said,
+            policy,
             load_key="load_checkpoint",
             resume_key="resume_training",
             must_resume=self.language.training.resume,
@@ -287,11 +290,11 @@ class Run:
 
     def check_resumes(self) -> None:
         """Raises: CheckpointError: as `CheckpointPolicy.check`."""
-        self.kept.check()
+        self.checkpoint_policy.check()
 
     def checkpoints(self) -> Checkpoints | None:
-        """The run's checkpoints; None where it keeps none."""
-        return self.kept.checkpoints()
+        """The run's checkpoints; None where it saves none."""
+        return self.checkpoint_policy.checkpoints()
 
     def train(
         self,
@@ -303,7 +306,7 @@ class Run:
         """Train as one rank of `world`.
 
         Args:
-            on_start: told where the run starts, or goes on.
+            on_start: called with the position where the run starts or resumes.
 
         Raises:
             PlanError: the world is not of the plan's size, or the plan is for another model.
@@ -320,11 +323,11 @@ class Run:
         with process_group(world, timeout) as device, saving as checkpoints:
             net = parallelize(self.model().to(device), plan, device)
             optimizer = self.optimizer(net.parameters())
-            start = self.kept.begin(net, optimizer, checkpoints)
+            start = self.checkpoint_policy.begin(net, optimizer, checkpoints)
             on_start(start)
 
             def after_step(place: Position) -> None:
-                saves = self.kept.saves_at(place.step, self.num_steps)
+                saves = self.checkpoint_policy.saves_at(place.step, self.num_steps)
                 if saves and checkpoints is not None:
                     checkpoints.save(net, optimizer, place, plan)
 
@@ -344,20 +347,20 @@ class Run:
 
     def save_strategies(self, plan: Plan) -> Path | None:
         """Writes the strategies of `plan` where the configuration says; None where it does not."""
-        given = self.config.parallel.save_strategies
-        if given is None:
+        name = self.config.parallel.save_strategies
+        if name is None:
             return None
-        path = self.folder / given
+        path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save_strategies(path)
         return path
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return made_optimizer(self.config.optimizer, parameters)
+        return build_optimizer(self.config.optimizer, parameters)
 
     def _rate(self) -> Callable[[int], float] | None:
         """The learning rate of each step, where it changes."""
-        schedule, steps = made_schedule(self.config.optimizer), self.num_steps
+        schedule, steps = build_schedule(self.config.optimizer), self.num_steps
         return None if schedule is None else lambda step: schedule.rate(step, steps)
 
     @property

@@ -57,10 +57,10 @@ class ModelSection(Section, frozen=True):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         sources = {"target": self.target, "name": self.name, "sizes": self.sizes, "hf": self.hf}
-        given = [key for key, value in sources.items() if value is not None]
-        if len(given) != 1:
-            said = " and ".join(given) if given else "none"
-            raise ValueError(f"give one of target, name, sizes, hf, not {said}")
+        present = [key for key, value in sources.items() if value is not None]
+        if len(present) != 1:
+            listed = " and ".join(present) if present else "none"
+            raise ValueError(f"set exactly one of target, name, sizes, hf, not {listed}")
         if self.lora is not None and self.target is not None:
             raise ValueError("lora is for the language models of name, sizes and hf")
         return self
@@ -100,7 +100,7 @@ class DataSection(Section, frozen=True):
 
 
 class ScheduleSection(Section, frozen=True):
-    """How the learning rate rises and falls; the arguments of `shardwright.train.Schedule`."""
+    """How the learning rate rises and falls; the arguments of `LRSchedule`."""
 
     kind: Literal["constant", "cosine", "linear", "polynomial"] = "cosine"
     end: NotNegative = 0.0
@@ -151,7 +151,7 @@ class OptimizerSection(Section, frozen=True):
 
 class ExpertSection(Section, frozen=True):
     """How an expert would divide a language model, with `mode: semi_auto`; the arguments of
-    `shardwright.models.expert.pin_expert`."""
+    `shardwright.models.expert_sharding.pin_expert`."""
 
     data_parallel: Count = 1
     model_parallel: Count = 1
@@ -162,7 +162,7 @@ class ExpertSection(Section, frozen=True):
 
 class OptimizerParallelSection(Section, frozen=True):
     """Parameters and optimizer state stored sharded; the fields of
-    `shardwright.decisions.OptimizerParallel`."""
+    `shardwright.OptimizerParallel`."""
 
     level: Literal["level1", "level2", "level3"] = "level1"
     shard_size: int = -1
@@ -170,11 +170,11 @@ class OptimizerParallelSection(Section, frozen=True):
 
 
 class RecomputeSection(Section, frozen=True):
-    """What is computed again in the backward pass; the arguments of `shardwright.recompute`.
+    """What is recomputed in the backward pass; the arguments of `shardwright.recompute`.
 
     `modules` are paths; where none is given it is every block of a language model. With `operators`
-    only those of these kinds are computed again. The word `auto` in place of the section is as much
-    as the memory limit asks for.
+    only those of these kinds are recomputed. The word `auto` in place of the section is as much as
+    the memory limit asks for.
     """
 
     auto: bool = False
@@ -185,8 +185,8 @@ class RecomputeSection(Section, frozen=True):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_word(cls, given: Any) -> Any:
-        return {"auto": True} if given == "auto" else given
+    def _one_word(cls, value: Any) -> Any:
+        return {"auto": True} if value == "auto" else value
 
     @model_validator(mode="after")
     def _auto_or_marked(self) -> Self:
@@ -219,24 +219,24 @@ class ParallelSection(Section, FileOptions, frozen=True):
 
     @property
     def recomputes_as_needed(self) -> bool:
-        """Whether what is computed again follows from the memory limit."""
+        """Whether what is recomputed follows from the memory limit."""
         return self.recompute is not None and self.recompute.auto
 
     def check_devices(self, devices: int) -> None:
         """Raises: ConfigError: the numbers of an expert do not make so many devices."""
         if self.expert is None or not isinstance(self.stages, int):
             return
-        ways = {
+        degrees = {
             "data_parallel": self.expert.data_parallel,
             "model_parallel": self.expert.model_parallel,
             "context_parallel": self.expert.context_parallel,
             "stages": self.stages,
         }
-        number = prod(ways.values())
+        number = prod(degrees.values())
         if number != devices:
-            said = " · ".join(f"{name} {ways[name]}" for name in ways)
+            product = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
             raise ConfigError(
-                f"parallel.expert: {said} = {number}, but there are {devices} devices; valid are"
+                f"parallel.expert: {product} = {number}, but there are {devices} devices; valid are"
                 f" {number} devices, or numbers whose product is {devices}"
             )
 
@@ -249,13 +249,13 @@ class ParallelSection(Section, FileOptions, frozen=True):
         if self.expert is not None and self.stages == "auto":
             raise ValueError("stages: auto is for a search; expert needs their number")
         if self.suggest_stages and (self.stages == "auto" or self.expert is not None):
-            given = "stages: auto" if self.stages == "auto" else "expert"
-            raise ValueError(f"suggest_stages is for a number of stages and a search, not {given}")
+            other = "stages: auto" if self.stages == "auto" else "expert"
+            raise ValueError(f"suggest_stages is for a number of stages and a search, not {other}")
         return self
 
 
 class CheckpointSection(Section, frozen=True):
-    """Where, after how many steps each, and how many checkpoints of the run are kept."""
+    """Where checkpoints of the run are saved, how often, and how many are kept."""
 
     folder: str = "checkpoints"
     every: Count = 100
@@ -264,7 +264,7 @@ class CheckpointSection(Section, frozen=True):
 
 
 class TrainSection(Section, frozen=True):
-    """How long, in what precision, what is reported, and what is kept against faults."""
+    """How long, in what precision, what is logged, and what is saved to resume from."""
 
     epochs: Count = 1
     steps: Count | None = None
@@ -296,7 +296,7 @@ class Config(Section, frozen=True):
     @model_validator(mode="after")
     def _one_loss(self) -> Self:
         if self.model.is_language_model and self.loss_name != "none":
-            raise ValueError(f"loss: {self.loss} is too much: a language model returns its loss")
+            raise ValueError("remove `loss`: a language model computes its own")
         if self.parallel.expert is not None and not self.model.is_language_model:
             raise ValueError("parallel.expert is for language models, not for a target")
         again = self.parallel.recompute

@@ -108,7 +108,7 @@ def suggest_stages(options: PlanOptions, chosen: Candidate, decide: MakeCandidat
     if best.pipeline.stages != chosen.pipeline.stages:
         log.warning(
             "%d pipeline stages would take %.4g s a step on %s by the prediction, of 1 … %d that"
-            " were searched; %s are asked for",
+            " were searched; %s are requested",
             best.pipeline.stages,
             best.seconds,
             searched.known_cluster.name,

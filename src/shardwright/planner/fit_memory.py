@@ -268,10 +268,10 @@ def _too_large(options: PlanOptions, needs: Memory, attempt: Attempt) -> str:
     stage = max(needs.stages, key=lambda each: each.peak)
     where = f" on stage {stage.stage}" if len(needs.stages) > 1 else ""
     return (
-        f"no plan for {options.devices} devices was found that fits into memory_limit="
-        f"{binary(options.limit or 0)}; the least that was found needs {binary(needs.peak)}"
-        f" ({needs.peak:,} bytes){where}, with {attempt}: {_breakdown(stage)}; give that much, more"
-        " devices, or more micro-batches"
+        f"no plan for {options.devices} devices fits into memory_limit="
+        f"{binary(options.limit or 0)}; the smallest one needs {binary(needs.peak)}"
+        f" ({needs.peak:,} bytes){where}, with {attempt}: {_breakdown(stage)}; set a larger"
+        " limit, or use more devices or more micro-batches"
     )
 
 

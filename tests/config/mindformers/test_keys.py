@@ -78,4 +78,4 @@ def test_unread_keys_are_named_once_a_whole_section_as_one() -> None:
 def test_a_key_that_is_probably_misspelt_says_what_is_meant() -> None:
     given = keys(learning_rte=1.0)
     given.number("learning_rate", 0.1)
-    assert list(given.unread()) == ["optimizer.learning_rte (is learning_rate meant?)"]
+    assert list(given.unread()) == ["optimizer.learning_rte (did you mean learning_rate?)"]

@@ -20,7 +20,7 @@ def test_keys_that_mean_nothing_are_listed_and_no_error() -> None:
 
 def test_a_misspelt_key_is_listed_with_what_is_meant() -> None:
     run = run_of(parallel_config__micro_batch_nums=8)
-    assert run.unused == ("parallel_config.micro_batch_nums (is micro_batch_num meant?)",)
+    assert run.unused == ("parallel_config.micro_batch_nums (did you mean micro_batch_num?)",)
 
 
 def test_memory_data_and_strategy_file_are_read() -> None:

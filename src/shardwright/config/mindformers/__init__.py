@@ -1,4 +1,4 @@
-"""Configuration files of the MindFormers shape, accepted as they are."""
+"""MindFormers configuration files, accepted as they are."""
 
 from shardwright.config.mindformers.run import LanguageRun, is_mindformers, language_run
 from shardwright.config.mindformers.translate import translate_run

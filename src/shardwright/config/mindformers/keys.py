@@ -1,4 +1,4 @@
-"""Reading nested keys of a file of many keys, and knowing in the end which were not read."""
+"""Nested keys of a file, and a record of which were not read."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ class Keys:
         above: float = -math.inf,
         below: float = math.inf,
     ) -> float:
-        """A number, also one given as text.
+        """A number, also as text.
 
         Raises:
-            ConfigError: none, missing, less than `least`, or not between `above` and `below`.
+            ConfigError: no number, missing, less than `least`, or not between `above` and `below`.
         """
-        given = self._value(name)
-        number = default if given is None else _number(given)
+        value = self._value(name)
+        number = default if value is None else _number(value)
         if number is None:
-            raise self._missing(name) if given is None else self._wrong(name, "a number", given)
+            raise self._missing(name) if value is None else self._wrong(name, "a number", value)
         if not (least <= number and above < number < below):
             bounds = ((least, "at least"), (above, "above"), (below, "below"))
-            said = [f"{word} {bound:g}" for bound, word in bounds if math.isfinite(bound)]
-            raise self.error(name, f"{number:g} must be {' and '.join(said)}")
+            limits = [f"{word} {bound:g}" for bound, word in bounds if math.isfinite(bound)]
+            raise self.error(name, f"{number:g} must be {' and '.join(limits)}")
         return number
 
     def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
@@ -83,25 +83,25 @@ class Keys:
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false, also as text. Raises: ConfigError: something else."""
-        given = self._value(name)
-        if given is None:
+        value = self._value(name)
+        if value is None:
             return default
-        if isinstance(given, bool):
-            return given
-        if isinstance(given, str) and given.lower() in ("true", "false"):
-            return given.lower() == "true"
-        raise self._wrong(name, "True or False", given)
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        raise self._wrong(name, "True or False", value)
 
     def text(self, name: str, default: str = "", valid: Sequence[str] = ()) -> str:
         """Text. Raises: ConfigError: something else, or none of the `valid`."""
-        given = self._value(name)
-        if given is None:
+        value = self._value(name)
+        if value is None:
             return default
-        if not isinstance(given, str):
-            raise self._wrong(name, "text", given)
-        if valid and given not in valid:
-            raise self.error(name, f"{given!r} is not known; valid are {', '.join(valid)}")
-        return given
+        if not isinstance(value, str):
+            raise self._wrong(name, "text", value)
+        if valid and value not in valid:
+            raise self.error(name, f"{value!r} is not known; valid are {', '.join(valid)}")
+        return value
 
     def size(self, name: str) -> int | None:
         """Bytes of a size such as `58GB`, in powers of 1024; None if there is none.
@@ -109,13 +109,13 @@ class Keys:
         Raises:
             ConfigError: no size.
         """
-        given = self._value(name)
-        if given is None:
+        value = self._value(name)
+        if value is None:
             return None
-        match = _SIZE.fullmatch(given) if isinstance(given, str) else None
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         number = _number(match.group(1)) if match else None
         if match is None or number is None or number <= 0:
-            raise self._wrong(name, "a size such as 58GB", given)
+            raise self._wrong(name, "a size such as 58GB", value)
         return int(number * _SIZES[match.group(2).upper()])
 
     def any(self, name: str) -> Any:
@@ -126,9 +126,9 @@ class Keys:
         return ConfigError(f"{self.file}: {self._name(name)}: {problem}")
 
     def unread(self) -> Iterator[str]:
-        """Keys that nobody has asked for; a section that nobody has entered is one of them.
+        """Keys that were not read; a section that was not opened is one of them.
 
-        One that resembles a key that was asked for in vain is probably misspelt, and says so.
+        One that resembles a missing key that was read is probably misspelt, and says so.
         """
         for name in self.content:
             if name in self._sections:
@@ -136,12 +136,12 @@ class Keys:
             elif name not in self._read:
                 wanted = [key for key in self._read if key not in self.content]
                 near = get_close_matches(str(name), wanted, n=1, cutoff=0.85)
-                yield self._name(name) + (f" (is {near[0]} meant?)" if near else "")
+                yield self._name(name) + (f" (did you mean {near[0]}?)" if near else "")
 
     def _value(self, name: str) -> Any:
         self._read.add(name)
-        given = self.content.get(name)
-        return None if given in ("None", "") else given
+        value = self.content.get(name)
+        return None if value in ("None", "") else value
 
     def _name(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else str(name)
@@ -149,16 +149,16 @@ class Keys:
     def _missing(self, name: str) -> ConfigError:
         return self.error(name, "missing")
 
-    def _wrong(self, name: str, expected: str, given: Any) -> ConfigError:
-        return self.error(name, f"expected {expected}, got {given!r}")
+    def _wrong(self, name: str, expected: str, value: Any) -> ConfigError:
+        return self.error(name, f"expected {expected}, got {value!r}")
 
 
-def _number(given: Any) -> float | None:
-    """The finite number that is given or written; None if it is none."""
-    if isinstance(given, bool) or not isinstance(given, int | float | str):
+def _number(value: Any) -> float | None:
+    """The finite number, also of its text; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        number = float(given)
+        number = float(value)
     except ValueError:
         return None
     return number if math.isfinite(number) else None

@@ -34,7 +34,7 @@ _LAYERS = {
     "dense2": "k_proj",
     "dense3": "v_proj",
 }
-"""What linear layers are called there, and here."""
+"""Names of linear layers in MindFormers, and here."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class MindFormersModel:
     lora: LoRA | None
 
 
-def model(keys: Keys, notes: list[str]) -> MindFormersModel:
-    """Reads the model; `notes` takes what is done otherwise than the file says.
+def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
+    """Reads the model; `notes` collects what differs from the file.
 
     Raises:
         ConfigError: an unknown architecture, a size that is missing or does not fit.
@@ -69,16 +69,16 @@ def model(keys: Keys, notes: list[str]) -> MindFormersModel:
     if family == "llama" and config.flag("qkv_has_bias", False):
         family = "qwen"
     if config.whole("ignore_token_id", IGNORED, least=-(2**31)) != IGNORED:
-        raise config.error("ignore_token_id", f"labels that do not count must be {IGNORED}")
+        raise config.error("ignore_token_id", f"must be {IGNORED}: no other label is ignored")
     if config.number("rotary_pct", 1.0) != 1.0:
-        raise config.error("rotary_pct", "only whole heads are rotated: must be 1.0")
+        raise config.error("rotary_pct", "must be 1.0: rotary embeddings apply to whole heads")
     if config.number("emb_dropout_prob", 0.0) != 0.0:
-        raise config.error("emb_dropout_prob", "embeddings are not dropped: must be 0.0")
+        raise config.error(
+            "emb_dropout_prob", "must be 0.0: dropout of embeddings is not supported"
+        )
     if config.has("extend_method"):
         method = config.text("extend_method")
-        raise config.error(
-            "extend_method", f"{method} is not built: must be None, positions as they are"
-        )
+        raise config.error("extend_method", f"{method} is not supported: must be None")
     sizes = _sizes(config, family, positions)
     explicit = not config.flag("use_flash_attention", family == "pangualpha")
     return MindFormersModel(
@@ -106,7 +106,7 @@ def _sizes(config: Keys, family: Family, positions: Positions) -> Dimensions:
     if config.has("kv_channels") and config.whole("kv_channels") * heads != hidden:
         channels = config.whole("kv_channels")
         raise config.error("kv_channels", f"{channels} · num_heads {heads} is not {hidden}")
-    given: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "num_layers": config.whole("num_layers"),
         "num_kv_heads": config.whole("n_kv_heads", heads),
         "vocab_size": config.whole("vocab_size"),
@@ -124,7 +124,7 @@ def _sizes(config: Keys, family: Family, positions: Positions) -> Dimensions:
             hidden_size=hidden,
             num_heads=heads,
             intermediate_size=feed_forward,
-            **given,
+            **sizes,
         )
     except ConfigError as error:
         raise ConfigError(f"{config.file}: {config.path}: {error}") from None
@@ -133,10 +133,10 @@ def _sizes(config: Keys, family: Family, positions: Positions) -> Dimensions:
 def _rope_base(config: Keys) -> float:
     """`rotary_emb_base` of Qwen, or `theta` of LLaMA."""
     base = config.number("theta", 10000.0, above=0)
-    found = config.number("rotary_emb_base", base, above=0)
-    if config.has("theta") and found != base:
-        raise config.error("rotary_emb_base", f"{found:g}, but theta says {base:g}")
-    return found
+    rotary = config.number("rotary_emb_base", base, above=0)
+    if config.has("theta") and rotary != base:
+        raise config.error("rotary_emb_base", f"{rotary:g}, but theta says {base:g}")
+    return rotary
 
 
 def _one_rate(config: Keys) -> float:
@@ -144,17 +144,20 @@ def _one_rate(config: Keys) -> float:
     names = ("hidden_dropout_rate", "attention_dropout_rate", "embedding_dropout_prob")
     rates = {name: config.number(name, least=0, below=1) for name in names if config.has(name)}
     if len(set(rates.values())) > 1:
-        said = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
-        raise config.error(next(iter(rates)), f"all rates of dropout must be equal, not {said}")
+        listed = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+        raise config.error(next(iter(rates)), f"all dropout rates must be equal, not {listed}")
     return next(iter(rates.values()), 0.1)
 
 
 def _dtype(config: Keys, name: str, default: str, notes: list[str]) -> str:
     """The dtype to use: bfloat16 in place of float16, whose range needs a scaled loss."""
-    given = config.text(name, default, valid=list(_DTYPES))
-    if _DTYPES[given] != given and config.has(name):
-        notes.append(f"model.model_config.{name} is {_DTYPES[given]}, which needs no loss scale")
-    return _DTYPES[given]
+    name_in_file = config.text(name, default, valid=list(_DTYPES))
+    dtype = _DTYPES[name_in_file]
+    if dtype != name_in_file and config.has(name):
+        notes.append(
+            f"model.model_config.{name} is {_DTYPES[name_in_file]}, which needs no loss scaling"
+        )
+    return _DTYPES[name_in_file]
 
 
 def _lora(config: Keys) -> LoRA | None:

@@ -1,4 +1,4 @@
-"""How the work is divided: `use_parallel`, `parallel` and `parallel_config`."""
+"""How a step is divided: `use_parallel`, `parallel` and `parallel_config`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Parallelism:
         data_parallel, model_parallel, context_parallel: equal parts of the batch, of heads and
             widths, and of the sequence; where a search decides, only `data_parallel` counts, and
             only in the size of the batch.
-        stages: pipeline stages; where `auto_pipeline` is on, the number that is asked for.
+        stages: pipeline stages; where `auto_pipeline` is on, the requested number.
         schedule: in what order stages run micro-batches.
         auto_pipeline: whether their number is chosen; where the file says False, the number that
             would be chosen is suggested, and None, where it says nothing, neither.
@@ -74,8 +74,8 @@ class Parallelism:
     @property
     def devices(self) -> int:
         """How many devices the numbers of a `semi_auto` configuration make."""
-        ways = self.data_parallel * self.model_parallel * self.context_parallel
-        return ways * self.stages
+        operator_parts = self.data_parallel * self.model_parallel * self.context_parallel
+        return operator_parts * self.stages
 
     @property
     def pipelined(self) -> bool:
@@ -87,14 +87,14 @@ class Parallelism:
         return min(max(self.stages, servers), self.micro_batch_num)
 
 
-def parallelism(keys: Keys, notes: list[str]) -> Parallelism:
-    """Reads how a model is divided; `notes` takes what is set right without asking.
+def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
+    """Reads how a model is divided; `notes` collects what the mode overrides.
 
     Raises:
         ConfigError: an unknown mode or search, or numbers that are not positive.
     """
     parallel, config = keys.section("parallel"), keys.section("parallel_config")
-    found = Parallelism(
+    parallelism = Parallelism(
         mode=_mode(keys, parallel),
         mem_coeff=_mem_coeff(config),
         data_parallel=config.whole("data_parallel", 1),
@@ -112,7 +112,7 @@ def parallelism(keys: Keys, notes: list[str]) -> Parallelism:
         cluster=parallel.text("cluster"),
     )
     _check_no_experts(keys, config)
-    return _set_right(found, config.has("vocab_emb_dp"), notes)
+    return _apply_mode(parallelism, config.has("vocab_emb_dp"), notes)
 
 
 def _auto_pipeline(parallel: Keys) -> bool | None:
@@ -120,18 +120,19 @@ def _auto_pipeline(parallel: Keys) -> bool | None:
 
 
 def _mode(keys: Keys, parallel: Keys) -> str:
-    given = parallel.any("parallel_mode")
-    given = 0 if given is None else given
-    if isinstance(given, bool) or str(given) not in _MODES:
-        known = "is hybrid parallel, which is not built" if str(given) == "3" else "is not known"
+    mode_number = parallel.any("parallel_mode")
+    mode_number = 0 if mode_number is None else mode_number
+    if isinstance(mode_number, bool) or str(mode_number) not in _MODES:
+        hybrid = str(mode_number) == "3"
+        problem = "is hybrid parallel, which is not supported" if hybrid else "is not known"
         raise parallel.error(
             "parallel_mode",
-            f"{given!r} {known}; valid are 0 (data parallel), 1 (semi-auto), 2 (auto)",
+            f"{mode_number!r} {problem}; valid are 0 (data parallel), 1 (semi-auto), 2 (auto)",
         )
     search = _search(parallel)
     if not keys.flag("use_parallel", False):
         return "stand_alone"
-    mode = _MODES[str(given)]
+    mode = _MODES[str(mode_number)]
     return search if mode == "auto" else mode
 
 
@@ -139,21 +140,23 @@ def _search(parallel: Keys) -> str:
     """What `search_mode`, or its old name, says. Dynamic programming is what `sharding_propagation`
     replaced; here the recursive search takes its place."""
     names = ("search_mode", "auto_parallel_search_mode")
-    said = [parallel.text(name, valid=_SEARCHES) for name in names]
-    if all(said) and said[0] != said[1]:
-        raise parallel.error(names[0], f"{said[0]}, but its old name {names[1]} says {said[1]}")
-    search = said[0] or said[1] or "recursive_programming"
+    searches = [parallel.text(name, valid=_SEARCHES) for name in names]
+    if all(searches) and searches[0] != searches[1]:
+        raise parallel.error(
+            names[0], f"{searches[0]}, but its old name {names[1]} says {searches[1]}"
+        )
+    search = searches[0] or searches[1] or "recursive_programming"
     return "recursive_programming" if search == "dynamic_programming" else search
 
 
 def _mem_coeff(config: Keys) -> float | str:
-    given = config.any("mem_coeff")
-    if given == "auto":
+    value = config.any("mem_coeff")
+    if value == "auto":
         return "auto"
     try:
         return config.number("mem_coeff", 0.1, above=0)
     except ConfigError:
-        wrong = f"expected a positive number, or auto, got {given!r}"
+        wrong = f"expected a positive number, or 'auto', got {value!r}"
         raise config.error("mem_coeff", wrong) from None
 
 
@@ -173,8 +176,8 @@ def _strategies(keys: Keys, parallel: Keys) -> str:
     if file and mode in WHOLE_OPERATORS:
         raise parallel.error(
             "strategy_ckpt_load_file",
-            f"the mode is {mode}, which takes no strategies; valid with it are parallel_mode 1 and"
-            " 2, and use_parallel: True",
+            f"the mode is {mode}, which takes no strategies: set use_parallel: True and"
+            " parallel_mode 1 or 2",
         )
     return file
 
@@ -184,7 +187,9 @@ def _sharding(parallel: Keys) -> OptimizerParallel | None:
     config = parallel.section("parallel_optimizer_config")
     size = config.whole("optimizer_weight_shard_size", -1, least=-1)
     if size == 0:
-        raise config.error("optimizer_weight_shard_size", "0 must be at least 1, or -1 for all")
+        raise config.error(
+            "optimizer_weight_shard_size", "0 must be at least 1, or -1 for all devices"
+        )
     level = "level2" if config.flag("gradient_accumulation_shard", False) else "level1"
     threshold = config.whole("parallel_optimizer_threshold", 64, least=0)
     if not parallel.flag("enable_parallel_optimizer", False):
@@ -195,32 +200,34 @@ def _sharding(parallel: Keys) -> OptimizerParallel | None:
 def _check_no_experts(keys: Keys, config: Keys) -> None:
     for section, name in ((keys.section("moe_config"), "expert_num"), (config, "expert_parallel")):
         if section.whole(name, 1) > 1:
-            raise section.error(name, "models of several experts are not built; valid is 1")
+            raise section.error(name, "mixture-of-experts models are not supported; valid is 1")
 
 
-def _set_right(found: Parallelism, vocab_is_said: bool, notes: list[str]) -> Parallelism:
-    """What the modes exclude, set as the original sets it, with a note where it was said."""
-    if found.mode in WHOLE_OPERATORS:
+def _apply_mode(parallelism: Parallelism, names_vocab: bool, notes: list[str]) -> Parallelism:
+    """What the mode excludes is set as MindFormers sets it, with a note if the file differs."""
+    mode = parallelism.mode
+    if mode in WHOLE_OPERATORS:
         excluded = {
-            "full_batch": (found.full_batch, False),
-            "model_parallel": (found.model_parallel, 1),
-            "context_parallel": (found.context_parallel, 1),
-            "stages": (found.stages, 1),
-            "micro_batch_num": (found.micro_batch_num, 1),
+            "full_batch": (parallelism.full_batch, False),
+            "model_parallel": (parallelism.model_parallel, 1),
+            "context_parallel": (parallelism.context_parallel, 1),
+            "stages": (parallelism.stages, 1),
+            "micro_batch_num": (parallelism.micro_batch_num, 1),
         }
-        for name, (given, taken) in excluded.items():
-            if given != taken:
+        for name, (requested, effective) in excluded.items():
+            if requested != effective:
                 key = "pipeline_stage" if name == "stages" else name
-                notes.append(f"{key} is {taken}, not {given}: the mode is {found.mode}")
-        taken_all = {name: taken for name, (_, taken) in excluded.items()}
-        found = replace(found, data_parallel=1, **taken_all)  # type: ignore[arg-type]
-    if found.auto_pipeline is not None and (found.mode not in AUTO or found.by_numbers):
-        if found.auto_pipeline:
-            notes.append(f"auto_pipeline is False: the mode is {found.mode}")
-        found = replace(found, auto_pipeline=None)
-    if found.vocab_emb_dp and (found.stages > 1 or found.mode in AUTO):
-        if vocab_is_said:
-            stages, mode = f"pipeline_stage is {found.stages}", f"the mode is {found.mode}"
-            notes.append(f"vocab_emb_dp is False: {stages if found.stages > 1 else mode}")
-        found = replace(found, vocab_emb_dp=False)
-    return found
+                notes.append(f"{key} is {effective}, not {requested}: the mode is {mode}")
+        changes = {name: effective for name, (_, effective) in excluded.items()}
+        parallelism = replace(parallelism, data_parallel=1, **changes)  # type: ignore[arg-type]
+    if parallelism.auto_pipeline is not None and (mode not in AUTO or parallelism.by_numbers):
+        if parallelism.auto_pipeline:
+            notes.append(f"auto_pipeline is False: the mode is {mode}")
+        parallelism = replace(parallelism, auto_pipeline=None)
+    stages = parallelism.stages
+    if parallelism.vocab_emb_dp and (stages > 1 or mode in AUTO):
+        if names_vocab:
+            reason = f"pipeline_stage is {stages}" if stages > 1 else f"the mode is {mode}"
+            notes.append(f"vocab_emb_dp is False: {reason}")
+        parallelism = replace(parallelism, vocab_emb_dp=False)
+    return parallelism

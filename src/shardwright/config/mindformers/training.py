@@ -38,12 +38,12 @@ class MindFormersOptimizer:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What is computed again in the backward pass.
+    """What is recomputed in the backward pass.
 
     Args:
         blocks: every block, but for its last operator.
-        selective: what is cheap to compute again: activation functions and what attention keeps.
-        communication: conversions inside are made again too.
+        selective: what is cheap to recompute: activation functions and what attention saves.
+        communication: communication inside is recomputed too.
         gathers: parameters that are stored sharded are gathered again.
     """
 
@@ -82,7 +82,7 @@ class Training:
     checkpoints: Checkpointing | None
 
 
-def training(keys: Keys) -> Training:
+def read_training(keys: Keys) -> Training:
     """Raises: ConfigError: an unknown kind, a rate that is no number, or two that differ."""
     runner = keys.section("runner_config")
     mode = keys.text("run_mode", "train", valid=("train", "finetune"))
@@ -102,23 +102,23 @@ def _resume(keys: Keys) -> bool:
     if not keys.flag("resume_training", False):
         return False
     if not keys.text("load_checkpoint"):
-        raise keys.error("resume_training", "True needs load_checkpoint: where to go on")
+        raise keys.error("resume_training", "True needs load_checkpoint: the folder to resume from")
     return True
 
 
 def _checkpoints(keys: Keys) -> Checkpointing | None:
-    """What the callback `CheckpointMonitor` says; other callbacks mean nothing here."""
+    """What the callback `CheckpointMonitor` says; other callbacks have no effect."""
     callbacks, folder = keys.any("callbacks") or [], keys.text("output_dir", "output")
     if not isinstance(callbacks, list):
         raise keys.error("callbacks", f"expected a list, got {callbacks!r}")
     for place, content in enumerate(callbacks):
         if isinstance(content, Mapping) and content.get("type") == "CheckpointMonitor":
-            said = Keys(content, f"callbacks[{place}]", keys.file)
+            monitor = Keys(content, f"callbacks[{place}]", keys.file)
             return Checkpointing(
                 folder,
-                every=said.whole("save_checkpoint_steps", 1),
-                keep=said.whole("keep_checkpoint_max", 5),
-                asynchronous=said.flag("async_save", False),
+                every=monitor.whole("save_checkpoint_steps", 1),
+                keep=monitor.whole("keep_checkpoint_max", 5),
+                asynchronous=monitor.flag("async_save", False),
             )
     return None
 
@@ -139,16 +139,16 @@ def _optimizer(keys: Keys) -> MindFormersOptimizer:
 
 def _betas(section: Keys) -> tuple[float, float]:
     """`beta1` and `beta2`, or the two `betas`."""
-    given = section.any("betas")
-    if given is None:
+    betas = section.any("betas")
+    if betas is None:
         names = ("beta1", "beta2")
-    elif not isinstance(given, list | tuple) or len(given) != 2:
-        raise section.error("betas", f"expected two numbers, got {given!r}")
+    elif not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise section.error("betas", f"expected two numbers, got {betas!r}")
     elif section.has("beta1") or section.has("beta2"):
         raise section.error("betas", "give either betas, or beta1 and beta2")
     else:
         names = ("betas[0]", "betas[1]")
-        section = Keys(dict(zip(names, given, strict=True)), section.path, section.file)
+        section = Keys(dict(zip(names, betas, strict=True)), section.path, section.file)
     first, second = (
         section.number(name, default, least=0, below=1)
         for name, default in zip(names, (0.9, 0.999), strict=True)
@@ -246,8 +246,8 @@ class Batch:
         return "gradient_accumulation_steps", self.gradient_accumulation_steps
 
 
-def batch(keys: Keys, parallelism: Parallelism, notes: list[str]) -> Batch:
-    """Reads the batch; `notes` takes what has no effect.
+def read_batch(keys: Keys, parallelism: Parallelism, notes: list[str]) -> Batch:
+    """Reads the batch; `notes` collects what has no effect.
 
     Raises:
         ConfigError: a number is missing or not positive.

@@ -1,4 +1,4 @@
-"""A file of the MindFormers shape in the keys of Shardwright's own files."""
+"""A MindFormers configuration in the keys of Shardwright's own files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
         "optimizer": _optimizer(run.training.optimizer),
         "parallel": {
             **_parallel(run),
-            **_kept(run),
+            **_storage_and_recompute(run),
             **_computed(run.model),
             "memory_limit": run.memory_limit,
             "save_strategies": run.strategy_file or None,
@@ -43,13 +43,13 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
 
 
 def _model(run: LanguageRun) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    section: dict[str, Any] = {
         "sizes": vars(run.model.sizes),
         "arguments": {"attention": run.model.attention},
     }
     if run.model.lora is not None:
-        found["lora"] = vars(run.model.lora)
-    return found
+        section["lora"] = vars(run.model.lora)
+    return section
 
 
 def _optimizer(optimizer: MindFormersOptimizer) -> dict[str, Any]:
@@ -66,41 +66,41 @@ def _optimizer(optimizer: MindFormersOptimizer) -> dict[str, Any]:
 
 
 def _parallel(run: LanguageRun) -> dict[str, Any]:
-    ways = run.parallelism
-    found: dict[str, Any] = {
-        "mode": "semi_auto" if ways.by_numbers else ways.mode,
-        "strategies": ways.strategies or None,
-        "mem_coeff": ways.mem_coeff,
-        "stages": ways.stages,
-        "schedule": ways.schedule,
+    parallelism = run.parallelism
+    section: dict[str, Any] = {
+        "mode": "semi_auto" if parallelism.by_numbers else parallelism.mode,
+        "strategies": parallelism.strategies or None,
+        "mem_coeff": parallelism.mem_coeff,
+        "stages": parallelism.stages,
+        "schedule": parallelism.schedule,
         "micro_batches": run.batch.micro_batches(),
-        "cluster": ways.cluster or None,
+        "cluster": parallelism.cluster or None,
     }
-    if ways.auto_pipeline is not None:
-        found |= {"stages": "auto"} if ways.auto_pipeline else {"suggest_stages": True}
-    if ways.by_numbers:
-        found["expert"] = {
-            "data_parallel": ways.data_parallel,
-            "model_parallel": ways.model_parallel,
-            "context_parallel": ways.context_parallel,
-            "seq_parallel": ways.seq_parallel,
-            "vocab_emb_dp": ways.vocab_emb_dp,
+    if parallelism.auto_pipeline is not None:
+        section |= {"stages": "auto"} if parallelism.auto_pipeline else {"suggest_stages": True}
+    if parallelism.by_numbers:
+        section["expert"] = {
+            "data_parallel": parallelism.data_parallel,
+            "model_parallel": parallelism.model_parallel,
+            "context_parallel": parallelism.context_parallel,
+            "seq_parallel": parallelism.seq_parallel,
+            "vocab_emb_dp": parallelism.vocab_emb_dp,
         }
-    return found
+    return section
 
 
-def _kept(run: LanguageRun) -> dict[str, Any]:
-    """What is stored sharded and what is computed again: with gathers that are made again sharded
-    parameters are freed after their use."""
-    sharding, again = run.parallelism.sharding, run.training.recompute
-    found: dict[str, Any] = {}
+def _storage_and_recompute(run: LanguageRun) -> dict[str, Any]:
+    """What is stored sharded and what is recomputed: where gathers are repeated, sharded parameters
+    are freed after their use."""
+    sharding, recompute = run.parallelism.sharding, run.training.recompute
+    section: dict[str, Any] = {}
     if sharding is not None:
-        found["hsdp"] = vars(replace(sharding, level="level3") if again.gathers else sharding)
-    if again.blocks or again.selective:
-        found["recompute"] = {"communication": again.communication}
-        if not again.blocks:
-            found["recompute"]["operators"] = _selected(run.model)
-    return found
+        section["hsdp"] = vars(replace(sharding, level="level3") if recompute.gathers else sharding)
+    if recompute.blocks or recompute.selective:
+        section["recompute"] = {"communication": recompute.communication}
+        if not recompute.blocks:
+            section["recompute"]["operators"] = _selected(run.model)
+    return section
 
 
 def _computed(model: MindFormersModel) -> dict[str, str]:
@@ -111,27 +111,27 @@ def _computed(model: MindFormersModel) -> dict[str, str]:
 
 
 def _selected(model: MindFormersModel) -> list[str]:
-    """Kinds of operators in a block that are cheap to compute again and large if kept."""
+    """Kinds of operators in a block that are cheap to recompute and large to save."""
     activation = "sigmoid" if model.sizes.family == "pangualpha" else "silu"
     return [activation, "mul", *(["softmax"] if model.attention == "explicit" else [])]
 
 
 def _train(training: Training, dtype: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    section: dict[str, Any] = {
         "epochs": training.epochs,
         "seed": training.seed,
         "dtype": dtype,
         "resume": training.resume,
         "load": None if training.resume else training.load_checkpoint or None,
     }
-    kept = training.checkpoints
+    checkpoints = training.checkpoints
     if training.resume:
-        found["checkpoint"] = {"folder": training.load_checkpoint}
-    if kept is not None:
-        found["checkpoint"] = {
-            "folder": training.load_checkpoint if training.resume else kept.folder,
-            "every": kept.every,
-            "keep": kept.keep,
-            "async": kept.asynchronous,
+        section["checkpoint"] = {"folder": training.load_checkpoint}
+    if checkpoints is not None:
+        section["checkpoint"] = {
+            "folder": training.load_checkpoint if training.resume else checkpoints.folder,
+            "every": checkpoints.every,
+            "keep": checkpoints.keep,
+            "async": checkpoints.asynchronous,
         }
-    return found
+    return section
