@@ -72,7 +72,10 @@ def test_a_model_that_cannot_be_is_an_error(given: dict[str, Any], message: str)
     ("text", "problem"),
     [
         ("model: {}", "model: set exactly one of target, name, sizes, hf, not none"),
-        ("model: {name: a, hf: b}", "model: set exactly one of target, name, sizes, hf, not name and hf"),
+        (
+            "model: {name: a, hf: b}",
+            "model: set exactly one of target, name, sizes, hf, not name and hf",
+        ),
         (
             "model: {target: 'a:b', lora: {}}",
             "model: lora is for the language models of name, sizes and hf",
