@@ -96,7 +96,7 @@ def rules_table() -> str:
     for target, maker in registry().items():
         operators.setdefault(maker, {})[_name(target)] = None
     examples = {find_rule_maker(target): example(target, args) for target, args in _EXAMPLES}
-    lines = ["| operators | example | sums over |", "|---|---|---|"]
+    lines = ["| operators | example | reduces |", "|---|---|---|"]
     module = ""
     for maker in sorted(operators, key=lambda maker: maker.__module__):
         if maker.__module__ != module:
