@@ -93,7 +93,7 @@ def total(graph: Graph, mesh: Layout, pricing: Pricing, cuts: CutsOfGraph) -> fl
     """What the search by seconds counts for these cuts."""
     every = search_problem(graph, {}, fold=False)
     objective = Objective(every, TimeModel(pricing.cluster, mesh))
-    cost = objective.cost([cuts.get(node.op.name, {}) for node in every.nodes])
+    cost = objective.cost([cuts.get(node.op.name, {}) for node in every.variables])
     return cost.total(pricing.micro_batches, pricing.kept_byte(MEM_COEFF))
 
 

@@ -195,6 +195,15 @@ class IndexedGraph:
     batch_size: int | None
 
 
+def whole_outputs(graph: Graph) -> frozenset[Value]:
+    """The outputs that a model returns whole: of a model with a loss that and scalars, else all."""
+    return frozenset(
+        value
+        for value in graph.output_values
+        if graph.loss is None or value is graph.loss or not value.shape
+    )
+
+
 def index_graph(graph: Graph) -> IndexedGraph:
     """Numbers the operators and values of `graph` and looks up the rules."""
     number: dict[Value, int] = {value: i for i, value in enumerate(graph.values())}

@@ -87,7 +87,7 @@ def test_on_one_axis_no_combination_of_choices_is_better() -> None:
     graph = captured(mlp, sizes=(16, 32, 8))
     mesh = prime_mesh(2)
     search = searcher(graph, mesh, TOY)
-    nodes = search.problem.nodes
+    variables = search.problem.variables
     options = [
         [{}]
         + [
@@ -95,7 +95,7 @@ def test_on_one_axis_no_combination_of_choices_is_better() -> None:
             for f, limit in zip(n.kind.factors, n.kind.limits, strict=True)
             if limit % 2 == 0
         ]
-        for n in nodes
+        for n in variables
     ]
     objective = Objective(search.problem, search.model)
     least = min(search._total(objective.cost(list(cuts))) for cuts in product(*options))
@@ -106,16 +106,18 @@ def test_folded_blocks_cost_what_they_cost_one_by_one() -> None:
     graph = captured(llama, layers=5)
     mesh = prime_mesh(4)
     folded, whole = (searcher(graph, mesh, TOY, fold) for fold in (True, False))
-    assert len(folded.problem.nodes) < 0.9 * len(whole.problem.nodes)
+    assert len(folded.problem.variables) < 0.9 * len(whole.problem.variables)
     cuts = folded.best()
-    unfolded = [cuts[node] for node in folded.problem.node_of]
+    unfolded = [cuts[node] for node in folded.problem.variable_of]
     alike, each = folded.objective.cost(cuts), whole.objective.cost(unfolded)
     assert folded._total(alike) == pytest.approx(whole._total(each))
     assert folded._total(alike) <= whole._total(whole.objective.cost(whole.best())) * 1.01
 
 
 def test_depth_adds_nothing_to_decide() -> None:
-    counts = {len(search_problem(captured(llama, layers=layers), {}).nodes) for layers in (6, 9)}
+    counts = {
+        len(search_problem(captured(llama, layers=layers), {}).variables) for layers in (6, 9)
+    }
     assert len(counts) == 1
 
 
@@ -202,7 +204,9 @@ def test_parameters_that_are_stored_sharded_are_gathered_where_devices_use_them_
         storage = sharded_storage(graph, mesh, cuts, storage_as_used(graph, mesh, cuts), sharding)
         flow = communication(graph, mesh, Decisions(cuts, storage, sharding=sharding))
         time = step_time(graph, flow, cuts, model)
-        cost = Objective(every, model).cost([cuts.get(node.op.name, {}) for node in every.nodes])
+        cost = Objective(every, model).cost(
+            [cuts.get(node.op.name, {}) for node in every.variables]
+        )
         # A bucket pays its latency besides.
         assert 0.5 * time.gathers < cost.gathers < time.gathers, cuts
         assert cost.update == pytest.approx(time.update)

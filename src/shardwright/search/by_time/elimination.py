@@ -30,6 +30,20 @@ LARGEST_TABLE = 1 << 22
 """Elements; a table of more is not made."""
 
 
+def factor_between(row: int | None, column: int | None, table: Table) -> Factor:
+    """A table whose rows are choices of one variable and columns those of another.
+
+    Args:
+        row, column: the variables; None where there is one row (or column) and nothing to choose.
+    """
+    if row is None or column is None:
+        scope = tuple(variable for variable in (row, column) if variable is not None)
+        return scope, table.reshape(-1) if scope else table.reshape(())
+    if row == column:
+        return (row,), np.diagonal(table)
+    return ((row, column), table) if row < column else ((column, row), table.T)
+
+
 @dataclass(frozen=True)
 class Minimum:
     """The least cost, and for each variable its choice there; of equal ones the first."""

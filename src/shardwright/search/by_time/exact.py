@@ -13,7 +13,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 from typing import ClassVar
 
 import numpy as np
@@ -24,11 +23,18 @@ from shardwright.layout.layout import TensorLayout
 from shardwright.layout.redistribution import redistribution_steps
 from shardwright.rules.rule import Cuts
 from shardwright.search.by_time.axis_tables import Weights
-from shardwright.search.by_time.elimination import Factor, TooWideError, minimum
+from shardwright.search.by_time.elimination import (
+    Factor,
+    Table,
+    TooWideError,
+    factor_between,
+    minimum,
+)
 from shardwright.search.by_time.local_search import local_search
 from shardwright.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.search.by_time.problem import OpVariable, SearchProblem, TensorEdge
 from shardwright.search.by_time.search import GAIN, ROUNDS, cuts_of_graph, timed_search
+from shardwright.search.cut_moves import axes_of_factors
 from shardwright.search.indexed_graph import NO_CUT
 from shardwright.search.request import CutsOfGraph, SearchMode, SearchRequest
 
@@ -100,9 +106,9 @@ class ExactSearch(SearchMode):
 class _Joint:
     """Tables whose choices are the cuts of an operator on all axes."""
 
-    def __init__(self, found: SearchProblem, model: TimeModel, objective: Objective) -> None:
-        self.network, self.model, self.objective = found, model, objective
-        self.states = [self._states(node) for node in found.nodes]
+    def __init__(self, problem: SearchProblem, model: TimeModel, objective: Objective) -> None:
+        self.problem, self.model, self.objective = problem, model, objective
+        self.states = [self._states(variable) for variable in problem.variables]
         most = max(len(states) for states in self.states)
         if most > MOST_CHOICES:
             raise StrategyError(
@@ -120,14 +126,14 @@ class _Joint:
         """
         sizes = [len(states) for states in self.states]
         factors: list[Factor] = [
-            ((n,), np.array([self._operator(node, cuts, weights) for cuts in self.states[n]]))
-            for n, node in enumerate(self.network.nodes)
+            ((n,), np.array([self._operator(variable, cuts, weights) for cuts in self.states[n]]))
+            for n, variable in enumerate(self.problem.variables)
         ]
         slack = 0.0
-        for stream in self.network.streams:
-            factors += self._stream(stream, weights)
-        for n, node in enumerate(self.network.nodes):
-            if not node.differentiable and node.pinned is None:
+        for edge in self.problem.edges:
+            factors += self._edge(edge, weights)
+        for n, variable in enumerate(self.problem.variables):
+            if not variable.differentiable and variable.pinned is None:
                 # Made whole: then its readers convert nothing. The bound is lower by what it gains.
                 table = factors[n][1]
                 slack += float(table[-1] - table.min())
@@ -142,65 +148,57 @@ class _Joint:
         cuts = [states[c] for states, c in zip(self.states, least.choices, strict=True)]
         return cuts, least.cost - slack
 
-    def _states(self, node: OpVariable) -> list[Cuts]:
+    def _states(self, variable: OpVariable) -> list[Cuts]:
         """All combinations of cuts; the last is none."""
-        if node.pinned is not None:
-            return [node.pinned]
+        if variable.pinned is not None:
+            return [variable.pinned]
         matrix = self.model.mesh.device_matrix
         axes = [axis for axis, size in enumerate(matrix) if size > 1]
-        found: list[Cuts] = []
-        for choice in product((*range(len(node.kind.factors)), NO_CUT), repeat=len(axes)):
-            cuts: dict[str, tuple[int, ...]] = {}
-            for axis, factor in zip(axes, choice, strict=True):
-                if factor != NO_CUT:
-                    name = node.kind.factors[factor]
-                    cuts[name] = (*cuts.get(name, ()), axis)
-            parts = {name: prod(matrix[axis] for axis in cut) for name, cut in cuts.items()}
-            limits = dict(zip(node.kind.factors, node.kind.limits, strict=True))
-            if all(limits[name] % count == 0 for name, count in parts.items()):
-                found.append(cuts)
-        return found
+        names, limits = variable.kind.factors, variable.kind.limits
+        states: list[Cuts] = []
+        for choice in product((*range(len(names)), NO_CUT), repeat=len(axes)):
+            cuts = axes_of_factors(
+                {axis: names[f] for axis, f in zip(axes, choice, strict=True) if f != NO_CUT}
+            )
+            if all(limits[names.index(f)] % self.model.mesh.size(a) == 0 for f, a in cuts.items()):
+                states.append(cuts)
+        return states
 
-    def _operator(self, node: OpVariable, cuts: Cuts, weights: Weights) -> float:
-        return node.count * _weighed(self.objective.operator(node, cuts), weights)
+    def _operator(self, variable: OpVariable, cuts: Cuts, weights: Weights) -> float:
+        return variable.count * _weighed(self.objective.operator(variable, cuts), weights)
 
-    def _stream(self, stream: TensorEdge, weights: Weights) -> list[Factor]:
+    def _edge(self, edge: TensorEdge, weights: Weights) -> list[Factor]:
         """A table for the maker and each reader, charged their share of the conversion."""
-        if stream.stored:
+        if edge.stored:
             return []
-        mesh, ndim = self.model.mesh, len(stream.value.shape)
-        maker, made = self._making(stream)
-        readers: list[tuple[int | None, list[TensorLayout]]] = [
-            (n, [self.objective.layouts(self.network.nodes[n], cuts)[0][place] for cuts in states])
-            for n, place in stream.readers
-            for states in (self.states[n],)
+        mesh, ndim = self.model.mesh, len(edge.value.shape)
+        maker = edge.maker
+        made = [
+            self.objective.made(edge, cuts)
+            for cuts in (self.states[maker] if maker is not None else [{}])
         ]
-        if stream.returned:
+        readers: list[tuple[int | None, list[TensorLayout]]] = []
+        for n, place in edge.readers:
+            variable = self.problem.variables[n]
+            layouts = [self.objective.layouts(variable, cuts) for cuts in self.states[n]]
+            readers.append((n, [inputs[place] for inputs, _ in layouts]))
+        if edge.returned:
             readers.append((None, [mesh.replicated(ndim)]))
-        share = stream.count / len(readers)
+        share = edge.count / len(readers)
         factors = []
         for reader, read in readers:
-            table = share * self._table(stream, made, read, weights)
+            table = share * self._table(edge, made, read, weights)
             if table.any():
-                factors.append(_factor(maker, reader, table))
+                factors.append(factor_between(maker, reader, table))
         return factors
-
-    def _making(self, stream: TensorEdge) -> tuple[int | None, list[TensorLayout]]:
-        if stream.made is not None:
-            return None, [TensorLayout(self.model.mesh, stream.made)]
-        if stream.source is None:
-            return None, [self.model.mesh.replicated(len(stream.value.shape))]
-        n, slot = stream.source
-        node, layouts = self.network.nodes[n], self.objective.layouts
-        return n, [layouts(node, cuts)[1][slot] for cuts in self.states[n]]
 
     def _table(
         self,
-        stream: TensorEdge,
+        edge: TensorEdge,
         made: Sequence[TensorLayout],
         read: Sequence[TensorLayout],
         weights: Weights,
-    ) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    ) -> Table:
         rows, columns = list(dict.fromkeys(made)), list(dict.fromkeys(read))
         if len(self._conversions) + len(rows) * len(columns) > MOST_CONVERSIONS:
             raise StrategyError(
@@ -208,20 +206,20 @@ class _Joint:
                 " take fewer devices, or mode='recursive_programming'"
             )
         costs = np.array(
-            [[_weighed(self._conversion(stream, a, b), weights) for b in columns] for a in rows]
+            [[_weighed(self._conversion(edge, a, b), weights) for b in columns] for a in rows]
         )
         at_row = {layout: i for i, layout in enumerate(rows)}
         at_column = {layout: i for i, layout in enumerate(columns)}
         return costs[np.ix_([at_row[a] for a in made], [at_column[b] for b in read])]
 
     def _conversion(
-        self, stream: TensorEdge, made: TensorLayout, read: TensorLayout
+        self, edge: TensorEdge, made: TensorLayout, read: TensorLayout
     ) -> ObjectiveCost:
-        value = stream.value
-        key = (made, read, value.shape, value.itemsize, stream.differentiable)
+        value = edge.value
+        key = (made, read, value.shape, value.itemsize, edge.differentiable)
         if key not in self._conversions:
-            path = redistribution_steps(made, read, value.shape, stream.differentiable)
-            seconds = sum(sum(self.model.step(s, value, stream.differentiable)) for s in path)
+            path = redistribution_steps(made, read, value.shape, edge.differentiable)
+            seconds = sum(sum(self.model.step(s, value, edge.differentiable)) for s in path)
             self._conversions[key] = ObjectiveCost(conversions=seconds)
         return self._conversions[key]
 
@@ -235,15 +233,3 @@ def _weighed(cost: ObjectiveCost, weights: Weights) -> float:
         + cost.update
         + weights.kept * cost.kept
     )
-
-
-def _factor(
-    row: int | None, column: int | None, table: np.ndarray[tuple[int, int], np.dtype[np.float64]]
-) -> Factor:
-    """A table whose rows are choices of one variable and columns those of another."""
-    if row is None or column is None:
-        scope = tuple(v for v in (row, column) if v is not None)
-        return scope, table.reshape(-1) if scope else table.reshape(())
-    if row == column:
-        return (row,), np.diagonal(table)
-    return ((row, column), table) if row < column else ((column, row), table.T)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
-from shardwright.rules.rule import Cuts
+from shardwright.layout.layout import TensorLayout
+from shardwright.rules.rule import Cuts, Dims
 from shardwright.search.by_time.objective import Objective, ObjectiveCost
-from shardwright.search.by_time.problem import OpVariable, TensorEdge
+from shardwright.search.by_time.problem import EdgeEnd, OpVariable, TensorEdge
+from shardwright.search.cut_moves import CutMoves, SharedTensor, alike_axes, factor_of_axis
 
 Total = Callable[[ObjectiveCost], float]
 
@@ -29,11 +32,11 @@ def local_search(
         rounds: at most so many times all operators are tried.
         gain: relative; less is none.
     """
-    around = objective.network.streams_of()
+    around = objective.problem.edges_around()
     tried = [
-        _Here(objective, number, node, around[number])
-        for number, node in enumerate(objective.network.nodes)
-        if node.pinned is None and node.kind.factors
+        _Neighborhood(objective, number, variable, around[number])
+        for number, variable in enumerate(objective.problem.variables)
+        if variable.pinned is None and variable.kind.factors
     ]
     whole = objective.cost(cuts)
     best = total(whole)
@@ -60,105 +63,86 @@ def local_search(
 
 
 @dataclass(frozen=True)
-class _Here:
+class _Neighborhood:
     """One operator and the values that it makes and reads."""
 
     objective: Objective
     number: int
-    node: OpVariable
-    streams: list[TensorEdge]
+    variable: OpVariable
+    edges: list[TensorEdge]
 
     def cost(self, cuts: list[Cuts]) -> ObjectiveCost:
         """All that depends on the cuts of this operator."""
-        found = ObjectiveCost().plus(
-            self.objective.operator(self.node, cuts[self.number]), self.node.count
-        )
-        for stream in self.streams:
-            found = found.plus(self.objective.stream(stream, cuts), stream.count)
-        return found
+        cost = self._alone(cuts, ObjectiveCost())
+        for edge in self.edges:
+            cost = cost.plus(self.objective.edge(edge, cuts), edge.count)
+        return cost
 
     def added(
         self, rest: ObjectiveCost, cuts: list[Cuts], total: Total, bound: float
     ) -> ObjectiveCost | None:
         """`rest` and all that depends on the cuts of this operator; None if not below `bound`."""
-        found = rest.plus(self.objective.operator(self.node, cuts[self.number]), self.node.count)
-        unknown = []
-        for stream in self.streams:
-            known = self.objective.known(stream, cuts)
+        cost = self._alone(cuts, rest)
+        unpriced = []
+        for edge in self.edges:
+            known = self.objective.known(edge, cuts)
             if known is None:
-                unknown.append(stream)
+                unpriced.append(edge)
             else:
-                found = found.plus(known, stream.count)
-        for stream in unknown:
+                cost = cost.plus(known, edge.count)
+        for edge in unpriced:
             # Finding the conversions of a value takes longest: not where they come too late.
-            if total(found) >= bound:
+            if total(cost) >= bound:
                 return None
-            found = found.plus(self.objective.stream(stream, cuts), stream.count)
-        return found if total(found) < bound else None
+            cost = cost.plus(self.objective.edge(edge, cuts), edge.count)
+        return cost if total(cost) < bound else None
+
+    def _alone(self, cuts: list[Cuts], rest: ObjectiveCost) -> ObjectiveCost:
+        """`rest` and the cost of the operator without its edges."""
+        cost = self.objective.operator(self.variable, cuts[self.number])
+        return rest.plus(cost, self.variable.count)
 
     def conversions(self, cuts: list[Cuts]) -> float:
         """Seconds of conversions around the operator: there is no more to gain here."""
-        return sum(self.objective.stream(s, cuts).conversions * s.count for s in self.streams)
+        return sum(self.objective.edge(e, cuts).conversions * e.count for e in self.edges)
 
     def changes(self, cuts: list[Cuts]) -> Iterator[Cuts]:
         """The cuts of neighbors as far as they can be taken over, and changes of one axis."""
-        mine = {axis: f for f, axes in cuts[self.number].items() for axis in axes}
-        known = [mine]
-        for wanted in self._followed(cuts):
-            if wanted not in known:
-                known.append(wanted)
-                yield self._cut(wanted)
-        for axis in self._axes(cuts):
-            for factor in (*self.node.kind.factors, None):
-                changed = {a: f for a, f in mine.items() if a != axis}
-                if factor is not None:
-                    changed[axis] = factor
-                if changed not in known:
-                    known.append(changed)
-                    yield self._cut(changed)
+        moves, current = self._moves(cuts), factor_of_axis(cuts[self.number])
+        known = [current]
+        for move in chain(moves.followed(), moves.changed(current, self._axes(cuts))):
+            if move not in known:
+                known.append(move)
+                yield moves.divisible(move)
 
     def _axes(self, cuts: list[Cuts]) -> list[int]:
         """The axes; of those that are alike for this operator and its neighbors the last."""
         model = self.objective.model
-        ends = {n for s in self.streams for n, _ in s.readers}
-        ends |= {s.source[0] for s in self.streams if s.source is not None}
-        factors = [{a: f for f, axes in cuts[n].items() for a in axes} for n in sorted(ends)]
-        found: dict[object, int] = {}
-        for axis, size in enumerate(model.mesh.device_matrix):
-            if size > 1:
-                theirs = tuple(cut.get(axis) for cut in factors)
-                found[model.links.levels[axis], size, theirs] = axis
-        return sorted(found.values())
+        numbers = {end.variable for edge in self.edges for end in edge.ends()}
+        links = dict(enumerate(zip(model.links.levels, model.mesh.device_matrix, strict=True)))
+        uses: list[Mapping[int, object]] = [links]
+        uses += [factor_of_axis(cuts[number]) for number in sorted(numbers)]
+        return sorted(group[-1] for group in alike_axes(model.mesh, uses))
 
-    def _followed(self, cuts: list[Cuts]) -> Iterator[dict[int, str]]:
-        """What the operator would cut to treat a value as a neighbor treats it."""
-        nodes, layouts = self.objective.network.nodes, self.objective.layouts
-        for stream in self.streams:
-            ends = [(n, 0, place) for n, place in stream.readers]
-            if stream.source is not None:
-                ends.append((stream.source[0], 1, stream.source[1]))
-            mine = [(side, place) for n, side, place in ends if n == self.number]
-            for n, side, place in ends:
-                if n == self.number:
-                    continue
-                theirs = layouts(nodes[n], cuts[n])[side][place].axes
-                for own_side, own_place in mine:
-                    kind = self.node.kind
-                    dims = (kind.inputs, kind.outputs)[own_side][own_place]
-                    yield {
-                        axis: kind.factors[factor]
-                        for factor, axes in zip(dims, theirs, strict=True)
-                        if factor >= 0
-                        for axis in axes
-                    }
+    def _moves(self, cuts: list[Cuts]) -> CutMoves:
+        """The moves among the layouts that the cuts of all others give."""
+        shared = [
+            SharedTensor(self._dims(own), self._layout(other, cuts))
+            for edge in self.edges
+            for other in edge.ends()
+            if other.variable != self.number
+            for own in edge.ends()
+            if own.variable == self.number
+        ]
+        kind = self.variable.kind
+        limits = dict(zip(kind.factors, kind.limits, strict=True))
+        return CutMoves(self.objective.model.mesh, limits, shared)
 
-    def _cut(self, wanted: dict[int, str]) -> Cuts:
-        """Each factor cut on its axes, as far as it divides."""
-        kind, mesh = self.node.kind, self.objective.model.mesh
-        found: dict[str, tuple[int, ...]] = {}
-        for axis in sorted(wanted):
-            factor = wanted[axis]
-            taken = (*found.get(factor, ()), axis)
-            if kind.limits[kind.factors.index(factor)] % mesh.size(taken) == 0:
-                found[factor] = taken
-        return found
+    def _dims(self, end: EdgeEnd) -> Dims:
+        rule = self.variable.rule
+        assert rule is not None
+        return (rule.inputs, rule.outputs)[end.side][end.place]
+
+    def _layout(self, end: EdgeEnd, cuts: list[Cuts]) -> TensorLayout:
+        variable = self.objective.problem.variables[end.variable]
+        return self.objective.layouts(variable, cuts[end.variable])[end.side][end.place]

@@ -10,6 +10,7 @@ from shardwright.layout.layout import TensorLayout
 from shardwright.layout.redistribution import redistribution_steps
 from shardwright.rules.rule import Cuts, no_reductions
 from shardwright.search.by_time.problem import OpVariable, SearchProblem, TensorEdge
+from shardwright.search.cut_moves import OpLayouts, layouts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,47 +68,47 @@ class ObjectiveCost:
 class Objective:
     """Costs of operators and of values for given cuts; equal ones once."""
 
-    def __init__(self, network: SearchProblem, model: TimeModel) -> None:
-        self.network = network
+    def __init__(self, problem: SearchProblem, model: TimeModel) -> None:
+        self.problem = problem
         self.model = model
         self._operators: dict[object, ObjectiveCost] = {}
-        self._streams: dict[object, ObjectiveCost] = {}
-        self._layouts: dict[object, tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]] = {}
+        self._edges: dict[object, ObjectiveCost] = {}
+        self._layouts: dict[object, OpLayouts] = {}
 
     def cost(self, cuts: Sequence[Cuts]) -> ObjectiveCost:
-        """Of all nodes cut so, each as often as it occurs."""
+        """Of all variables cut so, each as often as it occurs."""
         total = ObjectiveCost()
-        for node, cut in zip(self.network.nodes, cuts, strict=True):
-            total = total.plus(self.operator(node, cut), node.count)
-        for stream in self.network.streams:
-            total = total.plus(self.stream(stream, cuts), stream.count)
+        for variable, cut in zip(self.problem.variables, cuts, strict=True):
+            total = total.plus(self.operator(variable, cut), variable.count)
+        for edge in self.problem.edges:
+            total = total.plus(self.edge(edge, cuts), edge.count)
         return total
 
-    def operator(self, node: OpVariable, cuts: Cuts) -> ObjectiveCost:
+    def operator(self, variable: OpVariable, cuts: Cuts) -> ObjectiveCost:
         """Of one operator by itself, with the parameters that only it reads."""
-        key = (id(node), tuple(cuts.items()))
+        key = (id(variable), tuple(cuts.items()))
         if key not in self._operators:
-            self._operators[key] = self._operator(node, cuts)
+            self._operators[key] = self._operator(variable, cuts)
         return self._operators[key]
 
-    def _operator(self, node: OpVariable, cuts: Cuts) -> ObjectiveCost:
-        forward, backward = self.model.operator(node.op, cuts)
+    def _operator(self, variable: OpVariable, cuts: Cuts) -> ObjectiveCost:
+        forward, backward = self.model.operator(variable.op, cuts)
         inside = 0.0
-        if node.rule is not None and node.rule.reductions is not no_reductions:
-            parts = node.rule.shard_counts(self.model.mesh, cuts)
-            for reduction in node.rule.reductions(node.op, parts):
+        if variable.rule is not None and variable.rule.reductions is not no_reductions:
+            parts = variable.rule.shard_counts(self.model.mesh, cuts)
+            for reduction in variable.rule.reductions(variable.op, parts):
                 axes = tuple(axis for f in reduction.factors for axis in cuts.get(f, ()))
-                inside += sum(self.model.inside(reduction, axes, node.differentiable))
+                inside += sum(self.model.inside(reduction, axes, variable.differentiable))
         total = ObjectiveCost(forward, backward, inside)
-        read, _ = self.layouts(node, cuts)
-        for place in node.own:
-            value, layout = node.op.inputs[place], read[place]
+        read, _ = self.layouts(variable, cuts)
+        for place in variable.own:
+            value, layout = variable.op.inputs[place], read[place]
             parts_of_value = self.model.mesh.size(layout.sharded)
             kept = value.numel * value.stored_dtype.itemsize / parts_of_value
             gathers = gradients = update = 0.0
             if value.requires_grad:
                 update = self.model.update_of(kept, parts_of_value)
-                varying = tuple(layout.varying) if node.differentiable else ()
+                varying = tuple(layout.varying) if variable.differentiable else ()
                 used = {*layout.sharded, *varying}
                 whole = tuple(a for a in range(len(self.model.mesh.device_matrix)) if a not in used)
                 sent = value.numel * value.itemsize / parts_of_value
@@ -115,75 +116,69 @@ class Objective:
             total += ObjectiveCost(gathers=gathers, gradients=gradients, update=update, kept=kept)
         return total
 
-    def layouts(
-        self, node: OpVariable, cuts: Cuts
-    ) -> tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]:
-        """How a node reads its inputs and makes its outputs."""
-        key = (id(node.rule) if node.rule is not None else id(node), tuple(cuts.items()))
+    def layouts(self, variable: OpVariable, cuts: Cuts) -> OpLayouts:
+        """How an operator that is cut so reads its inputs and leaves its outputs."""
+        key = (id(variable.rule or variable), tuple(cuts.items()))
         if key not in self._layouts:
-            if node.rule is not None:
-                self._layouts[key] = node.rule.layouts(self.model.mesh, cuts)
-            else:
-                whole = self.model.mesh.replicated
-                self._layouts[key] = (
-                    tuple(whole(len(value.shape)) for value in node.op.inputs),
-                    tuple(whole(len(value.shape)) for value in node.op.outputs),
-                )
+            self._layouts[key] = layouts_of(variable.op, variable.rule, self.model.mesh, cuts)
         return self._layouts[key]
 
-    def stream(self, stream: TensorEdge, cuts: Sequence[Cuts]) -> ObjectiveCost:
+    def edge(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> ObjectiveCost:
         """Of one value: its conversions, and where several operators read a parameter, that."""
-        key, made, reads = self._between(stream, cuts)
-        if key not in self._streams:
-            self._streams[key] = self._stream(stream, made, reads)
-        return self._streams[key]
+        key, made, reads = self._between(edge, cuts)
+        if key not in self._edges:
+            self._edges[key] = self._edge(edge, made, reads)
+        return self._edges[key]
 
     @property
     def priced(self) -> int:
         """How many values were priced, between how they are made and read."""
-        return len(self._streams)
+        return len(self._edges)
 
-    def known(self, stream: TensorEdge, cuts: Sequence[Cuts]) -> ObjectiveCost | None:
-        """What `stream` gives, if it was asked for before."""
-        return self._streams.get(self._between(stream, cuts)[0])
+    def known(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> ObjectiveCost | None:
+        """What `edge` gives, if it was asked for before."""
+        return self._edges.get(self._between(edge, cuts)[0])
 
     def _between(
-        self, stream: TensorEdge, cuts: Sequence[Cuts]
+        self, edge: TensorEdge, cuts: Sequence[Cuts]
     ) -> tuple[object, TensorLayout, list[TensorLayout]]:
         """How a value is made and read, and a key that says so."""
-        nodes = self.network.nodes
-        reads = [self.layouts(nodes[node], cuts[node])[0][place] for node, place in stream.readers]
-        made = self._made(stream, cuts, reads)
-        if stream.returned:
-            reads.append(self.model.mesh.replicated(len(stream.value.shape)))
-        return (id(stream), made, frozenset(reads)), made, reads
+        variables = self.problem.variables
+        reads = [self.layouts(variables[n], cuts[n])[0][place] for n, place in edge.readers]
+        made = self._made(edge, cuts, reads)
+        if edge.returned:
+            reads.append(self.model.mesh.replicated(len(edge.value.shape)))
+        return (id(edge), made, frozenset(reads)), made, reads
 
     def _made(
-        self, stream: TensorEdge, cuts: Sequence[Cuts], reads: Sequence[TensorLayout]
+        self, edge: TensorEdge, cuts: Sequence[Cuts], reads: Sequence[TensorLayout]
     ) -> TensorLayout:
         mesh = self.model.mesh
-        if stream.stored:
+        if edge.stored:
             axes = next((read.axes for read in reads if read.sharded), None)
-            return TensorLayout(mesh, axes) if axes else mesh.replicated(len(stream.value.shape))
-        if stream.made is not None:
-            return TensorLayout(mesh, stream.made)
-        if stream.source is None:
-            return mesh.replicated(len(stream.value.shape))
-        number, slot = stream.source
-        return self.layouts(self.network.nodes[number], cuts[number])[1][slot]
+            return TensorLayout(mesh, axes) if axes else mesh.replicated(len(edge.value.shape))
+        return self.made(edge, cuts[edge.source[0]] if edge.source is not None else {})
 
-    def _stream(
-        self, stream: TensorEdge, made: TensorLayout, reads: Sequence[TensorLayout]
+    def made(self, edge: TensorEdge, cuts: Cuts) -> TensorLayout:
+        """The layout in which a value is made by a source that is cut so."""
+        if edge.fixed_axes is not None:
+            return TensorLayout(self.model.mesh, edge.fixed_axes)
+        assert edge.source is not None
+        number, place = edge.source
+        return self.layouts(self.problem.variables[number], cuts)[1][place]
+
+    def _edge(
+        self, edge: TensorEdge, made: TensorLayout, reads: Sequence[TensorLayout]
     ) -> ObjectiveCost:
-        value, seconds = stream.value, 0.0
+        value, seconds = edge.value, 0.0
         known: set[object] = set()
         for target in reads:
-            path = redistribution_steps(made, target, value.shape, stream.differentiable)
+            path = redistribution_steps(made, target, value.shape, edge.differentiable)
             for length, step in enumerate(path, start=1):
                 if path[:length] not in known:
                     known.add(path[:length])
-                    seconds += sum(self.model.step(step, value, stream.differentiable))
-        if not stream.stored:
+                    seconds += sum(self.model.step(step, value, edge.differentiable))
+        if not edge.stored:
             return ObjectiveCost(conversions=seconds)
         parts = self.model.mesh.size(made.sharded)
         kept = value.numel * value.stored_dtype.itemsize / parts

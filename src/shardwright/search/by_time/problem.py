@@ -7,7 +7,8 @@ Operators that blocks repeat are one `OpVariable`, values that are made and read
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.partition.decisions import NO_OUTPUTS, CutAxes, Outputs
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts, ShardingRule
-from shardwright.search.indexed_graph import IndexedGraph, OpKind, index_graph
+from shardwright.search.indexed_graph import IndexedGraph, OpKind, index_graph, whole_outputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,7 @@ class OpVariable:
     Args:
         count: how many operators are decided by it.
         differentiable: whether gradients pass through it.
-        pinned: its cuts, if they are given.
+        pinned: its cuts if they are fixed.
         own: its inputs that are parameters which nothing else reads.
     """
 
@@ -40,14 +41,29 @@ class OpVariable:
     own: tuple[int, ...]
 
 
+class EdgeEnd(NamedTuple):
+    """Where a value enters or leaves an operator.
+
+    Args:
+        variable: the number of the operator's variable.
+        side: 0 among its inputs, 1 among its outputs.
+        place: the number there.
+    """
+
+    variable: int
+    side: int
+    place: int
+
+
 @dataclass(frozen=True, eq=False)
 class TensorEdge:
     """A value on its way from the operator that makes it to all that read it.
 
     Args:
-        source: the node that makes it and the place among its outputs; None if it arrives.
-        made: the axes that cut it where that is given: an input, or an output that is told.
-        readers: the nodes that read it, each with the place among its inputs.
+        source: the variable that makes it and the place among its outputs; None if it arrives.
+        fixed_axes: the axes that cut it where no variable decides how it is made: a value that
+            arrives, or an output whose layout is fixed; None where its source decides.
+        readers: the variables that read it, each with the place among its inputs.
         returned: whether it is also returned whole.
         differentiable: whether a gradient comes back.
         stored: whether it is a parameter that several operators read.
@@ -56,33 +72,42 @@ class TensorEdge:
 
     value: Value
     source: tuple[int, int] | None
-    made: CutAxes | None
+    fixed_axes: CutAxes | None
     readers: tuple[tuple[int, int], ...]
     returned: bool
     differentiable: bool
     stored: bool
     count: int
 
+    @property
+    def maker(self) -> int | None:
+        """The variable that decides how the value is made."""
+        return self.source[0] if self.source is not None and self.fixed_axes is None else None
+
+    def ends(self) -> list[EdgeEnd]:
+        """The ends at its readers, then at its source if it has one."""
+        ends = [EdgeEnd(number, 0, place) for number, place in self.readers]
+        if self.source is not None:
+            ends.append(EdgeEnd(self.source[0], 1, self.source[1]))
+        return ends
+
 
 @dataclass(frozen=True, eq=False)
 class SearchProblem:
-    """The nodes, the streams, and for each operator of the graph the node that decides it."""
+    """Variables, the edges between them, and for each operator of the graph its variable."""
 
-    nodes: tuple[OpVariable, ...]
-    streams: tuple[TensorEdge, ...]
-    node_of: tuple[int, ...]
+    variables: tuple[OpVariable, ...]
+    edges: tuple[TensorEdge, ...]
+    variable_of: tuple[int, ...]
     indexed: IndexedGraph
 
-    def streams_of(self) -> list[list[TensorEdge]]:
-        """For each node the streams that it makes or reads."""
-        found: list[dict[TensorEdge, None]] = [{} for _ in self.nodes]
-        for stream in self.streams:
-            ends = [node for node, _ in stream.readers]
-            if stream.source is not None:
-                ends.append(stream.source[0])
-            for node in ends:
-                found[node][stream] = None
-        return [list(streams) for streams in found]
+    def edges_around(self) -> list[list[TensorEdge]]:
+        """For each variable the edges that it makes or reads."""
+        around: list[dict[TensorEdge, None]] = [{} for _ in self.variables]
+        for edge in self.edges:
+            for end in edge.ends():
+                around[end.variable][edge] = None
+        return [list(edges) for edges in around]
 
 
 def search_problem(
@@ -96,35 +121,35 @@ def search_problem(
 
     Args:
         pinned: cuts of operators that are kept.
-        outputs: for operators that are told how to leave their outputs, the axes of each.
-        arrivals: for inputs that do not arrive whole, the axes that cut them.
+        outputs: the axes of each output of the operators whose output layouts are fixed.
+        arrivals: the axes of each model input that does not arrive whole.
         fold: whether blocks that repeat are decided once.
     """
     indexed = index_graph(graph)
     works = [work_of(op) for op in graph.ops]
     alike = [_alike(op, work, pinned, outputs) for op, work in zip(graph.ops, works, strict=True)]
     decided_by = representatives(indexed, alike) if fold else list(range(len(graph.ops)))
-    number = {op: node for node, op in enumerate(sorted(set(decided_by)))}
-    node_of = tuple(number[op] for op in decided_by)
+    number_of = {op: number for number, op in enumerate(sorted(set(decided_by)))}
+    variable_of = tuple(number_of[op] for op in decided_by)
     own = _own_parameters(graph, indexed)
-    counts = [0] * len(number)
-    for node in node_of:
-        counts[node] += 1
-    nodes = tuple(
+    counts = [0] * len(number_of)
+    for number in variable_of:
+        counts[number] += 1
+    variables = tuple(
         OpVariable(
             op=graph.ops[op],
             rule=rule_of(graph.ops[op]),
             kind=indexed.kinds[op],
             work=works[op],
-            count=counts[node],
+            count=counts[number],
             differentiable=any(value.requires_grad for value in graph.ops[op].outputs),
             pinned=pinned.get(graph.ops[op].name),
             own=own[op],
         )
-        for op, node in number.items()
+        for op, number in number_of.items()
     )
-    streams = _streams(graph, indexed, node_of, nodes, outputs, arrivals or {})
-    return SearchProblem(nodes, streams, node_of, indexed)
+    edges = _edges(graph, indexed, variable_of, variables, outputs, arrivals or {})
+    return SearchProblem(variables, edges, variable_of, indexed)
 
 
 def _alike(op: Op, work: Work, pinned: Mapping[str, Cuts], outputs: Outputs) -> Hashable:
@@ -146,43 +171,40 @@ def _own_parameters(graph: Graph, indexed: IndexedGraph) -> list[tuple[int, ...]
     ]
 
 
-def _streams(
+def _edges(
     graph: Graph,
     indexed: IndexedGraph,
-    node_of: tuple[int, ...],
-    nodes: tuple[OpVariable, ...],
+    variable_of: tuple[int, ...],
+    variables: tuple[OpVariable, ...],
     outputs: Outputs,
     arrivals: Mapping[str, CutAxes],
 ) -> tuple[TensorEdge, ...]:
-    ends = {v for v in graph.output_values if graph.loss is None or v is graph.loss or not v.shape}
-    whole = ends | {value for _, value in graph.updates}
-    found: dict[Hashable, tuple[TensorEdge, int]] = {}
+    outcomes = whole_outputs(graph)
+    whole = outcomes | {value for _, value in graph.updates}
+    edges: dict[Hashable, tuple[TensorEdge, int]] = {}
     for number, value in enumerate(graph.values()):
         consumers = indexed.consumers[number]
         parameter = value.kind is Kind.PARAMETER
         if (parameter and len(consumers) < 2) or not (consumers or value in whole):
             continue
-        readers = tuple(sorted({(node_of[op], place) for op, place in consumers}))
-        made, source, told = indexed.producer[number], None, arrivals.get(value.name)
-        if made is not None:
-            source = (node_of[made[0]], made[1])
-            told = outputs.get(graph.ops[made[0]].name, (None,) * (made[1] + 1))[made[1]]
+        readers = tuple(sorted({(variable_of[op], place) for op, place in consumers}))
+        producer, source = indexed.producer[number], None
+        if producer is None:
+            axes: CutAxes | None = arrivals.get(value.name, ((),) * len(value.shape))
+        else:
+            op, place = producer
+            source = (variable_of[op], place)
+            axes = outputs.get(graph.ops[op].name, (None,) * (place + 1))[place]
         back = value.requires_grad and (
-            value in ends or any(nodes[node].differentiable for node, _ in readers)
+            value in outcomes or any(variables[reader].differentiable for reader, _ in readers)
         )
-        stream = TensorEdge(value, source, told, readers, value in whole, back, parameter, 0)
-        key: Hashable = (source, told, readers, value in whole, value.shape, value.dtype, back)
+        edge = TensorEdge(value, source, axes, readers, value in whole, back, parameter, 0)
+        key: Hashable = (source, axes, readers, value in whole, value.shape, value.dtype, back)
         if source is None:
             key = (key, number)
-        first, count = found.get(key, (stream, 0))
-        found[key] = (first, count + 1)
-    return tuple(
-        TensorEdge(
-            *(one.value, one.source, one.made, one.readers, one.returned),
-            *(one.differentiable, one.stored, count),
-        )
-        for one, count in found.values()
-    )
+        first, count = edges.get(key, (edge, 0))
+        edges[key] = (first, count + 1)
+    return tuple(replace(edge, count=count) for edge, count in edges.values())
 
 
 FEWEST = 4
@@ -204,13 +226,13 @@ def representatives(indexed: IndexedGraph, alike: Sequence[Hashable]) -> list[in
     Args:
         alike: for each operator what else must be equal for it to be decided like another.
     """
-    found = list(range(len(indexed.names)))
+    decided_by = list(range(len(indexed.names)))
     for run in block_runs(indexed, alike):
         for block in range(2, run.blocks - 1):
             first = run.start + block * run.period
             for place in range(run.period):
-                found[first + place] = run.start + run.period + place
-    return found
+                decided_by[first + place] = run.start + run.period + place
+    return decided_by
 
 
 def block_runs(indexed: IndexedGraph, alike: Sequence[Hashable]) -> list[BlockRun]:
@@ -223,15 +245,15 @@ def block_runs(indexed: IndexedGraph, alike: Sequence[Hashable]) -> list[BlockRu
         ],
         dtype=np.int64,
     )
-    found: list[BlockRun] = []
+    runs: list[BlockRun] = []
     pieces = [(0, len(keys))]
     while pieces:
         start, stop = pieces.pop()
         run = _longest(indexed, keys, start, stop)
         if run is not None:
-            found.append(run)
+            runs.append(run)
             pieces += [(start, run.start), (run.start + run.period * run.blocks, stop)]
-    return found
+    return runs
 
 
 def _longest(
@@ -267,16 +289,16 @@ def _stretch(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[int, in
 
 
 def _reads_alike(indexed: IndexedGraph, op: int, period: int) -> bool:
-    """Whether the operator one period after `op` reads as it does: what is made as long before, the
-    same, or a parameter or constant that its own block reads likewise."""
-    for mine, theirs in zip(indexed.inputs[op], indexed.inputs[op + period], strict=True):
-        if mine == theirs:
+    """Whether the operator one period after `op` reads as it does: values made as long before, the
+    same ones, or a parameter or constant that its own block reads likewise."""
+    for value, later in zip(indexed.inputs[op], indexed.inputs[op + period], strict=True):
+        if value == later:
             continue
-        made, makes = indexed.producer[mine], indexed.producer[theirs]
-        if made is None and makes is None:
-            uses = [(reader + period, place) for reader, place in indexed.consumers[mine]]
-            if uses != list(indexed.consumers[theirs]):
+        source, again = indexed.producer[value], indexed.producer[later]
+        if source is None and again is None:
+            uses = [(reader + period, place) for reader, place in indexed.consumers[value]]
+            if uses != list(indexed.consumers[later]):
                 return False
-        elif made is None or makes is None or (makes[0] - period, makes[1]) != made:
+        elif source is None or again is None or (again[0] - period, again[1]) != source:
             return False
     return True

@@ -26,6 +26,7 @@ from shardwright.search.by_time.elimination import Elimination, Table
 from shardwright.search.by_time.local_search import local_search
 from shardwright.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.search.by_time.problem import SearchProblem, search_problem
+from shardwright.search.cut_moves import axes_of_factors
 from shardwright.search.indexed_graph import NO_CUT
 from shardwright.search.request import CutsOfGraph, Pricing, SearchRequest
 
@@ -66,8 +67,8 @@ def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
 
 
 def cuts_of_graph(graph: Graph, problem: SearchProblem, cuts: Sequence[Cuts]) -> CutsOfGraph:
-    """The cuts of each operator, from those of the nodes."""
-    by_op = {op.name: cuts[n] for op, n in zip(graph.ops, problem.node_of, strict=True)}
+    """The cuts of each operator, from those of the variables."""
+    by_op = {op.name: cuts[n] for op, n in zip(graph.ops, problem.variable_of, strict=True)}
     return {
         name: {factor: tuple(axes) for factor, axes in cut.items() if axes}
         for name, cut in by_op.items()
@@ -100,7 +101,7 @@ class TimedSearch:
         return (1.0,) if self.model.shared else SHARES
 
     def best(self) -> list[Cuts]:
-        """The cuts of each node with the least total that is found."""
+        """The cuts of each variable with the least total that is found."""
         candidates: list[tuple[float, list[Cuts]]] = []
         for share in self.shares:
             cuts, cost = self._decide(share)
@@ -143,11 +144,11 @@ class TimedSearch:
     def _start(self) -> Choices:
         """No cuts, but those that are pinned."""
         choices = []
-        for node in self.problem.nodes:
+        for variable in self.problem.variables:
             row = [NO_CUT] * len(self.model.mesh.device_matrix)
-            for factor, axes in (node.pinned or {}).items():
+            for factor, axes in (variable.pinned or {}).items():
                 for axis in axes:
-                    row[axis] = node.kind.factors.index(factor)
+                    row[axis] = variable.kind.factors.index(factor)
             choices.append(row)
         return choices
 
@@ -178,16 +179,13 @@ class TimedSearch:
         return Weights(times - gathers, times - hides, times, share, self.kept_byte)
 
     def _cuts(self, choices: Choices) -> list[Cuts]:
-        found: list[Cuts] = []
-        for node, row in zip(self.problem.nodes, choices, strict=True):
-            cuts: dict[str, tuple[int, ...]] = {}
-            for axis, choice in enumerate(row):
-                if choice != NO_CUT:
-                    factor = node.kind.factors[choice]
-                    cuts[factor] = (*cuts.get(factor, ()), axis)
+        cuts: list[Cuts] = []
+        for variable, row in zip(self.problem.variables, choices, strict=True):
+            names = variable.kind.factors
+            decided = axes_of_factors({a: names[c] for a, c in enumerate(row) if c != NO_CUT})
             # Axes of a pinned operator may stand in another order.
-            found.append(node.pinned if node.pinned is not None else cuts)
-        return found
+            cuts.append(decided if variable.pinned is None else variable.pinned)
+        return cuts
 
     def _cost(self, choices: Choices) -> ObjectiveCost:
         return self.objective.cost(self._cuts(choices))

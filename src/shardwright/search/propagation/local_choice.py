@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, islice, product
 from math import prod
 
@@ -20,6 +20,7 @@ from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.layout.redistribution import RedistributionStep, redistribution_steps
 from shardwright.partition.communication import InnerReduction
 from shardwright.rules.rule import Cuts, Dims, ShardingRule
+from shardwright.search.cut_moves import CutMoves, SharedTensor, alike_axes, factor_of_axis
 
 CANDIDATES = 512
 """At most so many cuts are tried at once for one operator; one-axis changes of the best follow."""
@@ -221,7 +222,8 @@ class LocalProblem:
         First those that follow the neighbors; no cut is among them. Where all factors on all
         such groups of axes are too many, only factors that some neighbor cuts.
         """
-        groups = self._groups()
+        layouts = dict.fromkeys(tensor.layout for tensor in self.moves.shared)
+        groups = alike_axes(self.mesh, [_uses(layout) for layout in layouts])
         followed = [self._followed(group) for group in groups]
         every = [(*f, *(n for n in self.rule.factors if n not in f)) for f in followed]
         options = every if prod(map(len, every)) <= CANDIDATES else followed
@@ -234,75 +236,47 @@ class LocalProblem:
                 if factor is not None
             }
             for preferred in self._orders():
-                cuts = self._cuts(assigned, preferred)
+                cuts = self.moves.divisible(assigned, preferred)
                 key = tuple(cuts.items())
                 if key not in known:
                     known.add(key)
                     yield cuts
 
-    def _neighbors(self) -> Iterator[tuple[Dims, TensorLayout]]:
-        for meeting in (*self.inputs, *self.outputs):
-            for layout in meeting.decided:
-                yield meeting.dims, layout
-
-    def _groups(self) -> list[Axes]:
-        """The axes of the mesh, those joined that every neighbor uses in the same way."""
-        groups: dict[tuple[object, ...], list[int]] = {}
-        layouts = list(dict.fromkeys(layout for _, layout in self._neighbors()))
-        uses = [_uses(layout) for layout in layouts]
-        for axis, size in enumerate(self.mesh.device_matrix):
-            if size > 1:
-                groups.setdefault(tuple(use.get(axis) for use in uses), []).append(axis)
-        return [tuple(group) for group in groups.values()]
+    @cached_property
+    def moves(self) -> CutMoves:
+        """The moves of the operator among the layouts that are decided."""
+        shared = tuple(
+            SharedTensor(context.dims, layout)
+            for context in (*self.inputs, *self.outputs)
+            for layout in context.decided
+        )
+        limits = {factor: self.rule.capacity[factor] for factor in self.rule.factors}
+        return CutMoves(self.mesh, limits, shared)
 
     def _followed(self, group: Axes) -> tuple[str | None, ...]:
         """The factors that neighbors cut on the axes of `group`, then none."""
-        found: dict[str | None, None] = {}
-        for dims, layout in self._neighbors():
-            for factor, axes in zip(dims, layout.axes, strict=True):
-                if group[0] in axes and factor in self.rule.factors:
-                    found[factor] = None
-        return (*found, None)
+        moves = [move for move in self.moves.followed() if group[0] in move]
+        return (*dict.fromkeys(move[group[0]] for move in moves), None)
 
     def _orders(self) -> list[Mapping[str, Axes]]:
         """The orders in which neighbors have the axes of each factor; first: as in the mesh."""
         orders: list[Mapping[str, Axes]] = [{}]
-        for dims, layout in self._neighbors():
+        for tensor in self.moves.shared:
             order = {
                 factor: axes
-                for factor, axes in zip(dims, layout.axes, strict=True)
+                for factor, axes in zip(tensor.dims, tensor.layout.axes, strict=True)
                 if factor is not None and axes
             }
             if order not in orders:
                 orders.append(order)
         return orders
 
-    def _cuts(self, assigned: Mapping[int, str], preferred: Mapping[str, Axes]) -> dict[str, Axes]:
-        """Each factor cut on its axes, in the preferred order, as far as it divides."""
-        cuts: dict[str, Axes] = {}
-        for factor in self.rule.factors:
-            axes = [axis for axis in preferred.get(factor, ()) if assigned.get(axis) == factor]
-            axes += [a for a in sorted(assigned) if assigned[a] == factor and a not in axes]
-            taken: Axes = ()
-            for axis in axes:
-                if self.rule.capacity[factor] % self.mesh.size((*taken, axis)) == 0:
-                    taken = (*taken, axis)
-            if taken:
-                cuts[factor] = taken
-        return cuts
-
     def _changes(self, cuts: Cuts) -> Iterator[dict[str, Axes]]:
         """`cuts` with one axis moved to another factor or taken away."""
-        assigned = {axis: factor for factor, axes in cuts.items() for axis in axes}
-        for axis, size in enumerate(self.mesh.device_matrix):
-            for factor in (*self.rule.factors, None):
-                if size == 1 or factor == assigned.get(axis):
-                    continue
-                changed = {a: f for a, f in assigned.items() if a != axis}
-                if factor is not None:
-                    changed[axis] = factor
-                yield self._cuts(changed, cuts)
-                yield self._cuts(changed, {})
+        axes = [axis for axis, size in enumerate(self.mesh.device_matrix) if size > 1]
+        for move in self.moves.changed(factor_of_axis(cuts), axes):
+            yield self.moves.divisible(move, cuts)
+            yield self.moves.divisible(move)
 
 
 def _uses(layout: TensorLayout) -> dict[int, object]:

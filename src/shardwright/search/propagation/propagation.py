@@ -24,6 +24,8 @@ from shardwright.partition.decisions import Outputs
 from shardwright.rules import rule_of as rule_of
 from shardwright.rules.rule import Cuts, Dims
 from shardwright.search.baselines import semi_auto
+from shardwright.search.cut_moves import layouts_of
+from shardwright.search.indexed_graph import whole_outputs
 from shardwright.search.propagation.local_choice import LocalProblem, TensorContext
 from shardwright.search.request import CutsOfGraph, SearchMode, SearchRequest
 
@@ -91,25 +93,17 @@ class _Propagation:
 
     def _returned(self) -> None:
         """What the model returns whole, and its buffers, count as read so."""
-        graph = self.graph
-        for value in graph.output_values:
-            if graph.loss is None or value is graph.loss or not value.shape:
-                self.read[value]["", 0] = self.mesh.replicated(len(value.shape))
-        for _, value in graph.updates:
+        updates = (value for _, value in self.graph.updates)
+        for value in (*whole_outputs(self.graph), *updates):
             self.read[value]["", 0] = self.mesh.replicated(len(value.shape))
 
     def decide(self, op: Op, cuts: Cuts) -> None:
         self.cuts[op.name] = {factor: tuple(axes) for factor, axes in cuts.items() if axes}
-        found = self.rules[op.name]
-        if found is None:
-            read = tuple(self.mesh.replicated(len(v.shape)) for v in op.inputs)
-            left = tuple(self.mesh.replicated(len(v.shape)) for v in op.outputs)
-        else:
-            read, left = found.layouts(self.mesh, self.cuts[op.name])
+        read, left = layouts_of(op, self.rules[op.name], self.mesh, self.cuts[op.name])
         for index, (value, layout) in enumerate(zip(op.inputs, read, strict=True)):
             self.read[value][op.name, index] = layout
-        told = self.outputs.get(op.name, (None,) * len(left))
-        for value, layout, axes in zip(op.outputs, left, told, strict=True):
+        fixed = self.outputs.get(op.name, (None,) * len(left))
+        for value, layout, axes in zip(op.outputs, left, fixed, strict=True):
             self.made[value] = layout if axes is None else TensorLayout(self.mesh, axes)
 
     def spread(self) -> None:
