@@ -60,12 +60,12 @@ def balanced_stages(
 def operator_work(graph: Graph) -> list[float]:
     """Multiply-adds of each main operator, and of any the parameters that it is first to read."""
     seen = set()
-    found = []
+    work = []
     for op in graph.ops:
         fresh = {v for v in op.inputs if v.kind is Kind.PARAMETER and v not in seen}
         seen |= fresh
-        found.append(float(_multiply_adds(op) + sum(value.numel for value in fresh)))
-    return found
+        work.append(float(_multiply_adds(op) + sum(value.numel for value in fresh)))
+    return work
 
 
 def _multiply_adds(op: Op) -> int:

@@ -1,7 +1,7 @@
 """One operator among its neighbors: how a cut lays out its tensors, and the moves to other cuts.
 
-A *move* says which factor each axis cuts; an axis that it lacks cuts none. Moves are what a neighbor
-does with a shared tensor, and changes of one axis, both as far as the operator's sizes divide.
+A *move* says which factor each axis cuts; an axis that it lacks cuts none. Moves lay out a shared
+tensor as a neighbor does, or change one axis, both as far as the operator's sizes divide.
 """
 
 from __future__ import annotations

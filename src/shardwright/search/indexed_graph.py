@@ -177,7 +177,7 @@ class IndexedGraph:
         data: for each value whether it depends on an input of the model (else it is made of
             parameters, buffers and constants alone).
         batch: for each value whether it is an input of the model whose dim 0 is the batch.
-        speaks: for each operator and input whether the operator should be whole if that input is:
+        constrains: for each operator and input whether a whole input keeps the operator whole:
             false for a broadcast operand and, beside data, for what is not data.
         batch_size: dim 0 of the first tensor input of the model; None without one.
     """
@@ -191,7 +191,7 @@ class IndexedGraph:
     consumers: tuple[tuple[tuple[int, int], ...], ...]
     data: tuple[bool, ...]
     batch: tuple[bool, ...]
-    speaks: tuple[tuple[bool, ...], ...]
+    constrains: tuple[tuple[bool, ...], ...]
     batch_size: int | None
 
 
@@ -217,11 +217,11 @@ def index_graph(graph: Graph) -> IndexedGraph:
         batch[number[value]] = bool(value.shape) and value.shape[0] == batch_size
     producer: list[tuple[int, int] | None] = [None] * len(number)
     consumers: list[list[tuple[int, int]]] = [[] for _ in number]
-    for op, (read, made) in enumerate(zip(inputs, outputs, strict=True)):
+    for op, (read, written) in enumerate(zip(inputs, outputs, strict=True)):
         depends = any(data[v] for v in read)
         for place, v in enumerate(read):
             consumers[v].append((op, place))
-        for place, v in enumerate(made):
+        for place, v in enumerate(written):
             producer[v] = (op, place)
             data[v] = depends
     kinds = _kinds(graph)
@@ -235,7 +235,7 @@ def index_graph(graph: Graph) -> IndexedGraph:
         consumers=tuple(tuple(uses) for uses in consumers),
         data=tuple(data),
         batch=tuple(batch),
-        speaks=_speaking(kinds, inputs, data),
+        constrains=_constraining(kinds, inputs, data),
         batch_size=batch_size,
     )
 
@@ -244,32 +244,32 @@ def _kinds(graph: Graph) -> tuple[OpKind, ...]:
     """One kind for each rule object (equal operators share one) and each operator without."""
     rules = [rule_of(op) for op in graph.ops]
     known: dict[int, OpKind] = {}
-    found = []
+    kinds = []
     for op, rule in zip(graph.ops, rules, strict=True):
         if rule is None:
-            found.append(op_kind(None, op))
+            kinds.append(op_kind(None, op))
             continue
         if id(rule) not in known:
             known[id(rule)] = op_kind(rule, op)
-        found.append(known[id(rule)])
-    return tuple(found)
+        kinds.append(known[id(rule)])
+    return tuple(kinds)
 
 
-def _speaking(
+def _constraining(
     kinds: Sequence[OpKind], inputs: Sequence[tuple[int, ...]], data: Sequence[bool]
 ) -> tuple[tuple[bool, ...], ...]:
     known: dict[tuple[object, ...], tuple[bool, ...]] = {}
-    found = []
+    flags = []
     for kind, read in zip(kinds, inputs, strict=True):
         is_data = tuple(data[v] for v in read)
         key = (id(kind), is_data)
         if key not in known:
-            known[key] = _speaks(kind, is_data)
-        found.append(known[key])
-    return tuple(found)
+            known[key] = _constrains(kind, is_data)
+        flags.append(known[key])
+    return tuple(flags)
 
 
-def _speaks(kind: OpKind, is_data: tuple[bool, ...]) -> tuple[bool, ...]:
+def _constrains(kind: OpKind, is_data: tuple[bool, ...]) -> tuple[bool, ...]:
     counted = is_data if any(is_data) else (True,) * len(is_data)
     carried = [{f for f in dims if f != NO_CUT and kind.limits[f] > 1} for dims in kind.inputs]
     everything = set().union(*(c for c, counts in zip(carried, counted, strict=True) if counts))

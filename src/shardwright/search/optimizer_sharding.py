@@ -22,7 +22,7 @@ def sharded_storage(
     cuts: Mapping[str, Cuts],
     used: Storage,
     sharding: OptimizerParallel,
-    said: Collection[str] = (),
+    pinned: Collection[str] = (),
 ) -> Storage:
     """`used`, each parameter sharded further over axes on which all its uses hold it whole.
 
@@ -33,7 +33,7 @@ def sharded_storage(
 
     Args:
         used: how parameters are stored without it.
-        said: parameters whose storage the user said; they stay.
+        pinned: parameters whose storage the user pinned; they stay.
 
     Raises:
         StrategyError: if no axes of a parameter that is held whole by `shard_size` devices or more
@@ -43,7 +43,7 @@ def sharded_storage(
     storage = dict(used)
     for value in graph.parameters:
         size = value.numel * value.stored_dtype.itemsize
-        if value.name in said or size < sharding.threshold * KB:
+        if value.name in pinned or size < sharding.threshold * KB:
             continue
         taken = cut[value].union(*map(frozenset, used[value.name]))
         free = tuple(a for a in range(len(mesh.device_matrix)) if a not in taken)
@@ -53,7 +53,7 @@ def sharded_storage(
 
 def _cut_axes(graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts]) -> dict[Value, frozenset[int]]:
     """The axes over which any operator reads a parameter cut."""
-    found: dict[Value, frozenset[int]] = {value: frozenset() for value in graph.parameters}
+    axes_of: dict[Value, frozenset[int]] = {value: frozenset() for value in graph.parameters}
     for op in graph.ops:
         rule = rule_of(op)
         if rule is None or not any(value.kind is Kind.PARAMETER for value in op.inputs):
@@ -61,8 +61,8 @@ def _cut_axes(graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts]) -> dict[Valu
         inputs, _ = rule.layouts(mesh, cuts.get(op.name, {}))
         for value, layout in zip(op.inputs, inputs, strict=True):
             if value.kind is Kind.PARAMETER:
-                found[value] |= layout.sharded
-    return found
+                axes_of[value] |= layout.sharded
+    return axes_of
 
 
 def _sharded(value: Value, mesh: Layout, used: CutAxes, free: Axes, shard_size: int) -> CutAxes:
@@ -86,4 +86,4 @@ def _sharded(value: Value, mesh: Layout, used: CutAxes, free: Axes, shard_size: 
     if not fitting:
         return used
     _, _, place, axes = max(fitting)
-    return tuple((*mine, *axes) if dim == -place else mine for dim, mine in enumerate(used))
+    return tuple((*cut, *axes) if dim == -place else cut for dim, cut in enumerate(used))

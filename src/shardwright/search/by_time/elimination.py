@@ -77,9 +77,9 @@ def minimum(
     Raises:
         TooWideError: if a table of more elements would be needed.
     """
-    found = list(factors)
-    elimination = Elimination(sizes, [scope for scope, _ in found], order, limit)
-    return elimination.minimum([table for _, table in found])
+    factors = list(factors)
+    elimination = Elimination(sizes, [scope for scope, _ in factors], order, limit)
+    return elimination.minimum([table for _, table in factors])
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +123,15 @@ class Elimination:
         for number, scope in enumerate(scopes):
             self._put(buckets, number, scope)
         self._steps: list[_Step] = []
-        made = len(scopes)
+        tables = len(scopes)
         for position, variable in enumerate(self._order):
             if buckets[position]:
                 step = self._step(variable, buckets[position], limit)
                 self._steps.append(step)
                 if not step.rest:
-                    self._constants.append(made)
-                self._put(buckets, made, step.rest)
-                made += 1
+                    self._constants.append(tables)
+                self._put(buckets, tables, step.rest)
+                tables += 1
 
     def _put(
         self, buckets: list[list[tuple[int, tuple[int, ...]]]], number: int, scope: tuple[int, ...]

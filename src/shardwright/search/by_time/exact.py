@@ -173,8 +173,8 @@ class _Joint:
             return []
         mesh, ndim = self.model.mesh, len(edge.value.shape)
         maker = edge.maker
-        made = [
-            self.objective.made(edge, cuts)
+        sources = [
+            self.objective.source_layout(edge, cuts)
             for cuts in (self.states[maker] if maker is not None else [{}])
         ]
         readers: list[tuple[int | None, list[TensorLayout]]] = []
@@ -186,8 +186,8 @@ class _Joint:
             readers.append((None, [mesh.replicated(ndim)]))
         share = edge.count / len(readers)
         factors = []
-        for reader, read in readers:
-            table = share * self._table(edge, made, read, weights)
+        for reader, targets in readers:
+            table = share * self._table(edge, sources, targets, weights)
             if table.any():
                 factors.append(factor_between(maker, reader, table))
         return factors
@@ -195,11 +195,11 @@ class _Joint:
     def _table(
         self,
         edge: TensorEdge,
-        made: Sequence[TensorLayout],
-        read: Sequence[TensorLayout],
+        sources: Sequence[TensorLayout],
+        targets: Sequence[TensorLayout],
         weights: Weights,
     ) -> Table:
-        rows, columns = list(dict.fromkeys(made)), list(dict.fromkeys(read))
+        rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
         if len(self._conversions) + len(rows) * len(columns) > MOST_CONVERSIONS:
             raise StrategyError(
                 f"mode='exact': more than {MOST_CONVERSIONS:,} conversions would be looked for;"
@@ -210,15 +210,15 @@ class _Joint:
         )
         at_row = {layout: i for i, layout in enumerate(rows)}
         at_column = {layout: i for i, layout in enumerate(columns)}
-        return costs[np.ix_([at_row[a] for a in made], [at_column[b] for b in read])]
+        return costs[np.ix_([at_row[a] for a in sources], [at_column[b] for b in targets])]
 
     def _conversion(
-        self, edge: TensorEdge, made: TensorLayout, read: TensorLayout
+        self, edge: TensorEdge, source: TensorLayout, target: TensorLayout
     ) -> ObjectiveCost:
         value = edge.value
-        key = (made, read, value.shape, value.itemsize, edge.differentiable)
+        key = (source, target, value.shape, value.itemsize, edge.differentiable)
         if key not in self._conversions:
-            path = redistribution_steps(made, read, value.shape, edge.differentiable)
+            path = redistribution_steps(source, target, value.shape, edge.differentiable)
             seconds = sum(sum(self.model.step(s, value, edge.differentiable)) for s in path)
             self._conversions[key] = ObjectiveCost(conversions=seconds)
         return self._conversions[key]

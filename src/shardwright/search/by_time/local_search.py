@@ -10,7 +10,13 @@ from shardwright.layout.layout import TensorLayout
 from shardwright.rules.rule import Cuts, Dims
 from shardwright.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.search.by_time.problem import EdgeEnd, OpVariable, TensorEdge
-from shardwright.search.cut_moves import CutMoves, SharedTensor, alike_axes, factor_of_axis
+from shardwright.search.cut_moves import (
+    CutMoves,
+    SharedTensor,
+    alike_axes,
+    axes_of_factors,
+    factor_of_axis,
+)
 
 Total = Callable[[ObjectiveCost], float]
 
@@ -29,12 +35,12 @@ def local_search(
 
     Args:
         total: what counts.
-        rounds: at most so many times all operators are tried.
+        rounds: at most so many times all operators are visited.
         gain: relative; less is none.
     """
-    around = objective.problem.edges_around()
-    tried = [
-        _Neighborhood(objective, number, variable, around[number])
+    edges = objective.problem.edges_around()
+    neighborhoods = [
+        _Neighborhood(objective, number, variable, edges[number])
         for number, variable in enumerate(objective.problem.variables)
         if variable.pinned is None and variable.kind.factors
     ]
@@ -44,20 +50,20 @@ def local_search(
     for _ in range(rounds):
         before = best
         # Those with most to gain first: of blocks that repeat, the one that stands for most.
-        for here in sorted(tried, key=lambda one: -one.conversions(cuts)):
-            if here.conversions(cuts) <= MIN_COMMUNICATION_SHARE * best:
+        for neighborhood in sorted(neighborhoods, key=lambda one: -one.conversions(cuts)):
+            if neighborhood.conversions(cuts) <= MIN_COMMUNICATION_SHARE * best:
                 continue
             if objective.priced > most:
                 return
-            number = here.number
-            rest = whole.plus(here.cost(cuts), -1)
-            for other in list(here.changes(cuts)):
-                kept, cuts[number] = cuts[number], other
-                changed = here.added(rest, cuts, total, best * (1 - gain))
+            number = neighborhood.number
+            rest = whole.plus(neighborhood.cost(cuts), -1)
+            for move in list(neighborhood.changes(cuts)):
+                previous, cuts[number] = cuts[number], move
+                changed = neighborhood.added(rest, cuts, total, best * (1 - gain))
                 if changed is not None:
                     whole, best = changed, total(changed)
                 else:
-                    cuts[number] = kept
+                    cuts[number] = previous
         if best >= before * (1 - gain):
             return
 
@@ -113,7 +119,8 @@ class _Neighborhood:
         for move in chain(moves.followed(), moves.changed(current, self._axes(cuts))):
             if move not in known:
                 known.append(move)
-                yield moves.divisible(move)
+                # Factors stand in the order of their axes, as in all cuts of this search.
+                yield axes_of_factors(factor_of_axis(moves.divisible(move)))
 
     def _axes(self, cuts: list[Cuts]) -> list[int]:
         """The axes; of those that are alike for this operator and its neighbors the last."""

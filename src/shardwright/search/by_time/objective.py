@@ -125,42 +125,42 @@ class Objective:
 
     def edge(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> ObjectiveCost:
         """Of one value: its conversions, and where several operators read a parameter, that."""
-        key, made, reads = self._between(edge, cuts)
+        key, source, reads = self._between(edge, cuts)
         if key not in self._edges:
-            self._edges[key] = self._edge(edge, made, reads)
+            self._edges[key] = self._edge(edge, source, reads)
         return self._edges[key]
 
     @property
     def priced(self) -> int:
-        """How many values were priced, between how they are made and read."""
+        """How many edges were priced, each between one layout and a set of others."""
         return len(self._edges)
 
     def known(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> ObjectiveCost | None:
-        """What `edge` gives, if it was asked for before."""
+        """The cost of `edge` if it was priced before."""
         return self._edges.get(self._between(edge, cuts)[0])
 
     def _between(
         self, edge: TensorEdge, cuts: Sequence[Cuts]
     ) -> tuple[object, TensorLayout, list[TensorLayout]]:
-        """How a value is made and read, and a key that says so."""
+        """A key, the layout in which a value is left, and those in which it is read."""
         variables = self.problem.variables
         reads = [self.layouts(variables[n], cuts[n])[0][place] for n, place in edge.readers]
-        made = self._made(edge, cuts, reads)
+        source = self._source(edge, cuts, reads)
         if edge.returned:
             reads.append(self.model.mesh.replicated(len(edge.value.shape)))
-        return (id(edge), made, frozenset(reads)), made, reads
+        return (id(edge), source, frozenset(reads)), source, reads
 
-    def _made(
+    def _source(
         self, edge: TensorEdge, cuts: Sequence[Cuts], reads: Sequence[TensorLayout]
     ) -> TensorLayout:
         mesh = self.model.mesh
         if edge.stored:
             axes = next((read.axes for read in reads if read.sharded), None)
             return TensorLayout(mesh, axes) if axes else mesh.replicated(len(edge.value.shape))
-        return self.made(edge, cuts[edge.source[0]] if edge.source is not None else {})
+        return self.source_layout(edge, cuts[edge.source[0]] if edge.source is not None else {})
 
-    def made(self, edge: TensorEdge, cuts: Cuts) -> TensorLayout:
-        """The layout in which a value is made by a source that is cut so."""
+    def source_layout(self, edge: TensorEdge, cuts: Cuts) -> TensorLayout:
+        """The layout in which the source of an edge leaves its value if it is cut so."""
         if edge.fixed_axes is not None:
             return TensorLayout(self.model.mesh, edge.fixed_axes)
         assert edge.source is not None
@@ -168,19 +168,19 @@ class Objective:
         return self.layouts(self.problem.variables[number], cuts)[1][place]
 
     def _edge(
-        self, edge: TensorEdge, made: TensorLayout, reads: Sequence[TensorLayout]
+        self, edge: TensorEdge, source: TensorLayout, reads: Sequence[TensorLayout]
     ) -> ObjectiveCost:
         value, seconds = edge.value, 0.0
         known: set[object] = set()
         for target in reads:
-            path = redistribution_steps(made, target, value.shape, edge.differentiable)
+            path = redistribution_steps(source, target, value.shape, edge.differentiable)
             for length, step in enumerate(path, start=1):
                 if path[:length] not in known:
                     known.add(path[:length])
                     seconds += sum(self.model.step(step, value, edge.differentiable))
         if not edge.stored:
             return ObjectiveCost(conversions=seconds)
-        parts = self.model.mesh.size(made.sharded)
+        parts = self.model.mesh.size(source.sharded)
         kept = value.numel * value.stored_dtype.itemsize / parts
         update = self.model.update_of(kept, parts) if value.requires_grad else 0.0
         return ObjectiveCost(gradients=seconds, update=update, kept=kept)

@@ -107,8 +107,8 @@ def _priced(
 
 def _common(one: Sequence[RedistributionStep], other: Sequence[RedistributionStep]) -> int:
     length = 0
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
+    for a, b in zip(one, other, strict=False):
+        if a != b:
             break
         length += 1
     return length
@@ -151,7 +151,7 @@ class LocalProblem:
         def near(cuts: Cuts) -> int:
             read, left = self.rule.layouts(self.mesh, cuts)
             side = self._entering(read) if forward else self._leaving(left)
-            return sum(meeting.redistribution(*between) for meeting, between in side)
+            return sum(context.redistribution(*between) for context, between in side)
 
         best, least = cuts, (bound[0], near(cuts), bound[1])
         for other in chain(self.candidates(), self._changes(cuts)):
@@ -180,10 +180,10 @@ class LocalProblem:
         """Bytes of redistribution to what is decided, and of memory; None if above `bound`."""
         read, left = self.rule.layouts(self.mesh, cuts)
         tensors = zip((*self.inputs, *self.outputs), (*read, *left), strict=True)
-        memory = sum(meeting.local_bytes(layout) for meeting, layout in tensors)
+        memory = sum(context.local_bytes(layout) for context, layout in tensors)
         redistribution = 0
-        for meeting, between in chain(self._entering(read), self._leaving(left)):
-            redistribution += meeting.redistribution(*between)
+        for context, between in chain(self._entering(read), self._leaving(left)):
+            redistribution += context.redistribution(*between)
             if bound is not None and (redistribution, memory) > bound:
                 return None
         return redistribution, memory
@@ -192,29 +192,29 @@ class LocalProblem:
         """All bytes that cutting the operator so sends, for gradients of parameters too."""
         read, left = self.rule.layouts(self.mesh, cuts)
         sent = self._inside(cuts)
-        for meeting, between in chain(self._entering(read), self._leaving(left)):
-            sent += meeting.traffic(*between)
+        for context, between in chain(self._entering(read), self._leaving(left)):
+            sent += context.traffic(*between)
         return sent
 
     def _entering(self, read: tuple[TensorLayout, ...]) -> Iterator[tuple[TensorContext, Between]]:
-        for meeting, layout in zip(self.inputs, read, strict=True):
-            source = _bare(layout) if meeting.stored else meeting.made
+        for context, layout in zip(self.inputs, read, strict=True):
+            source = _bare(layout) if context.stored else context.made
             if source is not None:
-                yield meeting, (source, layout, meeting.read)
+                yield context, (source, layout, context.read)
 
     def _leaving(self, left: tuple[TensorLayout, ...]) -> Iterator[tuple[TensorContext, Between]]:
-        for meeting, layout in zip(self.outputs, left, strict=True):
-            for place, target in enumerate(meeting.read):
-                yield meeting, (layout, target, meeting.read[:place])
+        for context, layout in zip(self.outputs, left, strict=True):
+            for place, target in enumerate(context.read):
+                yield context, (layout, target, context.read[:place])
 
     def _inside(self, cuts: Cuts) -> int:
         """Bytes of the all-reduces inside the operator."""
-        differentiable = any(meeting.differentiable for meeting in self.outputs)
-        found = 0
+        differentiable = any(context.differentiable for context in self.outputs)
+        num_bytes = 0
         for reduction in self.rule.reductions(self.op, self.rule.shard_counts(self.mesh, cuts)):
             axes = tuple(axis for factor in reduction.factors for axis in cuts.get(factor, ()))
-            found += sum(InnerReduction(reduction, axes).bytes(self.mesh, differentiable))
-        return found
+            num_bytes += sum(InnerReduction(reduction, axes).bytes(self.mesh, differentiable))
+        return num_bytes
 
     def candidates(self) -> Iterator[dict[str, Axes]]:
         """Cuts to try: axes that all neighbors treat alike cut the same factor, or none.
@@ -281,7 +281,7 @@ class LocalProblem:
 
 def _uses(layout: TensorLayout) -> dict[int, object]:
     """For each axis that the layout uses the dimension that it cuts, or its state."""
-    found: dict[int, object] = {axis: dim for dim, axes in enumerate(layout.axes) for axis in axes}
-    found.update(dict.fromkeys(layout.partial, "partial"))
-    found.update(dict.fromkeys(layout.varying, "varying"))
-    return found
+    uses: dict[int, object] = {axis: dim for dim, axes in enumerate(layout.axes) for axis in axes}
+    uses.update(dict.fromkeys(layout.partial, "partial"))
+    uses.update(dict.fromkeys(layout.varying, "varying"))
+    return uses

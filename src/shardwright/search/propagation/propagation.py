@@ -143,7 +143,7 @@ class _Propagation:
         for _ in range(ROUNDS):
             for ops, forward in ((free, True), (free[::-1], False)):
                 for op in ops:
-                    cuts = self._again(op, forward)
+                    cuts = self._redecide(op, forward)
                     if cuts != self.cuts[op.name]:
                         self.decide(op, cuts)
             now = self._redistribution()
@@ -155,52 +155,52 @@ class _Propagation:
         total = 0
         for value, layouts in self.read.items():
             if value in self.made:
-                meeting = _meeting(value, ())
+                context = _context(value, ())
                 read = tuple(dict.fromkeys(layouts.values()))
                 for place, target in enumerate(read):
-                    total += meeting.redistribution(self.made[value], target, read[:place])
+                    total += context.redistribution(self.made[value], target, read[:place])
         return total
 
     def _cheapest(self, op: Op) -> dict[str, Axes]:
-        situation = self._situation(op)
-        return {} if situation is None else self._remembered(situation, (), situation.cheapest)
+        problem = self._problem(op)
+        return {} if problem is None else self._cached(problem, (), problem.cheapest)
 
-    def _again(self, op: Op, forward: bool) -> dict[str, Axes]:
-        situation, cuts = self._situation(op), self.cuts[op.name]
-        if situation is None:
+    def _redecide(self, op: Op, forward: bool) -> dict[str, Axes]:
+        problem, cuts = self._problem(op), self.cuts[op.name]
+        if problem is None:
             return {}
-        return self._remembered(
-            situation,
+        return self._cached(
+            problem,
             (tuple(cuts.items()), forward),
-            lambda: situation.again(cuts, forward),
+            lambda: problem.again(cuts, forward),
         )
 
-    def _remembered(
+    def _cached(
         self,
-        situation: LocalProblem,
+        problem: LocalProblem,
         more: tuple[object, ...],
-        found: Callable[[], dict[str, Axes]],
+        decide: Callable[[], dict[str, Axes]],
     ) -> dict[str, Axes]:
         """Operators alike among neighbors alike are cut alike."""
-        key = (id(situation.rule), situation.inputs, situation.outputs, *more)
+        key = (id(problem.rule), problem.inputs, problem.outputs, *more)
         if key not in self._known:
-            self._known[key] = found()
+            self._known[key] = decide()
         return self._known[key]
 
-    def _situation(self, op: Op) -> LocalProblem | None:
+    def _problem(self, op: Op) -> LocalProblem | None:
         """What is decided around `op`; None if there is nothing to decide about it."""
-        found = self.rules[op.name]
-        if found is None or not found.factors:
+        rule = self.rules[op.name]
+        if rule is None or not rule.factors:
             return None
         inputs = tuple(
-            _meeting(value, dims, self.made.get(value), self._others(op, value))
-            for value, dims in zip(op.inputs, found.inputs, strict=True)
+            _context(value, dims, self.made.get(value), self._others(op, value))
+            for value, dims in zip(op.inputs, rule.inputs, strict=True)
         )
         outputs = tuple(
-            _meeting(value, dims, None, self._others(op, value))
-            for value, dims in zip(op.outputs, found.outputs, strict=True)
+            _context(value, dims, None, self._others(op, value))
+            for value, dims in zip(op.outputs, rule.outputs, strict=True)
         )
-        return LocalProblem(op, found, self.mesh, inputs, outputs)
+        return LocalProblem(op, rule, self.mesh, inputs, outputs)
 
     def _others(self, op: Op, value: Value) -> tuple[TensorLayout, ...]:
         """The layouts in which others than `op` read `value`; a parameter is no tie to them."""
@@ -210,7 +210,7 @@ class _Propagation:
         return tuple(dict.fromkeys(layout for (name, _), layout in read if name != op.name))
 
 
-def _meeting(
+def _context(
     value: Value,
     dims: Dims,
     made: TensorLayout | None = None,
@@ -222,8 +222,8 @@ def _meeting(
 
 def _of_inputs(graph: Graph) -> set[Value]:
     """The values that depend on the model's inputs."""
-    found = set(graph.input_values)
+    values = set(graph.input_values)
     for op in graph.ops:
-        if any(value in found for value in op.inputs):
-            found.update(op.outputs)
-    return found
+        if any(value in values for value in op.inputs):
+            values.update(op.outputs)
+    return values

@@ -58,18 +58,18 @@ def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]
 
 def _extended(states: list[_State], block: Sequence[KnapsackItem], needed: int) -> list[_State]:
     """The sums with one block more that are worth keeping, the one that frees most first."""
-    found = [_State(state.freed, state.cost, state, -1) for state in states]
+    sums = [_State(state.freed, state.cost, state, -1) for state in states]
     for index, option in enumerate(block):
-        found += [
+        sums += [
             _State(min(needed, s.freed + option.freed), s.cost + option.cost, s, index)
             for s in states
         ]
-    found.sort(key=lambda state: (-state.freed, state.cost))
-    kept: list[_State] = []
-    for state in found:
-        if not kept or state.cost < kept[-1].cost:
-            kept.append(state)
-    return kept
+    sums.sort(key=lambda state: (-state.freed, state.cost))
+    efficient: list[_State] = []
+    for state in sums:
+        if not efficient or state.cost < efficient[-1].cost:
+            efficient.append(state)
+    return efficient
 
 
 def _by_ratio(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]:

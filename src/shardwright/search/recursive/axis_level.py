@@ -40,7 +40,7 @@ class AxisLevel:
         one that is decided, so that a residual stream is read in one way from its start.
 
         Args:
-            decided: operators whose choice has just been made.
+            decided: operators whose choice is new.
         """
         graph, choice = self.graph, self.choice
         queue = deque(decided)
@@ -50,11 +50,11 @@ class AxisLevel:
             for value, dim in zip(graph.outputs[op], kind.left[choice[op]], strict=True):
                 self._offer(value, dim, queue)
             for value, dim in zip(graph.inputs[op], kind.read[choice[op]], strict=True):
-                made = graph.producer[value]
-                if made is not None and self._follows(made[0]):
-                    choice[made[0]] = self.following_output(*made, dim)
-                    self._continue(made[0], dim, queue)
-                elif graph.data[value] and (made is None or choice[made[0]] == UNDECIDED):
+                producer = graph.producer[value]
+                if producer is not None and self._follows(producer[0]):
+                    choice[producer[0]] = self.following_output(*producer, dim)
+                    self._continue(producer[0], dim, queue)
+                elif graph.data[value] and (producer is None or choice[producer[0]] == UNDECIDED):
                     self._offer(value, dim, queue)
 
     def _offer(self, value: int, dim: int, queue: deque[int]) -> None:
@@ -78,7 +78,7 @@ class AxisLevel:
         `UNDECIDED` if that input says nothing about the operator: a whole broadcast operand.
         """
         factor = self._factor(op, self.graph.kinds[op].inputs[place], dim)
-        if factor == NO_CUT and not self.graph.speaks[op][place]:
+        if factor == NO_CUT and not self.graph.constrains[op][place]:
             return UNDECIDED
         return factor
 
@@ -103,10 +103,10 @@ class AxisLevel:
         """
         undecided = [op for op, choice in enumerate(self.choice) if choice == UNDECIDED]
         for op in undecided:
-            self.choice[op] = _strongest(self._said_by_inputs(op))
+            self.choice[op] = _strongest(self._choices_of_producers(op))
         for op in reversed(undecided):
             if self.choice[op] == UNDECIDED:
-                self.choice[op] = _strongest(self._said_by_consumers(op))
+                self.choice[op] = _strongest(self._choices_of_consumers(op))
         for op in undecided:
             if self.choice[op] == UNDECIDED:
                 self.choice[op] = NO_CUT
@@ -118,12 +118,12 @@ class AxisLevel:
             for parts, cut in zip(self.parts, self.choice, strict=True)
         ]
 
-    def _said_by_inputs(self, op: int) -> Iterator[int]:
+    def _choices_of_producers(self, op: int) -> Iterator[int]:
         graph = self.graph
         for place, value in enumerate(graph.inputs[op]):
-            made = graph.producer[value]
-            if made is not None:
-                producer, slot = made
+            source = graph.producer[value]
+            if source is not None:
+                producer, slot = source
                 if self.choice[producer] != UNDECIDED:
                     dim = graph.kinds[producer].left[self.choice[producer]][slot]
                     yield self.following_input(op, place, dim)
@@ -131,7 +131,7 @@ class AxisLevel:
                 factor = self._factor(op, graph.kinds[op].inputs[place], 0)
                 yield factor if factor != NO_CUT else UNDECIDED
 
-    def _said_by_consumers(self, op: int) -> Iterator[int]:
+    def _choices_of_consumers(self, op: int) -> Iterator[int]:
         graph = self.graph
         for slot, value in enumerate(graph.outputs[op]):
             for consumer, place in graph.consumers[value]:
@@ -140,10 +140,10 @@ class AxisLevel:
                     yield self.following_output(op, slot, dim)
 
 
-def _strongest(said: Iterator[int]) -> int:
+def _strongest(choices: Iterator[int]) -> int:
     """The first cut, else no cut if any neighbor says so."""
     strongest = UNDECIDED
-    for choice in said:
+    for choice in choices:
         if choice >= 0:
             return choice
         strongest = max(strongest, choice)

@@ -24,7 +24,7 @@ def break_evens(graph: Graph, mesh: Layout) -> dict[str, float]:
     axis_size = next((size for size in mesh.device_matrix if size > 1), None)
     if axis_size is None:
         return {}
-    indexed, found = index_graph(graph), {}
+    indexed, coefficients = index_graph(graph), {}
     for op in indexed.main:
         kind = indexed.kinds[op]
         if kind.weight is None:
@@ -36,8 +36,8 @@ def break_evens(graph: Graph, mesh: Layout) -> dict[str, float]:
             if label.startswith("I-") and cost < IMPOSSIBLE
         ]
         if of_i and costs.no_cut > 0:
-            found[indexed.names[op]] = break_even(min(of_i), SMALL, costs.no_cut)
-    return found
+            coefficients[indexed.names[op]] = break_even(min(of_i), SMALL, costs.no_cut)
+    return coefficients
 
 
 def main_operators(graph: Graph) -> tuple[str, ...]:

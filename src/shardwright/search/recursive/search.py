@@ -135,21 +135,24 @@ class _Recursion:
         neighbors = _decided_neighbors(level, op, costs.elements)
 
         def redistribution(factor: int) -> float:
-            ways = (kind.read[factor], kind.left[factor])
+            dims = (kind.read[factor], kind.left[factor])
             return sum(
                 redistribution_cost(elements)
                 for side, place, dim, elements in neighbors
-                if ways[side][place] != dim
+                if dims[side][place] != dim
             )
 
-        found = [
+        alternatives = [
             CutAlternative(
                 factor, label, cost, redistribution(factor) if cost < IMPOSSIBLE else 0.0
             )
             for factor, label, cost in zip(kind.choices, kind.labels, costs.cuts, strict=True)
         ]
         self.had_a_choice |= any(cost < IMPOSSIBLE for cost in costs.cuts)
-        return [*found, CutAlternative(NO_CUT, "no_cut", costs.no_cut, redistribution(NO_CUT))]
+        return [
+            *alternatives,
+            CutAlternative(NO_CUT, "no_cut", costs.no_cut, redistribution(NO_CUT)),
+        ]
 
 
 def operator_costs(
@@ -190,25 +193,24 @@ def _decided_neighbors(
         dim 0 as long as that divides.
     """
     graph, choice = level.graph, level.choice
-    inputs, found = graph.inputs[op], []
+    inputs, neighbors = graph.inputs[op], []
     for place, value in enumerate(inputs):
-        made = graph.producer[value]
-        if made is not None:
-            producer, slot = made
+        if (source := graph.producer[value]) is not None:
+            producer, slot = source
             if graph.data[value] and choice[producer] != UNDECIDED:
                 dim = graph.kinds[producer].left[choice[producer]][slot]
-                found.append((_INPUT, place, dim, elements[place]))
+                neighbors.append((_INPUT, place, dim, elements[place]))
         elif graph.batch[value] and level.following_input(op, place, 0) >= 0:
-            found.append((_INPUT, place, 0, elements[place]))
+            neighbors.append((_INPUT, place, 0, elements[place]))
     for slot, value in enumerate(graph.outputs[op]):
-        ways = {
+        reads = {
             (consumer, graph.kinds[consumer].read[choice[consumer]][place])
             for consumer, place in graph.consumers[value]
             if choice[consumer] != UNDECIDED
         }
         size = elements[len(inputs) + slot]
-        found.extend((_OUTPUT, slot, dim, size) for _, dim in ways)
-    return found
+        neighbors.extend((_OUTPUT, slot, dim, size) for _, dim in reads)
+    return neighbors
 
 
 def record(indexed: IndexedGraph, choices: Sequence[int], axis: int, cuts: CutsOfGraph) -> None:
@@ -222,12 +224,12 @@ def record(indexed: IndexedGraph, choices: Sequence[int], axis: int, cuts: CutsO
 def _pinned_on(
     indexed: IndexedGraph, pins: Mapping[int, Mapping[str, tuple[int, ...]]], axis: int
 ) -> dict[int, int]:
-    found = {}
+    choices = {}
     for op, cuts in pins.items():
         factors = indexed.kinds[op].factors
         cut = [factors.index(factor) for factor, axes in cuts.items() if axis in axes]
-        found[op] = cut[0] if cut else NO_CUT
-    return found
+        choices[op] = cut[0] if cut else NO_CUT
+    return choices
 
 
 def _nothing_divides(indexed: IndexedGraph, mesh: Layout) -> StrategyError:
