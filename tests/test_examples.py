@@ -70,6 +70,20 @@ def test_8_processes_have_the_losses_of_one_device(script: str, mode: str, pins:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
+def test_the_training_loop_of_digits_has_the_losses_of_one_device() -> None:
+    many = losses(printed("digits", launcher=TORCHRUN))
+    one = on_one_device("digits")
+    assert (
+        list(many)
+        == list(one)
+        == [(epoch, step) for epoch in range(3) for step in range(0, 56, 10)]
+    )
+    assert one[2, 50] < 0.5 * one[0, 0]
+    assert list(many.values()) == pytest.approx(list(one.values()), rel=1e-4)
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("script", ["ffn", "advanced"])
 def test_the_loss_starts_at_ln_10_and_falls_below_1_within_100_steps(script: str) -> None:
     found = on_one_device(script)
