@@ -1,15 +1,20 @@
 """Every conversion step, run as the program runs it, on simulated ranks."""
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwright.layout.collective_spec import COLLECTIVES
+from shardwright.layout.collective_spec import COLLECTIVES, exchanged_axes
 from shardwright.layout.layout import Layout, TensorLayout
-from shardwright.layout.redistribution import redistribution_steps
-from shardwright.parallel.simulate_ranks import assemble_shards, simulated_devices
+from shardwright.layout.redistribution import RedistributionStep, redistribution_steps
+from shardwright.parallel.simulate_ranks import ByteCounter, assemble_shards, simulated_devices
 from shardwright.runtime.collectives import BINDINGS, bind
+from torchrun import torchrun
 
 MATRICES = ((2, 2), (2, 3), (2, 2, 2))
 SHAPE = (24, 24)
@@ -105,3 +110,55 @@ def test_a_conversion_keeps_the_value_and_its_gradient(
 
 def test_every_kind_of_step_is_bound() -> None:
     assert set(BINDINGS) == set(COLLECTIVES)
+
+
+EXCHANGES = (
+    ((2, 4), ("a", "b"), ("b", "a")),
+    ((2, 2), ("a", "b"), ("None", ("a", "b"))),
+    ((2, 2, 2), (("a", "b"), "c"), ("c", ("a", "b"))),
+    ((2, 2, 2), (("a", "b"), "c"), ("c", ("b", "a"))),
+    ((2, 2, 2), (("a", "b"), "c"), (("a", "c"), "b")),
+    ((2, 2, 3), (("a", "c"), "b"), ("b", ("a", "c"))),
+)
+
+
+@pytest.mark.parametrize(("matrix", "before", "after"), EXCHANGES)
+def test_an_all_to_all_v_brings_every_block_and_every_gradient_to_its_place(
+    matrix: tuple[int, ...], before: tuple[Any, ...], after: tuple[Any, ...]
+) -> None:
+    mesh = Layout(matrix, tuple("abc"[: len(matrix)]))
+    source, target = mesh(*before), mesh(*after)
+    axes = exchanged_axes(source, target)
+    assert axes is not None
+    step = RedistributionStep("all_to_all_v", axes, None, None, source, target)
+    shape = (72, 72)
+    x = torch.arange(72 * 72, dtype=torch.float64).reshape(shape)
+    upstream = torch.cos(x)
+    with simulated_devices(mesh) as (devices, mode), ByteCounter() as counter:
+        assert mode is not None
+        local = mode.rank_map(lambda r: x[source.slices(r, shape)].clone()).requires_grad_()
+        y = bind(step, devices)(local)
+        forward = counter.sent
+        y.backward(mode.rank_map(lambda r: upstream[target.slices(r, shape)].clone()))
+        values, gradients = y._local_tensors, local.grad._local_tensors
+    for rank in mesh.ranks:
+        assert torch.equal(values[rank], x[target.slices(rank, shape)])
+        assert torch.equal(gradients[rank], upstream[source.slices(rank, shape)])
+    assert forward == step.forward_bytes(shape, 8)
+    assert counter.sent - forward == step.backward_bytes(shape, 8)
+
+
+def test_blocks_with_a_part_for_every_device_are_no_case_for_an_all_to_all_v() -> None:
+    mesh = Layout((2, 2), ("a", "b"))
+    assert exchanged_axes(mesh("a", "b", "None"), mesh("None", "None", ("a", "b"))) is None
+
+
+def test_an_all_to_all_v_moves_no_axis_that_cuts_only_one_of_the_layouts() -> None:
+    mesh = Layout((2, 4, 2), ("a", "b", "c"))
+    assert exchanged_axes(mesh("a", "b"), mesh("b", "c")) is None
+
+
+@pytest.mark.distributed
+def test_an_all_to_all_v_runs_over_gloo() -> None:
+    output = torchrun(Path(__file__).with_name("collective_ranks.py"), 8)
+    assert all(f"rank {rank} has its block" in output for rank in range(8)), output

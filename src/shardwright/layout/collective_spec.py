@@ -6,13 +6,17 @@ To add a kind, add its `CollectiveSpec` here, and what carries it out to the tab
 Bytes are those that one device sends, by the ring algorithms of the literature (Patarasuk and Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): with p devices in the
 group an all-gather sends (p-1)/p of its output, a reduce-scatter (p-1)/p of its input, an
-all-reduce both, an all-to-all (p-1)/p of the local tensor, a permute all of it.
+all-reduce both, an all-to-all (p-1)/p of the local tensor, a permute or an all-to-all of unequal
+parts all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import lcm, prod
 from typing import Literal
 
 from shardwright.layout.axes import Axes
@@ -66,6 +70,122 @@ class CollectiveSpec:
         return -(-self.passes * (group - 1) * size // group)
 
 
+@dataclass(frozen=True)
+class CellExchange:
+    """Which parts of its block each device of a group sends to which, in an `all_to_all_v`.
+
+    The blocks of both layouts are made of equal cells. Positions count the joined axes in mesh
+    order; cells of a block are numbered row by row.
+
+    Args:
+        send_cuts, receive_cuts: for each dimension the cells along a block before and after.
+        send_order: for each position the numbers of its cells as they are sent, those for position
+            0 first.
+        send_counts: for each position how many cells it sends to each.
+        receive_order: for each position and cell of its new block the place among the received.
+        receive_counts: for each position how many cells it receives from each.
+    """
+
+    send_cuts: tuple[int, ...]
+    receive_cuts: tuple[int, ...]
+    send_order: tuple[tuple[int, ...], ...]
+    send_counts: tuple[tuple[int, ...], ...]
+    receive_order: tuple[tuple[int, ...], ...]
+    receive_counts: tuple[tuple[int, ...], ...]
+
+    @property
+    def backward(self) -> CellExchange:
+        """The same exchange the other way: what was sent is received in the order of sending."""
+        return CellExchange(
+            self.receive_cuts,
+            self.send_cuts,
+            tuple(map(_inverse, self.receive_order)),
+            self.receive_counts,
+            tuple(map(_inverse, self.send_order)),
+            self.send_counts,
+        )
+
+
+@lru_cache(maxsize=1 << 10)
+def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
+    """How the blocks of `source` become those of `target`, over `exchanged_axes`."""
+    before, after = _changed(source, target)
+    sizes = source.device_matrix
+    axes = sorted(axis for dim in before for axis in dim)
+    cuts = [
+        lcm(source.layout.size(a), target.layout.size(b))
+        for a, b in zip(before, after, strict=True)
+    ]
+    places = list(product(*(range(sizes[axis]) for axis in axes)))
+    held = [_cells(before, cuts, dict(zip(axes, place, strict=True)), sizes) for place in places]
+    wanted = [_cells(after, cuts, dict(zip(axes, place, strict=True)), sizes) for place in places]
+    holder = {cell: position for position, cells in enumerate(held) for cell in cells}
+    reader = {cell: position for position, cells in enumerate(wanted) for cell in cells}
+    # What goes from one position to another is in the order of the whole tensor's cells.
+    sent = [sorted(cells, key=lambda cell: (reader[cell], cell)) for cells in held]
+    received = [sorted(cells, key=lambda cell: (holder[cell], cell)) for cells in wanted]
+    return CellExchange(
+        tuple(n // source.layout.size(a) for n, a in zip(cuts, before, strict=True)),
+        tuple(n // source.layout.size(a) for n, a in zip(cuts, after, strict=True)),
+        tuple(tuple(map(cells.index, order)) for cells, order in zip(held, sent, strict=True)),
+        tuple(_counts([reader[cell] for cell in cells], len(places)) for cells in held),
+        tuple(
+            tuple(map(order.index, cells)) for cells, order in zip(wanted, received, strict=True)
+        ),
+        tuple(_counts([holder[cell] for cell in cells], len(places)) for cells in wanted),
+    )
+
+
+def exchanged_axes(source: TensorLayout, target: TensorLayout) -> Axes | None:
+    """The axes that cut other dimensions in `target` than in `source`, in mesh order; None if other
+    axes cut the tensor there, or if a block has a cell for every device, as in an all-to-all."""
+    before, after = _changed(source, target)
+    axes = sorted(axis for dim in before for axis in dim)
+    if axes != sorted(axis for dim in after for axis in dim):
+        return None
+    size = source.layout.size
+    parts = [(size(a), size(b)) for a, b in zip(before, after, strict=True)]
+    cells = prod(lcm(a, b) // a for a, b in parts)
+    return tuple(axes) if cells < size(axes) else None
+
+
+def _changed(source: TensorLayout, target: TensorLayout) -> tuple[list[Axes], list[Axes]]:
+    """For each dimension the axes of both layouts without those with which both begin."""
+    before, after = [], []
+    for mine, other in zip(source.axes, target.axes, strict=True):
+        same = 0
+        while same < min(len(mine), len(other)) and mine[same] == other[same]:
+            same += 1
+        before.append(mine[same:])
+        after.append(other[same:])
+    return before, after
+
+
+def _cells(
+    cuts: list[Axes], cells: list[int], place: dict[int, int], sizes: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """The cells of the block at `place`, row by row, as indices into the whole tensor's."""
+    ranges = []
+    for axes, count in zip(cuts, cells, strict=True):
+        index, length = 0, count
+        for axis in axes:
+            index, length = index * sizes[axis] + place[axis], length // sizes[axis]
+        ranges.append(range(index * length, (index + 1) * length))
+    return list(product(*ranges))
+
+
+def _counts(positions: list[int], devices: int) -> tuple[int, ...]:
+    """How often each position comes."""
+    counts = [0] * devices
+    for position in positions:
+        counts[position] += 1
+    return tuple(counts)
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(order.index, range(len(order))))
+
+
 # In the order in which steps of equal cost are taken.
 COLLECTIVES = {
     spec.kind: spec
@@ -77,5 +197,12 @@ COLLECTIVES = {
         CollectiveSpec("all_reduce", passes=2, rounds=2),
         CollectiveSpec("vary", local=True, backward_if_varying="all_reduce"),
         CollectiveSpec("all_gather", backward_if_varying="reduce_scatter"),
+        CollectiveSpec(
+            "all_to_all_v",
+            backward="all_to_all_v",
+            pattern="point_to_point",
+            joins="all_to_all",
+            axes_between=exchanged_axes,
+        ),
     )
 }

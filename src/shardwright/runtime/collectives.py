@@ -12,17 +12,19 @@ collectives; one autograd function joins any pair. The gradient of each step is 
 | all_gather | join the blocks | reduce-scatter if varying, else slice |
 | all_to_all | join along one dimension, cut another | all-to-all, the other way |
 | permute | exchange whole blocks | permute, the other way |
+| all_to_all_v | exchange parts of blocks | all-to-all-v, the other way |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwright.layout.collective_spec import CellExchange, cell_exchange
 from shardwright.layout.redistribution import RedistributionStep
 from shardwright.rules.rule import Function, Reduce
 from shardwright.runtime.collective_errors import program_line
@@ -71,6 +73,23 @@ def exchange(x: Tensor, send: list[Index], receive: list[Index], name: str) -> T
     `receive[i]` for the one it comes from, else 0."""
     flat = x.contiguous().view(1, -1)
     return wait(c10d.all_to_all_single(flat, receive, send, name)).view(x.shape)
+
+
+def split_cells(x: Tensor, cuts: Sequence[int]) -> Tensor:
+    """The equal cells of a tensor, row by row along a new first dimension; `cuts[d]` of them lie
+    along dimension d."""
+    sizes = [size // count for size, count in zip(x.shape, cuts, strict=True)]
+    pairs = [n for pair in zip(cuts, sizes, strict=True) for n in pair]
+    cells = x.reshape(pairs).permute(*range(0, 2 * x.ndim, 2), *range(1, 2 * x.ndim, 2))
+    return cells.reshape(-1, *sizes)
+
+
+def join_cells(cells: Tensor, cuts: Sequence[int]) -> Tensor:
+    """The tensor of which `split_cells` made these."""
+    sizes, dims = cells.shape[1:], len(cuts)
+    order = [d + offset for d in range(dims) for offset in (0, dims)]
+    x = cells.reshape(*cuts, *sizes).permute(order)
+    return x.reshape([count * size for count, size in zip(cuts, sizes, strict=True)])
 
 
 def _by_position(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
@@ -189,6 +208,40 @@ def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective
     )
 
 
+def _bind_all_to_all_v(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    group = devices.group(step.axes)
+    forward = cell_exchange(step.source, step.target)
+    return BoundCollective(
+        _exchange_of_cells(forward, group, devices),
+        _exchange_of_cells(forward.backward, group, devices),
+    )
+
+
+def _exchange_of_cells(plan: CellExchange, group: Group, devices: Devices) -> Function:
+    def row(table: tuple[tuple[int, ...], ...]) -> list[Index]:
+        """This rank's row of a table with one row for each position of the group."""
+
+        def entry(column: int) -> Index:
+            return devices.per_rank(
+                lambda place: table[block(devices.layout, place, group.axes)][column]
+            )
+
+        return [entry(column) for column in range(len(table[0]))]
+
+    send, receive = row(plan.send_counts), row(plan.receive_counts)
+    sent, placed = row(plan.send_order), row(plan.receive_order)
+
+    def exchange_cells(x: Tensor) -> Tensor:
+        cells = split_cells(x, plan.send_cuts)
+        shape = cells.shape[1:]
+        flat = torch.cat([torch.narrow(cells, 0, n, 1) for n in sent]).flatten(1)
+        out = wait(c10d.all_to_all_single(flat.contiguous(), receive, send, group.name))
+        ordered = torch.cat([torch.narrow(out, 0, n, 1) for n in placed])
+        return join_cells(ordered.view(-1, *shape), plan.receive_cuts)
+
+    return exchange_cells
+
+
 def _one_where(devices: Devices, group: Group, position: int) -> Index:
     """1 on the rank at `position` of the group, else 0."""
     return devices.per_rank(lambda place: int(block(devices.layout, place, group.axes) == position))
@@ -202,6 +255,7 @@ BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = 
     "all_gather": _bind_all_gather,
     "all_to_all": _bind_all_to_all,
     "permute": _bind_permute,
+    "all_to_all_v": _bind_all_to_all_v,
 }
 """What carries out each kind of step."""
 

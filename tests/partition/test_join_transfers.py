@@ -1,0 +1,40 @@
+"""Steps of which one collective does two: on a plan that the search finds by itself."""
+
+import pytest
+
+import shardwright as sw
+from sample_models import llama
+from shardwright.layout.layout import Layout
+from shardwright.layout.redistribution import joined_step, redistribution_steps
+from shardwright.partition.communication import communication
+
+MESH = Layout((2, 2), ("a", "b"))
+
+
+def test_two_all_to_alls_in_a_row_are_one_step_with_fewer_bytes() -> None:
+    source, target = MESH("a", "b"), MESH("None", ("a", "b"))
+    first, second = redistribution_steps(source, target, (8, 8))
+    assert first.kind == second.kind == "all_to_all"
+    step = joined_step(first, second, (8, 8), 4)
+    assert step is not None
+    assert (step.kind, step.source, step.target) == ("all_to_all_v", source, target)
+    # Of a block of 64 bytes half and then three quarters; all of it at once.
+    assert first.forward_bytes((8, 8), 4) + second.forward_bytes((8, 8), 4) == 32 + 48
+    assert step.forward_bytes((8, 8), 4) == step.backward_bytes((8, 8), 4) == 64
+
+
+def test_steps_of_other_kinds_are_not_joined() -> None:
+    first, second = redistribution_steps(MESH("a", "b"), MESH("None", "None"), (8, 8))
+    assert joined_step(first, second, (8, 8), 4) is None
+
+
+@pytest.mark.slow
+def test_a_plan_for_16_devices_exchanges_activations_in_one_step() -> None:
+    net, args, kwargs = llama()
+    plan = sw.plan(net, args, kwargs, devices=16)
+    graph = sw.capture(net, args, kwargs)
+    flow = communication(graph, plan.mesh, plan.decisions)
+    assert "all_to_all_v" in [transfer.step.kind for transfer in flow.transfers]
+    result = sw.check(net, args, kwargs, plan)
+    assert result.passes(1e-9), str(result)
+    assert result.counted_bytes == result.planned_bytes
