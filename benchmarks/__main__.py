@@ -22,8 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", choices=names(), help="run this one")
     parser.add_argument("--write", action="store_true", help="with --only: into the page too")
-    asked = parser.parse_args(arguments)
-    only = asked.only
+    options = parser.parse_args(arguments)
+    only = options.only
     console = Console()
     sections: dict[str, list[Table]] = {}
     for name in [only] if only else names():
@@ -35,13 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(text, "", *(table.rich() for table in tables), sep="\n", highlight=False)
         console.print(f"[dim]{time.perf_counter() - started:.0f} s", highlight=False)
         sections[docstring] = tables
-    if only and asked.write:
+    if only and options.write:
         ((docstring, tables),) = sections.items()
         text = with_section(PAGE.read_text(encoding="utf-8"), docstring, tables, facts())
         PAGE.write_text(text, encoding="utf-8")
     elif not only:
         PAGE.write_text(page(sections, facts()), encoding="utf-8")
-    if asked.write or not only:
+    if options.write or not only:
         console.print(f"written to {PAGE.relative_to(ROOT)}", highlight=False)
     missed = [goal for tables in sections.values() for table in tables for goal in table.missed]
     for goal in missed:

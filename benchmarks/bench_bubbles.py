@@ -1,12 +1,12 @@
-"""Bubbles predicted against measured
+"""Predicted and measured pipeline bubbles
 
-The share of all stages' time in which they wait, of 4 stages on 4 local processes. Parts of the
-model sleep instead of computing, 0.1 s forward and 0.2 s backward for a whole stage (chunks share
-this), half of the backward pass for inputs and half for parameters; *uneven*: the second stage
-takes twice as long. *Predicted*: from the order of PyTorch's schedules and these seconds.
-*Measured*: one minus the seconds slept by those of the step, from a barrier to the end of the
-slowest process; the median of 2 steps after a first one. Sending, and what PyTorch does around each
-action, are in the measured share only. Goal: off by at most 5 points.
+The share of idle time of 4 stages on 4 local processes. Chunks of the model sleep instead of
+computing, 0.1 s forward and 0.2 s backward for a whole stage (divided among its chunks), half of
+the backward pass for inputs and half for parameters; *uneven*: the second stage takes twice as
+long. *Predicted*: from the order of PyTorch's schedules and these durations. *Measured*: one minus
+the share of the step spent sleeping, from a barrier to the end of the slowest process; the median
+of 2 steps after a warmup step. Only the measured share includes communication and PyTorch's
+overhead around each action. Goal: within 5 percentage points.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Case = tuple[PipelineSpec, list[ChunkSeconds]]
 
 def run() -> list[Table]:
     table = Table(
-        f"Share of the time in which {STAGES} stages wait",
+        f"Share of idle time of {STAGES} stages",
         ("schedule", "chunks", "micro-batches", "parts", "predicted", "measured"),
     )
     found = cases()

@@ -1,9 +1,9 @@
-"""Bytes planned against bytes counted
+"""Planned and counted bytes
 
-What the plan says that one device sends in a step, and what is counted while its program runs
-forward and backward on 8 simulated ranks (`sw.check`, in float64). Plans of the recursive search
-with three values of `mem_coeff`, and data parallel. Goal: equal to the byte. Where both are 0 +
-0, the search cut nothing.
+The bytes that one device sends per step according to the plan, and the bytes counted while its
+program runs forward and backward on 8 simulated ranks (`sw.check`, in float64). Plans of the
+recursive search with three values of `mem_coeff`, and data parallel. Goal: equal to the byte. Where
+both are 0 + 0, the search sharded nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODELS = ("mlp", "network", "resnet", "encoder", "llama", "gpt2", "bert")
 
 def run() -> list[Table]:
     table = Table(
-        f"Bytes that one of {DEVICES} devices sends in a step, forward + backward",
+        f"Bytes that one of {DEVICES} devices sends per step, forward + backward",
         ("model", "plan", "planned", "counted", "equal"),
     )
     models: dict[str, Callable[[], Model]] = {name: partial(example, name) for name in examples()}

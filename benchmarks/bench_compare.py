@@ -1,12 +1,12 @@
-"""The automatic plan against experts' configurations, predicted
+"""The automatic plan against expert configurations, predicted
 
-All nine language models at full size on Ascend 910B, by the predicted time of a step. *Expert*: the
-data · model · pipeline parallel of `configs/*_expert.yaml`. *Best of grid*: the fastest of all data
-· tensor · pipeline parallel that fits into the memory limit of the configuration. All have the same
-batch and micro-batches. *SpeedUp*: tokens per second of the automatic plan over those of the
-expert. *Published*: the same ratio as MindSpore measured it on devices (MindFormers r1.5.0 and
-r1.3.0, `docs/feature_cards/Auto_Parallel.md`). Goal: each row at least 100%, and the automatic plan
-never slower than another that fits.
+All nine language models at full size on Ascend 910B, by predicted step time. *Expert*: the data ·
+model · pipeline parallelism of `configs/*_expert.yaml`. *Best of grid*: the fastest combination of
+data · tensor · pipeline parallelism that fits into the memory limit of the configuration. All have
+the same batch and micro-batches. *Speedup*: tokens per second of the automatic plan over those of
+the expert. *Published*: the same ratio as measured by MindSpore on devices (MindFormers r1.5.0 and
+r1.3.0, `docs/feature_cards/Auto_Parallel.md`). Goal: at least 100% in each row, and no alternative
+that fits is faster than the automatic plan.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ WHOLE = 0.9995
 
 def run() -> list[Table]:
     table = Table(
-        "Thousand tokens a second (memory of a device)",
-        ("model", "devices", "expert", "best of grid", "auto", "SpeedUp", "published"),
+        "Thousand tokens/s (peak memory per device)",
+        ("model", "devices", "expert", "best of grid", "auto", "speedup", "published"),
     )
     for name, published in PUBLISHED.items():
         add(table, compare_predicted(ROOT / "configs" / f"{name}_expert.yaml", CLUSTER), published)

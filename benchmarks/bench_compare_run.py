@@ -1,12 +1,13 @@
-"""The automatic plan against experts' configurations, really run
+"""The automatic plan against expert configurations, measured
 
-Tiny variants of three language models, each divided in all ways by 8 local processes with gloo: one
-launch, in which all ways of a model take turns, so that what else the machine does hits all alike.
-*Predicted*: seconds of a step for the cluster `local`, measured before with as many processes.
-*SpeedUp*: over the expert's plan within a round, median and quartiles. *ρ*: Spearman's correlation
-between predicted and measured seconds: 1 where the model ranks the ways in the order in which they
-really ran. Steps so small are spent in latency and overhead; what counts is the order. Goal: ρ of
-at least 0.8 for each model, and auto not slower than its expert within the quartiles.
+Tiny variants of three language models, parallelized in all alternatives over 8 local processes with
+gloo: one launch, in which the alternatives of a model take turns, so that other load on the machine
+affects all alike. *Predicted*: step time for the cluster `local`, calibrated with as many
+processes. *Speedup*: over the expert's plan in the same round, median and quartiles. *ρ*:
+Spearman's correlation of predicted and measured step times: 1 if the prediction ranks the
+alternatives in the measured order. Steps this small are dominated by latency and overhead; the
+order is what counts. Goal: ρ of at least 0.8 for each model, and auto not slower than its expert
+within the quartiles.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def table(found: RealComparison) -> Table:
     shown = Table(
         f"{found.model}: {found.batch} × {found.seq_length} tokens on {found.processes} processes,"
         f" {ROUNDS} rounds; ρ = {found.correlation:.2f}",
-        ("data · tensor · pipeline parallel", "predicted, ms", "measured, ms", "SpeedUp"),
+        ("data · tensor · pipeline parallel", "predicted, ms", "measured, ms", "speedup"),
     )
     for each in found.runs:
         low, high = Sample(each.seconds).quartiles

@@ -1,12 +1,12 @@
-"""Training steps against PyTorch's own parallel modules
+"""Training steps against PyTorch's parallel modules
 
 A LLaMA of 4 layers (width 256, batch 8 × 128 tokens), forward, backward and SGD update, float32, on
-4 local processes with gloo and one thread each. Ours and PyTorch's are built from the same model in
-the same processes and run in turn, round after round; a step takes as long as its slowest rank.
-*PyTorch / ours* is the median of the ratios within a round, with their quartiles: above 1 where
-ours is faster. `level1` and `level3` are compared with `fully_shard` of each layer, their buckets
-of the size of a layer; tensor parallel cuts the same layers the same way. Goal: at least 1 within
-the quartiles.
+4 local processes with gloo and one thread each. Shardwright's and PyTorch's modules are built from
+the same model in the same processes and run in turn, round after round; a step takes as long as its
+slowest rank. *PyTorch / ours* is the median of the ratios within a round, with quartiles: above 1
+if ours is faster. `level1` and `level3` are compared with `fully_shard` of each layer, with buckets
+of the size of a layer; tensor parallel shards the same layers in the same way. Goal: at least 1
+within the quartiles.
 """
 
 from __future__ import annotations

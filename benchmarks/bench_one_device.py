@@ -1,11 +1,11 @@
 """The program on one device against the original module
 
 Forward and backward, eager, float32, one thread, CPU time. Three modules run in turn in one
-process, round after round: the original, the planned program (`sw.parallelize` with a plan for
-one device) and a copy of the original. *Program / original* is the median of the ratios within a
-round, with their quartiles; *noise* is the same for the copy of the original: what this machine
-shows where there is no difference. Goal: within 5%; missed where a ratio is above 1.05 by more
-than the median of the noise is off 1.
+process, round after round: the original, the planned program (`sw.parallelize` with a plan for one
+device) and a copy of the original. *Program / original* is the median of the ratios within a round,
+with quartiles; *noise* is the same for the copy of the original: the variation of this machine
+without any difference. Goal: within 5%; missed if a ratio exceeds 1.05 by more than the median of
+the noise deviates from 1.
 """
 
 from __future__ import annotations

@@ -1,25 +1,26 @@
 """Pinned operators
 
-What 2, 4 and 8 pins do to the plans of three models on 8 devices: conversions, bytes and planning
-time of `semi_auto` (the others along the batch), `sharding_propagation` (the others as the pinned
-ones ask, with the least redistribution between operators) and `recursive_programming` (the search,
-which keeps the pins: propagation and search). Without pins, for comparison, all along the batch,
-and the search alone.
+The effect of 2, 4 and 8 pins on the plans of three models for 8 devices: redistributions, bytes and
+planning time of `semi_auto` (other operators follow the batch), `sharding_propagation` (other
+operators follow the pinned ones, with the least redistribution between operators) and
+`recursive_programming` (the search with pins). For comparison, without pins: everything along the
+batch, and the search alone.
 
-*Which are pinned*: of the n linear layers and convolutions, in order, those in the middle of 2, 4
-or 8 equal parts of the list. The feed-forward network of `examples/ffn.py` has five; its other
-three pins are of flatten, ReLU and loss. *How*: as an expert does it by hand. Feed-forward network
-and LLaMA (4 layers, width 1024, batch 16, sequence 512): the batch in 2, and each pair of layers
-in 4, the first by columns (output features), the second by rows (input features: q, k, v, gate, up
-and the output layer by columns, o and down by rows); the last layer of the feed-forward network
-along the batch in 8. ResNet-18 (width 64, batch 32, images of 64 x 64): the first half along the
-batch in 8, the second half the batch in 2, and the channels in 4 by columns and rows in turn.
+*Which are pinned*: of the linear layers and convolutions, in order, the middle ones of 2, 4 or 8
+equal parts of the list. The feed-forward network of `examples/ffn.py` has five; its other three
+pins are of flatten, ReLU and loss. *How*: as an expert would by hand. Feed-forward network and
+LLaMA (4 layers, width 1024, batch 16, sequence 512): 2-way data parallel, and each pair of layers
+4-way tensor parallel, the first by columns (output features), the second by rows (input features:
+q, k, v, gate, up and the output layer by columns, o and down by rows); the last layer of the
+feed-forward network 8-way data parallel. ResNet-18 (width 64, batch 32, images of 64 x 64): the
+first half 8-way data parallel, the second half 2-way data parallel and 4-way along the channels, by
+columns and rows in turn.
 
-*Conversions*: those that send anything, forward or backward, and how many of these are of
-parameters: all-reduces of gradients where a batch is cut. *Bytes*: that one device sends in a step,
-forward and backward, and how many of these are for parameters. *Planning*: CPU time of `sw.plan`
-of the captured graph, each time in a fork that planned nothing before; median of 3, with the
-smallest and the largest.
+*Redistributions*: those that send anything, forward or backward, and how many of these are of
+parameters: all-reduces of gradients if the batch is sharded. *Bytes*: sent by one device per step,
+forward and backward, and how many of these are for parameters. *Planning*: CPU time of `sw.plan` of
+the captured graph, each time in a fork that planned nothing before; median of 3, with minimum and
+maximum.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ def run() -> list[Table]:
     table = Table(
         f"Plans for {DEVICES} devices",
         (
-            *("model", "pins", "mode", "conversions", "of parameters"),
-            *("bytes a step", "for parameters", "planning, ms"),
+            *("model", "pins", "mode", "redistributions", "of parameters"),
+            *("bytes per step", "for parameters", "planning, ms"),
         ),
     )
     for name, case in CASES.items():

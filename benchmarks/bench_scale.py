@@ -1,10 +1,11 @@
 """Language models on 8 to 1024 devices
 
-All nine, at full size, from `configs/*_auto.yaml`: captured with 1024 sequences, in bfloat16, and
-planned for Ascend 910B without devices. *Search*: by seconds, of all operators, without stages, in
-a fork of the process that captured the model. *Plan*: the same with all that follows from it, up to
-the memory of each device, found by rehearsal. CPU time on one core; *memory* is the most that the
-process needed. Goals: each search under 1 s, all else under 60 s with the capture and in 4 GiB.
+All nine at full size from `configs/*_auto.yaml`: captured with 1024 sequences in bfloat16, and
+planned for Ascend 910B without devices. *Search*: by step time, of all operators, without stages,
+in a fork of the process that captured the model. *Plan*: the same with everything that follows from
+it, including the memory of each device, found by a dry run. CPU time on one core; *memory* is the
+peak of the process. Goals: each search under 1 s, everything else under 60 s including capture, in
+4 GiB.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """The search alone
 
-Graphs captured from LLaMA 2 of `transformers` in its real sizes, on the meta device, sequence
-4096 and batch 1024, so that 1024 devices have something to cut. CPU time on one core. Goal: the
-first search of the 70B model on 1024 devices in under 1 s.
+Graphs captured from LLaMA 2 of `transformers` at full size, on the meta device, sequence 4096 and
+batch 1024, so that 1024 devices have something to shard. CPU time on one core. Goal: the first
+search of the 70B model on 1024 devices in under 1 s.
 
-*First*: in a process that captured the graph and nothing else, so that every cache of the search
-is empty (each run is a fork of such a process, in which the garbage collector is done with what
-capture left). *Again*: the same search, repeated in one process. *Whole plan*: the first
-`sw.plan` of the captured graph in such a process: search, the conversions between operators, and
-their bytes. Medians of 7 processes (*again*: of 3 repetitions), with the smallest and the
-largest. *Collector*: one full pass of Python's garbage collector over the graph and all else in
-that process, which may fall into any call of a real program and is in none of the other numbers.
-*Capture*: once for each graph, after a small model was captured, which loads `torch.export`.
+*First*: in a process that captured the graph and nothing else, so that every cache of the search is
+empty (each run is a fork of such a process, in which the garbage collector is done with the remains
+of capture). *Again*: the same search, repeated in one process. *Whole plan*: the first `sw.plan` of
+the captured graph in such a process: search, redistributions between operators, and their bytes.
+Medians of 7 processes (*again*: of 3 repetitions), with minimum and maximum. *Collector*: one full
+pass of Python's garbage collector over all objects of that process, which may happen during any
+call of a real program and is not included in the other numbers. *Capture*: once for each graph,
+after a small model was captured, which loads `torch.export`.
 """
 
 from __future__ import annotations

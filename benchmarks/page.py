@@ -18,7 +18,7 @@ COMMAND = "python -m benchmarks"
 
 
 def facts() -> dict[str, str]:
-    """When, of what and on what is measured."""
+    """When, what and on which machine is measured."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": _commit(),
@@ -41,8 +41,8 @@ def page(sections: Mapping[str, Sequence[Table]], about: Mapping[str, str]) -> s
         head.add(*item)
     parts = [
         "# Benchmarks",
-        "`make bench` makes this page anew. Times depend on the machine; ratios, growth and bytes"
-        f" should come out alike everywhere. `{COMMAND} --only NAME` measures one section, and"
+        "`make bench` regenerates this page. Times depend on the machine; ratios, growth and bytes"
+        f" should be the same everywhere. `{COMMAND} --only NAME` measures one section, and"
         " `--write` puts it here, with a date and a commit of its own.",
         head.markdown(),
         *(_section(docstring, tables) for docstring, tables in sections.items()),
@@ -80,10 +80,10 @@ def title_and_text(docstring: str) -> tuple[str, str]:
 
 
 def _commit() -> str:
-    """The commit that is checked out, `-dirty` where files differ from it."""
+    """The current commit, with `-dirty` if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "not under version control"
-    return found.stdout.strip()
+    return described.stdout.strip()

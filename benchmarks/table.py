@@ -35,12 +35,12 @@ class Table:
 
     def rich(self) -> rich.table.Table:
         """For the terminal."""
-        shown = rich.table.Table(title=self.title, title_justify="left")
+        table = rich.table.Table(title=self.title, title_justify="left")
         for number, column in enumerate(self.columns):
-            shown.add_column(column, justify="right" if number else "left", overflow="fold")
+            table.add_column(column, justify="right" if number else "left", overflow="fold")
         for row in self.rows:
-            shown.add_row(*row)
-        return shown
+            table.add_row(*row)
+        return table
 
     def markdown(self) -> str:
         """For a page."""

@@ -1,9 +1,9 @@
-"""Layouts: a network whose matrix products lie on 8 devices as no tuple of counts could say.
+"""Layouts: a network whose matrix products use layouts that shard counts cannot express.
 
 torchrun --nproc-per-node 8 examples/advanced.py    # 8 devices
-python examples/advanced.py                         # one
+python examples/advanced.py                         # one device
 
-The data is MNIST where the environment variable DATA_PATH names its folder, else scikit-learn's
+The data is MNIST if the environment variable DATA_PATH names its folder, otherwise scikit-learn's
 digits, enlarged.
 """
 
@@ -25,7 +25,7 @@ class Network(nn.Module):
         self.flatten = nn.Flatten()
         self.fc1_weight = nn.Parameter(torch.randn(28 * 28, 512) * (2 / (28 * 28)) ** 0.5)
         self.fc2_weight = nn.Parameter(torch.randn(512, 512) * (2 / 512) ** 0.5)
-        # So small that at first all classes are alike: the loss starts at ln 10 = 2.30.
+        # Small, so that all classes start out equally likely: the loss starts at ln 10 = 2.30.
         self.fc3_weight = nn.Parameter(torch.randn(512, 10) * 1e-3)
         self.matmul1 = sw.Op(torch.matmul)
         self.relu1 = nn.ReLU()
@@ -41,11 +41,11 @@ class Network(nn.Module):
 
 
 def pin(net: Network) -> None:
-    """For 8 devices; operators that are not pinned are cut along the batch."""
+    """For 8 devices; operators that are not pinned are data parallel."""
     layout = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
     sw.shard(net.matmul1, (layout("mp", ("sp", "dp")), layout(("sp", "dp"), "None")))
     sw.shard(net.relu1, ((4, 1),))
-    # The dimension that is summed over, in 8: every device has one term of the whole result.
+    # The reduced dimension is sharded 8 ways: every device has one term of the full result.
     line = sw.Layout((8,), ("tp",))
     sw.shard(net.matmul2, (line("None", "tp"), line("tp", "None")))
     sw.shard(net.relu2, ((8, 1),))
@@ -54,8 +54,8 @@ def pin(net: Network) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--steps", type=int, help="of each epoch, at most")
-    parser.add_argument("--log-every", type=int, default=10, help="steps from line to line")
+    parser.add_argument("--steps", type=int, help="maximum steps per epoch")
+    parser.add_argument("--log-every", type=int, default=10, help="steps between printed lines")
     arguments = parser.parse_args()
 
     world = World.from_environment()

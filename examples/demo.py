@@ -14,7 +14,7 @@ from rich.table import Table
 
 CONFIG = Path(__file__).with_name("digits.yaml")
 LOGS = Path("log_output")
-# The runs add numbers up in different orders: in float64 that is all they may differ by.
+# The runs add numbers in different orders; in float64 they may differ by no more than this.
 TOLERANCE = 1e-9
 
 console = Console()
@@ -38,7 +38,7 @@ def losses(folder: Path) -> list[float]:
 
 def compare(many: list[float], one: list[float], devices: int) -> float:
     """Print the losses side by side; the largest difference."""
-    console.rule(f"[bold]{devices} devices against one, step by step")
+    console.rule(f"[bold]{devices} devices vs. one, step by step")
     table = Table("step", f"loss on {devices} devices", "loss on one device", "difference")
     for step, (left, right) in enumerate(zip(many, one, strict=True)):
         if step % 10 == 0 or step == len(one) - 1:

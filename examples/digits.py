@@ -1,7 +1,7 @@
 """A classifier of handwritten digits, trained on all devices by an ordinary training loop.
 
 torchrun --nproc-per-node 8 examples/digits.py      # 8 devices
-python examples/digits.py                           # one
+python examples/digits.py                           # one device
 """
 
 import torch
@@ -12,7 +12,7 @@ from shardwright.train import Batches, World, digits, process_group
 
 
 class Classifier(nn.Module):
-    """Images [batch, 1, 8, 8] to logits [batch, 10]. Nothing in here knows of devices."""
+    """Images [batch, 1, 8, 8] to logits [batch, 10]. Nothing in it depends on devices."""
 
     def __init__(self, width: int = 512) -> None:
         super().__init__()

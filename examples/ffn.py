@@ -1,9 +1,9 @@
-"""Sharding propagation: two layers of a feed-forward network are pinned, the rest follows them.
+"""Sharding propagation: two layers of a feed-forward network are pinned, the rest follows.
 
 torchrun --nproc-per-node 8 examples/ffn.py     # 8 devices
-python examples/ffn.py                          # one
+python examples/ffn.py                          # one device
 
-The data is MNIST where the environment variable DATA_PATH names its folder, else scikit-learn's
+The data is MNIST if the environment variable DATA_PATH names its folder, otherwise scikit-learn's
 digits, enlarged.
 """
 
@@ -32,7 +32,7 @@ class FFN(nn.Module):
         for dense in (self.dense1, self.dense2, self.dense3, self.dense4):
             nn.init.kaiming_normal_(dense.weight, nonlinearity="relu")
             nn.init.zeros_(dense.bias)
-        # So small that at first all classes are alike: the loss starts at ln 10 = 2.30.
+        # Small, so that all classes start out equally likely: the loss starts at ln 10 = 2.30.
         nn.init.normal_(self.dense5.weight, std=1e-3)
         nn.init.zeros_(self.dense5.bias)
 
@@ -46,9 +46,9 @@ class FFN(nn.Module):
 
 
 def pin(net: FFN) -> None:
-    """For 8 devices: (batch, in_features) in 2·4 parts, then in 1·8.
+    """For 8 devices: (batch, in_features) sharded 2·4, then 1·8.
 
-    A weight is as torch stores it, (out_features, in_features).
+    A weight is (out_features, in_features).
     """
     sw.shard(net.dense1, ((2, 4), (1, 4)))
     sw.shard(net.dense3, ((1, 8), (1, 8)))
@@ -57,8 +57,8 @@ def pin(net: FFN) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--steps", type=int, help="of each epoch, at most")
-    parser.add_argument("--log-every", type=int, default=10, help="steps from line to line")
+    parser.add_argument("--steps", type=int, help="maximum steps per epoch")
+    parser.add_argument("--log-every", type=int, default=10, help="steps between printed lines")
     arguments = parser.parse_args()
 
     world = World.from_environment()

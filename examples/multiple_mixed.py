@@ -1,9 +1,9 @@
-"""Many dimensions at once: two pipeline stages, four micro-batches, recomputed ReLUs, sharded
+"""Hybrid parallelism: two pipeline stages, four micro-batches, recomputed ReLUs, sharded
 optimizer state, and the recursive search inside each stage; 784-512-512-1 on 8 devices.
 
 bash examples/run_multiple_mixed.sh                  # 8 processes; log_output/1/rank.*/stdout
 
-The data is MNIST where the environment variable DATA_PATH names its folder, else scikit-learn's
+The data is MNIST if the environment variable DATA_PATH names its folder, otherwise scikit-learn's
 digits, enlarged.
 """
 
@@ -18,7 +18,7 @@ from shardwright.train import Batches, MeanAbsoluteError, World, mnist_or_digits
 
 
 class Network(nn.Module):
-    """Images [batch, 1, 28, 28] to one number each, [batch, 1]."""
+    """Images [batch, 1, 28, 28] to one number per image, [batch, 1]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Network(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--steps", type=int, help="of each epoch, at most")
+    parser.add_argument("--steps", type=int, help="maximum steps per epoch")
     arguments = parser.parse_args()
 
     world = World.from_environment()

@@ -1,10 +1,10 @@
-"""The search: nothing of this network is pinned. 784-512-512-1, mean absolute error, momentum.
+"""The recursive search, without pins: 784-512-512-1, mean absolute error, momentum.
 
 torchrun --nproc-per-node 8 examples/network.py     # 8 devices
-python examples/network.py                          # one
-shardwright train examples/network.yaml --devices 8 # this network from a configuration
+python examples/network.py                          # one device
+shardwright train examples/network.yaml --devices 8 # from a configuration
 
-The data is MNIST where the environment variable DATA_PATH names its folder, else scikit-learn's
+The data is MNIST if the environment variable DATA_PATH names its folder, otherwise scikit-learn's
 digits, enlarged.
 """
 
@@ -19,7 +19,7 @@ from shardwright.train import Batches, MeanAbsoluteError, World, mnist_or_digits
 
 
 class Network(nn.Module):
-    """Images [batch, 1, 28, 28] to one number each, [batch, 1]."""
+    """Images [batch, 1, 28, 28] to one number per image, [batch, 1]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class Network(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--steps", type=int, help="of each epoch, at most")
-    parser.add_argument("--log-every", type=int, default=10, help="steps from line to line")
+    parser.add_argument("--steps", type=int, help="maximum steps per epoch")
+    parser.add_argument("--log-every", type=int, default=10, help="steps between printed lines")
     arguments = parser.parse_args()
 
     world = World.from_environment()

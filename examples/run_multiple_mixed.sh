@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains examples/multiple_mixed.py on 8 local processes; rank N writes log_output/1/rank.N/stdout.
-# Options of the script follow: bash examples/run_multiple_mixed.sh --epochs 2
+# Options are passed to the script: bash examples/run_multiple_mixed.sh --epochs 2
 set -euo pipefail
 cd "$(dirname "$0")/.."
 test -x .venv/bin/shardwright || make install
