@@ -44,9 +44,9 @@ def run() -> list[Table]:
 
 def add(table: Table, found: Comparison, published: str) -> None:
     """Adds a row, and what it misses."""
-    ways = (found.way(kind) for kind in (EXPERT, GRID, AUTO))
+    alternatives = (found.of_kind(kind) for kind in (EXPERT, GRID, AUTO))
     table.add(
-        *(found.model, found.devices, *map(shown, ways)),
+        *(found.model, found.devices, *map(shown, alternatives)),
         *(f"{found.speed_up:.1%}", published),
     )
     if found.speed_up < WHOLE:

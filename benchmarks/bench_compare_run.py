@@ -46,7 +46,7 @@ def table(found: RealComparison) -> Table:
         low, high = Sample(each.seconds).quartiles
         slower, middle, faster = found.speed_ups(each)
         shown.add(
-            " = ".join(each.ways),
+            " = ".join(each.names),
             f"{1e3 * each.predicted:.0f}",
             f"{1e3 * each.median:.0f} ({1e3 * low:.0f}–{1e3 * high:.0f})",
             f"{middle:.0%} ({slower:.0%}–{faster:.0%})",

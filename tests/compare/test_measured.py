@@ -11,7 +11,7 @@ import scipy.stats
 from compare.test_predicted import written
 from shardwright.cli.compare import measured_table
 from shardwright.compare import AUTO, DATA_PARALLEL, EXPERT, compare_measured
-from shardwright.compare.measured import Measured, RealComparison, spearman
+from shardwright.compare.measured import MeasuredPlan, RealComparison, spearman
 from shardwright.compare.predicted import GridComparison, expert_run
 from shardwright.compare.worker import in_turn, tiny_run
 from shardwright.cost.clusters import load_cluster
@@ -52,8 +52,8 @@ def test_a_tiny_model_is_divided_as_its_expert_divides_the_large_one(
     model: str, devices: int, parts: tuple[int, int, int]
 ) -> None:
     run = tiny_run(expert_run(CONFIGS / f"{model}_expert.yaml"), devices)
-    course = GridComparison(run, load_cluster("h100"), devices)
-    found, plan = course.expert()
+    comparison = GridComparison(run, load_cluster("h100"), devices)
+    found, plan = comparison.expert()
     assert found == parts
     assert plan.devices == devices
     assert plan.pipeline.stages == parts[2]
@@ -73,8 +73,8 @@ def test_every_round_runs_all_ways_and_each_begins_one_in_turn() -> None:
 
 
 def test_a_speed_up_is_that_within_a_round() -> None:
-    expert = Measured(("expert 2·1·1",), 1.0, (1.0, 4.0, 2.0))
-    auto = Measured(("auto",), 0.5, (0.5, 2.0, 1.0))
+    expert = MeasuredPlan(("expert 2·1·1",), 1.0, (1.0, 4.0, 2.0))
+    auto = MeasuredPlan(("auto",), 0.5, (0.5, 2.0, 1.0))
     found = RealComparison("toy", 2, 16, 64, (expert, auto))
     assert found.speed_ups(auto) == (2.0, 2.0, 2.0)
     assert found.correlation == 1

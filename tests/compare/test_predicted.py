@@ -79,11 +79,11 @@ def test_sharded_parameters_that_take_longer_than_computation_are_gathered_by_fe
         "parallel_config__micro_batch_num": 1,
         "runner_config__batch_size": 1,
     }
-    course = GridComparison(
+    comparison = GridComparison(
         expert_run(written(tmp_path, 16, 1, 1, **changes)), load_cluster("h100"), 16
     )
-    best = min(course.by_hand(parts).step_time or 0.0 for parts in course.grid())
-    found = course.automatic().step_time
+    best = min(comparison.by_hand(parts).step_time or 0.0 for parts in comparison.grid())
+    found = comparison.automatic().step_time
     assert found is not None and found < 1.1 * best
 
 
@@ -93,14 +93,14 @@ def test_all_ways_have_the_same_batch_and_those_that_do_not_divide_are_left_out(
     found = compare_predicted(written(tmp_path, 2, 4, 1), CLUSTER)
     assert found.global_batch == 4
     # Four samples cannot be divided among eight devices.
-    assert [way.kind for way in found.ways] == [EXPERT, AUTO, TENSOR_PARALLEL, GRID]
-    assert found.way(DATA_PARALLEL) is None
-    tokens = {round(way.seconds * way.tokens_per_second) for way in found.ways}
+    assert [each.kind for each in found.alternatives] == [EXPERT, AUTO, TENSOR_PARALLEL, GRID]
+    assert found.of_kind(DATA_PARALLEL) is None
+    tokens = {round(each.seconds * each.tokens_per_second) for each in found.alternatives}
     assert tokens == {4 * 256}
     shown = [next(iter(column.cells)) for column in comparison_table([found]).columns]
     expert, data, *_, speed_up = shown[3:]
-    assert found.ways[0].bytes > 0
-    said = [f"{size(found.ways[0].memory)}", f"sends {size(found.ways[0].bytes)}"]
+    assert found.alternatives[0].bytes > 0
+    said = [f"{size(found.alternatives[0].memory)}", f"sends {size(found.alternatives[0].bytes)}"]
     assert str(expert).splitlines()[1:] == said
     assert (data, speed_up) == ("-", f"{found.speed_up:.1%}")
 
@@ -108,7 +108,7 @@ def test_all_ways_have_the_same_batch_and_those_that_do_not_divide_are_left_out(
 def test_ways_that_do_not_fit_are_named_with_their_need_and_not_counted(tmp_path: Path) -> None:
     limit = {"context__max_device_memory": "11.8GB", "runner_config__batch_size": 2}
     found = compare_predicted(written(tmp_path, 4, 2, 1, **LARGE, **limit), CLUSTER)
-    assert [way.kind for way in found.too_large] == [EXPERT, TENSOR_PARALLEL]
+    assert [each.kind for each in found.too_large] == [EXPERT, TENSOR_PARALLEL]
     assert found.holds
     assert too_large_text(found) == (
         "small: excluded, over the memory limit of 11.8 GiB: expert 4·2·1 (11.9 GiB),"
@@ -126,20 +126,20 @@ def test_a_model_is_captured_once_for_plans_and_comparisons(
     run.plan(8)
     assert len(list(graphs_folder().iterdir())) == 1
     monkeypatch.setattr(config_run, "capture", None)
-    course = GridComparison(run, load_cluster(CLUSTER), 8)
+    comparison = GridComparison(run, load_cluster(CLUSTER), 8)
     # What the plan pinned is of its own model.
-    assert course.graph.module_tags == {}
+    assert comparison.graph.module_tags == {}
 
 
 def test_no_way_is_faster_than_the_bound_by_which_it_may_be_left_out(tmp_path: Path) -> None:
     run = expert_run(written(tmp_path, 4, 2, 1, parallel_config__micro_batch_num=4))
-    course = GridComparison(run, load_cluster(CLUSTER), 8)
-    cluster, ways = load_cluster(CLUSTER), list(course.grid())
-    assert (4, 2, 1) in ways
-    for parts in ways:
-        seconds = course.by_hand(parts).step_time
+    comparison = GridComparison(run, load_cluster(CLUSTER), 8)
+    cluster, points = load_cluster(CLUSTER), list(comparison.grid())
+    assert (4, 2, 1) in points
+    for parts in points:
+        seconds = comparison.by_hand(parts).step_time
         assert seconds is not None
-        bound = least_seconds(course.graph, cluster, parts, run.config.parallel.micro_batches)
+        bound = least_seconds(comparison.graph, cluster, parts, run.config.parallel.micro_batches)
         assert 0 < bound <= seconds, parts
 
 

@@ -131,7 +131,7 @@ class AutoParallel(nn.Module):
 
     @property
     def full_batch(self) -> bool:
-        """Whether every rank is given the whole batch; False: each its own part of it."""
+        """Whether every rank receives the whole batch; False: each receives its own part."""
         return self.options.dataset_strategy == "full_batch"
 
     @full_batch.setter
@@ -214,7 +214,7 @@ class AutoParallel(nn.Module):
     def _whole(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """An example of the whole batch, of a call that is given this rank's part."""
+        """An example of the whole batch, of a call with this rank's part."""
         strategy, stages = self.options.dataset_strategy, self.options.stages
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -129,7 +129,7 @@ def measured_table(comparison: RealComparison) -> Table:
         low, _, high = quantiles(run.seconds, n=4)
         slower, middle, faster = comparison.speed_ups(run)
         table.add_row(
-            "\n".join(run.ways),
+            "\n".join(run.names),
             f"{1e3 * run.predicted:.1f}",
             f"{1e3 * run.median:.1f} ({1e3 * low:.1f}–{1e3 * high:.1f})",
             f"{middle:.0%} ({slower:.0%}–{faster:.0%})",
@@ -155,7 +155,7 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
             comparison.model,
             str(comparison.devices),
             str(comparison.global_batch),
-            *(_cell(comparison.way(kind)) for kind in KINDS),
+            *(_cell(comparison.of_kind(kind)) for kind in KINDS),
             f"{comparison.speed_up:.1%}",
         )
     return table

@@ -10,7 +10,7 @@ from shardwright.compare.alternatives import (
     Comparison,
     alternative_name,
 )
-from shardwright.compare.measured import Measured, RealComparison, compare_measured
+from shardwright.compare.measured import MeasuredPlan, RealComparison, compare_measured
 from shardwright.compare.predicted import compare_predicted
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "TENSOR_PARALLEL",
     "Alternative",
     "Comparison",
-    "Measured",
+    "MeasuredPlan",
     "RealComparison",
     "alternative_name",
     "compare_measured",

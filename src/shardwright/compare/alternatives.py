@@ -1,4 +1,4 @@
-"""Ways of dividing one model over the same devices, and how they compare."""
+"""Alternatives of dividing one model over the same devices, and how they compare."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, OF_GRID = (
     "best of grid",
     "of grid",
 )
-"""Kinds of ways. `of grid`: faster than the best of the grid, but too large."""
+"""Kinds of alternatives. `of grid`: faster than the best of the grid, but too large."""
 
 NEAR = 1e-3
-"""What is less than that apart, relatively, is as fast."""
+"""Times that differ by less, relatively, count as equal."""
 
 
 def alternative_name(kind: str, parts: GridPoint | None) -> str:
-    """A way in words: `expert 2·4·1`."""
+    """An alternative in words: `expert 2·4·1`."""
     return kind if parts is None else f"{kind} {'·'.join(map(str, parts))}"
 
 
@@ -61,11 +61,11 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All ways of dividing one model over the same devices, with the same batch.
+    """The alternatives of one model on the same devices, with the same batch.
 
     Args:
         limit: bytes of a device; None: any number.
-        ways: those that could be planned; `auto` and `expert` among them.
+        alternatives: those that could be planned; `auto` and `expert` among them.
     """
 
     model: str
@@ -73,32 +73,33 @@ class Comparison:
     cluster: str
     global_batch: int
     limit: int | None
-    ways: tuple[Alternative, ...]
+    alternatives: tuple[Alternative, ...]
 
-    def way(self, kind: str) -> Alternative | None:
-        """The way of this kind, if it could be planned."""
-        return next((way for way in self.ways if way.kind == kind), None)
+    def of_kind(self, kind: str) -> Alternative | None:
+        """The alternative of this kind, if it could be planned."""
+        return next((each for each in self.alternatives if each.kind == kind), None)
 
     @property
     def speed_up(self) -> float:
         """Tokens per second of `auto` over those of `expert`."""
-        auto, expert = self.way(AUTO), self.way(EXPERT)
+        auto, expert = self.of_kind(AUTO), self.of_kind(EXPERT)
         assert auto is not None and expert is not None
         return auto.tokens_per_second / expert.tokens_per_second
 
     @property
     def too_large(self) -> tuple[Alternative, ...]:
-        """The ways that need more than the limit, each once, the fastest first. `holds` does not
-        count them."""
-        found = {(way.parts, way.memory): way for way in reversed(self.ways) if not way.fits}
-        return tuple(sorted(found.values(), key=lambda way: way.seconds))
+        """The alternatives that need more than the limit, each once, the fastest first. `holds`
+        does not count them."""
+        excluded = [each for each in reversed(self.alternatives) if not each.fits]
+        distinct = {(each.parts, each.memory): each for each in excluded}
+        return tuple(sorted(distinct.values(), key=lambda each: each.seconds))
 
     @property
     def holds(self) -> bool:
-        """Whether `auto` fits, and is as fast as any other way that fits; to a thousandth."""
-        auto = self.way(AUTO)
+        """Whether `auto` fits, and is as fast as every alternative that fits; to a thousandth."""
+        auto = self.of_kind(AUTO)
         assert auto is not None
-        others = [way.tokens_per_second for way in self.ways if way.fits]
+        others = [each.tokens_per_second for each in self.alternatives if each.fits]
         return auto.fits and auto.tokens_per_second >= (1 - NEAR) * max(others, default=0.0)
 
 

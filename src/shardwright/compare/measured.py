@@ -35,16 +35,16 @@ ROUNDS = 12
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPlan:
     """One plan, predicted and measured.
 
     Args:
-        ways: what it is: `expert 8·1·1`, `auto`; several where they are the same plan.
+        names: of the alternatives, `expert 8·1·1`, `auto`; several where they are the same plan.
         predicted: seconds of a step.
         seconds: of each step, as long as the slowest process took.
     """
 
-    ways: tuple[str, ...]
+    names: tuple[str, ...]
     predicted: float
     seconds: tuple[float, ...]
 
@@ -56,7 +56,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class RealComparison:
-    """All ways of dividing one tiny model over the same processes.
+    """The alternatives of one tiny model on the same processes.
 
     Args:
         batch: samples of a step.
@@ -67,24 +67,24 @@ class RealComparison:
     processes: int
     batch: int
     seq_length: int
-    runs: tuple[Measured, ...]
+    runs: tuple[MeasuredPlan, ...]
 
     @property
     def correlation(self) -> float:
         """Spearman's ρ between predicted and measured seconds; NaN if either are all equal."""
         return spearman([run.predicted for run in self.runs], [run.median for run in self.runs])
 
-    def speed_ups(self, run: Measured) -> tuple[float, float, float]:
+    def speed_ups(self, run: MeasuredPlan) -> tuple[float, float, float]:
         """How much faster a step is than the expert's within a round: lower quartile, median, upper
         quartile."""
         expert = self.runs[0].seconds
-        ratios = [theirs / mine for theirs, mine in zip(expert, run.seconds, strict=True)]
+        ratios = [reference / own for reference, own in zip(expert, run.seconds, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         return low, middle, high
 
-    def run(self, way: str) -> Measured:
-        """The run of a way, by the beginning of its name."""
-        return next(run for run in self.runs if any(each.startswith(way) for each in run.ways))
+    def run(self, prefix: str) -> MeasuredPlan:
+        """The run of an alternative, by the beginning of its name."""
+        return next(run for run in self.runs if any(each.startswith(prefix) for each in run.names))
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float:
@@ -109,16 +109,16 @@ def compare_measured(
     on_progress: OnProgress = silent,
 ) -> list[RealComparison]:
     """Trains the tiny variants of language models for some steps, each automatically, as its expert
-    divides it, and in all ways of data × tensor × pipeline parallel that divide it, on local
-    processes; within one launch, where all ways of a model take turns.
+    divides it, and in all combinations of data × tensor × pipeline parallel that divide it, on
+    local processes; within one launch, where all alternatives of a model take turns.
 
     Args:
         experts: configurations in `semi_auto` mode.
         logs: where the processes write, and plans are put.
-        rounds: timed steps of each way.
+        rounds: timed steps of each alternative.
         cluster: for which steps are predicted and auto is planned; by default this machine,
             measured with as many processes.
-        on_progress: told what is being done.
+        on_progress: called with what is being done.
 
     Raises:
         ConfigError: a configuration is not an expert's of a language model, or cannot be divided
@@ -126,28 +126,28 @@ def compare_measured(
         RankFailedError: a plan failed; says which.
     """
     if devices < 2:
-        raise ConfigError(f"devices={devices}: at least 2 processes are compared")
+        raise ConfigError(f"devices={devices}: must be at least 2 processes")
     if rounds < 2:
-        raise ConfigError(f"rounds={rounds}: quartiles need at least 2")
+        raise ConfigError(f"rounds={rounds}: must be at least 2, for quartiles")
     runs = [tiny_run(expert_run(file), devices) for file in experts]
-    on_progress("the machine is measured")
-    where = measure_cluster(devices) if cluster is None else load_cluster(cluster)
+    on_progress("calibrating this machine")
+    machine = measure_cluster(devices) if cluster is None else load_cluster(cluster)
     logs.clear(devices)
-    asked = []
+    model_plans = []
     for run, file in zip(runs, experts, strict=True):
         on_progress(f"{_name(run)}: plans")
-        asked.append(_planned(run, str(file), where, devices))
+        model_plans.append(_plans_of(run, str(file), machine, devices))
     on_progress("steps on local processes")
-    orders = [_order(number, each, logs.run, rounds) for number, each in enumerate(asked)]
+    orders = [_order(number, each, logs.run, rounds) for number, each in enumerate(model_plans)]
     seconds = _run(orders, devices, logs)
     return [
-        _result(run, devices, each, of_each)
-        for run, each, of_each in zip(runs, asked, seconds, strict=True)
+        _comparison_of(run, devices, each, of_each)
+        for run, each, of_each in zip(runs, model_plans, seconds, strict=True)
     ]
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _ModelPlans:
     """A model, and its plans with all names of each."""
 
     config: str
@@ -155,35 +155,37 @@ class _Planned:
     plans: tuple[tuple[tuple[str, ...], Plan], ...]
 
 
-def _planned(run: Run, config: str, cluster: Cluster, devices: int) -> _Planned:
-    course = GridComparison(run, cluster, devices)
-    found: list[tuple[list[str], Plan]] = []
-    for name, plan in _ways(course):
-        same = next((names for names, other in found if _alike(plan, other)), None)
+def _plans_of(run: Run, config: str, cluster: Cluster, devices: int) -> _ModelPlans:
+    comparison = GridComparison(run, cluster, devices)
+    distinct: list[tuple[list[str], Plan]] = []
+    for name, plan in _named_plans(comparison):
+        same = next((names for names, other in distinct if _alike(plan, other)), None)
         if same is None:
-            found.append(([name], plan))
+            distinct.append(([name], plan))
         else:
             same.append(name)
-    return _Planned(config, course.graph, tuple((tuple(names), plan) for names, plan in found))
+    return _ModelPlans(
+        config, comparison.graph, tuple((tuple(names), plan) for names, plan in distinct)
+    )
 
 
-def _ways(course: GridComparison) -> Iterator[tuple[str, Plan]]:
-    parts, expert = course.expert()
+def _named_plans(comparison: GridComparison) -> Iterator[tuple[str, Plan]]:
+    parts, expert = comparison.expert()
     yield alternative_name(EXPERT, parts), expert
-    automatic = course.automatic()
+    automatic = comparison.automatic()
     stages = automatic.pipeline.stages
     yield AUTO if stages == 1 else f"{AUTO}, {stages} stages", automatic
-    data, tensor = (course.devices, 1, 1), (1, course.devices, 1)
-    for parts in course.grid():
+    data, tensor = (comparison.devices, 1, 1), (1, comparison.devices, 1)
+    for parts in comparison.grid():
         kind = {data: DATA_PARALLEL, tensor: TENSOR_PARALLEL}.get(parts, OF_GRID)
-        yield alternative_name(kind, parts), course.by_hand(parts)
-    if course.divides(data):
-        sharded = course.by_hand(data, hsdp={"level": "level3", "threshold": 0})
+        yield alternative_name(kind, parts), comparison.by_hand(parts)
+    if comparison.divides(data):
+        sharded = comparison.by_hand(data, hsdp={"level": "level3", "threshold": 0})
         yield f"{alternative_name(DATA_PARALLEL, data)} level3", sharded
 
 
 def _alike(plan: Plan, other: Plan) -> bool:
-    """Whether both run the same: what is pinned may be said in other words."""
+    """Whether both run the same; pins may differ in form only."""
 
     def what_runs(one: Plan) -> tuple[object, ...]:
         stored = one.storage, one.sharding, one.recompute, one.pipeline
@@ -192,41 +194,41 @@ def _alike(plan: Plan, other: Plan) -> bool:
     return what_runs(plan) == what_runs(other)
 
 
-def _order(number: int, asked: _Planned, folder: Path, rounds: int) -> MeasureOrder:
+def _order(number: int, model_plans: _ModelPlans, folder: Path, rounds: int) -> MeasureOrder:
     """Writes graph and plans where the processes find them."""
     graph = folder / f"{number}.graph"
-    graph.write_bytes(dumps(asked.graph))
+    graph.write_bytes(dumps(model_plans.graph))
     files = {}
-    for place, (names, plan) in enumerate(asked.plans):
+    for place, (names, plan) in enumerate(model_plans.plans):
         file = folder / f"{number}.{place}.json"
         plan.save(file)
         files[" = ".join(names)] = str(file)
-    return MeasureOrder(asked.config, str(graph), files, rounds)
+    return MeasureOrder(model_plans.config, str(graph), files, rounds)
 
 
 def _run(orders: Sequence[MeasureOrder], devices: int, logs: LogFolder) -> list[list[list[float]]]:
     """For each order, for each plan, the seconds of its steps."""
-    asked, answer = logs.run / "orders.json", logs.run / "seconds.json"
-    asked.write_text(json.dumps([asdict(order) for order in orders]), encoding="utf-8")
-    launch(["-P", "-m", "shardwright.compare.worker", str(asked), str(answer)], devices, logs)
-    found: list[list[list[float]]] = json.loads(answer.read_text(encoding="utf-8"))
-    return found
+    request, result = logs.run / "orders.json", logs.run / "seconds.json"
+    request.write_text(json.dumps([asdict(order) for order in orders]), encoding="utf-8")
+    launch(["-P", "-m", "shardwright.compare.worker", str(request), str(result)], devices, logs)
+    seconds: list[list[list[float]]] = json.loads(result.read_text(encoding="utf-8"))
+    return seconds
 
 
-def _result(
-    run: Run, devices: int, asked: _Planned, seconds: Sequence[Sequence[float]]
+def _comparison_of(
+    run: Run, devices: int, model_plans: _ModelPlans, seconds: Sequence[Sequence[float]]
 ) -> RealComparison:
     assert run.config.data.seq_length is not None
-    found = []
-    for (names, plan), each in zip(asked.plans, seconds, strict=True):
+    runs = []
+    for (names, plan), each in zip(model_plans.plans, seconds, strict=True):
         assert plan.step_time is not None
-        found.append(Measured(names, plan.step_time, tuple(each)))
+        runs.append(MeasuredPlan(names, plan.step_time, tuple(each)))
     return RealComparison(
         _name(run),
         devices,
         run.config.data.batch_size,
         run.config.data.seq_length,
-        tuple(found),
+        tuple(runs),
     )
 
 

@@ -44,13 +44,14 @@ def compare_predicted(
     devices: int | None = None,
     on_progress: OnProgress = silent,
 ) -> Comparison:
-    """Plans a language model automatically, as its expert's configuration says, and in all ways of
-    data × tensor × pipeline parallel, with the same batch, micro-batches and memory.
+    """Plans a language model automatically, as its expert configures it, and in all
+    combinations of data × tensor × pipeline parallel, with the same batch, micro-batches and
+    memory.
 
     Args:
         expert: a configuration in `semi_auto` mode.
         devices: by default as many as the configuration has.
-        on_progress: told which way is being planned.
+        on_progress: called with the alternative that is being planned.
 
     Raises:
         ConfigError: the configuration is not an expert's of a language model.
@@ -58,14 +59,14 @@ def compare_predicted(
     run = replace(expert_run(expert), on_progress=on_progress)
     assert run.language is not None
     number = devices or run.language.parallelism.devices
-    course = GridComparison(run, load_cluster(cluster), number, run.language.memory_limit)
+    comparison = GridComparison(run, load_cluster(cluster), number, run.language.memory_limit)
     return Comparison(
         model=run.language.name,
         devices=number,
         cluster=cluster,
         global_batch=run.config.data.batch_size,
-        limit=course.limit,
-        ways=tuple(course.ways()),
+        limit=comparison.limit,
+        alternatives=tuple(comparison.alternatives()),
     )
 
 
@@ -83,14 +84,14 @@ def expert_run(file: str | Path) -> Run:
         )
     if run.config.parallel.expert.context_parallel > 1:
         raise ConfigError(
-            f"{file}: parallel_config.context_parallel: compare knows data, model and pipeline"
-            " parallel only; valid is 1"
+            f"{file}: parallel_config.context_parallel: compare supports data, model and"
+            " pipeline parallel only; valid is 1"
         )
     return run
 
 
 class GridComparison:
-    """The ways of one model, on one captured graph.
+    """The alternatives of one model, on one captured graph.
 
     Args:
         run: an expert's.
@@ -109,12 +110,12 @@ class GridComparison:
         assert data.seq_length is not None
         self.tokens = data.batch_size * data.seq_length
 
-    def ways(self) -> Iterator[Alternative]:
-        """All ways, priced."""
-        parts, found = self.expert()
-        expert = self._way(EXPERT, parts, found)
+    def alternatives(self) -> Iterator[Alternative]:
+        """All alternatives, priced."""
+        parts, plan = self.expert()
+        expert = self._priced(EXPERT, parts, plan)
         yield expert
-        yield self._way(AUTO, None, self.automatic())
+        yield self._priced(AUTO, None, self.automatic())
         known: dict[GridPoint, Plan] = {}
         for kind, parts in (
             (DATA_PARALLEL, (self.devices, 1, 1)),
@@ -122,16 +123,18 @@ class GridComparison:
         ):
             if self.divides(parts):
                 known[parts] = self.by_hand(parts)
-                yield self._way(kind, parts, known[parts])
+                yield self._priced(kind, parts, known[parts])
         yield from self._best_of_grid(expert, known)
 
     def expert(self) -> tuple[GridPoint, Plan]:
         """What the configuration says."""
-        said = self.run.config.parallel
-        assert said.expert is not None
-        parts = said.expert.data_parallel, said.expert.model_parallel, int(said.stages)
+        parallel = self.run.config.parallel
+        assert parallel.expert is not None
+        parts = parallel.expert.data_parallel, parallel.expert.model_parallel, int(parallel.stages)
         plan = self.by_hand(
-            parts, seq_parallel=said.expert.seq_parallel, vocab_emb_dp=said.expert.vocab_emb_dp
+            parts,
+            seq_parallel=parallel.expert.seq_parallel,
+            vocab_emb_dp=parallel.expert.vocab_emb_dp,
         )
         return parts, plan
 
@@ -139,26 +142,27 @@ class GridComparison:
         self, expert: Alternative, known: dict[GridPoint, Plan]
     ) -> Iterator[Alternative]:
         """The fastest that fits, the expert's own among them, and faster ones that do not fit. What
-        a plan needs is known only after a rehearsal, and what it takes only when it is made:
-        neither is found out of ways that cannot be faster than one that fits."""
+        a plan needs is known only after a dry run, and its time only once it is made: neither is
+        done for an alternative that cannot be faster than one that fits."""
         micro_batches = self.run.config.parallel.micro_batches
         bounds = {
             parts: least_seconds(self.graph, self.cluster, parts, micro_batches)
             for parts in self.grid()
         }
-        best, refused = replace(expert, kind=GRID), list[Alternative]()
+        best, too_large = replace(expert, kind=GRID), list[Alternative]()
         for parts in sorted(bounds, key=lambda each: bounds[each]):
             if best.fits and bounds[parts] >= best.seconds:
                 break
             plan = known.get(parts) or self.by_hand(parts)
             assert plan.step_time is not None
             if not best.fits or plan.step_time < best.seconds:
-                way = self._way(GRID, parts, plan)
-                if not way.fits:
-                    refused.append(replace(way, kind=OF_GRID))
-                best = way if way.fits or way.memory < best.memory else best
+                alternative = self._priced(GRID, parts, plan)
+                if not alternative.fits:
+                    too_large.append(replace(alternative, kind=OF_GRID))
+                if alternative.fits or alternative.memory < best.memory:
+                    best = alternative
         yield best
-        yield from (way for way in refused if way.tokens_per_second > best.tokens_per_second)
+        yield from (each for each in too_large if each.tokens_per_second > best.tokens_per_second)
 
     def grid(self) -> Iterator[GridPoint]:
         """All data · model · pipeline parallel whose numbers divide what they cut."""
@@ -237,18 +241,18 @@ class GridComparison:
             "hsdp": None if parallel.hsdp is None else parallel.hsdp.model_dump(),
         }
 
-    def _way(self, kind: str, parts: GridPoint | None, found: Plan) -> Alternative:
-        assert found.step is not None
+    def _priced(self, kind: str, parts: GridPoint | None, plan: Plan) -> Alternative:
+        assert plan.step is not None
         words = kind if parts is None else "·".join(map(str, parts))
         self.run.on_progress(f"{words}: memory")
-        peak = found.memory.peak
+        peak = plan.memory.peak
         return Alternative(
             kind,
             parts,
-            found.step.seconds,
-            self.tokens / found.step.seconds,
+            plan.step.seconds,
+            self.tokens / plan.step.seconds,
             peak,
-            found.bytes,
+            plan.bytes,
             self.limit is None or peak <= self.limit,
         )
 

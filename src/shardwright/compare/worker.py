@@ -1,4 +1,4 @@
-"""What each process runs that measures plans: training steps of all of them in turn."""
+"""The process that measures plans: training steps of all of them in turn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MeasureOrder:
     Args:
         config: the expert's configuration, of which the tiny variant is trained.
         graph: the file of its captured graph.
-        plans: for each way the file of its plan.
+        plans: for each alternative the file of its plan.
         rounds: how many steps of each are timed.
     """
 
@@ -55,20 +55,20 @@ def measure(order: MeasureOrder, world: World, device: torch.device) -> list[lis
     graph = loads(Path(order.graph).read_bytes())
     batches = cycle(run.batches.epoch(0))
     steps = []
-    for way, file in order.plans.items():
+    for name, file in order.plans.items():
         plan = replace(Plan.load(file), graph=graph)
         try:
             step = _step(run, plan, next(batches), device)
             for _ in range(WARM_UP):
                 step()
         except ShardwrightError as error:
-            raise PlanError(f"{order.config}: {way} cannot run: {error}") from error
+            raise PlanError(f"{order.config}: {name} cannot run: {error}") from error
         steps.append(step)
-    found: list[list[float]] = [[] for _ in steps]
+    seconds: list[list[float]] = [[] for _ in steps]
     for number in range(order.rounds):
         for place in in_turn(len(steps), number):
-            found[place].append(_seconds(steps[place]))
-    return found
+            seconds[place].append(_seconds(steps[place]))
+    return seconds
 
 
 def _step(
@@ -104,14 +104,16 @@ def _seconds(step: Callable[[], object]) -> float:
 
 
 @record
-def run_worker(asked: str, answer: str) -> None:
-    """Measures the orders in the file `asked`; rank 0 writes the seconds into `answer`."""
-    orders = [MeasureOrder(**each) for each in json.loads(Path(asked).read_text(encoding="utf-8"))]
+def run_worker(request: str, result: str) -> None:
+    """Measures the orders in the file `request`; rank 0 writes the seconds into `result`."""
+    orders = [
+        MeasureOrder(**each) for each in json.loads(Path(request).read_text(encoding="utf-8"))
+    ]
     world = World.from_environment()
     with process_group(world) as device:
-        found = [measure(order, world, device) for order in orders]
+        seconds = [measure(order, world, device) for order in orders]
         if world.rank == 0:
-            Path(answer).write_text(json.dumps(found), encoding="utf-8")
+            Path(result).write_text(json.dumps(seconds), encoding="utf-8")
 
 
 if __name__ == "__main__":
@@ -169,6 +171,6 @@ def tiny_run(run: Run, devices: int) -> Run:
     return replace(run, config=config)
 
 
-def _shared(said: int, most: int, devices: int) -> int:
-    """The largest number up to `said` and `most` that divides `devices`."""
-    return max(n for n in range(1, min(said, most, devices) + 1) if devices % n == 0)
+def _shared(preferred: int, limit: int, devices: int) -> int:
+    """The largest number up to `preferred` and `limit` that divides `devices`."""
+    return max(n for n in range(1, min(preferred, limit, devices) + 1) if devices % n == 0)

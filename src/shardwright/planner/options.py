@@ -1,7 +1,7 @@
-"""The options of a plan: the name, type, default, requirement and meaning of each stand here alone.
+"""The options of a plan: name, type, default, requirement and meaning of each, in one place.
 
 `sw.plan` and `AutoParallel` take their keywords from these classes, and the section `parallel` of a
-configuration its keys. Where an option applies is said by the class that it stands in:
+configuration its keys. The class of an option says where it applies:
 
 | class | its fields are |
 |---|---|
@@ -66,29 +66,29 @@ class FileOptions:
     """Options that a configuration file has too, as keys of its section `parallel`.
 
     Args:
-        mem_coeff: small values favor data parallel, large ones model parallel. `auto` is the
-            smallest that fits `memory_limit`, or the memory of the devices of the cluster.
+        mem_coeff: weight of memory relative to communication: small values favor data parallel,
+            large ones model parallel. `auto`: the smallest that fits `memory_limit`, or the memory
+            of the cluster's devices.
         cost_model: `symbolic`, the relative costs of the published search, or `time`, the seconds
-            of a step on a cluster; by default `time` where a cluster is named.
+            of a step on a cluster; by default `time` if there is a cluster.
         cluster: `local` (this machine), a built-in one (`h100`, `ascend910b`, …), or a YAML file.
-        order: in which the search takes operators, by `weight` or `topology`.
+        order: in which the search decides operators, by `weight` or `topology`.
         log_costs: log every decision at level INFO of the logger `shardwright.search`.
-        stages: into how many groups of equal size the devices are divided; each runs a part of the
-            model, cut where parts are nearly equal in work, or on a cluster in time. `auto` takes
-            the number whose step takes the least time, at most `max_stages` and not more than
-            micro-batches.
+        stages: number of pipeline stages. Each is an equal share of the devices and runs a part of
+            the model; parts have nearly equal work, or on a cluster nearly equal time. `auto`: the
+            number with the shortest step, at most `max_stages` and at most `micro_batches`.
         max_stages: the largest number that `stages="auto"` tries.
-        suggest_stages: log which number `auto` would take where it is another than `stages`, if a
-            cluster is named.
-        micro_batches: pieces of the batch that follow each other; at least as many as stages. A
-            graph that is given is that of one micro-batch.
-        schedule: in which order stages work on micro-batches; `docs/pipeline.md` lists them.
-        compute_dtype: `bfloat16` computes and sends in half precision what is stored in single
-            precision; parameters and optimizer state stay in single precision.
-        memory_limit: bytes of a device, or a text like `24GiB`. A plan that needs more in a step is
+        suggest_stages: log the number that `auto` would choose if it is not `stages`; needs a
+            cluster.
+        micro_batches: pieces into which the batch is split, computed one after the other; at least
+            as many as stages. A graph must be captured with one micro-batch.
+        schedule: order in which stages run micro-batches; `docs/pipeline.md` lists them.
+        compute_dtype: `bfloat16` computes and communicates in bfloat16 what is stored in float32;
+            parameters and optimizer state stay in float32.
+        memory_limit: bytes per device, or a text like `24GiB`. A plan that needs more in a step is
             changed until it fits: parameters and optimizer state are sharded (`hsdp`), then
             operators are recomputed in the backward pass, then `mem_coeff` grows, then there are
-            more stages. On a cluster the first three are weighed by time.
+            more stages. On a cluster the first three are chosen by step time.
     """
 
     mem_coeff: Annotated[float | Literal["auto"], POSITIVE_OR_AUTO] = 0.1
@@ -115,18 +115,18 @@ class KeywordOptions(FileOptions):
     `hsdp` and `recompute`.
 
     Args:
-        dataset_strategy: `full_batch` (every device is given the whole batch and keeps its part),
-            `data_parallel` (every device of a stage is given its own equal part of the batch), or a
-            tuple with an entry (counts, a layout, or None) for each tensor input.
+        dataset_strategy: `full_batch` (every device receives the whole batch and keeps its shard),
+            `data_parallel` (every device of a stage receives its own equal part), or a tuple with
+            an entry (shard counts, a layout, or None) for each tensor input.
         stage_config: names of modules, each with the number of its stage, in place of `stages`.
-        hsdp: stores parameters sharded that are used whole (optimizer parallel): True, an
-            `OptimizerParallel`, or a mapping with its fields.
-        bucket_mb: up to how many MiB collectives of parameters are joined.
-        recompute: `auto` recomputes as much as the memory limit asks for, before anything else is
-            changed; without a limit, that of the devices of the cluster.
-        optimizer: for which memory is estimated: `sgd`, `momentum`, `adam`, `adamw`, or an
+        hsdp: shards parameters over devices that would replicate them (optimizer parallel): True,
+            an `OptimizerParallel`, or a mapping with its fields.
+        bucket_mb: size in MiB up to which collectives of parameters are merged.
+        recompute: `auto` recomputes as much as the memory limit requires before anything else is
+            changed; without a limit, as the memory of the cluster's devices requires.
+        optimizer: whose state counts in the memory: `sgd`, `momentum`, `adam`, `adamw`, or an
             optimizer like the one to be used.
-        on_progress: called with each part of the work as it begins.
+        on_progress: called with the name of each part of the work as it begins.
 
     Raises:
         StrategyError: if one is not valid.
@@ -169,7 +169,7 @@ class PlanOptions(KeywordOptions):
     many devices as there are processes.
 
     Args:
-        devices: over how many the model is split.
+        devices: number of devices over which the model is split.
         mode: `recursive_programming` (the double recursive search), `exact` (all operators and
             axes together, for small models), `sharding_propagation` (from the operators that
             `shard` has pinned outwards, with the least redistribution), `semi_auto` (operators

@@ -64,7 +64,7 @@ class Pipeline(nn.Module):
 
     @property
     def net(self) -> nn.Module:
-        """The model that was given."""
+        """The model inside."""
         return self._net[0]
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -81,7 +81,7 @@ class Pipeline(nn.Module):
         if not isinstance(results[0], torch.Tensor) or results[0].ndim:
             raise StrategyError(
                 "a Pipeline is for a model that returns its loss, one number; for other outputs"
-                " call the model that it was made from"
+                " call the model itself"
             )
         total = torch.stack(results).sum()
         return total / self.micro_batches if self.loss_reduction == "mean" else total
