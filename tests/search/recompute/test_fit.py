@@ -14,8 +14,8 @@ from shardwright.cost.memory import Memory, memory
 from shardwright.partition.communication import communication
 from shardwright.partition.decisions import Decisions, Recompute
 from shardwright.partition.partitioned import Partitioned
-from shardwright.search.recompute.candidates import Candidates, RecomputePrices
-from shardwright.search.recompute.fit import Fitted, fit_by_recomputation
+from shardwright.search.recompute.candidates import RecomputeCandidates, RecomputePrices
+from shardwright.search.recompute.fit import MemoryFit, fit_by_recomputation
 
 NET, ARGS, KWARGS = llama(layers=3)
 GRAPH = sw.capture(NET, ARGS, KWARGS)
@@ -25,7 +25,7 @@ def measured(plan: sw.Plan, decisions: Decisions) -> Memory:
     return memory(Partitioned(GRAPH, plan.mesh, decisions, plan.pipeline))
 
 
-def fitted(plan: sw.Plan, limit: int) -> Fitted:
+def fitted(plan: sw.Plan, limit: int) -> MemoryFit:
     return fit_by_recomputation(
         GRAPH, plan.mesh, plan.decisions, plan.pipeline, limit, lambda d: measured(plan, d)
     )
@@ -62,11 +62,11 @@ def test_a_fitted_plan_computes_the_same() -> None:
 
 def test_layers_are_blocks_and_gathers_make_the_difference_between_ways() -> None:
     plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
-    found = Candidates(GRAPH, plan.mesh, plan.decisions, lambda op: 0)
+    found = RecomputeCandidates(GRAPH, plan.mesh, plan.decisions, lambda op: 0)
     blocks = {block.name: block for block in found.blocks}
     assert {"model.layers.0", "model.layers.1"} <= set(blocks)
-    ways = blocks["model.layers.1"].ways
-    cheap, kept, again = (ways[name][0] for name in ("cheap", "kept", "again"))
+    options = blocks["model.layers.1"].options
+    cheap, kept, again = (options[name][0] for name in ("cheap", "kept", "again"))
     assert cheap.freed < kept.freed < again.freed
     assert cheap.cost < kept.cost < again.cost
 
@@ -83,11 +83,11 @@ def test_what_the_user_marked_stays() -> None:
 def test_on_slow_links_what_is_sent_again_costs_more() -> None:
     plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
     costs = []
-    for worth in (
+    for prices in (
         RecomputePrices.on(load_cluster("h100"), torch.bfloat16),
         RecomputePrices(sent=1e6),
     ):
-        found = Candidates(GRAPH, plan.mesh, plan.decisions, lambda op: 0, worth)
-        ways = next(b for b in found.blocks if b.name == "model.layers.1").ways
-        costs.append(ways["again"][0].cost - ways["kept"][0].cost)
+        found = RecomputeCandidates(GRAPH, plan.mesh, plan.decisions, lambda op: 0, prices)
+        options = next(b for b in found.blocks if b.name == "model.layers.1").options
+        costs.append(options["again"][0].cost - options["kept"][0].cost)
     assert 0 < costs[0] < costs[1]

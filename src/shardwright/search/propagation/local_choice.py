@@ -29,7 +29,7 @@ LocalCost = tuple[int, int]
 """Bytes of redistribution, then of memory on one device."""
 
 Between = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
-"""A conversion: from, to, and to where else: ways that share its first steps."""
+"""A redistribution: its source, its target, and other targets that may share its first steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class TensorContext:
     Args:
         dims: the factors that it carries in the operator's rule.
         stored: whether it is a parameter, which is stored as it is used.
-        made: the layout in which the operator finds it; None if that is not decided, and for the
-            operator's outputs.
-        read: the layouts in which decided operators read it.
+        source: the layout in which it reaches the operator; None if that is not decided, and for
+            the operator's outputs.
+        reads: the layouts in which decided operators read it.
     """
 
     dims: Dims
@@ -49,12 +49,12 @@ class TensorContext:
     itemsize: int
     differentiable: bool
     stored: bool = False
-    made: TensorLayout | None = None
-    read: tuple[TensorLayout, ...] = ()
+    source: TensorLayout | None = None
+    reads: tuple[TensorLayout, ...] = ()
 
     @property
     def decided(self) -> tuple[TensorLayout, ...]:
-        return self.read if self.made is None else (self.made, *self.read)
+        return self.reads if self.source is None else (self.source, *self.reads)
 
     def redistribution(
         self, source: TensorLayout, target: TensorLayout, others: Sequence[TensorLayout]
@@ -66,7 +66,7 @@ class TensorContext:
     def traffic(
         self, source: TensorLayout, target: TensorLayout, others: Sequence[TensorLayout]
     ) -> int:
-        """Bytes from `source` to `target` of the steps that no way to one of `others` shares."""
+        """Bytes from `source` to `target` of the steps that no path to one of `others` shares."""
         path, sizes = self._priced(source, target)
         if not path:
             return 0
@@ -96,7 +96,8 @@ def _priced(
     itemsize: int,
     differentiable: bool,
 ) -> tuple[tuple[RedistributionStep, ...], tuple[int, ...]]:
-    """The steps of a conversion and the bytes that one device sends for each, both ways."""
+    """The steps of a redistribution, and the bytes that one device sends for each, both forward and
+    backward."""
     path = redistribution_steps(source, target, shape, differentiable)
     return path, tuple(
         step.forward_bytes(shape, itemsize)
@@ -163,7 +164,7 @@ class LocalProblem:
     def _least(self, candidates: Iterable[dict[str, Axes]]) -> dict[str, Axes]:
         """The first of the cheapest.
 
-        Traffic is looked at only where the cost is equal: most of its conversions are asked for
+        Traffic is looked at only where the cost is equal: most of its redistributions are needed
         nowhere else, and finding one takes time.
         """
         least: LocalCost | None = None
@@ -198,14 +199,14 @@ class LocalProblem:
 
     def _entering(self, read: tuple[TensorLayout, ...]) -> Iterator[tuple[TensorContext, Between]]:
         for context, layout in zip(self.inputs, read, strict=True):
-            source = _bare(layout) if context.stored else context.made
+            source = _bare(layout) if context.stored else context.source
             if source is not None:
-                yield context, (source, layout, context.read)
+                yield context, (source, layout, context.reads)
 
     def _leaving(self, left: tuple[TensorLayout, ...]) -> Iterator[tuple[TensorContext, Between]]:
         for context, layout in zip(self.outputs, left, strict=True):
-            for place, target in enumerate(context.read):
-                yield context, (layout, target, context.read[:place])
+            for place, target in enumerate(context.reads):
+                yield context, (layout, target, context.reads[:place])
 
     def _inside(self, cuts: Cuts) -> int:
         """Bytes of the all-reduces inside the operator."""

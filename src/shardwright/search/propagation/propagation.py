@@ -1,13 +1,13 @@
-"""Sharding propagation: from pinned operators outwards, each operator as its neighbors ask.
+"""Sharding propagation: from pinned operators outwards, each operator follows its neighbors.
 
 Breadth first from the pinned operators, over the tensors that operators share, in both directions.
-Each next operator takes the cut with the least redistribution to what is decided already: bytes of
-the conversions of the tensors that it shares, forward and backward. Of equal ones it takes the one
+Each next operator takes the cut with the least redistribution to what is decided already: bytes
+sent for the tensors that it shares, forward and backward. Of equal ones it takes the one
 with the least memory (bytes of its tensors on one device), then with the least communication of any
 kind, gradients of parameters included, then the first in a fixed order.
 
-Then operators are decided again with all their neighbors known, so that where the ways from
-several pins have met the conversion between them comes to lie where it is cheapest.
+Then operators are decided again with all their neighbors known, so that between regions that grew
+from different pins the redistribution comes to lie where it is cheapest.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ ROUNDS = 4
 
 
 class _Propagation:
-    """What is decided so far, and in which layouts that leaves and reads the values."""
+    """The decisions so far, with the layout of each value at its source and at its readers."""
 
     def __init__(self, graph: Graph, mesh: Layout, outputs: Outputs) -> None:
         self.graph = graph
@@ -84,27 +84,27 @@ class _Propagation:
         self.rules = {op.name: rule_of(op) for op in graph.ops}
         self.data = _of_inputs(graph)
         arriving = (*graph.input_values, *graph.buffers, *graph.constants)
-        self.made = {value: mesh.replicated(len(value.shape)) for value in arriving}
-        self.read: dict[Value, dict[tuple[str, int], TensorLayout]] = {
+        self.sources = {value: mesh.replicated(len(value.shape)) for value in arriving}
+        self.reads: dict[Value, dict[tuple[str, int], TensorLayout]] = {
             value: {} for value in graph.values()
         }
         self._returned()
         self._known: dict[tuple[object, ...], dict[str, Axes]] = {}
 
     def _returned(self) -> None:
-        """What the model returns whole, and its buffers, count as read so."""
+        """Counts what the model returns whole, and new values of buffers, as read so."""
         updates = (value for _, value in self.graph.updates)
         for value in (*whole_outputs(self.graph), *updates):
-            self.read[value]["", 0] = self.mesh.replicated(len(value.shape))
+            self.reads[value]["", 0] = self.mesh.replicated(len(value.shape))
 
     def decide(self, op: Op, cuts: Cuts) -> None:
         self.cuts[op.name] = {factor: tuple(axes) for factor, axes in cuts.items() if axes}
-        read, left = layouts_of(op, self.rules[op.name], self.mesh, self.cuts[op.name])
-        for index, (value, layout) in enumerate(zip(op.inputs, read, strict=True)):
-            self.read[value][op.name, index] = layout
-        fixed = self.outputs.get(op.name, (None,) * len(left))
-        for value, layout, axes in zip(op.outputs, left, fixed, strict=True):
-            self.made[value] = layout if axes is None else TensorLayout(self.mesh, axes)
+        reads, outputs = layouts_of(op, self.rules[op.name], self.mesh, self.cuts[op.name])
+        for index, (value, layout) in enumerate(zip(op.inputs, reads, strict=True)):
+            self.reads[value][op.name, index] = layout
+        fixed = self.outputs.get(op.name, (None,) * len(outputs))
+        for value, layout, axes in zip(op.outputs, outputs, fixed, strict=True):
+            self.sources[value] = layout if axes is None else TensorLayout(self.mesh, axes)
 
     def spread(self) -> None:
         """Decides operator after operator, breadth first.
@@ -153,12 +153,12 @@ class _Propagation:
 
     def _redistribution(self) -> int:
         total = 0
-        for value, layouts in self.read.items():
-            if value in self.made:
+        for value, layouts in self.reads.items():
+            if value in self.sources:
                 context = _context(value, ())
-                read = tuple(dict.fromkeys(layouts.values()))
-                for place, target in enumerate(read):
-                    total += context.redistribution(self.made[value], target, read[:place])
+                reads = tuple(dict.fromkeys(layouts.values()))
+                for place, target in enumerate(reads):
+                    total += context.redistribution(self.sources[value], target, reads[:place])
         return total
 
     def _cheapest(self, op: Op) -> dict[str, Axes]:
@@ -193,7 +193,7 @@ class _Propagation:
         if rule is None or not rule.factors:
             return None
         inputs = tuple(
-            _context(value, dims, self.made.get(value), self._others(op, value))
+            _context(value, dims, self.sources.get(value), self._others(op, value))
             for value, dims in zip(op.inputs, rule.inputs, strict=True)
         )
         outputs = tuple(
@@ -206,18 +206,20 @@ class _Propagation:
         """The layouts in which others than `op` read `value`; a parameter is no tie to them."""
         if value.kind is Kind.PARAMETER:
             return ()
-        read = self.read[value].items()
-        return tuple(dict.fromkeys(layout for (name, _), layout in read if name != op.name))
+        reads = self.reads[value].items()
+        return tuple(dict.fromkeys(layout for (name, _), layout in reads if name != op.name))
 
 
 def _context(
     value: Value,
     dims: Dims,
-    made: TensorLayout | None = None,
-    read: tuple[TensorLayout, ...] = (),
+    source: TensorLayout | None = None,
+    reads: tuple[TensorLayout, ...] = (),
 ) -> TensorContext:
     stored = value.kind is Kind.PARAMETER
-    return TensorContext(dims, value.shape, value.itemsize, value.requires_grad, stored, made, read)
+    return TensorContext(
+        dims, value.shape, value.itemsize, value.requires_grad, stored, source, reads
+    )
 
 
 def _of_inputs(graph: Graph) -> set[Value]:

@@ -1,13 +1,13 @@
-"""What could be computed again in the backward pass: blocks of a model, and ways to do it.
+"""What could be recomputed in the backward pass: blocks of a model, with options for each.
 
-The modules at one depth of the module tree are its blocks, at the depth where computing all of them
-again leaves least. Of each block there are three ways:
+The modules at one depth of the module tree are its blocks, at the depth where recomputing all of
+them leaves least. Each block has up to three options:
 
-| way | computed again | conversions inside |
+| option | recomputed | redistributions inside |
 |---|---|---|
-| `cheap` | operators without matrix products | kept |
-| `kept` | the whole block | kept |
-| `again` | the whole block | made again |
+| `cheap` | operators without matrix products | saved |
+| `kept` | the whole block | saved |
+| `again` | the whole block | repeated |
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from shardwright.partition.transfer import Transfer
 from shardwright.rules import rule_of
 from shardwright.search.recompute.knapsack import KnapsackItem
 
-WAYS = ("cheap", "kept", "again")
 Marks = Mapping[str, Recompute]
+"""By operator how it is recomputed."""
 
 
 @dataclass(frozen=True)
 class RecomputePrices:
     """How many operations a device does in the time in which it moves one byte in its memory, or
     sends one. By default those of an A100: 312e12 operations a second in bfloat16, 2e12 bytes in
-    memory, and 300e9 over NVLink one way (NVIDIA's data sheet)."""
+    memory, and 300e9 over NVLink in one direction (NVIDIA's data sheet)."""
 
     moved: float = 156.0
     sent: float = 1040.0
@@ -57,23 +57,23 @@ class RecomputeBlock:
     """Operators of one module, in one stage.
 
     Args:
-        ways: by name what is computed again, with what that frees on one device, and its work.
+        options: by name what is recomputed, with what that frees on one device and its work.
     """
 
     stage: int
     name: str
-    ways: Mapping[str, tuple[KnapsackItem, Marks]]
+    options: Mapping[str, tuple[KnapsackItem, Marks]]
 
 
 DEFAULT_PRICES = RecomputePrices()
 
 
-class Candidates:
+class RecomputeCandidates:
     """The blocks of a planned model.
 
     Args:
         stage_of: for each operator the stage that runs it.
-        worth: what bytes count that are moved and sent again.
+        prices: of bytes that are moved and sent again.
     """
 
     def __init__(
@@ -82,21 +82,21 @@ class Candidates:
         mesh: Layout,
         decisions: Decisions,
         stage_of: Callable[[Op], int],
-        worth: RecomputePrices = DEFAULT_PRICES,
+        prices: RecomputePrices = DEFAULT_PRICES,
     ) -> None:
-        self.worth = worth
+        self.prices = prices
         self.graph, self.mesh, self.decisions, self.stage_of = graph, mesh, decisions, stage_of
         self._saved = {op.name: saved_tensors(op) for op in graph.ops}
-        self._keeping = ActivationEstimate(graph, self._saved)
+        self._estimate = ActivationEstimate(graph, self._saved)
         self._free = [op for op in graph.ops if op.name not in decisions.recompute]
 
     @cached_property
     def blocks(self) -> tuple[RecomputeBlock, ...]:
         """At the best depth; operators that the user has marked are in none."""
         deepest = max((len(op.calls) for op in self._free), default=0)
-        plain = self._kept({})
-        found = [self._divided(depth) for depth in range(1, deepest)] or [self._divided(0)]
-        return self._blocks(min(found, key=lambda names: self._left(names, plain)), plain)
+        plain = self._saved_with({})
+        depths = [self._divided(depth) for depth in range(1, deepest)] or [self._divided(0)]
+        return self._blocks(min(depths, key=lambda block_of: self._left(block_of, plain)), plain)
 
     def _divided(self, depth: int) -> dict[str, tuple[int, str]]:
         """For each operator its block: the call of a module at this depth, if it is in one."""
@@ -106,8 +106,8 @@ class Candidates:
         }
 
     def _left(self, block_of: Mapping[str, tuple[int, str]], plain: SavedBytes) -> int:
-        """What is kept with all blocks computed again, and at once while the largest is."""
-        kept = self._kept(self._whole(block_of, True))
+        """Bytes saved with all blocks recomputed, and while the largest one is."""
+        kept = self._saved_with(self._whole(block_of, True))
         inside: dict[tuple[int, str], int] = {}
         for name, size in plain.items():
             if name in block_of:
@@ -118,59 +118,59 @@ class Candidates:
         return {name: Recompute(block, again) for name, (_, block) in block_of.items() if block}
 
     def _cheap(self, block_of: Mapping[str, tuple[int, str]]) -> dict[str, Recompute]:
-        found: dict[str, Recompute] = {}
+        marks: dict[str, Recompute] = {}
         ops = [op for op in self._free if work_of(op).forward_flops == 0]
-        add_segments(self.graph, found, ops, communication=False)
-        return {name: said for name, said in found.items() if name in block_of}
+        add_segments(self.graph, marks, ops, communication=False)
+        return {name: mark for name, mark in marks.items() if name in block_of}
 
     def _blocks(
         self, block_of: Mapping[str, tuple[int, str]], plain: SavedBytes
     ) -> tuple[RecomputeBlock, ...]:
-        ways: dict[tuple[int, str], dict[str, tuple[KnapsackItem, Marks]]] = {}
+        options: dict[tuple[int, str], dict[str, tuple[KnapsackItem, Marks]]] = {}
         alternatives = {
             "cheap": self._cheap(block_of),
             "kept": self._whole(block_of, False),
             "again": self._whole(block_of, True),
         }
-        for way, marks in alternatives.items():
+        for option, marks in alternatives.items():
             flow = self._flow(marks)
-            kept = self._keeping.kept(flow)
+            kept = self._estimate.saved_bytes(flow)
             freed: dict[tuple[int, str], int] = {}
             for name, block in block_of.items():
                 freed[block] = freed.get(block, 0) + plain.get(name, 0) - kept.get(name, 0)
             work = self._work(flow, block_of)
             for block, size in freed.items():
-                mine = {n: said for n, said in marks.items() if block_of[n] == block}
-                if size > 0 and mine:
-                    option = KnapsackItem(size, work.get(block, 0.0))
-                    ways.setdefault(block, {})[way] = (option, mine)
-        return tuple(RecomputeBlock(stage, name, found) for (stage, name), found in ways.items())
+                of_block = {n: mark for n, mark in marks.items() if block_of[n] == block}
+                if size > 0 and of_block:
+                    item = KnapsackItem(size, work.get(block, 0.0))
+                    options.setdefault(block, {})[option] = (item, of_block)
+        return tuple(RecomputeBlock(*block, by_name) for block, by_name in options.items())
 
     def _flow(self, marks: Marks) -> Communication:
         recompute = {**self.decisions.recompute, **marks}
         return communication(self.graph, self.mesh, replace(self.decisions, recompute=recompute))
 
-    def _kept(self, marks: Marks) -> SavedBytes:
-        return self._keeping.kept(self._flow(marks))
+    def _saved_with(self, marks: Marks) -> SavedBytes:
+        return self._estimate.saved_bytes(self._flow(marks))
 
     def _work(
         self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
     ) -> dict[tuple[int, str], float]:
-        """By block what one device does again, in operations."""
+        """By block the operations that one device repeats."""
         sent: dict[str, int] = {}
         for transfer in flow.transfers:
             if transfer.segment is not None:
                 size = sent.get(transfer.segment, 0)
                 sent[transfer.segment] = size + transfer.forward_bytes
-        found: dict[tuple[int, str], float] = {}
+        operations: dict[tuple[int, str], float] = {}
         for segment in flow.segments:
             block = block_of.get(segment.ops[0])
             if block is None:
                 continue
             work = sum(map(self._operations, self._run_again(segment.ops)))
-            work += self.worth.sent * sent.get(segment.name, 0)
-            found[block] = found.get(block, 0.0) + work
-        return found
+            work += self.prices.sent * sent.get(segment.name, 0)
+            operations[block] = operations.get(block, 0.0) + work
+        return operations
 
     def _run_again(self, names: Sequence[str]) -> list[str]:
         """All up to the last that keeps something; that one only if it keeps what it makes."""
@@ -191,15 +191,15 @@ class Candidates:
             size / prod(parts.get(factor, 1) for factor in factors)
             for size, factors in work.forward_bytes
         )
-        return work.forward_flops / prod(parts.values()) + self.worth.moved * moved
+        return work.forward_flops / prod(parts.values()) + self.prices.moved * moved
 
 
 SavedBytes = dict[str, int]
-"""By operator the bytes of what it makes and the backward pass needs."""
+"""By operator the bytes of its outputs that the backward pass needs."""
 
 
 class ActivationEstimate:
-    """A graph with what autograd keeps of each of its operators.
+    """A graph with what autograd saves of each of its operators.
 
     Args:
         saved: for each operator.
@@ -214,29 +214,29 @@ class ActivationEstimate:
                 first = op.inputs[0]
                 self._roots[op.output] = self._roots.get(first, first)
 
-    def kept(self, flow: Communication) -> SavedBytes:
-        """What is kept under a plan, segments and all: what a segment is given, and of operators
-        outside what autograd keeps of them."""
-        found: SavedBytes = {}
+    def saved_bytes(self, flow: Communication) -> SavedBytes:
+        """Bytes saved under a plan: the inputs of its segments, and outside of them what autograd
+        saves of each operator."""
+        saved: SavedBytes = {}
         seen: set[object] = set()
         for maker, key, size in self._tensors(flow):
             if key not in seen:
                 seen.add(key)
-                found[maker] = found.get(maker, 0) + size
-        return found
+                saved[maker] = saved.get(maker, 0) + size
+        return saved
 
     def _tensors(self, flow: Communication) -> Iterator[tuple[str, object, int]]:
         makers = _makers(self.graph, flow)
         for op in self.graph.ops:
             segment = flow.segment_of.get(op.name)
             if segment is None:
-                found = self.saved[op.name]
-                for index in found.inputs:
+                saved = self.saved[op.name]
+                for index in saved.inputs:
                     yield from self._read(op, index, flow, makers)
-                for index in found.outputs:
+                for index in saved.outputs:
                     yield self._made(op.outputs[index], flow)
                 share = _local(op.output, flow.made[op.output]) / max(op.output.numel, 1)
-                for number, (shape, dtype) in enumerate(found.others):
+                for number, (shape, dtype) in enumerate(saved.others):
                     size = prod(shape) * dtype.itemsize
                     yield op.name, (op.name, number), int(size * share)
                 continue
@@ -256,7 +256,7 @@ class ActivationEstimate:
         makers: dict[Transfer, str],
         segment: str = "",
     ) -> Iterator[tuple[str, object, int]]:
-        """What an operator reads, as it is before a segment makes conversions again."""
+        """What an operator reads, as it is before a segment repeats redistributions."""
         value = op.inputs[index]
         if value.kind is Kind.PARAMETER:
             return
@@ -276,13 +276,13 @@ class ActivationEstimate:
 
 
 def _makers(graph: Graph, flow: Communication) -> dict[Transfer, str]:
-    """For each conversion the operator that it is made for first."""
-    found: dict[Transfer, str] = {}
+    """For each transfer the first operator that needs it."""
+    makers: dict[Transfer, str] = {}
     for op in graph.ops:
         for index in range(len(op.inputs)):
             for transfer in flow.routes[op.name, index]:
-                found.setdefault(transfer, op.name)
-    return found
+                makers.setdefault(transfer, op.name)
+    return makers
 
 
 def _shares_memory(op: Op) -> bool:

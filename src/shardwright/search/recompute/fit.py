@@ -1,4 +1,4 @@
-"""Recomputation that makes a plan fit into the memory of its devices, as cheap as possible."""
+"""The cheapest recomputation with which a plan fits into the memory of its devices."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardwright.partition.decisions import Decisions, Recompute
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.search.recompute.candidates import (
     DEFAULT_PRICES,
-    Candidates,
     RecomputeBlock,
+    RecomputeCandidates,
     RecomputePrices,
 )
 from shardwright.search.recompute.knapsack import KnapsackItem, cheapest
 
 ATTEMPTS = 6
-"""How often more is computed again after a rehearsal has shown that it is not enough."""
+"""How often more is recomputed after a dry run has shown that it is not enough."""
 
 EVERYTHING = 2**62
 """More bytes than can be freed: all that is possible."""
@@ -30,8 +30,8 @@ Measure = Callable[[Decisions], Memory]
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """A plan with what it needs."""
+class MemoryFit:
+    """Decisions and the memory that they need."""
 
     decisions: Decisions
     memory: Memory
@@ -44,24 +44,25 @@ def fit_by_recomputation(
     pipeline: PipelineSpec,
     limit: int,
     measure: Measure,
-    worth: RecomputePrices = DEFAULT_PRICES,
-) -> Fitted:
-    """Computes again in the backward pass what costs least work and frees enough.
+    prices: RecomputePrices = DEFAULT_PRICES,
+) -> MemoryFit:
+    """Recomputes in the backward pass what costs least work and frees enough memory.
 
-    What a choice frees is estimated; each is then rehearsed, and more is freed where that was not
-    enough, in the end all that can be. What the user has marked stays as it is.
+    What a choice frees is estimated; a dry run then measures it, and more is recomputed where that
+    was not enough, in the end all that can be. What the user has marked stays as it is.
 
     Args:
         limit: bytes of a device.
-        worth: what bytes count that are moved and sent again.
+        measure: what every device needs with certain decisions.
+        prices: of bytes that are moved and sent again.
 
     Returns:
-        What fits; else, of all that was tried, what needs least.
+        Decisions that fit; else, of all attempts, those that need least.
     """
-    best = Fitted(decisions, measure(decisions))
+    best = MemoryFit(decisions, measure(decisions))
     if best.memory.peak <= limit:
         return best
-    candidates = Candidates(graph, mesh, decisions, _stages(pipeline), worth)
+    candidates = RecomputeCandidates(graph, mesh, decisions, _stages(pipeline), prices)
     flights = _micro_batches(pipeline)
     needed = dict.fromkeys(range(pipeline.stages), 0)
     memory = best.memory
@@ -73,10 +74,10 @@ def fit_by_recomputation(
             elif over > 0:
                 needed[stage.stage] += -(-over // flights[stage.stage])
         marks, more = _chosen(candidates.blocks, needed)
-        tried = replace(decisions, recompute={**decisions.recompute, **marks})
-        memory = measure(tried)
+        attempted = replace(decisions, recompute={**decisions.recompute, **marks})
+        memory = measure(attempted)
         if memory.peak < best.memory.peak:
-            best = Fitted(tried, memory)
+            best = MemoryFit(attempted, memory)
         if memory.peak <= limit or not more:
             break
     return best
@@ -85,24 +86,24 @@ def fit_by_recomputation(
 def _chosen(
     blocks: tuple[RecomputeBlock, ...], needed: Mapping[int, int]
 ) -> tuple[dict[str, Recompute], bool]:
-    """What is computed again, and whether a stage could free more than that."""
+    """The operators to recompute, and whether a stage could free more than they do."""
     marks: dict[str, Recompute] = {}
     more = False
     for stage, size in needed.items():
-        mine = [block for block in blocks if block.stage == stage]
-        options = [[option for option, _ in block.ways.values()] for block in mine]
-        found = cheapest(options, size)
-        more |= found is not None and size > 0
-        if found is None:
-            found = [_most(block) for block in options]
-        for block, index in zip(mine, found, strict=True):
+        of_stage = [block for block in blocks if block.stage == stage]
+        items = [[item for item, _ in block.options.values()] for block in of_stage]
+        indices = cheapest(items, size)
+        more |= indices is not None and size > 0
+        if indices is None:
+            indices = [_most(block) for block in items]
+        for block, index in zip(of_stage, indices, strict=True):
             if index >= 0:
-                marks.update(list(block.ways.values())[index][1])
+                marks.update(list(block.options.values())[index][1])
     return marks, more
 
 
-def _most(options: list[KnapsackItem]) -> int:
-    return max(range(len(options)), key=lambda index: options[index].freed)
+def _most(items: list[KnapsackItem]) -> int:
+    return max(range(len(items)), key=lambda index: items[index].freed)
 
 
 def _stages(pipeline: PipelineSpec) -> Callable[[Op], int]:
@@ -110,7 +111,7 @@ def _stages(pipeline: PipelineSpec) -> Callable[[Op], int]:
 
 
 def _micro_batches(pipeline: PipelineSpec) -> list[int]:
-    """For each stage how many micro-batches it keeps activations of at most, in one of its parts
+    """For each stage how many micro-batches it keeps activations of at most, in one of its chunks
     on average."""
     return [
         max(max(1, sum(counts.values()) // len(counts)) for counts in alive(order))

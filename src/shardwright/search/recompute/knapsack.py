@@ -12,7 +12,7 @@ MOST_STATES = 4000
 
 @dataclass(frozen=True)
 class KnapsackItem:
-    """A way to free memory.
+    """Memory that can be freed at a cost.
 
     Args:
         freed: bytes.
