@@ -27,6 +27,9 @@ from shardwright.train.process_group import World, process_group
 WARM_UP = 2
 """Steps of each plan before any is timed: buffers are allocated, connections are made."""
 
+BATCH, MICRO_BATCHES = 16, 2
+"""Samples of a step, and into how many pieces they are cut, so that there can be two stages."""
+
 
 @dataclass(frozen=True)
 class MeasureOrder:
@@ -116,14 +119,6 @@ def run_worker(request: str, result: str) -> None:
             Path(result).write_text(json.dumps(seconds), encoding="utf-8")
 
 
-if __name__ == "__main__":
-    run_worker(*sys.argv[1:])
-
-
-BATCH, MICRO_BATCHES = 16, 2
-"""Samples of a step, and into how many pieces they are cut, so that there can be two stages."""
-
-
 def tiny_run(run: Run, devices: int) -> Run:
     """An expert's run of the tiny variant on so many devices, in single precision on texts that are
     built in: as many stages as there are blocks at most, model parallel as in the file where it
@@ -174,3 +169,7 @@ def tiny_run(run: Run, devices: int) -> Run:
 def _shared(preferred: int, limit: int, devices: int) -> int:
     """The largest number up to `preferred` and `limit` that divides `devices`."""
     return max(n for n in range(1, min(preferred, limit, devices) + 1) if devices % n == 0)
+
+
+if __name__ == "__main__":
+    run_worker(*sys.argv[1:])
