@@ -47,6 +47,11 @@ def test_a_permute_takes_the_slowest_link(links: Links) -> None:
     assert links.seconds("permute", (1, 2), 800) == pytest.approx(1 + 8)
 
 
+def test_an_all_to_all_of_unequal_parts_takes_as_long_as_a_permute(links: Links) -> None:
+    for axes in ((0, 2), (1, 2)):
+        assert links.seconds("all_to_all_v", axes, 800) == links.seconds("permute", axes, 800)
+
+
 def test_a_group_of_one_device_takes_no_time() -> None:
     links = Links(CLUSTER, Layout((1, 2), ("a", "b")))
     assert links.seconds("all_reduce", (0,), 800) == 0

@@ -85,7 +85,7 @@ def test_interleaved_zero_bubble_waits_only_until_the_first_micro_batch_has_come
     stages: int, pieces: int, chunks: int
 ) -> None:
     pipeline = PipelineSpec(stages, pieces, "interleaved_zero_bubble", chunks)
-    line = timeline(pipeline, [ChunkSeconds(1.0, 2.0, of_weight=1.0)] * pipeline.parts)
+    line = timeline(pipeline, [ChunkSeconds(1.0, 2.0, of_weight=1.0)] * pipeline.num_chunks)
     # Each stage has three units of work for each chunk and micro-batch.
     assert line.seconds == 3 * chunks * pieces + stages - 1
     assert line.bubble == pytest.approx((stages - 1) / line.seconds)

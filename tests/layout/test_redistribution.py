@@ -417,7 +417,7 @@ def test_a_step_that_would_not_divide_is_avoided():
         (state((1,)), state((), (1,)), (8,), "of 2 dimensions, the shape .* of 1"),
         (state((1,)), state(()), (6,), "dimension 0 of size 6 cannot be cut in 4 equal parts"),
         (state((), varying=[0]), state(()), (8,), "varying; only a layout that is read"),
-        (state(()), state((), partial=[0]), (8,), "no conversion makes partial sums"),
+        (state(()), state((), partial=[0]), (8,), "no redistribution creates partial sums"),
     ],
 )
 def test_what_cannot_be_converted_says_why(source, target, shape, text):

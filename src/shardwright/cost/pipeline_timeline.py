@@ -245,11 +245,11 @@ def _arrival(
     part, piece = action.part, action.micro_batch
 
     def end(other: int, *kinds: str) -> float | None:
-        found = [ends.get(Action(other, kind, piece)) for kind in kinds]
-        known = next((seconds for seconds in found if seconds is not None), None)
-        if known is None or pipeline.stage_of(other) == pipeline.stage_of(part):
-            return known
-        return known + parts[min(part, other)].send
+        times = [ends.get(Action(other, kind, piece)) for kind in kinds]
+        first = next((seconds for seconds in times if seconds is not None), None)
+        if first is None or pipeline.stage_of(other) == pipeline.stage_of(part):
+            return first
+        return first + parts[min(part, other)].send
 
     if action.kind == FORWARD:
         return end(part - 1, FORWARD) if part else 0.0

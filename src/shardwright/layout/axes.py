@@ -17,13 +17,13 @@ Shape = tuple[int, ...]
 
 def prime_factors(number: int) -> tuple[int, ...]:
     """The prime factors of `number`, ascending: 12 → (2, 2, 3), 1 → ()."""
-    found, factor = [], 2
+    factors, factor = [], 2
     while factor * factor <= number:
         while number % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             number //= factor
         factor += 1
-    return (*found, number) if number > 1 else tuple(found)
+    return (*factors, number) if number > 1 else tuple(factors)
 
 
 def axis_names() -> Iterator[str]:

@@ -121,11 +121,11 @@ class Layout:
         """
         if rank not in self._places:
             raise LayoutError(f"rank {rank} is none of the ranks of this layout: {self.ranks}")
-        place, found = self._places[rank], []
+        place, coordinates = self._places[rank], []
         for size in reversed(self.device_matrix):
             place, coordinate = divmod(place, size)
-            found.append(coordinate)
-        return tuple(reversed(found))
+            coordinates.append(coordinate)
+        return tuple(reversed(coordinates))
 
     @cached_property
     def _places(self) -> dict[int, int]:
@@ -137,11 +137,11 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold; `rank_list` only where one was given."""
-        found: dict[str, Any] = {
+        data: dict[str, Any] = {
             "device_matrix": list(self.device_matrix),
             "alias_names": list(self.alias_names),
         }
-        return found if self.rank_list is None else found | {"rank_list": list(self.rank_list)}
+        return data if self.rank_list is None else data | {"rank_list": list(self.rank_list)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Layout:
@@ -246,13 +246,13 @@ class TensorLayout:
         return self._block_at(self.layout.coordinates(rank))
 
     def _block_at(self, coordinates: tuple[int, ...]) -> tuple[int, ...]:
-        found = []
+        block = []
         for dim in self.axes:
             index = 0
             for axis in dim:
                 index = index * self.device_matrix[axis] + coordinates[axis]
-            found.append(index)
-        return tuple(found)
+            block.append(index)
+        return tuple(block)
 
     def slices(self, rank: int, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """The part of a tensor of `shape` that `rank` holds.
@@ -278,11 +278,11 @@ class TensorLayout:
 
     @cached_property
     def _holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        found: dict[tuple[int, ...], list[int]] = {}
+        holders: dict[tuple[int, ...], list[int]] = {}
         places = product(*(range(size) for size in self.device_matrix))
         for rank, coordinates in zip(self.layout.ranks, places, strict=True):
-            found.setdefault(self._block_at(coordinates), []).append(rank)
-        return {block: tuple(ranks) for block, ranks in found.items()}
+            holders.setdefault(self._block_at(coordinates), []).append(rank)
+        return {block: tuple(ranks) for block, ranks in holders.items()}
 
     def on(self, mesh: Layout) -> TensorLayout:
         """The same placement on a device matrix that is finer, or arranges the ranks otherwise.
@@ -333,11 +333,11 @@ class TensorLayout:
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold; `partial` and `varying` as names, only where there are any."""
-        found = self.layout.to_dict() | {"tensor_map": list(self.tensor_map)}
+        data = self.layout.to_dict() | {"tensor_map": list(self.tensor_map)}
         for key, axes in (("partial", self.partial), ("varying", self.varying)):
             if axes:
-                found[key] = [self.alias_names[axis] for axis in sorted(axes)]
-        return found
+                data[key] = [self.alias_names[axis] for axis in sorted(axes)]
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TensorLayout:
@@ -372,7 +372,7 @@ def _refinement(coarse: Layout, fine: Layout) -> tuple[Axes, ...]:
         for coarse_axis, delta in deltas:
             if delta:
                 strides[coarse_axis].append((-delta, axis))
-    pieces = tuple(tuple(axis for _, axis in sorted(found)) for found in strides)
+    pieces = tuple(tuple(axis for _, axis in sorted(axes)) for axes in strides)
     if not _agrees(coarse, fine, pieces):
         raise LayoutError(
             f"the device matrix {fine.device_matrix} does not refine {coarse.device_matrix}:"
@@ -384,7 +384,7 @@ def _refinement(coarse: Layout, fine: Layout) -> tuple[Axes, ...]:
 def _agrees(coarse: Layout, fine: Layout, pieces: tuple[Axes, ...]) -> bool:
     if tuple(map(fine.size, pieces)) != coarse.device_matrix:
         return False
-    used = [axis for made in pieces for axis in made]
+    used = [axis for piece in pieces for axis in piece]
     if len(set(used)) != len(used):
         return False
     joined = TensorLayout(fine, pieces)

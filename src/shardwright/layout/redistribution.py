@@ -104,9 +104,9 @@ class RedistributionStep:
         """The positions in the group that hold each block of what the group has in common."""
         sizes = self.source.device_matrix
         pairs = zip(self.source.axes, self.target.axes, strict=True)
-        middles = [_apart(mine, theirs) for mine, theirs in pairs]
+        middles = [_apart(mine, other) for mine, other in pairs]
         which = 0 if side is self.source else 1
-        found: dict[tuple[int, ...], list[int]] = {}
+        holders: dict[tuple[int, ...], list[int]] = {}
         places = product(*(range(sizes[axis]) for axis in self.axes))
         for position, place in enumerate(places):
             coordinate = dict(zip(self.axes, place, strict=True))
@@ -116,8 +116,8 @@ class RedistributionStep:
                 for axis in middle[which]:
                     index = index * sizes[axis] + coordinate[axis]
                 block.append(index)
-            found.setdefault(tuple(block), []).append(position)
-        return found
+            holders.setdefault(tuple(block), []).append(position)
+        return holders
 
     def __str__(self) -> str:
         names = "·".join(self.source.alias_names[axis] for axis in self.axes)
@@ -161,8 +161,8 @@ def redistribution(
     itemsize: int = 4,
     differentiable: bool = True,
 ) -> Redistribution:
-    """The cheapest conversion of a tensor of `shape`, elements of `itemsize` bytes; layouts over
-    different device matrices are both refined to the axes that these have in common.
+    """The cheapest redistribution of a tensor of `shape` with elements of `itemsize` bytes. Layouts
+    over different device matrices are both refined to the axes that these have in common.
 
     Raises:
         LayoutError: as `steps`, or the device matrices have no common axes.
@@ -172,8 +172,8 @@ def redistribution(
         sizes = common_axes(mesh.device_matrix, target.layout.device_matrix)
         common = Layout(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)
         source, target = source.on(common), target.on(common)
-    found = redistribution_steps(source, target, shape, differentiable)
-    return Redistribution(source, target, shape, itemsize, found)
+    steps = redistribution_steps(source, target, shape, differentiable)
+    return Redistribution(source, target, shape, itemsize, steps)
 
 
 @lru_cache(maxsize=1 << 17)
@@ -200,12 +200,12 @@ def redistribution_steps(
         return ()
     table = _Table.of(source, target)
     problem = table.problem(source, target, shape, differentiable)
-    found, here = [], source
+    steps, here = [], source
     for move in route_search.route(problem):
         there = table.after(here, move)
-        found.append(_step(move, table, here, there))
+        steps.append(_step(move, table, here, there))
         here = there
-    return tuple(_slow_links_on_small_tensors(found))
+    return tuple(_slow_links_on_small_tensors(steps))
 
 
 def joined_step(
@@ -239,17 +239,17 @@ def _slow_links_on_small_tensors(path: list[RedistributionStep]) -> list[Redistr
     The order of such steps changes no bytes in total where their gradients are alike too, but which
     link carries most of them; outer axes lie over slower links.
     """
-    found: list[RedistributionStep] = []
+    ordered: list[RedistributionStep] = []
     for (kind, _), group in groupby(path, key=lambda step: (step.kind, step.backward)):
         row = list(group)
         if kind not in ("all_gather", "reduce_scatter") or len({s.dim for s in row}) < len(row):
-            found += row
+            ordered += row
             continue
         here = row[0].source
         for step in sorted(row, key=lambda s: min(s.axes), reverse=kind == "reduce_scatter"):
-            found.append(_from(here, step))
-            here = found[-1].target
-    return found
+            ordered.append(_from(here, step))
+            here = ordered[-1].target
+    return ordered
 
 
 def _from(here: TensorLayout, step: RedistributionStep) -> RedistributionStep:
@@ -274,7 +274,7 @@ def _check(source: TensorLayout, target: TensorLayout, shape: Shape) -> None:
         raise LayoutError(f"{source} is varying; only a layout that is read can be")
     if not target.partial <= source.partial:
         raise LayoutError(
-            f"{target} is partial where {source} is not; no conversion makes partial sums"
+            f"{target} is partial where {source} is not; no redistribution creates partial sums"
         )
 
 
@@ -290,8 +290,8 @@ class _Table:
     @classmethod
     def of(cls, source: TensorLayout, target: TensorLayout) -> _Table:
         pairs = list(zip(source.axes, target.axes, strict=True))
-        kept = tuple(mine[: route_search.common_length(mine, theirs)] for mine, theirs in pairs)
-        dims = tuple(dim for dim, (mine, theirs) in enumerate(pairs) if mine != theirs)
+        kept = tuple(mine[: route_search.common_length(mine, other)] for mine, other in pairs)
+        dims = tuple(dim for dim, (mine, other) in enumerate(pairs) if mine != other)
         return cls(source.layout, tuple(_join(source, target, kept)), kept, dims)
 
     def problem(
@@ -347,12 +347,12 @@ def _step(
     return RedistributionStep(route_search.KINDS[move.kind], axes, dim, to_dim, source, target)
 
 
-def _apart(mine: Axes, theirs: Axes) -> tuple[Axes, Axes]:
+def _apart(mine: Axes, other: Axes) -> tuple[Axes, Axes]:
     """Two lists without the axes with which both begin and both end."""
-    front = route_search.common_length(mine, theirs)
-    mine, theirs = mine[front:], theirs[front:]
-    back = route_search.common_length(mine[::-1], theirs[::-1])
-    return mine[: len(mine) - back], theirs[: len(theirs) - back]
+    front = route_search.common_length(mine, other)
+    mine, other = mine[front:], other[front:]
+    back = route_search.common_length(mine[::-1], other[::-1])
+    return mine[: len(mine) - back], other[: len(other) - back]
 
 
 def _join(source: TensorLayout, target: TensorLayout, kept: tuple[Axes, ...]) -> list[Axes]:
@@ -387,12 +387,12 @@ def _join(source: TensorLayout, target: TensorLayout, kept: tuple[Axes, ...]) ->
 
 def _places(side: TensorLayout, standing: set[int]) -> dict[int, tuple[int | str, int | None]]:
     """Where each axis stands: the dimension and the place in its list, or its other state."""
-    found: dict[int, tuple[int | str, int | None]] = {}
+    places: dict[int, tuple[int | str, int | None]] = {}
     for axis in range(len(side.device_matrix)):
         state = "partial" if axis in side.partial else "varying" if axis in side.varying else ""
-        found[axis] = ("stays" if axis in standing else state, None)
+        places[axis] = ("stays" if axis in standing else state, None)
     for dim, axes in enumerate(side.axes):
         for place, axis in enumerate(axes):
             if axis not in standing:
-                found[axis] = (dim, place)
-    return found
+                places[axis] = (dim, place)
+    return places

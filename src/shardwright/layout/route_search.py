@@ -103,14 +103,14 @@ class Problem:
 
         Other axes too where all moves are tried: a permute may put them right.
         """
-        found = []
+        choices = []
         for wanted in self.target:
             ends = range(len(wanted), 0, -1)
             runs = [wanted[begin:end] for end in ends for begin in range(end)]
             if len(self.sizes) <= ALL_MOVES_AXES:
                 runs += [(axis,) for axis in range(len(self.sizes)) if axis not in wanted]
-            found.append(tuple(sorted(runs, key=len, reverse=True)))
-        return tuple(found)
+            choices.append(tuple(sorted(runs, key=len, reverse=True)))
+        return tuple(choices)
 
     def parts(self, axes: Axes) -> int:
         return prod([self.sizes[axis] for axis in axes])
@@ -144,7 +144,7 @@ def route(problem: Problem) -> Path:
     return path
 
 
-def _guided(problem: Problem, best: int, found: Path) -> tuple[int, Path]:
+def _guided(problem: Problem, best: int, path_to_goal: Path) -> tuple[int, Path]:
     """The best way seen on trying `GUIDED_STATES` promising states, and its cost."""
     done: set[State] = set()
     queue: list[tuple[int, int, Path, int, State]] = [(best, 0, (), 0, problem.start)]
@@ -161,9 +161,9 @@ def _guided(problem: Problem, best: int, found: Path) -> tuple[int, Path]:
             rest = _plain_route(problem, after)
             total = reached + _total(problem, after.lists, rest)
             if total < best:
-                best, found = total, way + rest
+                best, path_to_goal = total, way + rest
             heappush(queue, (total, len(way), way, reached, after))
-    return best, found
+    return best, path_to_goal
 
 
 def _cheapest(problem: Problem, limit: int) -> Path | None:
@@ -243,10 +243,10 @@ def _settled(lists: Lists, target: Lists) -> tuple[int, ...]:
     return tuple(map(common_length, lists, target))
 
 
-def common_length(mine: Axes, theirs: Axes) -> int:
+def common_length(mine: Axes, other: Axes) -> int:
     """How many axes two lists have in common at their beginning."""
     length = 0
-    while length < len(mine) and length < len(theirs) and mine[length] == theirs[length]:
+    while length < len(mine) and length < len(other) and mine[length] == other[length]:
         length += 1
     return length
 
@@ -299,11 +299,11 @@ def _relabeled(
     fixed = tuple(dim[:length] for dim, length in zip(lists, settled, strict=True))
     loose = tuple(dim[length:] for dim, length in zip(lists, settled, strict=True))
     movable = axes.difference(*fixed)
-    for found in _relabelings(problem.sizes, loose, movable):
-        made = tuple(map(add, fixed, found))
-        better = any(map(gt, _settled(made, problem.target), settled))
+    for loose_lists in _relabelings(problem.sizes, loose, movable):
+        relabeled = tuple(map(add, fixed, loose_lists))
+        better = any(map(gt, _settled(relabeled, problem.target), settled))
         if better or len(problem.sizes) <= ALL_MOVES_AXES:
-            yield made
+            yield relabeled
 
 
 @lru_cache(maxsize=1 << 14)
@@ -326,7 +326,7 @@ def _relabelings(sizes: Axes, lists: Lists, axes: frozenset[int]) -> tuple[Lists
                 yield (chosen, *rest)
 
     counts = tuple(prod([sizes[axis] for axis in dim]) for dim in lists)
-    return tuple(found for found in assignments(counts, axes) if found != lists)
+    return tuple(relabeled for relabeled in assignments(counts, axes) if relabeled != lists)
 
 
 def _plain_route(problem: Problem, state: State) -> Path:

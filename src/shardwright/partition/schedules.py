@@ -75,8 +75,8 @@ class ScheduleSpec:
         """PyTorch's class that runs so many micro-batches."""
         if self.fallback is not None and micro_batches < stages:
             return SCHEDULES[self.fallback].torch_class(micro_batches, stages)
-        found: TorchSchedule = getattr(torch_schedules, self.torch_name)
-        return found
+        schedule_class: TorchSchedule = getattr(torch_schedules, self.torch_name)
+        return schedule_class
 
 
 def _by_name(schedules: Iterable[ScheduleSpec]) -> dict[str, ScheduleSpec]:

@@ -1,4 +1,4 @@
-"""The conversion steps as functions on local tensors, with their gradients.
+"""The redistribution steps as functions on local tensors, with their gradients.
 
 Each kind of step is a pair of plain functions, forward and backward, over PyTorch's functional
 collectives; one autograd function joins any pair. The gradient of each step is another step:
@@ -108,7 +108,7 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-class _Convert(torch.autograd.Function):
+class _Redistribute(torch.autograd.Function):
     """Applies one function forward and another to the gradient."""
 
     @staticmethod
@@ -131,7 +131,7 @@ class BoundCollective:
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.requires_grad:
-            return _Convert.apply(x, self.forward, self.backward)  # type: ignore[no-any-return,no-untyped-call]
+            return _Redistribute.apply(x, self.forward, self.backward)  # type: ignore[no-any-return,no-untyped-call]
         return self.forward(x)
 
 
