@@ -103,7 +103,10 @@ def searched(graph: Graph, devices: int) -> Searched:
     def searches() -> list[float]:
         if not search_recursively(SearchRequest(graph, mesh)):
             raise RuntimeError(f"the search cut nothing on {devices} devices")
-        return [cpu_seconds(partial(search_recursively, SearchRequest(graph, mesh))) for _ in range(REPEATED)]
+        return [
+            cpu_seconds(partial(search_recursively, SearchRequest(graph, mesh)))
+            for _ in range(REPEATED)
+        ]
 
     def first() -> float:
         return cpu_seconds(lambda: search_recursively(SearchRequest(graph, mesh)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from json import dumps as to_json
+from json import dumps
 from pathlib import Path
 from statistics import quantiles
 from typing import Annotated, Literal
@@ -93,7 +93,7 @@ def compare_command(
         ]
     if json:
         data = [{**asdict(each), "speed_up": each.speed_up} for each in comparisons]
-        typer.echo(to_json(data, indent=1))
+        typer.echo(dumps(data, indent=1))
     else:
         console = Console(width=WIDTH)
         console.print(comparison_table(comparisons))
@@ -107,7 +107,7 @@ def compare_command(
 def _print_measured(comparisons: list[RealComparison], json: bool) -> None:
     if json:
         data = [{**asdict(each), "spearman": each.correlation} for each in comparisons]
-        typer.echo(to_json(data, indent=1))
+        typer.echo(dumps(data, indent=1))
         return
     console = Console(width=WIDTH)
     for comparison in comparisons:

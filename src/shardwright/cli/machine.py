@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from json import dumps as to_json
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +18,18 @@ from shardwright.cost.calibrate import cache_file, calibrate
 from shardwright.cost.cluster import cluster_to_yaml
 from shardwright.models import MODELS, build
 from shardwright.train.launch import LogFolder, launch
+
+WIDTH = 140
+COLUMNS = {
+    "num_layers": "layers",
+    "hidden_size": "hidden size",
+    "num_heads": "heads",
+    "num_kv_heads": "KV heads",
+    "intermediate_size": "FFN size",
+    "vocab_size": "vocabulary",
+    "seq_length": "max. sequence",
+    "positions": "positions",
+}
 
 
 @app.command(
@@ -49,19 +61,6 @@ def calibrate_command(
     typer.echo(f"# saved in {cache_file()}")
 
 
-WIDTH = 140
-COLUMNS = {
-    "num_layers": "layers",
-    "hidden_size": "hidden size",
-    "num_heads": "heads",
-    "num_kv_heads": "KV heads",
-    "intermediate_size": "FFN size",
-    "vocab_size": "vocabulary",
-    "seq_length": "max. sequence",
-    "positions": "positions",
-}
-
-
 @app.command("models")
 def models_command(
     tiny: Annotated[bool, typer.Option("--tiny", help="List the tiny variants for tests.")] = False,
@@ -74,7 +73,7 @@ def models_command(
         entries = [
             {"name": name, "parameters": counts[name], **asdict(MODELS[name])} for name in names
         ]
-        typer.echo(to_json(entries, indent=1))
+        typer.echo(dumps(entries, indent=1))
         return
     table = Table()
     table.add_column("model.name")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from json import dumps as to_json
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +30,9 @@ from shardwright.plan import Plan
 from shardwright.plan.diff import Difference, differences
 from shardwright.plan.table import WIDTH, plan_text
 
-LEAST_WIDTH = 100
+LEAST_WIDTH, DIFF_WIDTH = 100, 140
+NAMES = 4
+"""How many names are shown per difference."""
 
 EveryOption = Annotated[
     bool, typer.Option("--every", help="Include operators that only follow their neighbors.")
@@ -98,7 +100,7 @@ def check_command(
     gradient with one device, and the bytes sent with the plan. Exit status 1 if they differ."""
     run = run_of(config, mem_coeff).on(devices)
     result = check(run.model(), run.example_batch(), {}, run.plan(devices))
-    typer.echo(to_json(asdict(result), indent=1) if json else _check_text(result, devices))
+    typer.echo(dumps(asdict(result), indent=1) if json else _check_text(result, devices))
     if not result.passes():
         raise typer.Exit(1)
 
@@ -119,11 +121,6 @@ def _check_text(result: Check, devices: int) -> str:
     )
 
 
-DIFF_WIDTH = 140
-NAMES = 4
-"""How many names are shown per difference."""
-
-
 @app.command("diff")
 def diff_command(
     first: Annotated[Path, typer.Argument(help="A saved plan.")],
@@ -135,7 +132,7 @@ def diff_command(
     Exit status 1 if they differ."""
     changes = differences(Plan.load(first), Plan.load(second), every)
     if json:
-        typer.echo(to_json([asdict(change) for change in changes], indent=1))
+        typer.echo(dumps([asdict(change) for change in changes], indent=1))
     elif changes:
         Console(width=DIFF_WIDTH, highlight=False).print(
             differences_table(changes, first.name, second.name)

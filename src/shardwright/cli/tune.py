@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from json import dumps as to_json
+from json import dumps
 from typing import Annotated
 
 import typer
@@ -44,7 +44,7 @@ def tune_command(
         tuning = tune_mem_coeff(run, devices)
     if json:
         best = None if tuning.best is None else tuning.best.mem_coeff
-        typer.echo(to_json({**asdict(tuning), "best": best}, indent=1))
+        typer.echo(dumps({**asdict(tuning), "best": best}, indent=1))
     else:
         Console(width=WIDTH, highlight=False).print(
             Group(tuning_table(tuning), *_plans(tuning), *_break_evens(tuning), _advice(tuning))
