@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from shardwright.capture.capture import capture
 from shardwright.deferred import values_of
-from shardwright.errors import PlanError
 from shardwright.graph.float64 import graph_in_float64, in_float64
 from shardwright.graph.graph import Graph, Value
 from shardwright.graph.interpreter import interpret
 from shardwright.parallel.simulate_pipeline import simulate_stages
 from shardwright.parallel.simulate_ranks import Outcome, simulate, simulate_step
-from shardwright.parallel.train_step import LossWeights
+from shardwright.parallel.train_step import LossWeights, loss_of
 from shardwright.partition.partitioned import Partitioned
 from shardwright.plan import Plan
 from shardwright.planner.pipeline import Pipeline
@@ -79,8 +78,7 @@ def check(
     buffers = {v.name: in_float64(state[v.name]) for v in graph.buffers}
     leaves = pytree.tree_map_only(Tensor, in_float64, pytree.tree_leaves((args, kwargs or {})))
     if plan.pipeline.micro_batches > 1:
-        if graph.loss is None:
-            raise PlanError("the model returns no loss, one number that a gradient starts from")
+        loss_of(graph)
         ends, outcome = _step(partitioned, parameters, buffers, leaves)
     else:
         ends, outcome = _call(partitioned, parameters, buffers, leaves)

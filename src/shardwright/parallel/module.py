@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,13 +15,10 @@ from shardwright.capture.capture import capture
 from shardwright.deferred import deferred_attributes, value_of
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
-from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.lower.program import Program, lower
-from shardwright.parallel.train_step import GradientAccumulation
-from shardwright.partition.decisions import Outputs
+from shardwright.parallel.train_step import GradientAccumulation, TrainStep, loss_of
+from shardwright.partition.decisions import adapt_decisions
 from shardwright.partition.partitioned import Partitioned
-from shardwright.rules import rule_of
-from shardwright.rules.rule import Cuts
 from shardwright.runtime.clip_grad import clip_grad_norm_
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.dtensor import (
@@ -44,13 +40,54 @@ TensorOwner = tuple[str, nn.Module, str]
 
 
 @dataclass(frozen=True)
+class TensorPlaces:
+    """Where in a module the parameters and buffers are that a graph reads and updates."""
+
+    parameters: tuple[TensorOwner, ...]
+    buffers: tuple[TensorOwner, ...]
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, parameters: Sequence[Value], buffers: Sequence[Value]
+    ) -> TensorPlaces:
+        """Found by their names."""
+
+        def owner(value: Value) -> TensorOwner:
+            path, _, name = value.name.rpartition(".")
+            return value.name, module.get_submodule(path), name
+
+        return cls(tuple(map(owner, parameters)), tuple(map(owner, buffers)))
+
+    def read(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The parameters and the buffers, by name."""
+        return (
+            {name: getattr(owner, leaf) for name, owner, leaf in self.parameters},
+            {name: getattr(owner, leaf) for name, owner, leaf in self.buffers},
+        )
+
+    def write(self, changed: Mapping[str, Tensor]) -> None:
+        """Copies new values into buffers, by name."""
+        if changed:
+            buffers = {name: getattr(owner, leaf) for name, owner, leaf in self.buffers}
+            with torch.no_grad():
+                copy_all_([buffers[name] for name in changed], list(changed.values()))
+
+
+@dataclass(frozen=True)
 class BoundProgram:
-    """A program with the places in the module that it reads and updates."""
+    """A program with the tensors of the module that it works on."""
 
     graph: Graph
     program: Program
-    parameters: tuple[TensorOwner, ...]
-    buffers: tuple[TensorOwner, ...]
+    places: TensorPlaces
+
+
+@dataclass(frozen=True)
+class BoundStep:
+    """A training step with the tensors of the module that it works on."""
+
+    step: TrainStep
+    places: TensorPlaces
 
 
 class ParallelModule(nn.Module):
@@ -59,7 +96,7 @@ class ParallelModule(nn.Module):
     It has the parameters, buffers and names of the model that it was made from; on more than one
     device its parameters are DTensors. Called with the whole batch on every rank, it returns what
     the model returns: its loss replicated; other tensors replicated if there is no loss, else as
-    DTensors, which talk only when they are asked for (`full_tensor()`).
+    DTensors, which communicate only when they are asked to (`full_tensor()`).
 
     `train_step` runs forward and backward over all micro-batches of a batch, `clip_grad_norm_` is
     that of all devices.
@@ -90,11 +127,11 @@ class ParallelModule(nn.Module):
         # In a tuple, so that it is no submodule.
         self._template = (template,)
         self._compiler: Callable[..., Any] | None = None
-        self._planned = self._lowered(partitioned)
         leaves = [key_of(leaf) for leaf in partitioned.graph.inputs]
         self._planned_situation = self._situation(partitioned.graph.in_spec, leaves)
-        self._bound = {self._planned_situation: self._planned}
-        self._train_steps: dict[tuple[Any, ...], GradientAccumulation] = {}
+        self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
+        self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
+        self._bind_planned()
 
     @property
     def template(self) -> nn.Module:
@@ -102,28 +139,31 @@ class ParallelModule(nn.Module):
         return self._template[0]
 
     @property
+    def programs(self) -> tuple[Program, ...]:
+        """What this rank runs in the mode and for the shapes of the plan; `print` shows them."""
+        return (self._forwards[self._planned_situation].program,)
+
+    @property
     def program(self) -> Program:
-        """The program for the mode and the shapes of the plan; `print` shows it."""
-        return self._planned.program
+        """The first of `programs`, and without pipeline stages the only one."""
+        return self.programs[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        inputs, spec = pytree.tree_flatten((args, kwargs))
-        given = self._whole_leaves(inputs)
-        situation = self._situation(spec, [key_of(leaf) for leaf in given])
-        if situation not in self._bound:
-            args, kwargs = pytree.tree_unflatten(given, spec)
-            self._bound[situation] = self._compiled(self._lowered(self._captured(args, kwargs)))
-        bound = self._bound[situation]
-        parameters = {n: getattr(owner, leaf) for n, owner, leaf in bound.parameters}
-        state = {n: getattr(owner, leaf) for n, owner, leaf in bound.buffers}
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        whole = self._whole_leaves(leaves)
+        situation = self._situation(spec, [key_of(leaf) for leaf in whole])
+        if situation not in self._forwards:
+            captured = self._capture(*pytree.tree_unflatten(whole, spec))
+            self._forwards[situation] = self._compiled(self._bind_program(captured))
+        bound = self._forwards[situation]
+        parameters, buffers = bound.places.read()
         shards = local_shards(parameters, self.devices.layout)
-        leaves = [x.to(self.devices.device) if isinstance(x, Tensor) else x for x in inputs]
         if self.training:
             self.steps += 1
-        outputs, updates = bound.program(shards, state, leaves, self.seed + self.steps)
-        if updates:
-            with torch.no_grad():
-                copy_all_([state[b.name] for b, _ in bound.graph.updates], updates)
+        inputs, seed = self._on_device(leaves), self.seed + self.steps
+        outputs, updates = bound.program(shards, buffers, inputs, seed)
+        names = (buffer.name for buffer, _ in bound.graph.updates)
+        bound.places.write(dict(zip(names, updates, strict=True)))
         return pytree.tree_unflatten(self._returned(bound, outputs), bound.graph.out_spec)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -133,23 +173,18 @@ class ParallelModule(nn.Module):
             The loss of the whole batch, on every rank.
 
         Raises:
-            PlanError: if the model returns no loss, or a call has other arguments than planned.
+            PlanError: if the model returns no loss, a call has other arguments than planned, or the
+                batch cannot be divided as planned.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        leaves = [x.to(self.devices.device) if isinstance(x, Tensor) else x for x in leaves]
-        step = self._step_for(leaves, spec)
-        by_name = {value.name: value for value in (*step.graph.parameters, *step.graph.buffers)}
-        places = {name: place_of(self, value) for name, value in by_name.items()}
-        tensors = {name: getattr(owner, leaf) for name, (_, owner, leaf) in places.items()}
-        parameters = {value.name: tensors[value.name] for value in step.graph.parameters}
-        state = {value.name: tensors[value.name] for value in step.graph.buffers}
+        bound, leaves = self._step_for(args, kwargs)
+        loss_of(bound.step.partitioned.graph)
+        parameters, buffers = bound.places.read()
         self.steps += 1
-        seed = self.seed + self.steps
-        loss, gradients, changed = step.train(stored_shards(parameters), state, leaves, seed)
+        loss, gradients, changed = bound.step.train(
+            stored_shards(parameters), buffers, leaves, self.seed + self.steps
+        )
         add_gradients(parameters, gradients)
-        if changed:
-            with torch.no_grad():
-                copy_all_([state[name] for name in changed], list(changed.values()))
+        bound.places.write(changed)
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -164,28 +199,57 @@ class ParallelModule(nn.Module):
         """Compiles the programs with `torch.compile`, in place; takes its arguments. Conversions
         are part of the compiled graph."""
         self._compiler = lambda function: torch.compile(function, *args, **kwargs)
-        self._bound = {key: self._compiled(bound) for key, bound in self._bound.items()}
-        for step in self._train_steps.values():
-            step.compile(self._compiler)
+        self._forwards = {key: self._compiled(bound) for key, bound in self._forwards.items()}
+        for bound in self._train_steps.values():
+            bound.step.compile(self._compiler)
 
-    def _step_for(self, leaves: list[Any], spec: pytree.TreeSpec) -> GradientAccumulation:
-        """What runs a training step in the situation of a call."""
+    def _bind_planned(self) -> None:
+        """Makes what runs in the situation of the plan, before the first call."""
+        self._forwards[self._planned_situation] = self._bind_program(self.partitioned)
+
+    def _bind_program(self, partitioned: Partitioned) -> BoundProgram:
+        graph, (whole,) = partitioned.graph, partitioned.chunks
+        places = TensorPlaces.of(self, graph.parameters, graph.buffers)
+        return BoundProgram(graph, lower(whole, self.devices), places)
+
+    def _compiled(self, bound: BoundProgram) -> BoundProgram:
+        if self._compiler is None:
+            return bound
+        function = self._compiler(bound.program.function)
+        return replace(bound, program=replace(bound.program, function=function))
+
+    def _step_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[BoundStep, list[Any]]:
+        """What runs a training step in the situation of a call, and the call's leaves."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         count = most_micro_batches(leaves, self.partitioned.pipeline)
         piece = self._whole_leaves(micro_batch(leaves, 0, count))
-        situation = (*self._situation(spec, [key_of(leaf) for leaf in piece]), count)
-        if situation not in self._train_steps:
+        situation = self._situation(spec, [key_of(leaf) for leaf in piece])
+        key = (*situation, count)
+        if key not in self._train_steps:
             partitioned = self.partitioned
-            if situation[:-1] != self._planned_situation:
-                args, kwargs = pytree.tree_unflatten(piece, spec)
-                partitioned = self._captured(args, kwargs)
+            if situation != self._planned_situation:
+                partitioned = self._capture(*pytree.tree_unflatten(piece, spec))
             if count != partitioned.pipeline.micro_batches:
                 pipeline = replace(partitioned.pipeline, micro_batches=count)
                 partitioned = replace(partitioned, pipeline=pipeline)
-            step = GradientAccumulation(partitioned, self.devices)
-            if self._compiler is not None:
-                step.compile(self._compiler)
-            self._train_steps[situation] = step
-        return self._train_steps[situation]
+            self._train_steps[key] = self._bind_step(partitioned)
+        return self._train_steps[key], self._on_device(leaves)
+
+    def _bind_step(self, partitioned: Partitioned) -> BoundStep:
+        places = TensorPlaces.of(self, *partitioned.tensors_of(self.devices.stage))
+        step = self._make_step(partitioned)
+        if self._compiler is not None:
+            step.compile(self._compiler)
+        return BoundStep(step, places)
+
+    def _make_step(self, partitioned: Partitioned) -> TrainStep:
+        return GradientAccumulation(partitioned, self.devices)
+
+    def _on_device(self, leaves: Sequence[Any]) -> list[Any]:
+        device = self.devices.device
+        return [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def _whole_leaves(self, leaves: list[Any]) -> list[Any]:
         arrivals = self.partitioned.decisions.arrivals
@@ -195,42 +259,23 @@ class ParallelModule(nn.Module):
         """What a program depends on: the modes of all submodules and what the call is given."""
         return tuple(m.training for m in self.modules()), spec, tuple(leaves)
 
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
         """The model in a situation that the plan was not made for, with its decisions adapted.
 
         Raises:
             PlanError: if the call has other arguments, or other dtypes, than the planned one.
             CaptureError: if the model cannot be captured in this situation.
         """
-        planned, decisions = self.partitioned, self.partitioned.decisions
+        planned = self.partitioned
         _check_call(planned.graph, args, kwargs)
         (template,) = self._template
-        for mine, its in zip(self.modules(), template.modules(), strict=True):
-            its.training = mine.training
+        for module, copied in zip(self.modules(), template.modules(), strict=True):
+            copied.training = module.training
         graph = capture(template, args, kwargs, planned.graph.compute_dtype)
         shapes = ", ".join(str(value) for value in graph.input_values)
         log.info("captured the model for %s, training=%s", shapes, self.training)
-        decisions = replace(
-            decisions,
-            cuts=adapted_cuts(graph, planned.mesh, decisions.cuts),
-            outputs=adapted_outputs(graph, planned.mesh, decisions.outputs),
-        )
+        decisions = adapt_decisions(planned.decisions, graph, planned.mesh)
         return replace(planned, graph=graph, decisions=decisions)
-
-    def _lowered(self, partitioned: Partitioned) -> BoundProgram:
-        graph, (whole,) = partitioned.graph, partitioned.chunks
-        return BoundProgram(
-            graph,
-            lower(whole, self.devices),
-            tuple(place_of(self, value) for value in graph.parameters),
-            tuple(place_of(self, value) for value in graph.buffers),
-        )
-
-    def _compiled(self, bound: BoundProgram) -> BoundProgram:
-        if self._compiler is None:
-            return bound
-        function = self._compiler(bound.program.function)
-        return replace(bound, program=replace(bound.program, function=function))
 
     def _returned(self, bound: BoundProgram, outputs: list[Any]) -> list[Any]:
         """Outputs that were left in pieces become DTensors."""
@@ -245,12 +290,6 @@ class ParallelModule(nn.Module):
                     tensor = as_dtensor(tensor, like, where, self.devices)
             result.append(tensor)
         return result
-
-
-def place_of(module: nn.Module, value: Value) -> TensorOwner:
-    """Where a parameter or buffer of the graph is in the module."""
-    path, _, leaf = value.name.rpartition(".")
-    return value.name, module.get_submodule(path), leaf
 
 
 def parallel_module(
@@ -315,43 +354,3 @@ def _check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     count = f"{len(args)} positional argument{'s' if len(args) != 1 else ''}"
     return f"{count} and keywords {sorted(kwargs)}" if kwargs else count
-
-
-def adapted_cuts(
-    graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts]
-) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The cuts of the operators that `graph` has, by name; of each factor the most significant axes
-    for which it still divides."""
-    result = {}
-    for op in graph.ops:
-        found = rule_of(op)
-        if found is not None and op.name in cuts:
-            result[op.name] = {
-                factor: _dividing(mesh, axes, found.capacity[factor])
-                for factor, axes in cuts[op.name].items()
-                if factor in found.factors
-            }
-    return result
-
-
-def adapted_outputs(graph: Graph, mesh: Layout, outputs: Outputs) -> Outputs:
-    """Likewise for the layouts in which operators are told to leave their outputs."""
-    return {
-        op.name: tuple(
-            axes if axes is not None and _divides(mesh, axes, value.shape) else None
-            for axes, value in zip(outputs[op.name], op.outputs, strict=False)
-        )
-        for op in graph.ops
-        if op.name in outputs
-    }
-
-
-def _dividing(mesh: Layout, axes: tuple[int, ...], capacity: int) -> tuple[int, ...]:
-    lengths = range(1, len(axes) + 1)
-    fitting = list(takewhile(lambda n: capacity % mesh.size(axes[:n]) == 0, lengths))
-    return axes[: fitting[-1]] if fitting else ()
-
-
-def _divides(mesh: Layout, axes: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> bool:
-    counts = TensorLayout(mesh, axes).shard_counts if len(axes) == len(shape) else (0,)
-    return all(parts and size % parts == 0 for size, parts in zip(shape, counts, strict=False))

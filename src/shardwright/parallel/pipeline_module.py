@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,55 +15,27 @@ from shardwright.graph.graph import Value
 from shardwright.graph.split import with_neighbors
 from shardwright.layout.layout import TensorLayout
 from shardwright.lower.program import Program
-from shardwright.parallel.module import BoundProgram, ParallelModule, key_of, place_of, template_of
+from shardwright.parallel.module import ParallelModule, TensorPlaces, template_of
 from shardwright.parallel.pipeline_stage import RankStages
 from shardwright.partition.chunk import Chunk
 from shardwright.partition.partitioned import Partitioned
 from shardwright.runtime.clip_grad import clip_grad_norm_
 from shardwright.runtime.devices import Devices
-from shardwright.runtime.dtensor import (
-    add_gradients,
-    as_dtensor,
-    stored_shards,
-    with_stored_parameters,
-)
-from shardwright.runtime.micro_batches import micro_batch, most_micro_batches
+from shardwright.runtime.dtensor import as_dtensor, stored_shards, with_stored_parameters
 from shardwright.torch_internals import pytree
-from shardwright.torch_internals.tensors import copy_all_
-
-
-@dataclass(frozen=True)
-class BoundStages(BoundProgram):
-    """This rank's parts, with the places in the module that they read and update."""
-
-    stages: RankStages
 
 
 class PipelineModule(ParallelModule):
-    """A model whose parts run on stages of the running process group.
+    """A model whose chunks run on stages of the running process group.
 
     It has the names of the model that it was made from; parameters and buffers that only other
     stages read are None. `train_step` runs forward and backward over all micro-batches; called
     under `torch.no_grad()`, it returns what the model returns, whole on every rank.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        template: nn.Module,
-        partitioned: Partitioned,
-        devices: Devices,
-    ) -> None:
-        super().__init__(module, template, partitioned, devices)
-        count = partitioned.pipeline.micro_batches
-        self._bound = {(*situation, count): bound for situation, bound in self._bound.items()}
-
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The programs of this rank's parts, for the mode and the shapes of the plan."""
-        planned = self._planned
-        assert isinstance(planned, BoundStages)
-        return tuple(module.program for module in planned.stages.modules)
+        return tuple(module.program for module in self._planned_stages.modules)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -72,36 +44,19 @@ class PipelineModule(ParallelModule):
                 " train_step(*args), which runs forward and backward; to evaluate it call it under"
                 " torch.no_grad()"
             )
-        bound, leaves = self._bound_for(args, kwargs)
-        shards, buffers = self._read(bound)
-        kept, changed = bound.stages.evaluate(shards, buffers, leaves, self.seed + self.steps)
-        self._write(bound, changed)
+        bound, leaves = self._step_for(args, kwargs)
+        stages = bound.step
+        assert isinstance(stages, RankStages)
+        parameters, buffers = bound.places.read()
+        shards, seed = stored_shards(parameters), self.seed + self.steps
+        local_outputs, changed = stages.evaluate(shards, buffers, leaves, seed)
+        bound.places.write(changed)
+        graph = stages.partitioned.graph
         outputs = [
-            self._whole(bound.stages, leaf, kept) if isinstance(leaf, Value) else leaf
-            for leaf in bound.graph.outputs
+            self._whole(stages, leaf, local_outputs) if isinstance(leaf, Value) else leaf
+            for leaf in graph.outputs
         ]
-        return pytree.tree_unflatten(outputs, bound.graph.out_spec)
-
-    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward over all micro-batches; gradients are in the parameters after it.
-
-        Returns:
-            The loss of the whole batch, on every rank.
-
-        Raises:
-            PlanError: if the model returns no loss, or the batch cannot be cut as planned.
-        """
-        bound, leaves = self._bound_for(args, kwargs)
-        if bound.graph.loss is None:
-            raise PlanError("the model returns no loss, one number that a gradient starts from")
-        shards, buffers = self._read(bound)
-        self.steps += 1
-        seed = self.seed + self.steps
-        loss, gradients, changed = bound.stages.train(shards, buffers, leaves, seed)
-        self._write(bound, changed)
-        parameters = {name: getattr(owner, leaf) for name, owner, leaf in bound.parameters}
-        add_gradients(parameters, gradients)
-        return loss
+        return pytree.tree_unflatten(outputs, graph.out_spec)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their norm over all devices and stages is at most
@@ -110,90 +65,45 @@ class PipelineModule(ParallelModule):
         Returns:
             The norm before, on every rank.
         """
-        planned = self._planned
-        assert isinstance(planned, BoundStages)
         elsewhere = {
             name
             for name, stages in self.partitioned.stages_of_parameters.items()
             if min(stages) < self.devices.stage
         }
-        dtype = next((v.stored_dtype for v in planned.graph.parameters), None)
+        dtype = next((v.stored_dtype for v in self.partitioned.graph.parameters), None)
         return clip_grad_norm_(self.named_parameters(), max_norm, self.devices, elsewhere, dtype)
 
-    def _bound_for(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[BoundStages, list[Any]]:
-        """The stages for the situation of a call, and its leaves on the device."""
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        count = most_micro_batches(leaves, self.partitioned.pipeline)
-        piece = self._whole_leaves(micro_batch(leaves, 0, count))
-        situation = (*self._situation(spec, [key_of(leaf) for leaf in piece]), count)
-        if situation not in self._bound:
-            mine, named_ones = pytree.tree_unflatten(piece, spec)
-            captured = self._captured(mine, named_ones)
-            pipeline = replace(captured.pipeline, micro_batches=count)
-            self._bound[situation] = self._compiled(
-                self._lowered(replace(captured, pipeline=pipeline))
-            )
-        bound = self._bound[situation]
-        assert isinstance(bound, BoundStages)
-        device = self.devices.device
-        return bound, [x.to(device) if isinstance(x, Tensor) else x for x in leaves]
+    @property
+    def _planned_stages(self) -> RankStages:
+        count = self.partitioned.pipeline.micro_batches
+        stages = self._train_steps[(*self._planned_situation, count)].step
+        assert isinstance(stages, RankStages)
+        return stages
 
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
-        captured = super()._captured(args, kwargs)
+    def _bind_planned(self) -> None:
+        key = (*self._planned_situation, self.partitioned.pipeline.micro_batches)
+        self._train_steps[key] = self._bind_step(self.partitioned)
+
+    def _make_step(self, partitioned: Partitioned) -> RankStages:
+        stage = self.devices.stage
+        for values in partitioned.tensors_of(stage):
+            for name, owner, leaf in TensorPlaces.of(self, values, ()).parameters:
+                if getattr(owner, leaf) is None:
+                    raise PlanError(
+                        f"{name!r} is read in this mode by stage {stage}, which does not hold it"
+                    )
+        return RankStages(partitioned, self.devices)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
+        captured = super()._capture(args, kwargs)
         planned = captured.pipeline.chunk_of
         chunk_of = {op.name: planned[op.name] for op in captured.graph.ops if op.name in planned}
         chunk_of = with_neighbors(captured.graph, chunk_of)
         return replace(captured, pipeline=replace(captured.pipeline, chunk_of=chunk_of))
 
-    def _lowered(self, partitioned: Partitioned) -> BoundStages:
-        stages = RankStages(partitioned, self.devices)
-        parameters, buffers = partitioned.tensors_of(self.devices.stage)
-        for value in (*parameters, *buffers):
-            _, owner, leaf = place_of(self, value)
-            if getattr(owner, leaf) is None:
-                raise PlanError(
-                    f"{value.name!r} is read in this mode by stage {self.devices.stage}, which"
-                    " does not hold it"
-                )
-        return BoundStages(
-            partitioned.graph,
-            stages.modules[0].program,
-            tuple(place_of(self, value) for value in parameters),
-            tuple(place_of(self, value) for value in buffers),
-            stages,
-        )
-
-    def _compiled(self, bound: BoundProgram) -> BoundProgram:
-        assert isinstance(bound, BoundStages)
-        if self._compiler is None:
-            return bound
-        pipeline = self.partitioned.pipeline
-        if pipeline.schedule_spec.splits_backward:
-            raise PlanError(
-                f"{pipeline.schedule} runs backward passes in two halves, which compiled programs"
-                " do not have: compile a plan with another schedule"
-            )
-        for module in bound.stages.modules:
-            function = self._compiler(module.program.function)
-            module.program = replace(module.program, function=function)
-        return bound
-
-    def _read(self, bound: BoundProgram) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """This rank's shards of parameters, and its buffers, by name."""
-        parameters = {n: getattr(owner, leaf) for n, owner, leaf in bound.parameters}
-        return stored_shards(parameters), {
-            n: getattr(owner, leaf) for n, owner, leaf in bound.buffers
-        }
-
-    def _write(self, bound: BoundProgram, changed: Mapping[str, Tensor]) -> None:
-        if changed:
-            places = {name: getattr(owner, leaf) for name, owner, leaf in bound.buffers}
-            with torch.no_grad():
-                copy_all_([places[name] for name in changed], list(changed.values()))
-
-    def _whole(self, stages: RankStages, value: Value, kept: Mapping[str, list[Tensor]]) -> Tensor:
+    def _whole(
+        self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]
+    ) -> Tensor:
         """A value that the model returns, for the whole batch, on every rank: a tensor of the
         batch's rows is joined, the loss reduced, and of others the first micro-batch's is taken."""
         partitioned = stages.partitioned
@@ -203,7 +113,7 @@ class PipelineModule(ParallelModule):
         count = stages.micro_batches if joined else 1
         shape = (value.shape[0] * count, *value.shape[1:]) if joined else value.shape
         if chunk.stage == self.devices.stage:
-            pieces = [self._gathered(chunk, value, tensor) for tensor in kept[value.name]]
+            pieces = [self._gathered(chunk, value, tensor) for tensor in local_outputs[value.name]]
             if value is partitioned.graph.loss:
                 whole = stages.reduced(pieces)
             else:
@@ -215,8 +125,8 @@ class PipelineModule(ParallelModule):
         return whole
 
     def _in_order(self, rows: Tensor, count: int) -> Tensor:
-        """The rows of the batch: where each rank is given its own part of it, each micro-batch has
-        some of each rank's."""
+        """The rows of the batch: where each rank is passed its own rows, each micro-batch has some
+        of each rank's."""
         arrivals = self.partitioned.decisions.arrivals.values()
         layouts = (TensorLayout(self.devices.layout, axes) for axes in arrivals if axes)
         ranks = max((layout.shard_counts[0] for layout in layouts), default=1)

@@ -10,8 +10,8 @@ number of the micro-batch only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
 )
 
+from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
 from shardwright.layout.layout import TensorLayout
 from shardwright.lower.program import Program, lower
@@ -122,7 +123,7 @@ def _with_gradient(value: Value, tensor: Tensor) -> Tensor:
 
 @dataclass
 class RankStages:
-    """This rank's parts of a model, for one mode and one shape of its inputs.
+    """A training step in several stages: this rank's chunks, run by PyTorch's schedule.
 
     Args:
         partitioned: the model, for so many micro-batches as the batch is cut into.
@@ -162,6 +163,16 @@ class RankStages:
     def _arrival_axes(self) -> tuple[int, ...]:
         return arrival_axes(self.partitioned.graph, self.partitioned.decisions)
 
+    def compile(self, compiler: Callable[..., Any]) -> None:
+        if self.pipeline.schedule_spec.splits_backward:
+            raise PlanError(
+                f"{self.pipeline.schedule} runs backward passes in two halves, which compiled"
+                " programs do not have: compile a plan with another schedule"
+            )
+        for module in self.modules:
+            function = compiler(module.program.function)
+            module.program = replace(module.program, function=function)
+
     def train(
         self,
         shards: Mapping[str, Tensor],
@@ -169,18 +180,6 @@ class RankStages:
         leaves: Sequence[Any],
         seed: int,
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Forward and backward over all micro-batches.
-
-        Args:
-            shards: by name this rank's part of each parameter of its stage, as it is stored.
-            buffers: by name.
-            leaves: of the call's arguments, with the whole batch.
-            seed: of the step.
-
-        Returns:
-            The loss of the batch, on every rank; the gradients of the stored shards; the new values
-            of buffers.
-        """
         step = self._begin(buffers, leaves, seed)
         for module in self.modules:
             module.residents.begin({v.name: shards[v.name] for v in module.chunk.graph.parameters})

@@ -1,10 +1,15 @@
-"""A training step of one pipeline stage: forward and backward, micro-batch after micro-batch."""
+"""Training steps: forward and backward over all micro-batches of a batch.
+
+`TrainStep` is what every module runs. `GradientAccumulation` is that of a model in one stage, one
+micro-batch after another; with several stages it is `RankStages` (`pipeline_stage.py`). Both weigh
+the losses of micro-batches with `LossWeights`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,8 +30,54 @@ from shardwright.runtime.random import seed_of
 from shardwright.torch_internals.operators import OpOverload, operator_name
 
 
+class TrainStep(Protocol):
+    """This rank's training step of a model, for one mode and one shape of its inputs."""
+
+    @property
+    def partitioned(self) -> Partitioned:
+        """The model, for as many micro-batches as a step has."""
+
+    def compile(self, compiler: Callable[..., Any]) -> None:
+        """Replaces the function of each program by what `compiler` makes of it.
+
+        Raises:
+            PlanError: if the schedule cannot run compiled programs.
+        """
+
+    def train(
+        self,
+        shards: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        seed: int,
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Forward and backward over all micro-batches.
+
+        Args:
+            shards: by name this rank's shard of each parameter of its stage, as it is stored.
+            buffers: by name.
+            leaves: of the call's arguments, with the whole batch.
+            seed: of the step.
+
+        Returns:
+            The loss of the batch, on every rank; the gradients of the stored shards; the new values
+            of buffers.
+        """
+
+
+def loss_of(graph: Graph) -> Value:
+    """The value from which gradients start.
+
+    Raises:
+        PlanError: if the model returns no loss.
+    """
+    if graph.loss is None:
+        raise PlanError("the model returns no loss, one number that a gradient starts from")
+    return graph.loss
+
+
 class GradientAccumulation:
-    """Runs the micro-batches of a batch and adds up their gradients.
+    """A training step in one stage: micro-batches run one after another, their gradients add up.
 
     Raises:
         PlanError: if the model has no loss.
@@ -34,19 +85,17 @@ class GradientAccumulation:
 
     def __init__(self, partitioned: Partitioned, devices: Devices) -> None:
         graph, pipeline = partitioned.graph, partitioned.pipeline
-        if graph.loss is None:
-            raise PlanError("the model returns no loss, one number that a gradient starts from")
-        self.graph = graph
+        loss = loss_of(graph)
+        self.partitioned = partitioned
         self.micro_batches = pipeline.micro_batches
         (whole,) = partitioned.chunks
         self.program = lower(whole, devices, self.micro_batches > 1, pending_loss=True)
         self.residents = UnshardedParameters(self.program)
         self._weights = LossWeights(graph, devices, arrival_axes(graph, partitioned.decisions))
         self._sums = pipeline.loss_reduction == "sum"
-        self._place = next(i for i, value in enumerate(graph.outputs) if value is graph.loss)
+        self._place = next(i for i, value in enumerate(graph.outputs) if value is loss)
 
     def compile(self, compiler: Callable[..., Any]) -> None:
-        """Runs the program as `compiler` makes it of its function."""
         self.program = replace(self.program, function=compiler(self.program.function))
 
     def train(
@@ -56,17 +105,6 @@ class GradientAccumulation:
         leaves: Sequence[Any],
         seed: int,
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Forward and backward over all micro-batches, and what is reduced once after them.
-
-        Args:
-            shards: by name this rank's part of each parameter, as it is stored.
-            buffers: by name.
-            leaves: of the call's arguments, with the whole batch.
-            seed: of the step.
-
-        Returns:
-            The loss of the batch; the gradients of the stored shards; the new values of buffers.
-        """
         loss, changed = self.run(shards, buffers, leaves, seed)
         return loss, self.residents.end(), changed
 
@@ -80,6 +118,7 @@ class GradientAccumulation:
         """As `train`, but leaves the gradients for `residents.end()` to hand out."""
         count = self.micro_batches
         pieces = [micro_batch(leaves, number, count) for number in range(count)]
+        buffer_updates = self.partitioned.graph.updates
         self.residents.begin(shards)
         weights = [1.0] * count if self._sums else self._weights(pieces)
         state, losses = dict(buffers), []
@@ -92,7 +131,7 @@ class GradientAccumulation:
             if loss.requires_grad:
                 loss.backward(torch.ones_like(loss) * weight)  # type: ignore[no-untyped-call]
             losses.append((loss.detach(), weight))
-            state.update((b.name, t) for (b, _), t in zip(self.graph.updates, updates, strict=True))
+            state.update((b.name, t) for (b, _), t in zip(buffer_updates, updates, strict=True))
         changed = {name: tensor for name, tensor in state.items() if tensor is not buffers[name]}
         # All ranks meet here first: no backward pass waits for the loss of others.
         return torch.stack([wait(loss) * weight for loss, weight in losses]).sum(), changed

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from types import MappingProxyType
 
 from shardwright.errors import StrategyError
+from shardwright.graph.graph import Graph
 from shardwright.layout.axes import Axes
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts
 
 CutAxes = tuple[Axes, ...]
@@ -104,3 +108,53 @@ class Decisions:
     sharding: OptimizerParallel | None = None
     bucket_bytes: int = BUCKET_BYTES
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
+
+
+def adapt_decisions(decisions: Decisions, graph: Graph, mesh: Layout) -> Decisions:
+    """The decisions for `graph`, the same model in another mode or for inputs of other shapes, as
+    far as they still divide it."""
+    return replace(
+        decisions,
+        cuts=_adapted_cuts(decisions.cuts, graph, mesh),
+        outputs=_adapted_outputs(decisions.outputs, graph, mesh),
+    )
+
+
+def _adapted_cuts(
+    cuts: Mapping[str, Cuts], graph: Graph, mesh: Layout
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The cuts of the operators that `graph` has, by name; of each factor the most significant axes
+    for which it still divides."""
+    result = {}
+    for op in graph.ops:
+        rule = rule_of(op)
+        if rule is not None and op.name in cuts:
+            result[op.name] = {
+                factor: _dividing(mesh, axes, rule.capacity[factor])
+                for factor, axes in cuts[op.name].items()
+                if factor in rule.factors
+            }
+    return result
+
+
+def _adapted_outputs(outputs: Outputs, graph: Graph, mesh: Layout) -> Outputs:
+    """Likewise for the layouts in which operators are told to leave their outputs."""
+    return {
+        op.name: tuple(
+            axes if axes is not None and _divides(mesh, axes, value.shape) else None
+            for axes, value in zip(outputs[op.name], op.outputs, strict=False)
+        )
+        for op in graph.ops
+        if op.name in outputs
+    }
+
+
+def _dividing(mesh: Layout, axes: tuple[int, ...], capacity: int) -> tuple[int, ...]:
+    lengths = range(1, len(axes) + 1)
+    fitting = list(takewhile(lambda n: capacity % mesh.size(axes[:n]) == 0, lengths))
+    return axes[: fitting[-1]] if fitting else ()
+
+
+def _divides(mesh: Layout, axes: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> bool:
+    counts = TensorLayout(mesh, axes).shard_counts if len(axes) == len(shape) else (0,)
+    return all(parts and size % parts == 0 for size, parts in zip(shape, counts, strict=False))
