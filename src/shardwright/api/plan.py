@@ -46,7 +46,7 @@ def plan(call: PlanCall) -> Plan:
         StrategyError: if an option is not valid, nothing can be cut, an operator cannot be cut
             as it is pinned, or stages cannot be as requested.
         ConfigError: if there is no such cluster, or it has fewer devices.
-        PlanError: if the batch cannot be cut into so many micro-batches.
+        PlanError: if the batch cannot be split into so many micro-batches.
         MemoryLimitError: if nothing fits into `memory_limit`; says what would.
         LayoutError: if pinned layouts are not of this number of devices, or do not fit together.
         CaptureError: if the model cannot be captured.

@@ -137,8 +137,8 @@ class _MetaChunk:
         if constants:
             chunk = replace(chunk, graph=replace(chunk.graph, constants=constants))
         alone = not chunk.arriving and not chunk.leaving
-        resident = partitioned.pipeline.micro_batches > 1 or not alone
-        program = lower(chunk, devices, resident)
+        unsharded = partitioned.pipeline.micro_batches > 1 or not alone
+        program = lower(chunk, devices, unsharded)
         module = StageModule(chunk, program, partitioned.graph, follows=halves)
         layouts = program.communication.made
 
@@ -194,10 +194,10 @@ class _MetaChunk:
         return self.phase(function, ACTIVATIONS if kind in (FORWARD, OF_INPUT) else GRADIENTS)
 
     def begin(self) -> None:
-        self.module.residents.begin(self.stored)
+        self.module.unsharded.begin_step(self.stored)
 
     def end(self) -> None:
-        self.reduced = self.module.residents.end()
+        self.reduced = self.module.unsharded.end_step()
 
     def forward(self) -> None:
         self.inputs = [
@@ -212,7 +212,7 @@ class _MetaChunk:
     def _returned(self) -> tuple[Tensor, ...]:
         """The outputs of a model without a loss, which its user differentiates."""
         module, step = self.module, self.module.step
-        tensors = module.residents.tensors()
+        tensors = module.unsharded.tensors()
         outputs, _ = module.program(tensors, step.buffers, module.read(0, self.inputs))
         return tuple(t for t in outputs if isinstance(t, Tensor) and t.requires_grad)
 

@@ -63,18 +63,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """How much of the history had happened when most bytes were live, from `start` to `end`."""
         live = _live(self.history[:start])
         most, place = live, start
-        for number, (held, made) in enumerate(self.history[start:end], start=start + 1):
-            live += held.size if made else -held.size
+        for number, (held, allocated) in enumerate(self.history[start:end], start=start + 1):
+            live += held.size if allocated else -held.size
             if live > most:
                 most, place = live, number
         return place
 
     def kinds(self, place: int) -> dict[str, int]:
         """Bytes by kind that were live when so much of the history had happened."""
-        found: dict[str, int] = {}
-        for held, made in self.history[:place]:
-            found[held.kind] = found.get(held.kind, 0) + (held.size if made else -held.size)
-        return found
+        totals: dict[str, int] = {}
+        for held, allocated in self.history[:place]:
+            totals[held.kind] = totals.get(held.kind, 0) + (held.size if allocated else -held.size)
+        return totals
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operator returns."""
@@ -123,7 +123,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _live(history: Iterable[tuple[TrackedStorage, bool]]) -> int:
-    return sum(held.size if made else -held.size for held, made in history)
+    return sum(held.size if allocated else -held.size for held, allocated in history)
 
 
 META = torch.device("meta")
@@ -135,7 +135,7 @@ _LONGEST = 64
 
 class DryRunMode(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts bytes on the meta device. An operator is run once for each shape of its tensors; then
-    only results like those are made: so a model whose blocks repeat is rehearsed fast.
+    only results like those are made: so a model whose blocks repeat runs fast.
 
     What is sent is held until its collective is waited for, as process groups do.
 
@@ -246,11 +246,11 @@ class FusedAttention:
 
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:
-    found = _fused(*args, **kwargs)
-    if found is None:
-        found, _ = torch.ops.aten._scaled_dot_product_attention_math.default(*args, **kwargs)
-    assert found is not None
-    return found
+    result = _fused(*args, **kwargs)
+    if result is None:
+        result, _ = torch.ops.aten._scaled_dot_product_attention_math.default(*args, **kwargs)
+    assert result is not None
+    return result
 
 
 def _fused(

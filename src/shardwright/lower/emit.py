@@ -65,7 +65,7 @@ class Source:
         line = Line(tuple(names), expression, tuple(reads), comment, unpack, segment)
         self.lines.append(line)
 
-    def text(self, header: str, returns: str, kept: Sequence[str], again: Again) -> str:
+    def text(self, header: str, returns: str, outputs: Sequence[str], again: Again) -> str:
         """The whole function.
 
         Args:
@@ -74,8 +74,8 @@ class Source:
         """
         lines = self.lines
         if any(line.segment is not None for line in lines):
-            lines = nested(lines, kept, self.name, self.refer(again.__name__, again))
-        return "\n".join([header, *write_body(lines, kept), f"    return {returns}"]) + "\n"
+            lines = nested(lines, outputs, self.name, self.refer(again.__name__, again))
+        return "\n".join([header, *write_body(lines, outputs), f"    return {returns}"]) + "\n"
 
     def compile(self, text: str, name: str) -> Callable[..., Any]:
         """The function `name` that `text` defines."""
@@ -127,10 +127,10 @@ class Line:
         return f"{', '.join(self.names)}{comma} = {self.expression}"
 
 
-def write_body(lines: Sequence[Line], kept: Collection[str]) -> Iterator[str]:
+def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]:
     """The text of a function's body. Variables that it makes are deleted after their last use,
-    except the `kept`, so that eager execution holds no activation longer than autograd does."""
-    made = {name for line in lines for name in line.names}
+    except the `outputs`, so that eager execution holds no activation longer than autograd does."""
+    assigned = {name for line in lines for name in line.names}
     last = {name: i for i, line in enumerate(lines) for name in (*line.reads, *line.names)}
     for number, line in enumerate(lines):
         if line.comment:
@@ -140,12 +140,12 @@ def write_body(lines: Sequence[Line], kept: Collection[str]) -> Iterator[str]:
             yield from (f"    {inner}" for inner in write_body(line.body, line.names))
             yield f"        return {', '.join(line.names)}"
         used = dict.fromkeys((*line.reads, *line.names))
-        done = [n for n in used if n in made and last[n] == number and n not in kept]
+        done = [n for n in used if n in assigned and last[n] == number and n not in outputs]
         yield f"    {line.text}" + (f"; del {', '.join(done)}" if done else "")
 
 
 def nested(
-    lines: Sequence[Line], kept: Collection[str], name: Callable[[str], str], call: str
+    lines: Sequence[Line], outputs: Collection[str], name: Callable[[str], str], call: str
 ) -> list[Line]:
     """The lines of each segment joined to one that calls a function of them.
 
@@ -153,7 +153,7 @@ def nested(
     it makes.
 
     Args:
-        kept: variables that are read after the last line.
+        outputs: variables that are read after the last line.
         name: gives a name like the given one that is not taken.
         call: what runs a function and lets the backward pass run it again.
     """
@@ -169,7 +169,7 @@ def nested(
         before, inside, after = _apart(lines[position : last[segment] + 1], segment)
         read = {n for line in lines if line.segment != segment for n in line.reads}
         function = name(f"compute_{segment}")
-        result += [*before, _joined(inside, read | set(kept), function, call), *after]
+        result += [*before, _joined(inside, read | set(outputs), function, call), *after]
         position = last[segment] + 1
     return result
 
@@ -179,27 +179,27 @@ def _apart(lines: Sequence[Line], segment: str) -> tuple[list[Line], list[Line],
     before: list[Line] = []
     inside: list[Line] = []
     after: list[Line] = []
-    made: set[str] = set()
+    assigned: set[str] = set()
     for line in lines:
         assert line.segment in (None, segment), f"{line.segment} lies within {segment}"
         if line.segment is not None:
             inside.append(line)
-        elif made.isdisjoint(line.reads):
+        elif assigned.isdisjoint(line.reads):
             before.append(line)
             continue
         else:
             after.append(line)
-        made.update(line.names)
+        assigned.update(line.names)
     return before, inside, after
 
 
 def _joined(inside: Sequence[Line], read: Collection[str], function: str, call: str) -> Line:
-    made = dict.fromkeys(n for line in inside for n in line.names)
-    given = tuple(dict.fromkeys(n for line in inside for n in line.reads if n not in made))
+    assigned = dict.fromkeys(n for line in inside for n in line.names)
+    inputs = tuple(dict.fromkeys(n for line in inside for n in line.reads if n not in assigned))
     return Line(
-        names=tuple(n for n in made if n in read),
-        expression=f"{call}({', '.join([function, *given])})",
-        reads=given,
+        names=tuple(n for n in assigned if n in read),
+        expression=f"{call}({', '.join([function, *inputs])})",
+        reads=inputs,
         comment=f"{inside[0].segment}: computed again in the backward pass",
         function=function,
         body=tuple(inside),

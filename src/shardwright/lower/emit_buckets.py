@@ -27,13 +27,14 @@ class BucketLines:
     """Writes them: all buckets enter at the top, the gather of each is started just before the one
     before it is waited for, and each is finished at its first use.
 
-    In a resident program, buckets that are reduced once a step are not there: their members come
-    as they are used. The others (`level2`) come gathered, and only their gradients go through it.
+    In a program of unsharded parameters, buckets that are reduced once a step are not there: their
+    members come as they are used. The others (`level2`) come gathered, and only their gradients go
+    through it.
     """
 
     flow: Communication
     devices: Devices
-    resident: bool
+    unsharded: bool
     source: Source
     bound: tuple[BoundBucket, ...] = ()
     again: BackwardRegather | None = None
@@ -54,7 +55,7 @@ class BucketLines:
         """The first lines of a program: later ones' gradients are complete before theirs."""
         for bound in self.bound:
             bucket = bound.bucket
-            if self.resident and bucket.once:
+            if self.unsharded and bucket.once:
                 continue
             name = self._entered[bucket] = self.source.name(f"bucket_{bucket.number}")
             function = self.source.refer(f"enter_{bucket.number}", EnterBucket(bound))
@@ -85,7 +86,7 @@ class BucketLines:
         entered = self._entered[bucket]
         bound, number = self.bound[bucket.number], bucket.number
         name = self._started[bucket] = self.source.name(f"bucket_{number}")
-        if self.resident and bucket.level == "level2":
+        if self.unsharded and bucket.level == "level2":
             function = self.source.refer(f"hold_{number}", ReuseGathered(bound))
             call = f"{function}({entered}, parameters[{held_name(bucket)!r}])"
         else:
@@ -94,7 +95,7 @@ class BucketLines:
 
     def _finish(self, bucket: Bucket) -> None:
         bound, number = self.bound[bucket.number], bucket.number
-        held = self.resident and bucket.level == "level2"
+        held = self.unsharded and bucket.level == "level2"
         if bucket.gathers:
             self._start(bucket)
             following = self._next(bucket)
@@ -120,12 +121,12 @@ class BucketLines:
 
 
 def used_name(member: Member) -> str:
-    """Under which a resident program reads a member as it is used."""
+    """Under which a program of unsharded parameters reads a member as it is used."""
     return f"{member.name} as used"
 
 
 def held_name(bucket: Bucket) -> str:
-    """Under which a resident program reads all members of a bucket that is gathered already."""
+    """Under which a program of unsharded parameters reads all members of a gathered bucket."""
     return f"bucket {bucket.number}"
 
 

@@ -21,18 +21,18 @@ class Kernels:
     devices: Devices
     cuts: Mapping[str, Cuts]
     flow: Communication
-    _made: dict[Op, Callable[..., Any]] = field(default_factory=dict)
+    _kernels: dict[Op, Callable[..., Any]] = field(default_factory=dict)
 
     def of(self, op: Op) -> Callable[..., Any]:
         """The kernel that the rule of `op` asks for where it is cut, else its own target."""
-        if op not in self._made:
-            self._made[op] = op.target
-            found, cut = rule_of(op), any(self.cuts.get(op.name, {}).values())
-            if found is not None and found.kernel is not None and cut:
-                self._made[op] = found.kernel(op, self._local(op, found))
-        return self._made[op]
+        if op not in self._kernels:
+            self._kernels[op] = op.target
+            rule, cut = rule_of(op), any(self.cuts.get(op.name, {}).values())
+            if rule is not None and rule.kernel is not None and cut:
+                self._kernels[op] = rule.kernel(op, self._local(op, rule))
+        return self._kernels[op]
 
-    def _local(self, op: Op, found: ShardingRule) -> Local:
+    def _local(self, op: Op, rule: ShardingRule) -> Local:
         cuts, made = self.cuts.get(op.name, {}), self.flow.made
         functions = tuple(
             bound_reduction(
@@ -41,7 +41,7 @@ class Kernels:
             for inner in self.flow.reductions.get(op.name, ())
         )
         return Local(
-            shard_counts=found.shard_counts(self.devices.layout, cuts),
+            shard_counts=rule.shard_counts(self.devices.layout, cuts),
             index=lambda factor: self.devices.index(tuple(cuts.get(factor, ()))),
             output_shapes=tuple(made[value].shard_shape(value.shape) for value in op.outputs),
             reduce=functions,

@@ -51,7 +51,7 @@ class Program:
         communication: all conversions in it.
         parameters: those that the graph reads.
         buckets: those of `communication`, bound to the devices.
-        resident: whether parameters are read as `UnshardedParameters` hand them out.
+        unsharded: whether parameters are read as `UnshardedParameters` hand them out.
         again: what the backward pass gathers again; None if nothing.
     """
 
@@ -60,7 +60,7 @@ class Program:
     communication: Communication
     parameters: tuple[Value, ...]
     buckets: tuple[BoundBucket, ...]
-    resident: bool = False
+    unsharded: bool = False
     again: BackwardRegather | None = None
 
     def __call__(
@@ -73,8 +73,8 @@ class Program:
         """Runs on local tensors.
 
         Args:
-            parameters: this rank's shards, as the plan stores them; of a resident program what
-                `UnshardedParameters.tensors` gives.
+            parameters: this rank's shards, as the plan stores them; if the program is `unsharded`,
+                what `UnshardedParameters.tensors` gives.
             buffers: whole.
             inputs: the leaves of the call's arguments, tensors whole.
             seed: of the random operators; the same on every rank, another one for each step.
@@ -92,24 +92,24 @@ class Program:
 
 
 def lower(
-    chunk: Chunk, devices: Devices, resident: bool = False, pending_loss: bool = False
+    chunk: Chunk, devices: Devices, unsharded: bool = False, pending_loss: bool = False
 ) -> Program:
     """The program of this rank for `chunk`, split as decided.
 
     Args:
-        resident: whether the program reads parameters that `UnshardedParameters` keep through the
+        unsharded: whether the program reads parameters that `UnshardedParameters` keep through the
             micro-batches of a step, instead of bringing them from storage to use by itself.
         pending_loss: whether the sum of the loss over the devices is only started, as its gradient
             does not need it; it must be waited for before it is read (`collectives.wait`).
     """
-    return _Lowering(chunk, devices, resident, pending_loss).program()
+    return _Lowering(chunk, devices, unsharded, pending_loss).program()
 
 
 @dataclass
 class _Lowering:
     chunk: Chunk
     devices: Devices
-    resident: bool
+    unsharded: bool
     pending_loss: bool
     buckets: BucketLines = field(init=False)
     source: Source = field(default_factory=Source)
@@ -135,7 +135,7 @@ class _Lowering:
     def program(self) -> Program:
         for name in ("parameters", "buffers", "inputs", "seed", "device"):
             self.source.name(name)
-        self.buckets = BucketLines(self.flow, self.devices, self.resident, self.source)
+        self.buckets = BucketLines(self.flow, self.devices, self.unsharded, self.source)
         self.kernels = Kernels(self.devices, self.cuts, self.flow)
         early = self._start_ahead()
         self.buckets.enter()
@@ -163,7 +163,7 @@ class _Lowering:
             self.flow,
             self.graph.parameters,
             self.buckets.bound,
-            self.resident,
+            self.unsharded,
             self.buckets.again,
         )
 
@@ -277,8 +277,8 @@ class _Lowering:
         if op.inputs and op.inputs[0] in self.fused:
             self._with_bias(self.fused.pop(op.inputs[0]), op, mine[1])
             return
-        found = rule_of(op)
-        args, kwargs = self._arguments(op, found)
+        rule = rule_of(op)
+        args, kwargs = self._arguments(op, rule)
         counter = iter(range(len(op.inputs)))
 
         def variable(_: Value) -> str:
@@ -286,15 +286,15 @@ class _Lowering:
 
         texts = [expression(a, variable) for a in args]
         texts += [f"{key}={expression(a, variable)}" for key, a in kwargs.items()]
-        function = self._function(op, found)
-        if found is not None and found.random and self.devices.several:
+        function = self._function(op, rule)
+        if rule is not None and rule.random and self.devices.several:
             texts.insert(0, "seed")
         if op in self.started:
             texts.insert(0, self.started[op])
             variables.append(self.started[op])
         names = [self.source.name(value.name) for value in op.outputs]
         self.variables.update(zip(op.outputs, names, strict=True))
-        call, comment = f"{function}({', '.join(texts)})", self._comment(op, found)
+        call, comment = f"{function}({', '.join(texts)})", self._comment(op, rule)
         segment = self._segment(op)
         self.source.add(names, call, variables, comment, _returns_many(op), segment)
 
@@ -302,24 +302,24 @@ class _Lowering:
         segment = self.flow.segment_of.get(op.name)
         return segment.name if segment is not None else None
 
-    def _arguments(self, op: Op, found: ShardingRule | None) -> tuple[list[Any], dict[str, Any]]:
+    def _arguments(self, op: Op, rule: ShardingRule | None) -> tuple[list[Any], dict[str, Any]]:
         """The operator's own arguments, sizes of its output made local."""
         args, kwargs = list(op.args), dict(op.kwargs)
-        if found is not None and found.sizes is not None:
-            args[found.sizes] = list(self.flow.made[op.output].shard_shape(op.output.shape))
+        if rule is not None and rule.sizes is not None:
+            args[rule.sizes] = list(self.flow.made[op.output].shard_shape(op.output.shape))
         if not op.inputs and isinstance(op.target, OpOverload):
             names = {argument.name for argument in schema_of(op.target).arguments}
             if "device" in names:
                 kwargs["device"] = self.devices.device
         return args, kwargs
 
-    def _function(self, op: Op, found: ShardingRule | None) -> str:
+    def _function(self, op: Op, rule: ShardingRule | None) -> str:
         """The name of what computes `op` on local tensors."""
         function = self.kernels.of(op)
         if op in self.started:
             assert isinstance(function, TwoPhaseKernel)
             function = function.finish
-        if found is not None and found.random and self.devices.several:
+        if rule is not None and rule.random and self.devices.several:
             axes = tuple(dict.fromkeys(a for dim in self.flow.made[op.output].axes for a in dim))
             function = Seeded(function, number_of(op.name), self.devices.index(axes))
             return self.source.refer(f"seeded_{_short(op)}", function)
@@ -331,8 +331,8 @@ class _Lowering:
             f"local_{_short(op)}" if function is not op.target else _short(op), function
         )
 
-    def _comment(self, op: Op, found: ShardingRule | None) -> str:
-        if found is None:
+    def _comment(self, op: Op, rule: ShardingRule | None) -> str:
+        if rule is None:
             return f"{op.name}: no sharding rule, computed whole on every device"
         names = self.devices.layout.alias_names
         cuts = [

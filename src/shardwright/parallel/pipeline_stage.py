@@ -1,11 +1,12 @@
-"""Runs the parts of a model that this rank's stage owns, on `torch.distributed.pipelining`.
+"""Runs the chunks of a model that this rank's stage owns, on `torch.distributed.pipelining`.
 
-PyTorch's schedules decide when a part works on which micro-batch, and send what crosses. Sender and
-receiver stand at the same place of their stages, and a value crosses in the layout that its part
-says, so its local shape is known to both before anything is sent.
+PyTorch's schedules decide when a chunk works on which micro-batch, and send what crosses. Sender
+and receiver stand at the same place of their stages, and a value crosses in the layout that its
+chunk says, so its local shape is known to both before anything is sent.
 
-A part takes its share of the model's inputs from the whole batch itself: the schedule tells it the
-number of the micro-batch only.
+A chunk takes its share of the model's inputs from the whole batch itself: the schedule tells it the
+number of the micro-batch only. What arrives and what leaves passes a border (`border`), where
+tensors become tensors of their own and gradients come back in one piece.
 """
 
 from __future__ import annotations
@@ -46,26 +47,26 @@ PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 @dataclass
 class StepContext:
-    """What the parts of one stage share while they work on a batch.
+    """What the chunks of one stage share while they work on a batch.
 
     Args:
         pieces: for each micro-batch the leaves of the call's arguments.
-        buffers: by name; a part that updates one puts its new value here.
+        buffers: by name; a chunk that updates one puts its new value here.
         seed: of the step.
-        kept: for each returned value what each micro-batch gave, if outputs are wanted.
+        returned: for each returned value what each micro-batch gave, if outputs are wanted.
     """
 
     pieces: Sequence[Sequence[Any]]
     buffers: dict[str, Tensor]
     seed: int
-    kept: dict[str, list[Tensor]] | None = None
+    returned: dict[str, list[Tensor]] | None = None
 
 
 class StageModule(nn.Module):
-    """One part of a model, as PyTorch's schedules call it.
+    """One chunk of a model, as PyTorch's schedules call it.
 
     Args:
-        whole: the model's graph, whose inputs the part reads.
+        whole: the model's graph, whose inputs the chunk reads.
     """
 
     step: StepContext
@@ -74,7 +75,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.chunk = chunk
         self.program = program
-        self.residents = UnshardedParameters(program)
+        self.unsharded = UnshardedParameters(program)
         self._follows = follows
         self._inputs = [
             index
@@ -85,25 +86,25 @@ class StageModule(nn.Module):
 
     def forward(self, *arrived: Tensor, number: Tensor | int) -> Tensor | tuple[Tensor, ...]:
         micro_batch = int(number)
-        given = border(arrived)
+        received = border(arrived)
         outputs, updates = self.program(
-            self.residents.tensors(),
+            self.unsharded.tensors(),
             self.step.buffers,
-            self.read(micro_batch, given),
+            self.read(micro_batch, received),
             seed_of(self.step.seed, micro_batch),
         )
         # New values in new tensors: autograd may hold the old ones for other micro-batches.
         changed = (buffer.name for buffer, _ in self.chunk.graph.updates)
         self.step.buffers.update(zip(changed, updates, strict=True))
-        made = dict(zip(self.chunk.graph.outputs, outputs, strict=True))
-        if self.step.kept is not None:
+        tensors = dict(zip(self.chunk.graph.outputs, outputs, strict=True))
+        if self.step.returned is not None:
             for value in self.chunk.returned:
-                self.step.kept.setdefault(value.name, []).append(made[value].detach())
+                self.step.returned.setdefault(value.name, []).append(tensors[value].detach())
         if self.chunk.graph.loss is not None:
-            loss: Tensor = made[self.chunk.graph.loss]
+            loss: Tensor = tensors[self.chunk.graph.loss]
             return loss
-        leaving = [_with_gradient(value, made[value]) for value in self.chunk.leaving]
-        follows = [tensor for tensor in given if tensor.requires_grad and self._follows]
+        leaving = [_with_gradient(value, tensors[value]) for value in self.chunk.leaving]
+        follows = [tensor for tensor in received if tensor.requires_grad and self._follows]
         return border(leaving, follows[:1])
 
     def read(self, micro_batch: int, arrived: Sequence[Tensor]) -> list[Any]:
@@ -113,7 +114,7 @@ class StageModule(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The tensors in which gradients add up."""
-        return iter(self.residents.leaves())  # type: ignore[arg-type]
+        return iter(self.unsharded.leaves())  # type: ignore[arg-type]
 
 
 def _with_gradient(value: Value, tensor: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ class RankStages:
         self._create_groups()
         graph, follows = self.partitioned.graph, self.pipeline.schedule_spec.splits_backward
         self.modules = tuple(
-            StageModule(chunk, lower(chunk, self.devices, resident=True), graph, follows)
+            StageModule(chunk, lower(chunk, self.devices, unsharded=True), graph, follows)
             for chunk in self.partitioned.chunks_of(self.devices.stage)
         )
         self._weights = LossWeights(graph, self.devices, self._arrival_axes)
@@ -182,7 +183,9 @@ class RankStages:
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         step = self._begin(buffers, leaves, seed)
         for module in self.modules:
-            module.residents.begin({v.name: shards[v.name] for v in module.chunk.graph.parameters})
+            module.unsharded.begin_step(
+                {v.name: shards[v.name] for v in module.chunk.graph.parameters}
+            )
         if self._training is None:
             self._training = self._schedule(self._weighted)
         losses: list[Tensor] = []
@@ -190,7 +193,7 @@ class RankStages:
         self._training.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
         gradients: dict[str, Tensor] = {}
         for module in self.modules:
-            for name, gradient in module.residents.end().items():
+            for name, gradient in module.unsharded.end_step().items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
         self._sum_shared(shards, gradients)
         loss = torch.stack(losses).sum().detach() if losses else self._no_loss()
@@ -211,18 +214,18 @@ class RankStages:
             rank; the new values of buffers.
         """
         step = self._begin(buffers, leaves, seed)
-        step.kept = {}
+        step.returned = {}
         with torch.no_grad():
             for module in self.modules:
-                module.residents.begin(
+                module.unsharded.begin_step(
                     {v.name: shards[v.name] for v in module.chunk.graph.parameters}
                 )
             if self._forward is None:
                 self._forward = self._schedule(None)
             self._forward.step(number=torch.arange(self.micro_batches), return_outputs=False)
             for module in self.modules:
-                module.residents.end()
-        return step.kept, self._changed(step, buffers)
+                module.unsharded.end_step()
+        return step.returned, self._changed(step, buffers)
 
     def reduced(self, losses: Sequence[Tensor]) -> Tensor:
         """The loss of the batch from those of its micro-batches, on the last stage."""
@@ -317,7 +320,7 @@ def groups_of(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
     """The joined axes over which any chunk communicates, in a fixed order."""
     devices = Devices.of_rank(partitioned.mesh, 0)
     for chunk in partitioned.chunks:
-        lower(chunk, devices, resident=True)
+        lower(chunk, devices, unsharded=True)
     return devices.groups
 
 
@@ -343,7 +346,7 @@ def may_halve(module: StageModule) -> bool:
 
 
 def _at_once() -> Any:
-    """For parts whose parameters' gradients come with those of their inputs."""
+    """For chunks whose parameters' gradients come with those of their inputs."""
     return _nothing
 
 
@@ -352,7 +355,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _forward_only(schedule: PipelineScheduleMulti) -> None:
-    """Lets a schedule of several parts a stage leave out what its backward passes would do."""
+    """Lets a schedule of several chunks a stage leave out what its backward passes would do."""
     for kind in (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
         schedule.register_custom_function(kind, _nothing)  # type: ignore[attr-defined]
 

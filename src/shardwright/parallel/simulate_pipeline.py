@@ -65,7 +65,7 @@ class _Chain:
         self.modules = [
             StageModule(
                 chunk,
-                lower(chunk, devices, resident=True),
+                lower(chunk, devices, unsharded=True),
                 graph,
                 follows=pipeline.schedule_spec.splits_backward,
             )
@@ -91,7 +91,7 @@ class _Chain:
             module.step = step
             with self._counted(module.chunk, 0):
                 read = module.chunk.graph.parameters
-                module.residents.begin({v.name: shards[v.name] for v in read})
+                module.unsharded.begin_step({v.name: shards[v.name] for v in read})
         runs = [self._forward(number) for number in range(count)]
         losses = []
         for run, weight in zip(runs, weights, strict=True):
@@ -138,7 +138,7 @@ class _Chain:
         total: dict[str, Tensor] = {}
         for module in self.modules:
             with self._counted(module.chunk, 1):
-                gradients = module.residents.end()
+                gradients = module.unsharded.end_step()
             for name, gradient in gradients.items():
                 total[name] = total[name] + gradient if name in total else gradient
         for name, stages in self.partitioned.stages_of_parameters.items():

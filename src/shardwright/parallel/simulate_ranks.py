@@ -244,7 +244,7 @@ def simulate_step(
         with ByteCounter() as during:  # type: ignore[no-untyped-call]
             loss, updates = step.run(*placed, seed)
         with ByteCounter() as after:  # type: ignore[no-untyped-call]
-            gradients = step.residents.end()
+            gradients = step.unsharded.end_step()
         sent = during.sent - during.backward, during.backward + after.sent
         total = ranks.whole(loss, partitioned.mesh.replicated(0), ())
         return ranks.outcome([total], gradients, updates, [sent])

@@ -90,7 +90,7 @@ class GradientAccumulation:
         self.micro_batches = pipeline.micro_batches
         (whole,) = partitioned.chunks
         self.program = lower(whole, devices, self.micro_batches > 1, pending_loss=True)
-        self.residents = UnshardedParameters(self.program)
+        self.unsharded = UnshardedParameters(self.program)
         self._weights = LossWeights(graph, devices, arrival_axes(graph, partitioned.decisions))
         self._sums = pipeline.loss_reduction == "sum"
         self._place = next(i for i, value in enumerate(graph.outputs) if value is loss)
@@ -106,7 +106,7 @@ class GradientAccumulation:
         seed: int,
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         loss, changed = self.run(shards, buffers, leaves, seed)
-        return loss, self.residents.end(), changed
+        return loss, self.unsharded.end_step(), changed
 
     def run(
         self,
@@ -115,15 +115,15 @@ class GradientAccumulation:
         leaves: Sequence[Any],
         seed: int,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `train`, but leaves the gradients for `residents.end()` to hand out."""
+        """As `train`, but leaves the gradients for `unsharded.end_step()` to hand out."""
         count = self.micro_batches
         pieces = [micro_batch(leaves, number, count) for number in range(count)]
         buffer_updates = self.partitioned.graph.updates
-        self.residents.begin(shards)
+        self.unsharded.begin_step(shards)
         weights = [1.0] * count if self._sums else self._weights(pieces)
         state, losses = dict(buffers), []
         for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
-            parameters = self.residents.tensors()
+            parameters = self.unsharded.tensors()
             outputs, updates = self.program(parameters, state, piece, seed_of(seed, number))
             loss: Tensor = outputs[self._place]
             # Others, such as logits, need not stay through the backward pass.
@@ -175,8 +175,8 @@ class LossWeights:
 
     def _count(self, leaves: Sequence[Any]) -> Tensor:
         assert self._target is not None and self._ops is not None
-        given = zip(self._graph.inputs, leaves, strict=True)
-        tensors = {value: leaf for value, leaf in given if isinstance(value, Value)}
+        pairs = zip(self._graph.inputs, leaves, strict=True)
+        tensors = {value: leaf for value, leaf in pairs if isinstance(value, Value)}
         tensors |= {v: t.to(self._devices.device) for v, t in self._graph.constants.items()}
         for op in self._ops:
             tensors.update(zip(op.outputs, run(op, tensors, self._devices.device), strict=True))
@@ -200,13 +200,17 @@ def _counted(graph: Graph) -> tuple[Value | None, int]:
         op = graph.producer.get(op.inputs[0])
     if op is None or _name(op) not in COUNTED_LOSSES:
         return None, 0
-    given = call_arguments(op)
-    target = given["target"]
-    if given["reduction"] != MEAN or given["weight"] is not None or target.dtype.is_floating_point:
+    arguments = call_arguments(op)
+    target = arguments["target"]
+    if (
+        arguments["reduction"] != MEAN
+        or arguments["weight"] is not None
+        or target.dtype.is_floating_point
+    ):
         return None, 0
     if made_of_inputs(graph, [target]) is None:
         return None, 0
-    return target, int(given["ignore_index"])
+    return target, int(arguments["ignore_index"])
 
 
 def _name(op: Op) -> str:

@@ -1,11 +1,11 @@
-"""Parameters in the layout of their use, kept through the micro-batches of one step.
+"""Unsharded parameters, in the layout of their use, through the micro-batches of one step.
 
-residents = Residents(program)                          lowered with resident=True
-residents.begin(shards)
+unsharded = UnshardedParameters(program)                lowered with unsharded=True
+unsharded.begin_step(shards)
 for piece in pieces:                                    several may be in flight
-    outputs, updates = program(residents.tensors(), buffers, piece, seed)
+    outputs, updates = program(unsharded.tensors(), buffers, piece, seed)
     backward(outputs)
-gradients = residents.end()
+gradients = unsharded.end_step()
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from shardwright.runtime.buckets import BoundBucket
 
 
 class UnshardedParameters:
-    """What a program that was lowered with `resident=True` reads as its `parameters`.
+    """What a program that was lowered with `unsharded=True` reads as its `parameters`.
 
     All tensors are local. How a bucket of parameters is kept depends on the plan's level:
 
     - without, and at `level1`: gathered (and cast) once a step; `tensors()` gives leaves, whose
-      gradients add up whole, in the dtype in which the parameters are stored; `end()` reduces
+      gradients add up whole, in the dtype in which the parameters are stored; `end_step()` reduces
       them, once a step.
     - at `level2`: gathered once; `tensors()` gives the same for each micro-batch, in whose backward
       pass gradients are reduced as soon as a bucket is complete.
     - at `level3`: the program gathers by itself; `tensors()` gives the stored shards as leaves.
 
     Buckets that are not gathered are reduced once a step at every level. Of a program that was
-    lowered without `resident`, it hands out the stored shards, as at `level3`.
+    lowered without `unsharded`, it hands out the stored shards, as at `level3`.
     """
 
     def __init__(self, program: Program) -> None:
         self._values = program.parameters
-        buckets = program.buckets if program.resident else ()
+        buckets = program.buckets if program.unsharded else ()
         self._once = [bound for bound in buckets if bound.bucket.once]
         self._held = [b for b in buckets if not b.bucket.once and b.bucket.level == "level2"]
         self._leaves: dict[str, Tensor] = {}
@@ -48,7 +48,7 @@ class UnshardedParameters:
         self._pending: dict[int, Tensor] = {}
         self._sums: dict[int, list[Tensor]] = {}
 
-    def begin(self, shards: Mapping[str, Tensor]) -> None:
+    def begin_step(self, shards: Mapping[str, Tensor]) -> None:
         """Begins a step: starts the gathers; their results are waited for in `tensors`.
 
         Args:
@@ -66,7 +66,7 @@ class UnshardedParameters:
 
     def tensors(self) -> dict[str, Any]:
         """The program's `parameters` for one micro-batch; called once before each forward."""
-        given: dict[str, Any] = dict(self._leaves)
+        by_name: dict[str, Any] = dict(self._leaves)
         for bound in self._once:
             tensors: Sequence[Tensor] = self._as_used(bound)
             if bound.dtype != bound.stored_dtype:
@@ -74,10 +74,10 @@ class UnshardedParameters:
                 sums = zip(tensors, self._sums_of(bound), strict=True)
                 tensors = [_Summed.apply(tensor, total) for tensor, total in sums]  # type: ignore[no-untyped-call]
             for member, tensor in zip(bound.bucket.members, tensors, strict=True):
-                given[used_name(member)] = tensor
+                by_name[used_name(member)] = tensor
         for bound in self._held:
-            given[held_name(bound.bucket)] = self._as_used(bound)
-        return given
+            by_name[held_name(bound.bucket)] = self._as_used(bound)
+        return by_name
 
     def leaves(self) -> list[Tensor]:
         """The tensors in which gradients add up, of those that `tensors` has asked for."""
@@ -88,21 +88,21 @@ class UnshardedParameters:
         ]
         return [tensor for tensor in tensors if tensor.requires_grad]
 
-    def end(self) -> dict[str, Tensor]:
+    def end_step(self) -> dict[str, Tensor]:
         """Ends the step, after the last backward: reduces what is left to reduce, frees what was
         gathered, and returns the gradients of the stored shards, in their dtype, by name; of those
         that have one."""
-        found = {name: leaf.grad for name, leaf in self._leaves.items()}
+        gradients = {name: leaf.grad for name, leaf in self._leaves.items()}
         with torch.no_grad():
             flat = [(bound, self._reduced(bound)) for bound in self._once]
             started = [(b, b.sum_replicas(sent)) for b, sent in flat if sent is not None]
             for bound, sent in started:
                 shards = bound.shard_gradients(sent)
                 for member, gradient in zip(bound.bucket.members, shards, strict=True):
-                    name, other = member.value.name, found[member.value.name]
-                    found[name] = gradient if other is None else other + gradient
+                    name, other = member.value.name, gradients[member.value.name]
+                    gradients[name] = gradient if other is None else other + gradient
         self._leaves, self._used, self._sums, self._pending = {}, {}, {}, {}
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
     def _shards(self, bound: BoundBucket) -> list[Tensor]:
         return [self._leaves[member.value.name].detach() for member in bound.bucket.members]

@@ -109,9 +109,9 @@ class Communication:
 def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communication:
     """Every conversion between the layouts that `decisions` asks for.
 
-    The model's inputs arrive whole on every device unless they are said to arrive cut; its loss is
-    left replicated, and other outputs too if there is no loss, else they stay in the layout in
-    which they are made, unless their departure is said.
+    The model's inputs arrive whole on every device unless `decisions` let them arrive sharded. Its
+    loss is left replicated, and so are other outputs if there is no loss; else they stay in the
+    layout in which they are computed, unless `decisions` name their departure.
     """
     result = Communication(mesh)
     for value in (*graph.input_values, *graph.buffers, *graph.constants, *graph.parameters):
@@ -121,25 +121,26 @@ def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communica
         _operator(result, op, decisions.cuts.get(op.name, {}), shared)
         for value, axes in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
             if axes is not None:
-                way = TensorLayout(mesh, axes)
-                result.left[value] = _route(result, value, way, shared, True)
+                target = TensorLayout(mesh, axes)
+                result.left[value] = _route(result, value, target, shared, True)
     for value in graph.output_values:
         departure = decisions.departures.get(value.name)
         ends = departure is not None or graph.loss is None or value is graph.loss
-        target = mesh.replicated(len(value.shape)) if ends or not value.shape else None
+        target = result.layout(value)
         if departure is not None:
             target = TensorLayout(mesh, departure)
-        found = target or result.layout(value)
-        result.output_routes[value] = _route(result, value, found, shared, ends)
+        elif ends or not value.shape:
+            target = mesh.replicated(len(value.shape))
+        result.output_routes[value] = _route(result, value, target, shared, ends)
     for _, value in graph.updates:
         target = mesh.replicated(len(value.shape))
         result.update_routes[value] = _route(result, value, target, shared, False)
     result.transfers = join_transfers(
         result.transfers, (result.routes, result.output_routes, result.update_routes), result.left
     )
-    ways = OperatorTransfers(graph, result.routes, result.reductions)
-    result.segments = recompute_segments(graph, decisions.recompute, ways)
-    assign_recomputed_transfers(result.segments, ways, decisions)
+    transfers = OperatorTransfers(graph, result.routes, result.reductions)
+    result.segments = recompute_segments(graph, decisions.recompute, transfers)
+    assign_recomputed_transfers(result.segments, transfers, decisions)
     made_again = {name: Recompute(s.name) for name, s in result.segment_of.items()}
     together = replace(decisions, recompute=made_again)
     result.buckets = buckets(graph, mesh, together, result.routes, result.made)
@@ -157,10 +158,10 @@ def storage_as_used(graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts]) -> Sto
     """Stores each parameter sharded as its first sharding use reads it, else replicated."""
     storage: dict[str, tuple[tuple[int, ...], ...]] = {}
     for op in graph.ops:
-        found = rule_of(op)
-        if found is None:
+        rule = rule_of(op)
+        if rule is None:
             continue
-        inputs, _ = found.layouts(mesh, cuts.get(op.name, {}))
+        inputs, _ = rule.layouts(mesh, cuts.get(op.name, {}))
         for value, layout in zip(op.inputs, inputs, strict=True):
             if value.kind is Kind.PARAMETER and layout.sharded:
                 storage.setdefault(value.name, layout.axes)
@@ -175,14 +176,14 @@ def _operator(
     cuts: Cuts,
     shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer],
 ) -> None:
-    mesh, found = result.mesh, rule_of(op)
-    if found is None:
+    mesh, rule = result.mesh, rule_of(op)
+    if rule is None:
         inputs = tuple(mesh.replicated(len(value.shape)) for value in op.inputs)
         outputs = tuple(mesh.replicated(len(value.shape)) for value in op.outputs)
     else:
-        inputs, outputs = found.layouts(mesh, cuts)
+        inputs, outputs = rule.layouts(mesh, cuts)
         inner = []
-        for reduction in found.reductions(op, found.shard_counts(mesh, cuts)):
+        for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
             axes = tuple(sorted(a for f in reduction.factors for a in cuts.get(f, ())))
             inner.append(InnerReduction(reduction, axes))
         if inner:

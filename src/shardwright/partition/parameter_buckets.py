@@ -146,8 +146,8 @@ def buckets(
         stored: how parameters are stored.
     """
     level = decisions.sharding.level if decisions.sharding is not None else ""
-    found: dict[tuple[Value, tuple[int, ...]], _OpenBucket] = {}
-    kept = needed_in_backward(graph) if level == "level3" else frozenset()
+    uses: dict[tuple[Value, tuple[int, ...]], _OpenBucket] = {}
+    needed = needed_in_backward(graph) if level == "level3" else frozenset()
     for op in graph.ops:
         for index, value in enumerate(op.inputs):
             if value.kind is not Kind.PARAMETER:
@@ -159,11 +159,11 @@ def buckets(
             recompute = decisions.recompute.get(op.name)
             segment = recompute.segment if recompute and level == "level3" else None
             key = (value, tuple(id(transfer) for transfer in route))
-            use = found.setdefault(key, _OpenBucket(value, route, segment))
+            use = uses.setdefault(key, _OpenBucket(value, route, segment))
             if use.segment != segment:
                 use.segment = None
-            use.kept |= (op.name, index) in kept
-    return _joined(found.values(), stored, level, decisions.bucket_bytes)
+            use.needed |= (op.name, index) in needed
+    return _joined(uses.values(), stored, level, decisions.bucket_bytes)
 
 
 @dataclass
@@ -173,7 +173,7 @@ class _OpenBucket:
     value: Value
     route: tuple[Transfer, ...]
     segment: str | None
-    kept: bool = False
+    needed: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -185,11 +185,11 @@ class _OpenBucket:
 
 
 def _joined(
-    found: Iterable[_OpenBucket], stored: Mapping[Value, TensorLayout], level: str, limit: int
+    uses: Iterable[_OpenBucket], stored: Mapping[Value, TensorLayout], level: str, limit: int
 ) -> tuple[Bucket, ...]:
     groups: list[list[_OpenBucket]] = []
     open_groups: dict[tuple[object, ...], tuple[list[_OpenBucket], int]] = {}
-    for use in found:
+    for use in uses:
         size = _used_bytes(use)
         group, filled = open_groups.get(use.key, ([], 0))
         if not group or filled + size > limit:
@@ -204,14 +204,14 @@ def _joined(
         name = use.value.name if count == 1 else f"{use.value.name}@{count}"
         return Member(name, use.value, stored[use.value], use.route)
 
-    made = []
+    result = []
     for number, group in enumerate(groups):
         gathers = any(t.step.kind == "all_gather" for t in group[0].route)
         segment = group[0].segment if gathers else None
         again = level == "level3" and gathers
-        again = again and (segment is not None or any(use.kept for use in group))
-        made.append(Bucket(number, tuple(map(member, group)), level, segment, again))
-    return tuple(made)
+        again = again and (segment is not None or any(use.needed for use in group))
+        result.append(Bucket(number, tuple(map(member, group)), level, segment, again))
+    return tuple(result)
 
 
 def _used_bytes(use: _OpenBucket) -> int:

@@ -41,12 +41,12 @@ class OperatorTransfers:
 
     Args:
         routes: for each input of an operator, `(operator name, index)`, the transfers on the way.
-        talking: operators that talk inside.
+        communicating: operators that communicate inside their kernels.
     """
 
     graph: Graph
     routes: Mapping[tuple[str, int], Sequence[Transfer]]
-    talking: Collection[str]
+    communicating: Collection[str]
 
     def to(self, op: Op) -> Iterator[tuple[Value, Transfer]]:
         """The transfers on the way to an operator, each with the value that it converts."""
@@ -56,36 +56,36 @@ class OperatorTransfers:
     @cached_property
     def maker(self) -> dict[Transfer, str]:
         """For each transfer the first operator that reads its result; it is made for that one."""
-        found: dict[Transfer, str] = {}
+        readers: dict[Transfer, str] = {}
         for op in self.graph.ops:
             for _, transfer in self.to(op):
-                found.setdefault(transfer, op.name)
-        return found
+                readers.setdefault(transfer, op.name)
+        return readers
 
     def sends(self, op: Op) -> bool:
         """Whether something is sent in the forward pass for this operator first."""
         mine = (t for _, t in self.to(op) if self.maker[t] == op.name)
-        return op.name in self.talking or any(t.forward_bytes for t in mine)
+        return op.name in self.communicating or any(t.forward_bytes for t in mine)
 
 
 def recompute_segments(
-    graph: Graph, recompute: Mapping[str, Recompute], ways: OperatorTransfers
+    graph: Graph, recompute: Mapping[str, Recompute], transfers: OperatorTransfers
 ) -> tuple[Segment, ...]:
     """Joins operators of one segment that can be computed by one function.
 
     Operators between them that are of no segment are computed before it, or after it if they read
     its results. A segment is in parts where an operator reads what such a one made of it, or a
-    conversion of it that is not made again; and around operators that talk inside, where talking is
-    not done again.
+    conversion of it that is not made again; and around operators that communicate inside, where
+    communication is not repeated.
     """
     counts: dict[str, int] = {}
     result = []
-    for run in _runs(graph, recompute, ways):
-        ops = _trimmed(run, ways)
+    for run in _runs(graph, recompute, transfers):
+        ops = _trimmed(run, transfers)
         if ops:
-            number = counts[run.said.segment] = counts.get(run.said.segment, 0) + 1
-            name = run.said.segment if number == 1 else f"{run.said.segment}/{number}"
-            result.append(Segment(name, tuple(op.name for op in ops), run.said.communication))
+            number = counts[run.mark.segment] = counts.get(run.mark.segment, 0) + 1
+            name = run.mark.segment if number == 1 else f"{run.mark.segment}/{number}"
+            result.append(Segment(name, tuple(op.name for op in ops), run.mark.communication))
     return tuple(result)
 
 
@@ -99,66 +99,69 @@ class _OpenSegment:
         others: the names of operators that are not of it, since its first one.
     """
 
-    said: Recompute
+    mark: Recompute
     ops: list[Op] = field(default_factory=list)
     inside: set[Value] = field(default_factory=set)
     after: set[Value] = field(default_factory=set)
     others: set[str] = field(default_factory=set)
 
-    def takes(self, op: Op, said: Recompute, ways: OperatorTransfers) -> bool:
-        if said != self.said or not self.after.isdisjoint(op.inputs):
+    def takes(self, op: Op, mark: Recompute, transfers: OperatorTransfers) -> bool:
+        if mark != self.mark or not self.after.isdisjoint(op.inputs):
             return False
         return not any(
-            value in self.inside and (ways.maker[t] in self.others or not said.communication)
-            for value, t in ways.to(op)
+            value in self.inside and (transfers.maker[t] in self.others or not mark.communication)
+            for value, t in transfers.to(op)
         )
 
     def add(self, op: Op) -> None:
         self.ops.append(op)
         self.inside.update(op.outputs)
 
-    def pass_by(self, op: Op, ways: OperatorTransfers) -> None:
+    def pass_by(self, op: Op, transfers: OperatorTransfers) -> None:
         names = {mine.name for mine in self.ops}
         self.others.add(op.name)
         if not (self.inside | self.after).isdisjoint(op.inputs) or any(
-            ways.maker[transfer] in names for _, transfer in ways.to(op)
+            transfers.maker[transfer] in names for _, transfer in transfers.to(op)
         ):
             self.after.update(op.outputs)
 
 
 def _runs(
-    graph: Graph, recompute: Mapping[str, Recompute], ways: OperatorTransfers
+    graph: Graph, recompute: Mapping[str, Recompute], transfers: OperatorTransfers
 ) -> Iterator[_OpenSegment]:
     run: _OpenSegment | None = None
     for op in graph.ops:
-        said = recompute.get(op.name)
-        if said is None or (op.name in ways.talking and not said.communication):
+        mark = recompute.get(op.name)
+        if mark is None or (op.name in transfers.communicating and not mark.communication):
             if run is not None:
-                run.pass_by(op, ways)
+                run.pass_by(op, transfers)
             continue
-        if run is None or not run.takes(op, said, ways):
+        if run is None or not run.takes(op, mark, transfers):
             if run is not None:
                 yield run
-            run = _OpenSegment(said)
+            run = _OpenSegment(mark)
         run.add(op)
     if run is not None:
         yield run
 
 
-def _trimmed(run: _OpenSegment, ways: OperatorTransfers) -> list[Op]:
+def _trimmed(run: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
     """The operators up to the last that keeps something; further ones stay if they need nothing
     else to be kept and send nothing, as the addition of a bias does.
 
-    What an operator that talks inside keeps may come before or after it talks, so it is not last.
+    What an operator that communicates inside keeps may come before or after it does, so it is not
+    last.
     """
     end = len(run.ops)
-    while end and (run.ops[end - 1].name in ways.talking or not saved_tensors(run.ops[end - 1])):
+    while end and (
+        run.ops[end - 1].name in transfers.communicating or not saved_tensors(run.ops[end - 1])
+    ):
         end -= 1
     ops = run.ops[:end]
     known = {value for op in ops for value in (*op.inputs, *op.outputs)}
     for op in run.ops[end:] if ops else ():
         reads = {value for value in op.inputs if value.kind in (Kind.ACTIVATION, Kind.INPUT)}
-        if ways.sends(op) or not reads <= known:
+        if transfers.sends(op) or not reads <= known:
             break
         ops.append(op)
         known.update(op.outputs)
@@ -166,7 +169,7 @@ def _trimmed(run: _OpenSegment, ways: OperatorTransfers) -> list[Op]:
 
 
 def assign_recomputed_transfers(
-    found: Sequence[Segment], ways: OperatorTransfers, decisions: Decisions
+    segments: Sequence[Segment], transfers: OperatorTransfers, decisions: Decisions
 ) -> None:
     """Lets segments make transfers again, by their `segment`.
 
@@ -174,12 +177,14 @@ def assign_recomputed_transfers(
     is not. Parameters are gathered once, unless optimizer parallel frees them (`level3`).
     """
     frees = decisions.sharding is not None and decisions.sharding.level == "level3"
-    for segment in found:
-        ops = [ways.graph.by_name[name] for name in segment.ops]
+    for segment in segments:
+        ops = [transfers.graph.by_name[name] for name in segment.ops]
         inside = {value for op in ops for value in op.outputs}
         for op in ops:
             for index, value in enumerate(op.inputs):
-                mine = [t for t in ways.routes[op.name, index] if ways.maker[t] == op.name]
+                mine = [
+                    t for t in transfers.routes[op.name, index] if transfers.maker[t] == op.name
+                ]
                 if value.kind is Kind.PARAMETER:
                     again = mine if frees else []
                 else:
@@ -190,14 +195,14 @@ def assign_recomputed_transfers(
                     transfer.segment = segment.name
 
 
-def _smallest(way: Sequence[Transfer], segment: Segment) -> int:
+def _smallest(route: Sequence[Transfer], segment: Segment) -> int:
     """How many transfers on the way of a value from outside are made once: up to the last that
     sends something and leaves the value no larger than it was."""
-    first = way[0].before if way else None
-    if not way or (first is not None and first.segment == segment.name):
+    first = route[0].before if route else None
+    if not route or (first is not None and first.segment == segment.name):
         return 0
-    smallest, number = _size(way[0], way[0].step.source), 0
-    for position, transfer in enumerate(way, start=1):
+    smallest, number = _size(route[0], route[0].step.source), 0
+    for position, transfer in enumerate(route, start=1):
         size = _size(transfer, transfer.step.target)
         if transfer.forward_bytes and size <= smallest:
             smallest, number = size, position

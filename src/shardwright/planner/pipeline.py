@@ -113,7 +113,7 @@ def micro_batch_example(
     """The arguments of a call for one micro-batch, of those for the whole batch.
 
     Raises:
-        PlanError: if the batch cannot be cut into so many micro-batches.
+        PlanError: if the batch cannot be split into so many micro-batches.
     """
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     leaves = micro_batch(leaves, 0, micro_batches)

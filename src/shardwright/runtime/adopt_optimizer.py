@@ -22,13 +22,15 @@ class Origin:
     name: str
 
 
-def remember(given: Mapping[str, nn.Parameter], made: Mapping[str, nn.Parameter]) -> None:
-    """Notes at the parameters `made`, by name, which of those `given` they stand for."""
-    origins = {name: _origin(parameter) or Origin(name) for name, parameter in given.items()}
-    for name, parameter in given.items():
+def remember(
+    originals: Mapping[str, nn.Parameter], replacements: Mapping[str, nn.Parameter]
+) -> None:
+    """Notes at the `replacements`, by name, which of the `originals` they stand for."""
+    origins = {name: _origin(parameter) or Origin(name) for name, parameter in originals.items()}
+    for name, parameter in originals.items():
         parameter.origin = origins[name]  # type: ignore[attr-defined]
     family = frozenset(origins.values())
-    for name, parameter in made.items():
+    for name, parameter in replacements.items():
         parameter.origin = origins[name]  # type: ignore[attr-defined]
         parameter.family = family  # type: ignore[attr-defined]
 
@@ -60,7 +62,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
     family = frozenset[Origin]().union(*(getattr(p, "family", ()) for p in own))
     groups = []
     for number, group in enumerate(optimizer.param_groups):
-        found = []
+        parameters = []
         for place, parameter in enumerate(group["params"]):
             origin = _origin(parameter)
             if origin not in family:
@@ -70,10 +72,10 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
                     "the optimizer over the parameters of that model, or of the parallel module"
                 )
             if origin in successors:
-                found.append(successors[origin])
-        groups.append(found)
-    for group, found in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = found
+                parameters.append(successors[origin])
+        groups.append(parameters)
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
     return optimizer
 
 

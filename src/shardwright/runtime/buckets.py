@@ -149,7 +149,7 @@ class BoundBucket:
     def _orders(self) -> list[tuple[int, ...]]:
         """For each member how its blocks, counted as in `_parts`, and the dimensions of a shard
         come to lie next to each other: a later gather's blocks lie further apart."""
-        found = []
+        orders = []
         count = len(self.gathers)
         for member, shape in zip(self.bucket.members, self.shapes, strict=True):
             dims = [step.dim for step in member.steps if step.kind == "all_gather"][::-1]
@@ -157,8 +157,8 @@ class BoundBucket:
             for dim in range(len(shape)):
                 order += [number for number, cut in enumerate(dims) if cut == dim]
                 order.append(count + dim)
-            found.append(tuple(order))
-        return found
+            orders.append(tuple(order))
+        return orders
 
     @cached_property
     def _alone(self) -> bool:

@@ -49,8 +49,8 @@ def clip_grad_norm_(
         squares = (norms.double().square() / weights).sum()
     if devices.several:
         dist.all_reduce(squares)
-    found = next((gradient.dtype for gradient in shards.values()), torch.float32)
-    norm = squares.sqrt().to(dtype or found)
+    own_dtype = next((gradient.dtype for gradient in shards.values()), torch.float32)
+    norm = squares.sqrt().to(dtype or own_dtype)
     if shards:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         scale_all_(list(shards.values()), scale)

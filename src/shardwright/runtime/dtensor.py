@@ -67,23 +67,25 @@ def with_stored_parameters(
         where = TensorLayout(devices.layout, tuple(storage.get(name, ((),) * whole.ndim)))
         return local_shard(whole, where, devices)
 
-    given = {name: t for name, t in tensors.items() if not isinstance(t, Deferred)}
-    for name, tensor in given.items():
+    initialized = {name: t for name, t in tensors.items() if not isinstance(t, Deferred)}
+    for name, tensor in initialized.items():
         _check_has_values(name, tensor)
-    made = {name: stored(name, tensor) for name, tensor in given.items()} | values_of(
-        tensors, stored
-    )
+    stored_tensors = {
+        name: stored(name, tensor) for name, tensor in initialized.items()
+    } | values_of(tensors, stored)
     memo: dict[int, Any] = {id(tensor): value_of(tensor) for tensor in deferred_attributes(module)}
     for name, tensor in tensors.items():
         if name in left_out:
             memo[id(tensor)] = None
         elif isinstance(tensor, nn.Parameter):
-            memo[id(tensor)] = nn.Parameter(made[name], requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = nn.Parameter(
+                stored_tensors[name], requires_grad=tensor.requires_grad
+            )
         else:
-            memo[id(tensor)] = made[name]
+            memo[id(tensor)] = stored_tensors[name]
     parameters = dict(module.named_parameters())
-    kept = {name: memo[id(p)] for name, p in parameters.items() if name not in left_out}
-    remember(parameters, kept)
+    replacements = {name: memo[id(p)] for name, p in parameters.items() if name not in left_out}
+    remember(parameters, replacements)
     return copy.deepcopy(module, memo)
 
 
@@ -148,15 +150,15 @@ def placements(tensor_layout: TensorLayout) -> tuple[Placement, ...]:
     Varying axes are replicated: a DTensor does not know the difference.
     """
     layout = tensor_layout.layout
-    found: list[Placement] = [Replicate()] * len(layout.device_matrix)
+    result: list[Placement] = [Replicate()] * len(layout.device_matrix)
     for axis in tensor_layout.partial:
-        found[axis] = Partial("sum")
+        result[axis] = Partial("sum")
     for dim, axes in enumerate(tensor_layout.axes):
         for place, axis in enumerate(axes):
             coarser = layout.size(other for other in axes[:place] if other > axis)
             strided = coarser > 1
-            found[axis] = StridedShard(dim, split_factor=coarser) if strided else Shard(dim)
-    return tuple(found)
+            result[axis] = StridedShard(dim, split_factor=coarser) if strided else Shard(dim)
+    return tuple(result)
 
 
 def from_placements(placements: Sequence[Placement], layout: Layout, ndim: int) -> TensorLayout:

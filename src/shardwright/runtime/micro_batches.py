@@ -1,4 +1,4 @@
-"""Pieces of a batch that follow each other through a model."""
+"""Micro-batches: equal pieces of a batch that follow each other through a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwright.partition.pipeline_spec import PipelineSpec
 
 def of_the_batch(leaves: Sequence[Any]) -> list[bool]:
     """Which leaves of a call are cut into micro-batches: the tensors whose dimension 0 is as long
-    as that of the first tensor that has dimensions. Others are given whole to each micro-batch."""
+    as that of the first tensor that has dimensions. Every micro-batch gets the others whole."""
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     return [
         isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == sizes[0] for leaf in leaves
@@ -28,7 +28,7 @@ def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
     """The leaves of a call for one of `count` equal pieces of the batch, as views.
 
     Raises:
-        PlanError: if the batch cannot be cut into so many equal pieces.
+        PlanError: if the batch cannot be split into so many equal pieces.
     """
     result = []
     for leaf, cut in zip(leaves, of_the_batch(leaves), strict=True):
@@ -36,7 +36,7 @@ def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
             rows, rest = divmod(leaf.shape[0], count)
             if rest:
                 raise PlanError(
-                    f"a batch of {leaf.shape[0]} rows cannot be cut into {count} equal"
+                    f"a batch of {leaf.shape[0]} rows cannot be split into {count} equal"
                     f" micro-batches; valid numbers are {_divisors(leaf.shape[0])}"
                 )
             leaf = leaf[number * rows : (number + 1) * rows]
@@ -58,24 +58,24 @@ def most_micro_batches(leaves: Sequence[Any], pipeline: PipelineSpec) -> int:
 
 
 def _divisors(number: int) -> str:
-    found = [n for n in range(1, number + 1) if number % n == 0]
-    shown = [str(n) for n in found[:12]] + (["…"] if len(found) > 12 else [])
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    shown = [str(n) for n in divisors[:12]] + (["…"] if len(divisors) > 12 else [])
     return ", ".join(shown)
 
 
 def whole_leaves(
     graph: Graph, mesh: Layout, arrivals: Mapping[str, CutAxes], leaves: Sequence[Any]
 ) -> list[Any]:
-    """The leaves of a call as the model is to see them: in place of parts of inputs that arrive
-    cut, tensors of the whole's shape without data."""
+    """The leaves of a call as the model is to see them: in place of shards of inputs that arrive
+    sharded, tensors of the whole shape without data."""
     if not arrivals or len(leaves) != len(graph.inputs):
         return list(leaves)
-    found = []
+    result = []
     for value, leaf in zip(graph.inputs, leaves, strict=True):
         cut = isinstance(value, Value) and value.name in arrivals
         if cut and isinstance(leaf, Tensor) and leaf.ndim == len(value.shape):
             counts = TensorLayout(mesh, arrivals[value.name]).shard_counts
             shape = [size * count for size, count in zip(leaf.shape, counts, strict=True)]
             leaf = torch.empty(shape, dtype=leaf.dtype, device="meta")
-        found.append(leaf)
-    return found
+        result.append(leaf)
+    return result

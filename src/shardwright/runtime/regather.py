@@ -24,7 +24,7 @@ from shardwright.torch_internals.tensors import storage_id
 class GatheredView:
     """A view of a gathered parameter."""
 
-    kept: PackedBucket
+    packed: PackedBucket
     member: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -68,52 +68,52 @@ class RegatherRun:
         self, bound: BoundBucket, shards: tuple[Tensor, ...], tensors: Sequence[Tensor]
     ) -> None:
         """Takes note of a bucket that was gathered."""
-        kept = PackedBucket(bound, shards)
+        packed = PackedBucket(bound, shards)
         for member, tensor in enumerate(tensors):
             # While there is a weak reference, no other storage gets the same identity.
             weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            self._owners[weak.cdata] = (kept, member, weak)
+            self._owners[weak.cdata] = (packed, member, weak)
 
     def pack(self, tensor: Tensor) -> Tensor | GatheredView:
         owner = self._owners.get(storage_id(tensor))
         if owner is None:
             return tensor
-        kept, member, _ = owner
-        kept.references += 1
-        kept.left += 1
+        packed, member, _ = owner
+        packed.references += 1
+        packed.left += 1
         # In the order of last use: the backward pass goes through it from the end.
-        if kept in self.order:
-            self.order.remove(kept)
-        self.order.append(kept)
+        if packed in self.order:
+            self.order.remove(packed)
+        self.order.append(packed)
         geometry = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        return GatheredView(kept, member, *geometry)
+        return GatheredView(packed, member, *geometry)
 
     def unpack(self, saved: Tensor | GatheredView) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        kept = saved.kept
+        packed = saved.packed
         with torch.no_grad():
-            if kept.tensors is None:
-                self._gather(kept)
-            assert kept.tensors is not None
-            member = kept.tensors[saved.member]
-            found = member.as_strided(saved.size, saved.stride, saved.offset)
-        kept.left -= 1
-        if not kept.left:
-            kept.free()
-        return found
+            if packed.tensors is None:
+                self._gather(packed)
+            assert packed.tensors is not None
+            member = packed.tensors[saved.member]
+            view = member.as_strided(saved.size, saved.stride, saved.offset)
+        packed.left -= 1
+        if not packed.left:
+            packed.free()
+        return view
 
-    def _gather(self, kept: PackedBucket) -> None:
-        if kept.done:
+    def _gather(self, packed: PackedBucket) -> None:
+        if packed.done:
             # The backward pass runs once more.
             for other in self.order:
                 other.done = False
-        kept.start()
-        place = self.order.index(kept)
+        packed.start()
+        place = self.order.index(packed)
         if place and not self.order[place - 1].done:
             self.order[place - 1].start()
-        assert kept.pending is not None
-        kept.tensors, kept.pending = kept.bound.gathered(kept.pending), None
+        assert packed.pending is not None
+        packed.tensors, packed.pending = packed.bound.gathered(packed.pending), None
 
 
 class BackwardRegather:
