@@ -139,22 +139,22 @@ class TimeModel:
         self._steps: dict[tuple[RedistributionStep, Shape, int], ComputeAndExposed] = {}
 
     def operator(self, op: Op, cuts: Cuts) -> ComputeAndExposed:
-        """Computation of one device's part of `op`, forward and backward."""
+        """Computation of one device's shard of `op`, forward and backward."""
         work, rule = work_of(op), rule_of(op)
-        parts = rule.shard_counts(self.mesh, cuts) if rule is not None else {}
-        key = (id(work), tuple(parts.values()))
+        counts = rule.shard_counts(self.mesh, cuts) if rule is not None else {}
+        key = (id(work), tuple(counts.values()))
         if key not in self._operators:
-            self._operators[key] = self.work(work, parts)
+            self._operators[key] = self.work(work, counts)
         return self._operators[key]
 
-    def work(self, work: Work, parts: Mapping[str, int]) -> ComputeAndExposed:
-        """Seconds of `work` that is shared in `parts` of its factors."""
-        everything = prod(parts.values())
+    def work(self, work: Work, shard_counts: Mapping[str, int]) -> ComputeAndExposed:
+        """Seconds of `work` on one device, where each factor is cut into so many shards."""
+        everything = prod(shard_counts.values())
 
         def seconds(flops: float, tensors: tuple[tuple[int, frozenset[str]], ...]) -> float:
             moved = 0.0
             for size, factors in tensors:
-                moved += size / prod(parts.get(factor, 1) for factor in factors)
+                moved += size / prod(shard_counts.get(factor, 1) for factor in factors)
             compute = flops / everything / self.device.rate(work.dtype)
             return max(compute, moved / self.device.stream)
 
@@ -206,7 +206,7 @@ class TimeModel:
         Args:
             varying: the axes over which its gradient is a partial sum.
             whole: those over which its uses are alike.
-            num_bytes: of the part that a device uses.
+            num_bytes: of the shard that a device uses.
         """
         if self.sharing is None:
             return 0.0, self.bucketed(varying, num_bytes)
@@ -217,12 +217,12 @@ class TimeModel:
         """The optimizer's step over stored parameters of so many bytes."""
         return UPDATE_PASSES * num_bytes / self.device.stream
 
-    def update_of(self, num_bytes: float, parts: int) -> float:
-        """The optimizer's step over a parameter that is used in so many bytes, cut in `parts`; the
-        devices that use the same part share it as `sharing` says."""
+    def update_of(self, num_bytes: float, num_shards: int) -> float:
+        """The optimizer's step over a parameter that is used in so many bytes, cut into
+        `num_shards`; the devices that use the same shard share it as `sharing` says."""
         if self.sharing is None:
             return self.update(num_bytes)
-        sharers = self.mesh.num_devices // parts
+        sharers = self.mesh.num_devices // num_shards
         if self.sharing > 0:
             sharers = min(sharers, self.sharing)
         return self.update(num_bytes / sharers)

@@ -38,7 +38,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the storages of all tensors that are made inside, and of those that are watched.
 
     Args:
-        history: what was made (`True`) and freed (`False`), in order.
+        history: what was allocated (`True`) and freed (`False`), in order.
         now: bytes that are live.
     """
 

@@ -98,7 +98,7 @@ class Ranks:
     difference: float = 0.0
 
     def __post_init__(self) -> None:
-        # Each rank slices its part of a constant: it must be there once for each.
+        # Each rank slices its block of a constant: there must be one for each.
         graph, whole = self.partitioned.graph, self.partitioned.mesh.replicated
         constants = {v: self.place(t, whole(t.ndim)) for v, t in graph.constants.items()}
         self.partitioned = replace(self.partitioned, graph=replace(graph, constants=constants))

@@ -145,7 +145,7 @@ class LossWeights:
 
     A mean over all targets that are not ignored weighs each micro-batch by the number of its own,
     if the targets follow from the inputs alone. All other losses are taken as means over equal
-    parts.
+    pieces.
 
     Args:
         graph: the whole model, for one micro-batch.

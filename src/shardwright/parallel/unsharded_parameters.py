@@ -52,7 +52,7 @@ class UnshardedParameters:
         """Begins a step: starts the gathers; their results are waited for in `tensors`.
 
         Args:
-            shards: by name this rank's part of each parameter as it is stored.
+            shards: by name this rank's shard of each parameter as it is stored.
         """
         self._leaves = {
             value.name: shards[value.name].detach().requires_grad_(value.requires_grad)

@@ -25,7 +25,7 @@ class Segment:
     """Operators that one function computes, and again in the backward pass.
 
     Args:
-        name: as it was decided; with `/2`, `/3` where it is in several parts.
+        name: as it was decided; with `/2`, `/3` where it is divided.
         ops: names of the operators, in their order.
         communication: whether conversions inside are made again too.
     """
@@ -74,7 +74,7 @@ def recompute_segments(
     """Joins operators of one segment that can be computed by one function.
 
     Operators between them that are of no segment are computed before it, or after it if they read
-    its results. A segment is in parts where an operator reads what such a one made of it, or a
+    its results. A segment is divided where an operator reads what such a one made of it, or a
     conversion of it that is not made again; and around operators that communicate inside, where
     communication is not repeated.
     """

@@ -70,8 +70,8 @@ class BoundBucket:
 
     def gather(self, shards: Sequence[Tensor]) -> Tensor:
         """Starts the first gather, in the dtype of use; its result must be given to `gathered`."""
-        parts = [shard.to(self.dtype).reshape(-1) for shard in shards]
-        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        pieces = [shard.to(self.dtype).reshape(-1) for shard in shards]
+        flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         group = self.gathers[0].group
         out: Tensor = c10d.all_gather_into_tensor(flat.contiguous(), group.size, group.name)
         return out

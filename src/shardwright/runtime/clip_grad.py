@@ -58,7 +58,7 @@ def clip_grad_norm_(
 
 
 def _holders(gradient: Tensor) -> int:
-    """How many devices of the stage hold the same part of a gradient."""
+    """How many devices of the stage hold the same shard of a gradient."""
     if not isinstance(gradient, DTensor):
         return 1
     mesh = gradient.device_mesh

@@ -28,7 +28,7 @@ def local_shard(tensor: Tensor, where: TensorLayout, devices: Devices) -> DTenso
 
 
 def as_dtensor(local: Tensor, like: Tensor, where: TensorLayout, devices: Devices) -> DTensor:
-    """A DTensor of the shape of `like` whose part on this rank is `local`; communicates nothing."""
+    """A DTensor of the shape of `like` with this shard on this rank; communicates nothing."""
     assert devices.mesh is not None
     return DTensor.from_local(
         local,
@@ -106,7 +106,7 @@ class _LocalShards(torch.autograd.Function):
     def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.specs = [spec_of(p) for p in parameters]
-        return tuple(part.view_as(part) for part in map(local_tensor, parameters))
+        return tuple(shard.view_as(shard) for shard in map(local_tensor, parameters))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
@@ -198,7 +198,7 @@ def _dimension(placement: Shard | StridedShard, ndim: int) -> int:
 
 
 def _inserted(axes: Axes, axis: int, placement: Placement, layout: Layout) -> Axes:
-    """`axes`, all to the right of `axis`, with it where as many parts as it says come before."""
+    """`axes`, all to the right of `axis`, with it where as many shards as it says come before."""
     coarser = placement.split_factor if isinstance(placement, StridedShard) else 1
     for place in range(len(axes) + 1):
         if layout.size(axes[:place]) == coarser:

@@ -1,7 +1,9 @@
 """Random operators on shards: seeded, so that a plan gives the same numbers at every run.
 
 Devices that hold the same block of the output draw the same numbers, others draw their own. The
-numbers are not those that one device would draw for the whole tensor.
+numbers are not those that one device would draw for the whole tensor. Operators that are recomputed
+in the backward pass must draw what they drew before: seeded ones do, and on one device, where
+nothing is seeded, checkpoints restore the state of PyTorch's generator.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _SEEDS = 1_099_511_627_791
 
 
 def number_of(name: str) -> int:
-    """A number for an operator, from its name: the same in every part and every mode of a model."""
+    """A number for an operator, from its name: the same in every chunk and mode of a model."""
     return int.from_bytes(blake2b(name.encode(), digest_size=5).digest())
 
 
