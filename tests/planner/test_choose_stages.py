@@ -116,7 +116,7 @@ def test_where_the_user_chose_a_suggestion_is_logged(caplog: pytest.LogCaptureFi
     chosen = PlanOptions(devices=8, cluster="a100", stages=other, micro_batches=8)
     with caplog.at_level(logging.WARNING, "shardwright.search"):
         suggest_stages(chosen, decide(chosen), decide)
-    assert f"{best} pipeline stages would take" in caplog.text
+    assert f"{best} pipeline stages have the shortest predicted step time" in caplog.text
     assert f"{other} are requested" in caplog.text
 
 

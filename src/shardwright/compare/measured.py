@@ -135,9 +135,9 @@ def compare_measured(
     logs.clear(devices)
     model_plans = []
     for run, file in zip(runs, experts, strict=True):
-        on_progress(f"{_name(run)}: plans")
+        on_progress(f"{_name(run)}: planning")
         model_plans.append(_plans_of(run, str(file), machine, devices))
-    on_progress("steps on local processes")
+    on_progress("measuring steps on local processes")
     orders = [_order(number, each, logs.run, rounds) for number, each in enumerate(model_plans)]
     seconds = _run(orders, devices, logs)
     return [

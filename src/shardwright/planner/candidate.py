@@ -83,7 +83,7 @@ class Candidate:
         """What a step takes; None if no cluster was named."""
         if self.options.cluster is None:
             return None
-        self._report("time")
+        self._report("step time")
         return predict(self.partitioned, self.options.known_cluster)
 
     @property

@@ -107,11 +107,11 @@ def suggest_stages(options: PlanOptions, chosen: Candidate, decide: MakeCandidat
     best = with_best_stages(searched, decide, chosen)
     if best.pipeline.stages != chosen.pipeline.stages:
         log.warning(
-            "%d pipeline stages would take %.4g s a step on %s by the prediction, of 1 … %d that"
-            " were searched; %s are requested",
+            "on %s %d pipeline stages have the shortest predicted step time, %.4g s, of 1 to %d"
+            " stages; %s are requested",
+            searched.known_cluster.name,
             best.pipeline.stages,
             best.seconds,
-            searched.known_cluster.name,
             max_stages(options),
             chosen.pipeline.stages,
         )
