@@ -1,4 +1,4 @@
-"""What was decided, as data: a plan holds every cut and every parameter's storage."""
+"""A plan as data, as text and as files: every cut, and the storage of every parameter."""
 
 from shardwright.plan.build import make_plan
 from shardwright.plan.plan import Plan
