@@ -43,7 +43,7 @@ def test_every_part_runs_every_micro_batch_once_each_way_on_its_own_stage(
     orders = actions(pipeline)
     assert sorted(action for order in orders for action in order) == sorted(wanted)
     for stage, order in enumerate(orders):
-        assert {pipeline.stage_of(action.part) for action in order} == {stage}
+        assert {pipeline.stage_of(action.chunk) for action in order} == {stage}
 
 
 @pytest.mark.parametrize("pipeline", LEGAL, ids=name)
@@ -56,10 +56,10 @@ def test_nothing_begins_before_what_it_needs_has_ended_and_arrived(pipeline: Pip
     for stage in line.stages:
         assert all(a.end <= b.start for a, b in itertools.pairwise(stage))
     for action, span in spans.items():
-        if action.kind != "F" or action.part == 0:
+        if action.kind != "F" or action.chunk == 0:
             continue
-        before = spans[Action(action.part - 1, "F", action.micro_batch)]
-        apart = pipeline.stage_of(action.part) != pipeline.stage_of(action.part - 1)
+        before = spans[Action(action.chunk - 1, "F", action.micro_batch)]
+        apart = pipeline.stage_of(action.chunk) != pipeline.stage_of(action.chunk - 1)
         assert span.start >= before.end + 0.25 * apart
 
 
@@ -132,24 +132,24 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_only_as_many_as_there_are_stages
         ),
         (PipelineSpec(0, 2), "stages=0: must be a whole number of at least 1"),
         (PipelineSpec(2, 2, "2f2b"), "schedule='2f2b': valid are 1f1b, gpipe"),
-        (PipelineSpec(2, 2, "1f1b", 2), "chunks=2 in schedule '1f1b': valid is 1; interleaved"),
-        (PipelineSpec(2, 2, "interleaved_1f1b"), "chunks=1.*valid is 2 or more"),
+        (PipelineSpec(2, 2, "1f1b", 2), "chunks=2 in schedule '1f1b': use 1; interleaved"),
+        (PipelineSpec(2, 2, "interleaved_1f1b"), "chunks=1.*use 2 or more"),
         (
             PipelineSpec(2, 2, "zero_bubble_v", 3),
-            "chunks=3 in schedule 'zero_bubble_v': valid is 2",
+            "chunks=3 in schedule 'zero_bubble_v': use 2",
         ),
         (PipelineSpec(1, 2, "1f1b", 2), "chunks=2 with one stage"),
         (
             PipelineSpec(2, 2, "interleaved_zero_bubble"),
-            "chunks=1 in schedule 'interleaved_zero_bubble': valid is 2 or more",
+            "chunks=1 in schedule 'interleaved_zero_bubble': use 2 or more",
         ),
         (
             PipelineSpec(4, 9, "interleaved_zero_bubble", 2),
-            "2 rounds of equal size; valid are multiples of 4, or 10",
+            "2 rounds of equal size; use a multiple of 4, or 10",
         ),
         (
             PipelineSpec(4, 9, "interleaved_1f1b", 2),
-            "2 rounds of equal size; valid are multiples of 4, or 10",
+            "2 rounds of equal size; use a multiple of 4, or 10",
         ),
     ],
 )
@@ -160,8 +160,8 @@ def test_what_is_no_schedule_is_refused_with_what_would_be(
         actions(wrong)
 
 
-def test_seconds_of_too_few_parts_are_refused() -> None:
-    with pytest.raises(ValueError, match="seconds of 1 parts for a pipeline of 2"):
+def test_times_of_too_few_chunks_are_refused() -> None:
+    with pytest.raises(ValueError, match="times of 1 chunks for a pipeline of 2"):
         timeline(PipelineSpec(2, 2), [ChunkSeconds(1.0, 1.0)])
 
 

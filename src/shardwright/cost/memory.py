@@ -204,10 +204,10 @@ def _moments(
         now = plus(now, each.begin.change)
     done: set[tuple[int, str]] = set()
     for action in order:
-        each, key = needs[action.part], (action.part, action.kind)
+        each, key = needs[action.chunk], (action.chunk, action.kind)
         phase = (each.later if key in done else each.first)[action.kind]
         yield _name(action, len(needs)), plus(now, phase.height)
-        held = borders[action.part].held(action.kind, key in done)
+        held = borders[action.chunk].held(action.kind, key in done)
         now = plus(now, phase.change, {ACTIVATIONS: held})
         done.add(key)
     for each in needs.values():
@@ -220,7 +220,7 @@ def _moments(
 
 def _name(action: Action, owned: int) -> str:
     direction = "forward" if action.kind == FORWARD else "backward"
-    where = f" through chunk {action.part}" if owned > 1 else ""
+    where = f" through chunk {action.chunk}" if owned > 1 else ""
     return f"{direction} of micro-batch {action.micro_batch}{where}"
 
 

@@ -1,8 +1,8 @@
 """The order in which pipeline stages work, and how long they wait.
 
-PyTorch's own schedules say in which order each stage runs its parts, so that what is predicted is
-what runs. The timeline then follows from the seconds of each part: an action begins when its stage
-is free and what it needs has arrived.
+PyTorch's own schedules say in which order each stage runs its chunks, so that what is predicted is
+what runs. The timeline follows from the seconds of each chunk: an action begins when its stage is
+free and its inputs have arrived.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from shardwright.partition.schedules import SCHEDULES, ScheduleSpec
 from shardwright.torch_internals.pipelining import get_schedule_ops
 
 FORWARD, BACKWARD, OF_INPUT, OF_WEIGHT = "F", "B", "I", "W"
-"""Kinds of actions: forward, the whole backward pass, and its two halves: the gradients of what
-the part read from the one before, and those of its parameters."""
+"""Kinds of actions: forward, the whole backward pass, and its two halves: the gradients of
+the chunk's inputs, and those of its parameters."""
 
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """What a stage does without pause: a part of the model for one micro-batch.
+    """What a stage does without pause: one pass of a chunk for one micro-batch.
 
     Args:
+        chunk: its number, counted through the model.
         kind: `F`, `B`, `I` or `W`.
     """
 
-    part: int
+    chunk: int
     kind: str
     micro_batch: int
 
@@ -51,23 +52,22 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
     if stages == 1:
         if chunks > 1:
             raise PlanError(
-                f"chunks={chunks} with one stage: chunks divide what a stage owns of a"
-                " pipeline; ask for 2 stages or more, or for chunks=1"
+                f"chunks={chunks} with one stage: a model without stages is one chunk; use 2 or"
+                " more stages, or chunks=1"
             )
         return
     if pieces < stages:
         raise PlanError(
-            f"micro_batches={pieces} for {stages} stages: some stage would never have anything to"
-            f" do; valid are {stages} or more micro-batches, or {pieces} or fewer stages"
+            f"micro_batches={pieces} for {stages} stages: some stages would always be idle; use"
+            f" {stages} or more micro-batches, or {pieces} or fewer stages"
         )
     schedule = pipeline.schedule_spec
     _check_chunks(schedule, chunks)
     if not schedule.can_run(pieces, stages):
         more = next(n for n in range(pieces + 1, 2 * pieces) if schedule.can_run(n, stages))
         raise PlanError(
-            f"micro_batches={pieces} for {stages} stages in schedule {schedule.name!r}: they come"
-            f" in {pieces // stages} rounds of equal size; valid are multiples of {stages}, or"
-            f" {more}"
+            f"micro_batches={pieces} for {stages} stages: schedule {schedule.name!r} runs them in"
+            f" {pieces // stages} rounds of equal size; use a multiple of {stages}, or {more}"
         )
 
 
@@ -77,7 +77,7 @@ def _check_chunks(schedule: ScheduleSpec, chunks: int) -> None:
     *most, last = [name for name, other in SCHEDULES.items() if other.chunked]
     more = "" if schedule.chunked else f"; {', '.join(most)} and {last} take more"
     raise PlanError(
-        f"chunks={chunks} in schedule {schedule.name!r}: valid is {schedule.valid_chunks}{more}"
+        f"chunks={chunks} in schedule {schedule.name!r}: use {schedule.valid_chunks}{more}"
     )
 
 
@@ -122,26 +122,26 @@ def _torch_actions(
 
 
 def alive(order: Sequence[Action]) -> Iterator[dict[int, int]]:
-    """After each action of a stage: for each of its parts the micro-batches that went forward and
+    """After each action of a stage: for each of its chunks the micro-batches that went forward and
     not yet all the way back, whose activations it keeps."""
-    counts = {action.part: 0 for action in order}
+    counts = {action.chunk: 0 for action in order}
     for action in order:
         if action.kind == FORWARD:
-            counts[action.part] += 1
+            counts[action.chunk] += 1
         elif action.kind in (BACKWARD, OF_WEIGHT):
-            counts[action.part] -= 1
+            counts[action.chunk] -= 1
         yield dict(counts)
 
 
 @dataclass(frozen=True)
 class ChunkSeconds:
-    """What a part takes for one micro-batch.
+    """What a chunk takes for one micro-batch.
 
     Args:
         backward: the whole backward pass.
-        of_weight: the part of `backward` for the gradients of parameters, where a schedule runs the
-            two halves apart; a half if None.
-        send: from this part to the next, and the gradient back; nothing within a stage.
+        of_weight: the share of `backward` for the gradients of parameters, where a schedule runs
+            the two halves apart; a half if None.
+        send: from this chunk to the next, and the gradient back; nothing within a stage.
     """
 
     forward: float
@@ -204,18 +204,18 @@ def _busy(spans: Sequence[Span]) -> float:
     return sum(span.end - span.start for span in spans)
 
 
-def timeline(pipeline: PipelineSpec, parts: Sequence[ChunkSeconds]) -> Timeline:
+def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline:
     """When each stage does what.
 
     Args:
-        parts: the seconds of each part, in the order in which they run.
+        chunks: the seconds of each chunk, in the order in which they run.
 
     Raises:
         PlanError: if there is no such schedule; see `check_pipelining`.
-        ValueError: if `parts` are not as many as the pipeline's.
+        ValueError: if `chunks` are not as many as the pipeline's.
     """
-    if len(parts) != pipeline.num_chunks:
-        raise ValueError(f"seconds of {len(parts)} parts for a pipeline of {pipeline.num_chunks}")
+    if len(chunks) != pipeline.num_chunks:
+        raise ValueError(f"times of {len(chunks)} chunks for a pipeline of {pipeline.num_chunks}")
     orders = actions(pipeline)
     ends: dict[Action, float] = {}
     done: list[list[Span]] = [[] for _ in orders]
@@ -226,11 +226,11 @@ def timeline(pipeline: PipelineSpec, parts: Sequence[ChunkSeconds]) -> Timeline:
             spans, order = done[stage], orders[stage]
             while len(spans) < len(order):
                 action = order[len(spans)]
-                arrived = _arrival(pipeline, parts, action, ends)
+                arrived = _arrival(pipeline, chunks, action, ends)
                 if arrived is None:
                     break
                 start = max(arrived, spans[-1].end if spans else 0.0)
-                ends[action] = start + parts[action.part].of(action.kind)
+                ends[action] = start + chunks[action.chunk].of(action.kind)
                 spans.append(Span(action, start, ends[action]))
             if len(spans) == len(order):
                 waiting.discard(stage)
@@ -239,25 +239,28 @@ def timeline(pipeline: PipelineSpec, parts: Sequence[ChunkSeconds]) -> Timeline:
 
 
 def _arrival(
-    pipeline: PipelineSpec, parts: Sequence[ChunkSeconds], action: Action, ends: dict[Action, float]
+    pipeline: PipelineSpec,
+    chunks: Sequence[ChunkSeconds],
+    action: Action,
+    ends: dict[Action, float],
 ) -> float | None:
     """When all that an action needs has arrived; None if that is not known yet."""
-    part, piece = action.part, action.micro_batch
+    chunk, piece = action.chunk, action.micro_batch
 
     def end(other: int, *kinds: str) -> float | None:
         times = [ends.get(Action(other, kind, piece)) for kind in kinds]
         first = next((seconds for seconds in times if seconds is not None), None)
-        if first is None or pipeline.stage_of(other) == pipeline.stage_of(part):
+        if first is None or pipeline.stage_of(other) == pipeline.stage_of(chunk):
             return first
-        return first + parts[min(part, other)].send
+        return first + chunks[min(chunk, other)].send
 
     if action.kind == FORWARD:
-        return end(part - 1, FORWARD) if part else 0.0
+        return end(chunk - 1, FORWARD) if chunk else 0.0
     if action.kind == OF_WEIGHT:
-        return end(part, OF_INPUT)
-    if part == pipeline.num_chunks - 1:
-        return end(part, FORWARD)
-    return end(part + 1, BACKWARD, OF_INPUT)
+        return end(chunk, OF_INPUT)
+    if chunk == pipeline.num_chunks - 1:
+        return end(chunk, FORWARD)
+    return end(chunk + 1, BACKWARD, OF_INPUT)
 
 
 def draw_timeline(timeline: Timeline, width: int = 96) -> str:
@@ -271,8 +274,8 @@ def draw_timeline(timeline: Timeline, width: int = 96) -> str:
         line = ""
         for span in spans:
             start, end = (round(width * time / total) for time in (span.start, span.end))
-            chunk = span.action.part // timeline.pipeline.stages
-            label = f"|{span.action}{chunk * chr(39)}"
+            turn = span.action.chunk // timeline.pipeline.stages
+            label = f"|{span.action}{turn * chr(39)}"
             line = line.ljust(start, "·") + label[: max(0, end - start)].ljust(end - start)
         share = f"idle {timeline.bubbles[number]:.1%}"
         lines.append(f"stage {number} {line.ljust(width, '·')}| {share}")
