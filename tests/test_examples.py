@@ -62,9 +62,9 @@ def test_8_processes_have_the_losses_of_one_device(script: str, mode: str, pins:
     assert "Plan for 8 devices" in text
     assert f"\n{mode}(" in text
     assert text.count("pinned") == pins
-    found = losses(text)
-    assert list(found) == [(0, step) for step in range(STEPS)]
-    for place, loss in found.items():
+    many = losses(text)
+    assert list(many) == [(0, step) for step in range(STEPS)]
+    for place, loss in many.items():
         # In float32, where the order of the terms of a sum tells in the last digits.
         assert loss == pytest.approx(on_one_device(script)[place], rel=1e-5)
 
@@ -86,9 +86,9 @@ def test_the_training_loop_of_digits_has_the_losses_of_one_device() -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("script", ["ffn", "advanced"])
 def test_the_loss_starts_at_ln_10_and_falls_below_1_within_100_steps(script: str) -> None:
-    found = on_one_device(script)
-    assert list(found) == [(epoch, step) for epoch in range(10) for step in range(56)]
-    values = list(found.values())
+    one = on_one_device(script)
+    assert list(one) == [(epoch, step) for epoch in range(10) for step in range(56)]
+    values = list(one.values())
     assert values[0] == pytest.approx(2.30, abs=0.02)
     assert max(values[90:100]) < 1
     assert max(values[-50:]) < 0.3
@@ -106,9 +106,9 @@ def test_many_dimensions_at_once_have_the_loss_of_one_device(
     assert "2 stages of 4 devices, schedule 1f1b" in texts[0]
     last = {text.splitlines()[-1] for text in texts}
     assert len(last) == 1
-    found = re.fullmatch(rf"epoch: 1 step: {STEPS}, loss is (\d+\.\d+)", last.pop())
-    assert found is not None
-    assert float(found[1]) == pytest.approx(_multiple_mixed_on_one_device(), rel=1e-5)
+    line = re.fullmatch(rf"epoch: 1 step: {STEPS}, loss is (\d+\.\d+)", last.pop())
+    assert line is not None
+    assert float(line[1]) == pytest.approx(_multiple_mixed_on_one_device(), rel=1e-5)
 
 
 def _multiple_mixed_on_one_device() -> float:
