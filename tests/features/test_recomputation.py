@@ -190,7 +190,7 @@ def test_the_printed_program_shows_the_function_that_is_run_again() -> None:
     sw.recompute(net[1])
     plan = sw.plan(net, (torch.randn(4, 8),), devices=2, mode="data_parallel")
     assert """
-    # 1: computed again in the backward pass
+    # 1: recomputed in the backward pass
     def compute_1(_0, _2_weight):
         # 1: b over a
         _1 = aten.gelu.default(_0)
@@ -217,7 +217,7 @@ def test_lines_between_go_before_a_segment_or_after_it() -> None:
     assert [made.names for made in arranged] == [("w",), ("a", "c"), ("b",), ("d",)]
     assert list(write_body(arranged, ["d"])) == [
         "    w = f()",
-        "    # s: computed again in the backward pass",
+        "    # s: recomputed in the backward pass",
         "    def compute_s(x, w):",
         "        a = f(x)",
         "        c = f(a, w)",

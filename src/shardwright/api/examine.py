@@ -1,4 +1,4 @@
-"""What of a model can be split."""
+"""Which operators of a model can be sharded."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from shardwright.rules import rule_of
 
 @dataclass(frozen=True)
 class Examination:
-    """What Shardwright sees in a model before it plans it.
+    """The operators of a model before it is planned.
 
     Args:
         operators: number of operators.
-        main: names of those that the search decides by cost.
-        without_rule: names and operators of those that every device would compute whole.
+        main: names of the operators that the search decides by cost.
+        without_rule: names and targets of operators without a rule, which every device computes in
+            full.
         parameters: number of parameters.
     """
 
@@ -36,7 +37,7 @@ class Examination:
             f"{self.parameters:,} parameters"
         ]
         if self.without_rule:
-            lines.append("without a sharding rule, computed whole on every device:")
+            lines.append("no sharding rule, computed in full on every device:")
             lines += [f"  {name}: {target}" for name, target in self.without_rule]
         else:
             lines.append("every operator has a sharding rule")
@@ -46,7 +47,7 @@ class Examination:
 def examine(
     net: nn.Module | Graph, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Examination:
-    """Lists what of a model can be split, and what cannot, before it is planned.
+    """Lists which operators of a model can be sharded, and which cannot, before it is planned.
 
     Raises:
         CaptureError: if the model cannot be captured.

@@ -200,7 +200,7 @@ def _joined(inside: Sequence[Line], read: Collection[str], function: str, call: 
         names=tuple(n for n in assigned if n in read),
         expression=f"{call}({', '.join([function, *inputs])})",
         reads=inputs,
-        comment=f"{inside[0].segment}: computed again in the backward pass",
+        comment=f"{inside[0].segment}: recomputed in the backward pass",
         function=function,
         body=tuple(inside),
     )

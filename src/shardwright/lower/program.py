@@ -333,7 +333,7 @@ class _Lowering:
 
     def _comment(self, op: Op, rule: ShardingRule | None) -> str:
         if rule is None:
-            return f"{op.name}: no sharding rule, computed whole on every device"
+            return f"{op.name}: no sharding rule, computed in full on every device"
         names = self.devices.layout.alias_names
         cuts = [
             f"{factor} over {''.join(names[a] for a in axes)}"
