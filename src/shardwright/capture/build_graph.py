@@ -1,4 +1,4 @@
-"""From the traced `torch.fx` graph to `Graph`: names, values, gradients."""
+"""Converts the canonical `torch.fx` graph to a `Graph`: names, values, gradients."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardwright.capture.fx_nodes import is_tensor, module_calls, module_path, n
 from shardwright.capture.naming import name_operators, source_of
 from shardwright.capture.signature import (
     Signature,
-    depending_on,
+    differentiable_from,
+    nodes_with_gradients,
     placeholders,
-    reached_by_gradients,
     results,
 )
 from shardwright.graph.graph import Graph, Kind, Op, Value
@@ -37,25 +37,28 @@ class Call:
 def build_graph(
     call: Call, graph: fx.Graph, signature: Signature, sources: Sequence[fx.Node]
 ) -> Graph:
-    """Makes the `Graph` of a canonical `torch.fx` graph.
+    """Builds the `Graph` of a canonical `torch.fx` graph.
 
     Args:
-        sources: placeholders that require a gradient.
+        call: the captured module and arguments.
+        sources: the placeholders that require a gradient.
     """
     leaves, in_spec = pytree.tree_flatten((call.args, call.kwargs))
     nodes = placeholders(graph)
     outputs, updates = results(graph)
-    loss = _loss(outputs, depending_on(graph, sources))
+    loss = _loss(outputs, differentiable_from(graph, sources))
     ends = [loss] if loss is not None else [n for n in outputs if is_tensor(n)]
-    values = _Values(signature, reached_by_gradients(graph, sources, ends))
+    values = _Values(signature, nodes_with_gradients(graph, sources, ends))
 
     stored = {name: p.dtype for name, p in call.module.named_parameters(remove_duplicate=False)}
 
     def used(named: dict[str, str], kind: Kind) -> tuple[Value, ...]:
-        kept = [
+        used_nodes = [
             (name, node) for name, node in named.items() if nodes[node].users or node in updates
         ]
-        return tuple(values.add(nodes[node], name, kind, stored.get(name)) for name, node in kept)
+        return tuple(
+            values.add(nodes[node], name, kind, stored.get(name)) for name, node in used_nodes
+        )
 
     parameters = used(signature.parameters, Kind.PARAMETER)
     buffers = used(signature.buffers, Kind.BUFFER)
@@ -105,12 +108,14 @@ class _Values:
         self.values: dict[fx.Node, Value] = {}
         self.names: set[str] = {*signature.parameters, *signature.buffers}
 
-    def add(self, node: fx.Node, name: str, kind: Kind, given: torch.dtype | None = None) -> Value:
+    def add(
+        self, node: fx.Node, name: str, kind: Kind, outer_dtype: torch.dtype | None = None
+    ) -> Value:
         if kind not in (Kind.PARAMETER, Kind.BUFFER):
             name = self._unique(name, "input" if kind is Kind.INPUT else "output")
         value = self._value(name, tensor(node), kind, node in self.requires_grad)
-        if given not in (None, value.dtype):
-            value = replace(value, given_dtype=given)
+        if outer_dtype not in (None, value.dtype):
+            value = replace(value, given_dtype=outer_dtype)
         self.values[node] = value
         return value
 
@@ -125,7 +130,7 @@ class _Values:
         return Value(name, tuple(fake.shape), fake.dtype, kind, requires_grad)
 
     def of(self, leaf: Any) -> Any:
-        """The value of a node; what is no node as it is."""
+        """The value of a node; anything else is returned unchanged."""
         return self.values[leaf] if isinstance(leaf, fx.Node) else leaf
 
     def operator(self, node: fx.Node, name: str) -> Op:
@@ -155,7 +160,7 @@ class _Values:
 
 
 def _plain(arguments: Any) -> Any:
-    """`torch.fx`'s immutable lists and dicts as plain ones, so that pytree knows them."""
+    """Plain lists and dicts in place of `torch.fx`'s immutable ones, which pytree does not know."""
     if isinstance(arguments, tuple):
         return tuple(_plain(a) for a in arguments)
     if isinstance(arguments, list):
@@ -166,7 +171,7 @@ def _plain(arguments: Any) -> Any:
 
 
 def input_names(call: Call) -> list[str]:
-    """A name for each leaf of the call: `x`, `batch['labels']`, `states[0]`."""
+    """A name for each leaf of the call's arguments: `x`, `batch['labels']`, `states[0]`."""
     signature = inspect.signature(call.module.forward)
     positional = [
         p.name
@@ -181,14 +186,18 @@ def input_names(call: Call) -> list[str]:
         ),
         None,
     )
-    before = positional.index(variadic) if variadic in positional else len(positional)
+    num_positional = positional.index(variadic) if variadic in positional else len(positional)
     names = []
     for path, _ in pytree.tree_flatten_with_path((call.args, call.kwargs))[0]:
-        first, rest = path[1], pytree.keystr(path[2:])
+        first, suffix = path[1], pytree.keystr(path[2:])
         if isinstance(first, pytree.SequenceKey):
             index = first.idx
-            head = positional[index] if index < before else f"{variadic}[{index - before}]"
+            head = (
+                positional[index]
+                if index < num_positional
+                else f"{variadic}[{index - num_positional}]"
+            )
         else:
             head = str(first.key)  # type: ignore[attr-defined]
-        names.append(f"{head}{rest}")
+        names.append(f"{head}{suffix}")
     return names

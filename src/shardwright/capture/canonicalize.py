@@ -1,6 +1,6 @@
-"""Writes equal computations equally, so that few sharding rules cover many models.
+"""Rewrites equivalent operators to one canonical form, so that few sharding rules suffice.
 
-Each rewrite below looks at one operator. They run from first to last, on a functional graph.
+Each rewrite looks at a single operator. They run in order over a functional graph.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwright.torch_internals.operators import OpOverload, is_erased, schema_
 aten = torch.ops.aten
 
 Rewrite = Callable[[fx.Node], fx.Node | None]
-"""Gives what a node is to be replaced by, or None to leave it."""
+"""Returns the replacement of a node, or None to leave it."""
 
 _REWRITES: dict[Any, Rewrite] = {}
 
@@ -41,7 +41,7 @@ _CREATION_KWARGS = ("device", "pin_memory", "layout")
 
 
 def canonicalize(graph: fx.Graph) -> None:
-    """Rewrites the graph in place."""
+    """Canonicalizes the graph in place."""
     for node in list(graph.nodes):
         if node.op != "call_function" or is_erased(node):
             continue
@@ -65,7 +65,7 @@ def rewrites(*targets: Any) -> Callable[[Rewrite], Rewrite]:
 
 
 def insert_reshape(node: fx.Node, sizes: tuple[int, ...], before: fx.Node) -> fx.Node:
-    """`node` with another shape: reshapes of reshapes are joined, those without effect left out."""
+    """`node` with another shape; merges reshapes of reshapes and omits those without effect."""
     while node.target is aten.reshape.default and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     if node_shape(node) == sizes:
@@ -74,7 +74,7 @@ def insert_reshape(node: fx.Node, sizes: tuple[int, ...], before: fx.Node) -> fx
 
 
 def insert_permute(node: fx.Node, dims: tuple[int, ...], before: fx.Node) -> fx.Node:
-    """`node` with permuted dimensions: permutations of permutations are joined."""
+    """`node` with permuted dimensions; merges permutations of permutations."""
     while (inner := permutation(node)) is not None:
         node = node.args[0]  # type: ignore[assignment]
         dims = tuple(inner[d] for d in dims)
@@ -84,7 +84,7 @@ def insert_permute(node: fx.Node, dims: tuple[int, ...], before: fx.Node) -> fx.
 
 
 def permutation(node: fx.Node) -> tuple[int, ...] | None:
-    """The permutation that a `permute` or `transpose` does: output dim i is input dim `[i]`."""
+    """The permutation of a `permute` or `transpose`: output dimension i is input dimension p[i]."""
     if node.target is aten.permute.default:
         rank = len(node_shape(node))
         return tuple(int(d) % rank for d in node.args[1])  # type: ignore[union-attr, arg-type]
@@ -173,9 +173,9 @@ def _permute(node: fx.Node) -> fx.Node | None:
 
 @rewrites(aten.slice.Tensor)
 def _slice(node: fx.Node) -> fx.Node:
-    source, given = _first(node), node_arguments(node)
-    dim = given["dim"] % len(node_shape(source))
-    start, end, step = slice(given["start"], given["end"], given["step"]).indices(
+    source, arguments = _first(node), node_arguments(node)
+    dim = arguments["dim"] % len(node_shape(source))
+    start, end, step = slice(arguments["start"], arguments["end"], arguments["step"]).indices(
         node_shape(source)[dim]
     )
     if node_shape(source) == node_shape(node) and step == 1:
@@ -200,7 +200,7 @@ def _dropout(node: fx.Node) -> fx.Node | None:
     return source if p == 0 or not train else None  # type: ignore[return-value]
 
 
-_OPERATORS_OF_PYTHON = {
+_PYTHON_OPERATORS = {
     aten.__and__.Tensor: aten.bitwise_and.Tensor,
     aten.__and__.Scalar: aten.bitwise_and.Scalar,
     aten.__or__.Tensor: aten.bitwise_or.Tensor,
@@ -210,9 +210,9 @@ _OPERATORS_OF_PYTHON = {
 }
 
 
-@rewrites(*_OPERATORS_OF_PYTHON)
+@rewrites(*_PYTHON_OPERATORS)
 def _bitwise(node: fx.Node) -> fx.Node:
-    return insert(node, _OPERATORS_OF_PYTHON[node.target], node.args)  # type: ignore[index]
+    return insert(node, _PYTHON_OPERATORS[node.target], node.args)  # type: ignore[index]
 
 
 _NEUTRAL = {
@@ -225,7 +225,7 @@ _NEUTRAL = {
 
 @rewrites(*_NEUTRAL)
 def _neutral(node: fx.Node) -> fx.Node | None:
-    """Adding 0 or multiplying by 1 does nothing unless it changes the dtype."""
+    """Adding 0 and multiplying by 1 are removed unless they change the dtype."""
     source, number = node.args[:2]
     does_nothing = (
         is_tensor(source)
@@ -251,13 +251,13 @@ def _linear(node: fx.Node) -> fx.Node | None:
 
 @rewrites(aten.addmm.default)
 def _addmm(node: fx.Node) -> fx.Node:
-    given = node_arguments(node)
-    product = insert(node, aten.matmul.default, (given["mat1"], given["mat2"]))
-    if given["alpha"] != 1:
-        product = insert(node, aten.mul.Scalar, (product, given["alpha"]))
-    bias = given["self"]
-    if given["beta"] != 1:
-        bias = insert(node, aten.mul.Scalar, (bias, given["beta"]))
+    arguments = node_arguments(node)
+    product = insert(node, aten.matmul.default, (arguments["mat1"], arguments["mat2"]))
+    if arguments["alpha"] != 1:
+        product = insert(node, aten.mul.Scalar, (product, arguments["alpha"]))
+    bias = arguments["self"]
+    if arguments["beta"] != 1:
+        bias = insert(node, aten.mul.Scalar, (bias, arguments["beta"]))
     return add_bias(product, bias, node)
 
 
@@ -273,13 +273,13 @@ def _addmm(node: fx.Node) -> fx.Node:
     aten.conv_transpose3d.input,
 )
 def _convolution(node: fx.Node) -> fx.Node | None:
-    x, weight, *rest = node.args
-    if not rest or rest[0] is None:
+    x, weight, *options = node.args
+    if not options or options[0] is None:
         return None
-    product = insert(node, node.target, (x, weight, None, *rest[1:]), dict(node.kwargs))  # type: ignore[arg-type]
+    product = insert(node, node.target, (x, weight, None, *options[1:]), dict(node.kwargs))  # type: ignore[arg-type]
     spatial = len(node_shape(weight)) - 2  # type: ignore[arg-type]
-    sizes = node_shape(rest[0]) + (1,) * spatial  # type: ignore[arg-type]
-    return add_bias(product, insert_reshape(rest[0], sizes, node), node)  # type: ignore[arg-type]
+    sizes = node_shape(options[0]) + (1,) * spatial  # type: ignore[arg-type]
+    return add_bias(product, insert_reshape(options[0], sizes, node), node)  # type: ignore[arg-type]
 
 
 def add_bias(product: fx.Node, bias: Any, node: fx.Node) -> fx.Node:
@@ -291,29 +291,36 @@ def add_bias(product: fx.Node, bias: Any, node: fx.Node) -> fx.Node:
 
 @rewrites(aten.cross_entropy_loss.default)
 def _cross_entropy(node: fx.Node) -> fx.Node:
-    given = node_arguments(node)
-    logits, target = given["self"], given["target"]
+    arguments = node_arguments(node)
+    logits, target = arguments["self"], arguments["target"]
     rank = len(node_shape(logits))
     class_last = (0, *range(2, rank), 1) if rank > 2 else tuple(range(rank))
     if tensor(target).is_floating_point():
         target = insert_permute(target, class_last, node)
-    options = (given["weight"], given["reduction"], given["ignore_index"], given["label_smoothing"])
+    options = (
+        arguments["weight"],
+        arguments["reduction"],
+        arguments["ignore_index"],
+        arguments["label_smoothing"],
+    )
     args = (insert_permute(logits, class_last, node), target, *options)
     return insert(node, custom_ops.cross_entropy, args)
 
 
 @rewrites(aten.batch_norm.default)
 def _batch_norm(node: fx.Node) -> fx.Node | None:
-    given = node_arguments(node)
-    if not given["training"] or given["running_mean"] is not None:
+    arguments = node_arguments(node)
+    if not arguments["training"] or arguments["running_mean"] is not None:
         return None
-    args = (given["input"], given["weight"], given["bias"], None, None)
-    return insert(node, custom_ops.batch_norm_train, (*args, given["momentum"], given["eps"]))
+    args = (arguments["input"], arguments["weight"], arguments["bias"], None, None)
+    return insert(
+        node, custom_ops.batch_norm_train, (*args, arguments["momentum"], arguments["eps"])
+    )
 
 
 @rewrites(aten.broadcast_tensors.default)
 def _broadcast(node: fx.Node) -> None:
-    """Each tensor of the list is expanded on its own."""
+    """Expands each tensor of the list on its own."""
     sources: Any = node.args[0]
     for getitem in list(node.users):
         source = sources[getitem.args[1]]

@@ -1,4 +1,4 @@
-"""From a module and the arguments of one call to a `Graph` in canonical form."""
+"""Captures a module, called with example arguments, as a `Graph` in canonical form."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from shardwright.capture.annotations import call_tags, keeping_tags, module_tags
+from shardwright.capture.annotations import call_tags, module_tags, preserve_tags
 from shardwright.capture.build_graph import Call, build_graph
 from shardwright.capture.canonicalize import canonicalize
-from shardwright.capture.fake_copy import LossesInSinglePrecision, fake_copy, isolated
+from shardwright.capture.fake_copy import LossesInSinglePrecision, fake_copy, isolate_capture
 from shardwright.capture.functionalize import functionalize
-from shardwright.capture.inline_regions import inline
+from shardwright.capture.inline_regions import inline_regions
 from shardwright.capture.naming import line_of, line_of_error
 from shardwright.capture.signature import (
     Signature,
     add_updates,
-    drop_needless_detach,
+    drop_redundant_detach,
     gradient_sources,
-    join_tied,
+    merge_tied,
 )
 from shardwright.capture.unflatten import move_flattening_down
 from shardwright.errors import CaptureError
@@ -37,22 +37,22 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Graph:
-    """Captures what `module(*args, **kwargs)` computes, for the shapes of these arguments.
+    """Captures `module(*args, **kwargs)` for the shapes of these arguments.
 
-    The module is neither run nor changed, and no memory is used for its weights: parameters and
-    arguments may be real tensors or on the meta device. `module.training` is respected.
+    The module is neither run nor modified, and no memory is allocated for its weights: parameters
+    and arguments may be real tensors or on the meta device. `module.training` is respected.
 
     Args:
-        compute_dtype: in which parameters and inputs in single precision are read. Buffers, and the
-            parameters of modules that own floating buffers, stay as they are; losses are computed
-            in single precision.
+        compute_dtype: the dtype in which single-precision parameters and inputs are computed.
+            Buffers, and the parameters of modules with floating-point buffers, keep theirs; losses
+            are computed in single precision.
 
     Raises:
-        CaptureError: where the forward pass depends on the values of tensors, or uses what
-            `torch.export` cannot capture; it names the user's line.
+        CaptureError: if the forward pass depends on the values of tensors, or uses something that
+            `torch.export` cannot capture; the message names the line in the user's code.
     """
     started = time.perf_counter()
-    with isolated():
+    with isolate_capture():
         graph = _capture(module, args, dict(kwargs or {}), compute_dtype)
     return replace(graph, capture_seconds=time.perf_counter() - started)
 
@@ -65,24 +65,24 @@ def _capture(
 ) -> Graph:
     exported = _export(module, args, kwargs, compute_dtype)
     signature = Signature.of(exported)
-    inline(exported.graph_module)
+    inline_regions(exported.graph_module)
     calls = call_tags(exported.graph)
     check_static(exported.graph)
-    tied = join_tied(module, exported.graph, signature)
+    tied = merge_tied(module, exported.graph, signature)
     graph, changed = functionalize(exported.graph)
     add_updates(graph, changed)
     canonicalize(graph)
     sources = gradient_sources(module, pytree.tree_leaves((args, kwargs)), signature, graph)
-    drop_needless_detach(graph, sources)
+    drop_redundant_detach(graph, sources)
     remove_dead(graph)
     move_flattening_down(graph)
     remove_dead(graph)
     call = Call(module, args, kwargs)
-    made = build_graph(call, graph, signature, sources)
-    read = {value.name for value in (*made.parameters, *made.buffers)}
+    captured = build_graph(call, graph, signature, sources)
+    read = {value.name for value in (*captured.parameters, *captured.buffers)}
     tied = {name: first for name, first in tied.items() if first in read}
     return replace(
-        made,
+        captured,
         tied=tied,
         module_tags=module_tags(module),
         call_tags=calls,
@@ -99,7 +99,7 @@ def _export(
     twin, fake_args, fake_kwargs = fake_copy(module, args, kwargs, compute_dtype)
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:
-        with keeping_tags(), losses:
+        with preserve_tags(), losses:
             return torch.export.export(twin, fake_args, fake_kwargs, strict=False)
     except CaptureError as error:
         raise CaptureError(f"{line_of_error(error)}: {error}") from error
@@ -108,42 +108,42 @@ def _export(
 
 
 def _explain(error: Exception) -> str:
-    """One message for what `torch.export` could not do."""
-    where = line_of_error(error)
+    """A one-line message for a failure of `torch.export`."""
+    line = line_of_error(error)
     text = str(error).strip()
     if "data-dependent" in text or "DataDependent" in type(error).__name__:
         return (
-            f"{where}: this needs the value of a tensor, which is not known while a model is "
-            f"captured. Use `torch.where` on tensors instead, or make it a Python constant."
+            f"{line}: this depends on the value of a tensor, which is unknown during capture. Use "
+            f"`torch.where` on tensors instead, or make it a Python constant."
         )
     first = text.splitlines()[0] if text else ""
-    return f"{where}: cannot be captured: {type(error).__name__}: {first}"
+    return f"{line}: torch.export cannot capture this: {type(error).__name__}: {first}"
 
 
 def check_static(graph: fx.Graph) -> None:
-    """Refuses numbers and shapes that depend on the values of tensors."""
+    """Raises CaptureError for numbers and shapes that depend on the values of tensors."""
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     for node in graph.nodes:
         values = node.meta.get("val")
         for value in values if isinstance(values, (list, tuple)) else (values,):
             if isinstance(value, symbols):
                 raise CaptureError(
-                    f"{line_of(node)}: this makes a Python number of a tensor's value, which is "
-                    f"not known while a model is captured. Keep it a tensor (leave out "
-                    f"`.item()`), or make it a Python constant."
+                    f"{line_of(node)}: this converts the value of a tensor to a Python number, but "
+                    f"values are unknown during capture. Keep it a tensor (remove `.item()`), or "
+                    f"make it a Python constant."
                 )
             if isinstance(value, torch.Tensor) and any(
                 isinstance(size, torch.SymInt) for size in value.shape
             ):
                 raise CaptureError(
                     f"{line_of(node)}: the shape of the result depends on the values of a tensor, "
-                    f"which are not known while a model is captured. Use `torch.where` or a "
-                    f"multiplication by the mask, which keep the shape."
+                    f"which are unknown during capture. Use `torch.where`, or multiply by the "
+                    f"mask; both keep the shape."
                 )
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Removes the operators that reach neither an output nor an update."""
+    """Removes operators whose results reach neither an output nor a buffer update."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)

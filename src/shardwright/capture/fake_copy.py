@@ -1,4 +1,8 @@
-"""A copy of a module that needs no memory: its tensors are fake, the module stays as it is."""
+"""A copy of the module on fake tensors, and the contexts in which it is exported.
+
+The copy takes no memory and leaves the module untouched. With a compute dtype its parameters have
+that dtype, except those of modules with statistics.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +30,16 @@ from shardwright.torch_internals.tensors import FakeTensorMode
 def fake_copy(
     module: nn.Module, args: Any, kwargs: Any, compute_dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, Any, Any]:
-    """The module and its arguments with a fake tensor for every parameter, buffer and argument.
+    """Copies of the module, `args` and `kwargs` in which every tensor is fake.
 
-    Parameters may be real or on the meta device; tied ones stay tied. The same tensor given twice
-    becomes two.
+    Parameters may be real or on the meta device; tied ones stay tied. An argument that is passed
+    twice becomes two tensors.
 
     Args:
-        compute_dtype: of parameters and arguments that are in single precision.
+        compute_dtype: the dtype of the copies of single-precision parameters and arguments.
 
     Raises:
-        CaptureError: for a module with uninitialized (lazy) parameters, or that cannot be copied.
+        CaptureError: if the module has uninitialized (lazy) parameters, or cannot be deep-copied.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
@@ -43,7 +47,8 @@ def fake_copy(
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise CaptureError(
-                f"{name}: this parameter has no shape yet. Run the module once before capturing it."
+                f"{name}: this lazy parameter has no shape yet. Run the module once before "
+                f"capturing it."
             )
         fake = _fake(mode, parameter, compute_dtype if id(parameter) in cast else None)
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
@@ -58,8 +63,8 @@ def fake_copy(
         twin = copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:
         raise CaptureError(
-            f"{type(module).__name__} cannot be copied (`copy.deepcopy`): {error}. Capturing works "
-            f"on a copy without weights; keep what cannot be copied out of the module's attributes."
+            f"`copy.deepcopy` of {type(module).__name__} failed: {error}. Capture works on a copy "
+            f"without weights; move objects that cannot be copied out of the module's attributes."
         ) from error
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor,
@@ -79,23 +84,25 @@ def _fake(
 
 
 @contextmanager
-def isolated() -> Iterator[None]:
-    """Captures the same graph whatever modes the caller is in."""
+def isolate_capture() -> Iterator[None]:
+    """A context in which the captured graph does not depend on modes that the caller has set."""
     with (
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),
-        _custom_backward_refused(),
-        _quiet(),
+        _forbid_custom_backward(),
+        _silence_export(),
     ):
         yield
 
 
 @contextmanager
-def _custom_backward_refused() -> Iterator[None]:
-    """Tracing sees the forward of an `autograd.Function` only, so its gradient would be lost.
+def _forbid_custom_backward() -> Iterator[None]:
+    """Raises CaptureError for custom autograd functions: export traces only their forward pass, so
+    their gradients would be lost.
 
-    Reentrant checkpointing is such a function; what it calls is traced as if called directly.
+    Reentrant checkpointing is such a function too; the function that it checkpoints is traced as if
+    it were called directly.
     """
     original = Function.__dict__["apply"]
 
@@ -106,8 +113,8 @@ def _custom_backward_refused() -> Iterator[None]:
         if cls.__module__.startswith("torch."):
             return original.__get__(None, cls)(*args, **kwargs)
         raise CaptureError(
-            f"the autograd function `{cls.__qualname__}` has a backward of its own, which cannot "
-            f"be captured. Write it with operators that autograd knows, or as an operator "
+            f"cannot capture the custom backward of the autograd function `{cls.__qualname__}`. "
+            f"Write it with differentiable operators, or register it as an operator "
             f"(`torch.library.custom_op` with `register_autograd`)."
         )
 
@@ -119,8 +126,8 @@ def _custom_backward_refused() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps away what `torch.export` logs and prints about a failure: pages that hide the error."""
+def _silence_export() -> Iterator[None]:
+    """Silences what `torch.export` logs and prints about a failure, which would bury the error."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -131,7 +138,7 @@ def _quiet() -> Iterator[None]:
 
 
 STORED = torch.float32
-"""What is computed in the other dtype: single precision. Other dtypes stay as they are."""
+"""Only tensors of this dtype are cast to the compute dtype."""
 
 LOSSES = frozenset(
     getattr(functional, name)
@@ -143,20 +150,20 @@ LOSSES = frozenset(
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> frozenset[int]:
-    """The identities of the parameters that are computed in `dtype`.
+    """The ids of the parameters that are computed in `dtype`.
 
-    Parameters of a module with floating buffers of its own stay: a batch norm computes with its
-    statistics, in their dtype.
+    Modules with floating-point buffers keep the dtype of their parameters: a batch norm computes in
+    the dtype of its statistics.
     """
-    found: set[int] = set()
+    cast: set[int] = set()
     for child in module.modules() if dtype is not None else ():
         if not any(buffer.is_floating_point() for buffer in child.buffers(recurse=False)):
-            found.update(id(p) for p in child.parameters(recurse=False) if p.dtype == STORED)
-    return frozenset(found)
+            cast.update(id(p) for p in child.parameters(recurse=False) if p.dtype == STORED)
+    return frozenset(cast)
 
 
 class LossesInSinglePrecision(TorchFunctionMode):
-    """Within it, losses of half precision are computed in float32."""
+    """A context in which losses of half-precision tensors are computed in float32."""
 
     def __torch_function__(
         self,

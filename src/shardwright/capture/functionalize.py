@@ -1,8 +1,8 @@
-"""Replaces operators that change a tensor in place by ones that return the new tensor.
+"""Replaces in-place operators by ones that return a new tensor.
 
-A tensor that is changed is a *base* or a view of one. Writing to a view computes the new base
-(with `slice_scatter`, `select_scatter`, the inverse permutation, …); a later read of any view of
-that base repeats the view on the new base.
+A mutated tensor is a *base* or a view of one. Writing to a view computes the new base (with
+`slice_scatter`, `select_scatter`, the inverse permutation, …); a later read of any view of that
+base repeats the view on the new base.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx
 
 from shardwright.capture.fx_nodes import call, node_arguments, node_shape, tensor
 from shardwright.capture.naming import line_of
-from shardwright.capture.views import IN_PLACE, replay_view, viewed, write_through
+from shardwright.capture.views import IN_PLACE, replay_view, view_base, write_through
 from shardwright.errors import CaptureError
 from shardwright.graph.custom_ops import batch_norm_train, instance_norm_train
 from shardwright.torch_internals.operators import OpOverload, overload_name, schema_of
@@ -39,13 +39,13 @@ _DETACH = {aten.detach.default}
 
 
 def mutated_arguments(node: fx.Node) -> list[str]:
-    """Names of the arguments that an operator changes in place."""
+    """Names of the arguments that an operator mutates."""
     if not isinstance(node.target, OpOverload):
         return []
     if node.target in _NORMS:
-        given = node_arguments(node)
+        arguments = node_arguments(node)
         names = ["running_mean", "running_var"]
-        updates = given[_NORMS[node.target][0]] and all(given[name] for name in names)
+        updates = arguments[_NORMS[node.target][0]] and all(arguments[name] for name in names)
         return names if updates else []
     return [
         argument.name
@@ -55,24 +55,24 @@ def mutated_arguments(node: fx.Node) -> list[str]:
 
 
 def functionalize(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A graph in which no operator changes its arguments.
+    """The graph without mutations.
 
     Returns:
-        That graph, and for each of its placeholders that is changed the node of its last value.
+        The functional graph, and for each of its mutated placeholders the node of the final value.
 
     Raises:
-        CaptureError: for a change in place that has no functional form.
+        CaptureError: for an in-place operator that has no functional form.
     """
     if not any(mutated_arguments(node) for node in graph.nodes):
         return graph, {}
     program = _Program()
     for node in graph.nodes:
         program.run(node)
-    return program.graph, program.changed_placeholders()
+    return program.graph, program.mutated_placeholders()
 
 
 class _Program:
-    """The functional graph while it is made, and what every node of the old one holds by now."""
+    """The functional graph under construction, and the current value of every original node."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -86,7 +86,7 @@ class _Program:
         return node
 
     def read(self, node: fx.Node) -> fx.Node:
-        """The new node with what an old one holds at this point."""
+        """The new node with the current value of an original one."""
         version = self.version.get(self.base(node), 0)
         seen, new = self.holds[node]
         if seen != version:
@@ -95,18 +95,18 @@ class _Program:
         return new
 
     def write(self, node: fx.Node, new: fx.Node, by: fx.Node) -> None:
-        """Lets an old node, and with it all that share its memory, hold `new`."""
+        """Sets the value of an original node, and of all that share its memory, to `new`."""
         path = [node]
         while path[-1] in self.view_of:
             path.append(self.view_of[path[-1]])
         base = path[-1]
         if by.meta.get("no_grad") or any(IN_PLACE.get(v.target, v.target) in _DETACH for v in path):
             new = self._without_gradient(base, new, by)
-        whole = new
+        updated = new
         for view, source in pairwise(path):
-            whole = write_through(self.graph, view, self.read(source), whole)
+            updated = write_through(self.graph, view, self.read(source), updated)
         version = self.version[base] = self.version.get(base, 0) + 1
-        self.holds[base] = (version, whole)
+        self.holds[base] = (version, updated)
         self.holds[node] = (version, new)
 
     def _without_gradient(self, base: fx.Node, new: fx.Node, by: fx.Node) -> fx.Node:
@@ -114,8 +114,8 @@ class _Program:
             return new
         if not self._is_leaf(base):
             raise CaptureError(
-                f"{line_of(by)}: a tensor is changed in place where autograd does not see it, so "
-                f"that its gradient is not that of its value. Compute a new tensor instead."
+                f"{line_of(by)}: this modifies a tensor in place without autograd, so its gradient "
+                f"would not match its value. Compute a new tensor instead."
             )
         return call(self.graph, aten.detach.default, (new,), like=by)
 
@@ -125,7 +125,7 @@ class _Program:
         )
 
     def run(self, node: fx.Node) -> None:
-        """Takes over one node of the old graph."""
+        """Transfers one node of the original graph."""
         changed = mutated_arguments(node)
         if changed:
             if node.target in _NORMS:
@@ -138,19 +138,19 @@ class _Program:
             # A copy that is called like a Python function (`input`) would be renamed.
             copied.name = node.name
         self.holds[node] = (0, copied)
-        source = viewed(node)
+        source = view_base(node)
         if source is not None:
             self.view_of[node] = source
             self.holds[node] = (self.version.get(self.base(node), 0), self.holds[node][1])
 
     def _change(self, node: fx.Node, changed: list[str]) -> None:
-        given = node_arguments(node)
-        if changed != [next(iter(given))] or not isinstance(given[changed[0]], fx.Node):
+        arguments = node_arguments(node)
+        if changed != [next(iter(arguments))] or not isinstance(arguments[changed[0]], fx.Node):
             raise CaptureError(
-                f"{line_of(node)}: `{node.target}` writes into its argument {changed[0]!r}, which "
-                f"cannot be captured. Use the operator that returns a new tensor."
+                f"{line_of(node)}: cannot capture `{node.target}`, which writes into its argument "
+                f"{changed[0]!r}. Use the operator that returns a new tensor."
             )
-        target = given[changed[0]]
+        target = arguments[changed[0]]
         self.view_of[node] = target
         if node.target in IN_PLACE:
             version = self.version.get(self.base(node), 0)
@@ -160,19 +160,19 @@ class _Program:
         self.holds[node] = self.holds[target]
 
     def _functional(self, node: fx.Node, old: fx.Node) -> fx.Node:
-        """The new value of what an in-place operator changes."""
+        """The new value of the tensor that an in-place operator mutates."""
         assert isinstance(node.target, OpOverload)
-        rest: Any = fx.map_arg(node.args[1:], self.read)
+        arguments: Any = fx.map_arg(node.args[1:], self.read)
         kwargs = fx.map_arg(node.kwargs, self.read)
         name, overload = schema_of(node.target).name, overload_name(node.target)
         if name == "aten::copy_":
-            return self._fit(rest[0], old, node)
+            return self._fit(arguments[0], old, node)
         if name == "aten::zero_":
             return call(self.graph, aten.zeros_like.default, (old,), like=node)
         if name == "aten::fill_" and overload == "Scalar":
-            return call(self.graph, aten.full_like.default, (old, rest[0]), like=node)
+            return call(self.graph, aten.full_like.default, (old, arguments[0]), like=node)
         if name == "aten::fill_":
-            return self._fit(rest[0], old, node)
+            return self._fit(arguments[0], old, node)
         if node.target in _RANDOM:
             parameters = [
                 v for k, v in node_arguments(node).items() if k not in ("self", "generator")
@@ -182,14 +182,14 @@ class _Program:
         target = _out_of_place(node.target)
         if target is None:
             raise CaptureError(
-                f"{line_of(node)}: `{node.target}` changes its argument in place and has no form "
-                f"that returns a new tensor, so it cannot be captured."
+                f"{line_of(node)}: cannot capture `{node.target}`, which works in place and has no "
+                f"variant that returns a new tensor."
             )
-        new = call(self.graph, target, (old, *rest), kwargs, like=node)
+        new = call(self.graph, target, (old, *arguments), kwargs, like=node)
         return self._fit(new, old, node)
 
     def _fit(self, new: fx.Node, old: fx.Node, node: fx.Node) -> fx.Node:
-        """Casts and broadcasts to what the changed tensor is."""
+        """Casts and broadcasts `new` to the dtype and shape of the mutated tensor."""
         if tensor(new).dtype != tensor(old).dtype:
             new = call(self.graph, aten.to.dtype, (new, tensor(old).dtype), like=node)
         if node_shape(new) != node_shape(old):
@@ -197,18 +197,20 @@ class _Program:
         return new
 
     def _norm(self, node: fx.Node) -> None:
-        given = node_arguments(node)
+        arguments = node_arguments(node)
         target: Any = _NORMS[node.target][1]  # type: ignore[index]
         names = ("input", "weight", "bias", "running_mean", "running_var")
-        tensors = [fx.map_arg(given[name], self.read) for name in names]
-        result = call(self.graph, target, (*tensors, given["momentum"], given["eps"]), like=node)
+        tensors = [fx.map_arg(arguments[name], self.read) for name in names]
+        result = call(
+            self.graph, target, (*tensors, arguments["momentum"], arguments["eps"]), like=node
+        )
         parts = [call(self.graph, operator.getitem, (result, i), like=node) for i in range(3)]
         self.holds[node] = (0, parts[0])
-        self.write(given["running_mean"], parts[1], node)
-        self.write(given["running_var"], parts[2], node)
+        self.write(arguments["running_mean"], parts[1], node)
+        self.write(arguments["running_var"], parts[2], node)
 
-    def changed_placeholders(self) -> dict[fx.Node, fx.Node]:
-        """New placeholder → node of its last value, for those that were written to."""
+    def mutated_placeholders(self) -> dict[fx.Node, fx.Node]:
+        """The mutated placeholders of the new graph, each with the node of its final value."""
         placeholders = {n.name: n for n in self.graph.nodes if n.op == "placeholder"}
         return {
             placeholders[base.name]: self.holds[base][1]

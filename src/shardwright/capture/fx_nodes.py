@@ -1,4 +1,4 @@
-"""Reading and adding nodes of the traced `torch.fx` graph, with shapes and origins kept right."""
+"""Reads and inserts nodes of the traced `torch.fx` graph, with correct shapes and origins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ORIGIN = ("nn_module_stack", "stack_trace", "no_grad", "custom")
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
-    """The fake tensor that stands for what the node computes."""
+    """The fake tensor of the node's result."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), node.format_node()
     return value
@@ -46,7 +46,7 @@ def call(
     *,
     like: fx.Node,
 ) -> fx.Node:
-    """Adds a node at the graph's insertion point, with module, source line and tag of `like`."""
+    """Adds a node at the insertion point, with the module, source line and tags of `like`."""
     node = graph.call_function(target, args, kwargs or {})
     node.meta.update({key: like.meta[key] for key in _ORIGIN if key in like.meta})
     node.meta["val"] = evaluate(target, args, kwargs or {})
@@ -60,19 +60,19 @@ def insert(
     kwargs: dict[str, Any] | None = None,
     like: fx.Node | None = None,
 ) -> fx.Node:
-    """Adds a node before another; its module and source are those of `like` (or of `before`)."""
+    """Adds a node before another, with the origin of `like` (by default of `before`)."""
     with before.graph.inserting_before(before):
         return call(before.graph, target, args, kwargs, like=before if like is None else like)
 
 
 def replace(node: fx.Node, new: fx.Node) -> None:
-    """Makes every user of a node read another one and removes the node."""
+    """Redirects all users of a node to `new`, and removes the node."""
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
 
 
 def module_path(node: fx.Node) -> tuple[str, int]:
-    """Path of the module the operator was called in, and the number of that call, from 1."""
+    """The path of the module that calls the operator, and the number of its call, from 1."""
     stack = node.meta.get("nn_module_stack") or {"": ("", None)}
     key, (path, _) = list(stack.items())[-1]
     _, _, repeated = key.partition("@")
@@ -80,7 +80,7 @@ def module_path(node: fx.Node) -> tuple[str, int]:
 
 
 def module_calls(node: fx.Node) -> tuple[str, ...]:
-    """The calls of modules that the operator was made in, the outermost first: `""`, `layers.0`,
+    """The module calls that contain the operator, the outermost first: `""`, `layers.0`,
     `layers.0.mlp`; the second call of a module is `path@2`."""
     calls = []
     for key, (path, _) in (node.meta.get("nn_module_stack") or {"": ("", None)}).items():
@@ -91,14 +91,16 @@ def module_calls(node: fx.Node) -> tuple[str, ...]:
 
 
 def node_arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of an ATen operator by name, defaults included."""
+    """All arguments of an ATen operator by name, including defaults."""
     schema = schema_of(node.target)  # type: ignore[arg-type]
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for position, argument in enumerate(schema.arguments):
         if position < len(node.args) and not argument.kwarg_only:
-            found[argument.name] = node.args[position]
+            arguments[argument.name] = node.args[position]
         elif argument.name in node.kwargs:
-            found[argument.name] = node.kwargs[argument.name]
+            arguments[argument.name] = node.kwargs[argument.name]
         else:
-            found[argument.name] = argument.default_value if argument.has_default_value() else None
-    return found
+            arguments[argument.name] = (
+                argument.default_value if argument.has_default_value() else None
+            )
+    return arguments

@@ -1,4 +1,4 @@
-"""Puts sub-graphs (no-grad and autocast regions) in the place of the nodes that call them."""
+"""Inlines the sub-graphs into which `torch.export` puts no-grad and autocast regions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SET_GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
 
 
-def inline(module: fx.GraphModule) -> None:
+def inline_regions(module: fx.GraphModule) -> None:
     """Inlines all regions in place, the outermost first.
 
-    Nodes of a no-grad region are marked `no_grad`, and what leaves it goes through `aten.detach`.
+    Nodes of a no-grad region are marked `no_grad`, and its results are detached with `aten.detach`.
     Casts of an autocast region become operators.
 
     Raises:
-        CaptureError: for control flow and other operators that hold sub-graphs.
+        CaptureError: for control flow and other operators with sub-graphs.
     """
     _inline(module.graph, module)
     for node in list(module.graph.nodes):
@@ -45,14 +45,14 @@ def _inline(graph: fx.Graph, owner: fx.GraphModule) -> None:
             device, dtype, enabled, _, region, *args = node.args
             if enabled and device != "cpu":
                 raise CaptureError(
-                    f"{line_of(node)}: autocast for {device!r} cannot be captured. Cast explicitly "
-                    f"with `.to(dtype)`, or keep the model in the lower precision."
+                    f"{line_of(node)}: cannot capture autocast for {device!r}. Cast explicitly "
+                    f"with `.to(dtype)`, or convert the model to the lower precision."
                 )
             _splice(node, _subgraph(owner, region), args, None, dtype if enabled else None)
         else:
             raise CaptureError(
-                f"{line_of(node)}: `{name}` holds a sub-graph, which cannot be captured. "
-                f"Use operators on tensors (`torch.where`) or Python control flow on constants."
+                f"{line_of(node)}: cannot capture `{name}`, which contains a sub-graph. Use "
+                f"operators on tensors (`torch.where`), or Python control flow on constants."
             )
 
 
@@ -69,7 +69,7 @@ def _splice(
     no_grad: bool | None,
     autocast: torch.dtype | None,
 ) -> None:
-    """Copies a region before the node that calls it and removes that node."""
+    """Replaces a node that calls a region by a copy of the region."""
     if no_grad is not None:
         for node in region.graph.nodes:
             node.meta["no_grad"] = no_grad
@@ -91,7 +91,7 @@ def _splice(
                 if autocast is not None:
                     _cast_arguments(copy, autocast)
     if no_grad:
-        results = fx.map_arg(results, lambda n: _detached(n, call))
+        results = fx.map_arg(results, lambda n: _detach_output(n, call))
     for getitem in list(call.users):
         assert getitem.target is operator.getitem
         getitem.replace_all_uses_with(results[getitem.args[1]])
@@ -99,17 +99,17 @@ def _splice(
     call.graph.erase_node(call)
 
 
-def _detached(node: fx.Node, call: fx.Node) -> fx.Node:
+def _detach_output(node: fx.Node, call: fx.Node) -> fx.Node:
     if not is_tensor(node) or not tensor(node).is_floating_point():
         return node
     return insert(call, aten.detach.default, (node,), like=node)
 
 
 def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:
-    """Writes out the casts that autocast does, known by the dtype that tracing recorded."""
+    """Inserts the casts of autocast, inferred from the result dtype that tracing recorded."""
     if not is_tensor(node):
         return
-    wanted = tensor(node).dtype
+    recorded = tensor(node).dtype
     for cast_to in (None, dtype, torch.float32):
 
         def cast(arg: fx.Node, to: torch.dtype | None = cast_to) -> fx.Node:
@@ -118,14 +118,14 @@ def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:
             return insert(node, aten.to.dtype, (arg, to)) if tensor(arg).dtype != to else arg
 
         if cast_to is None:
-            if _dtype(node.target, node.args, node.kwargs) == wanted:
+            if _dtype(node.target, node.args, node.kwargs) == recorded:
                 return
             continue
         args = fx.map_arg(node.args, cast)
-        if _dtype(node.target, args, node.kwargs) == wanted:
+        if _dtype(node.target, args, node.kwargs) == recorded:
             node.args = args
             return
-    raise CaptureError(f"{line_of(node)}: autocast of `{node.target}` cannot be captured.")
+    raise CaptureError(f"{line_of(node)}: cannot capture `{node.target}` under autocast.")
 
 
 def _dtype(target: Any, args: Any, kwargs: Any) -> torch.dtype | None:

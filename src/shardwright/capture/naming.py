@@ -1,4 +1,4 @@
-"""Names operators after the modules they were called in."""
+"""Names of operators, after the modules that call them, and their lines in the user's source."""
 
 from __future__ import annotations
 
@@ -36,61 +36,61 @@ MAIN = (
     batch_norm_train,
     instance_norm_train,
 )
-"""What gives a leaf module its name if it has several operators, the first in this order."""
+"""Of several operators of a leaf module, the first in this order gets the module's name."""
 
 
 def local_operator_name(target: Any) -> str:
-    """`linear` of `aten.linear.default`, the name of a Python function."""
+    """`linear` for `aten.linear.default`, or the name of a Python function."""
     if isinstance(target, OpOverload):
         return schema_of(target).name.split("::")[-1].strip("_")
     return str(getattr(target, "__name__", target))
 
 
 def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str]:
-    """A unique name for every operator of the graph (list elements are no operators).
+    """A unique name for every operator of the graph (`getitem` is not an operator).
 
-    The main operator of a module without children has the module's path as its name, others have
-    `path.operator`, `path.operator_1`, …; the second call of a module is `path@2`; an added bias is
-    `<name of the operator>.bias`.
+    The main operator of a module without children has the module's path as its name; the others are
+    `path.operator`, `path.operator_1`, …. The path of a second call is `path@2`. The addition of a
+    bias is `<name of the operator>.bias`.
     """
     calls: dict[tuple[str, int], list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
             calls[module_path(node)].append(node)
     names: dict[fx.Node, str] = {}
-    taken: Counter[str] = Counter()
+    used: Counter[str] = Counter()
     for (module, number), nodes in calls.items():
         path = module if number == 1 else f"{module}@{number}"
         main = _main(nodes) if module and module in leaves else None
         for node in nodes:
             product = node.meta.get("bias_of")
             if node is main:
-                wanted = path
+                name = path
             elif product in names:
-                wanted = f"{names[product]}.bias"
+                name = f"{names[product]}.bias"
             else:
-                wanted = ".".join(filter(None, (path, local_operator_name(node.target))))
-            names[node] = _unique(wanted, taken)
+                name = ".".join(filter(None, (path, local_operator_name(node.target))))
+            names[node] = _unique(name, used)
     return names
 
 
-def _unique(wanted: str, taken: Counter[str]) -> str:
-    """`wanted`, or with the next number that is free: `path.add_1`."""
-    name = wanted
-    while name in taken:
-        name = f"{wanted}_{taken[wanted]}"
-        taken[wanted] += 1
-    taken[name] += 1
-    return name
+def _unique(name: str, used: Counter[str]) -> str:
+    """`name`, or with the next number that is free: `path.add_1`."""
+    candidate = name
+    while candidate in used:
+        candidate = f"{name}_{used[name]}"
+        used[name] += 1
+    used[candidate] += 1
+    return candidate
 
 
 def _main(nodes: list[fx.Node]) -> fx.Node | None:
-    own = [node for node in nodes if "bias_of" not in node.meta]
+    candidates = [node for node in nodes if "bias_of" not in node.meta]
     for target in MAIN:
-        for node in own:
+        for node in candidates:
             if node.target is target:
                 return node
-    return own[-1] if own else None
+    return candidates[-1] if candidates else None
 
 
 _OURS = str(Path(__file__).parents[1])
@@ -103,14 +103,14 @@ def _is_users(file: str) -> bool:
 
 
 def _frame(node: fx.Node) -> tuple[str, int] | None:
-    """The innermost frame outside of torch in which the operator was called."""
+    """The innermost frame of user code in the call stack of the operator."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     users = [(file, int(line)) for file, line in frames if _is_users(file)]
     return users[-1] if users else None
 
 
 def source_of(node: fx.Node) -> str:
-    """`file.py:12`, or `""` where it is not known."""
+    """`file.py:12`, or `""` if unknown."""
     frame = _frame(node)
     return f"{Path(frame[0]).name}:{frame[1]}" if frame else ""
 
@@ -120,13 +120,13 @@ def _describe(file: str, line: int) -> str:
 
 
 def line_of(node: fx.Node) -> str:
-    """Where the user called the operator, with the text of the line, for error messages."""
+    """The user's line that calls the operator, with its text, for error messages."""
     frame = _frame(node)
     return _describe(*frame) if frame else f"operator {node.target}"
 
 
 def line_of_error(error: BaseException) -> str:
-    """The user's innermost line in the traceback of an error or of what caused it."""
+    """The innermost line of user code in the traceback of an error or of its causes."""
     cause: BaseException | None = error
     while cause is not None:
         frames = traceback.extract_tb(cause.__traceback__)

@@ -1,7 +1,7 @@
-"""A graph as bytes that this version of Shardwright reads back.
+"""A graph as bytes that the same version of Shardwright can read back.
 
-Pickle runs code that stands in the bytes: read only what this user has written. Operators of
-PyTorch are written by their names.
+Unpickling executes code in the bytes, so read only bytes that this user has written. PyTorch
+operators are pickled by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwright.torch_internals.operators import OpOverload, operator_name, ove
 
 
 def dumps(graph: Graph) -> bytes:
-    """The graph without what follows from it."""
+    """The fields of the graph, without its cached properties."""
     written = BytesIO()
     _Pickler(written, protocol=pickle.HIGHEST_PROTOCOL).dump(graph)
     return written.getvalue()
@@ -29,29 +29,29 @@ def loads(content: bytes) -> Graph:
     """The graph that `dumps` wrote.
 
     Raises:
-        ValueError: if the bytes are damaged, or name what is not there any more.
+        ValueError: if the bytes are corrupt, or refer to something that no longer exists.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of PyTorch's own tree structures
-            found = pickle.loads(content)
-    except Exception as error:  # Damaged bytes raise whatever the code that they name raises.
+            graph = pickle.loads(content)
+    except Exception as error:  # Corrupt bytes can raise anything.
         raise ValueError(f"not a graph: {type(error).__name__}: {error}") from error
-    if not isinstance(found, Graph):
-        raise ValueError(f"not a graph: {type(found).__name__}")
-    return found
+    if not isinstance(graph, Graph):
+        raise ValueError(f"not a graph: {type(graph).__name__}")
+    return graph
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, thing: Any) -> Any:
-        if isinstance(thing, OpOverload):
-            return _operator, (thing.namespace, operator_name(thing), overload_name(thing))
-        if isinstance(thing, (Graph, Op)):
-            return type(thing), tuple(getattr(thing, each.name) for each in fields(thing))
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, OpOverload):
+            return _operator, (value.namespace, operator_name(value), overload_name(value))
+        if isinstance(value, (Graph, Op)):
+            return type(value), tuple(getattr(value, each.name) for each in fields(value))
         return NotImplemented
 
 
 def _operator(namespace: str, name: str, overload: str) -> OpOverload:
-    found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    assert isinstance(found, OpOverload)
-    return found
+    overload_op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    assert isinstance(overload_op, OpOverload)
+    return overload_op

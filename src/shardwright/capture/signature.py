@@ -1,4 +1,4 @@
-"""What the placeholders and the results of the traced graph stand for."""
+"""The signature of the traced graph: its placeholders, its results, and where gradients flow."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from shardwright.torch_internals.tensors import FakeTensor
 
 @dataclass
 class Signature:
-    """Names of placeholders, sorted by what they stand for, and the structure of the result.
+    """The names of the placeholders, by kind, and the structure of the result.
 
     Args:
-        parameters, buffers: name in the module → placeholder; tied names share one.
-        inputs: a placeholder for each leaf of the call.
-        constants: placeholder → tensor that the model's code made.
+        parameters, buffers: maps names in the module to placeholders; tied names share one.
+        inputs: one placeholder per leaf of the call's arguments.
+        constants: maps placeholders to tensors that the model's code created.
     """
 
     out_spec: pytree.TreeSpec
@@ -38,7 +38,7 @@ class Signature:
 
     @classmethod
     def of(cls, exported: ExportedProgram) -> Signature:
-        """Reads the signature that `torch.export` gives."""
+        """Reads the signature of an exported program."""
         signature = cls(exported.call_spec.out_spec)
         nodes = placeholders(exported.graph)
         for spec in exported.graph_signature.input_specs:
@@ -52,9 +52,7 @@ class Signature:
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 signature.constants[name] = _real(nodes[name], exported.constants[target])
             else:
-                raise CaptureError(
-                    f"{target}: a model that holds a {spec.kind.name} cannot be captured."
-                )
+                raise CaptureError(f"{target}: cannot capture a model with a {spec.kind.name}.")
         return signature
 
 
@@ -62,9 +60,9 @@ def _real(node: fx.Node, constant: Any) -> torch.Tensor:
     if constant.is_meta or isinstance(constant, FakeTensor):
         reader = next(iter(node.users), node)
         raise CaptureError(
-            f"{line_of(reader)}: this reads a tensor without values that is neither a parameter "
-            f"nor a buffer nor an input (`.data` of a parameter, or an attribute on the meta "
-            f"device). Use the parameter itself, or `register_buffer`."
+            f"{line_of(reader)}: this reads a tensor without values that is not a parameter, "
+            f"buffer or input (`.data` of a parameter, or a plain attribute on the meta device). "
+            f"Use the parameter itself, or `register_buffer`."
         )
     return torch.Tensor.detach(constant)
 
@@ -79,13 +77,13 @@ def output_node(graph: fx.Graph) -> fx.Node:
 
 
 def results(graph: fx.Graph) -> tuple[list[Any], dict[str, fx.Node]]:
-    """The leaves that the model returns, and for each changed placeholder its new value."""
+    """The leaves of the model's result, and the new value of each mutated placeholder."""
     returned, updates = output_node(graph).args
     return list(returned), dict(updates)  # type: ignore[arg-type]
 
 
-def join_tied(module: nn.Module, graph: fx.Graph, signature: Signature) -> dict[str, str]:
-    """Lets all names of one parameter or buffer mean one placeholder.
+def merge_tied(module: nn.Module, graph: fx.Graph, signature: Signature) -> dict[str, str]:
+    """Maps all names of a tied parameter or buffer to one placeholder.
 
     Returns:
         The other names of tied tensors, each with the first name.
@@ -97,22 +95,22 @@ def join_tied(module: nn.Module, graph: fx.Graph, signature: Signature) -> dict[
         (signature.buffers, module.named_buffers(remove_duplicate=False)),
     ):
         first: dict[int, str] = {}
-        for name, found in named:
-            original = first.setdefault(id(found), name)
+        for name, tensor in named:
+            original = first.setdefault(id(tensor), name)
             if original == name:
                 continue
             tied[name] = original
             if name in known:
-                other = known.pop(name)
+                duplicate = known.pop(name)
                 if original in known:
-                    nodes[other].replace_all_uses_with(nodes[known[original]])
+                    nodes[duplicate].replace_all_uses_with(nodes[known[original]])
                 else:
-                    known[original] = other
+                    known[original] = duplicate
     return tied
 
 
 def add_updates(graph: fx.Graph, changed: Mapping[fx.Node, fx.Node]) -> None:
-    """Makes the new values of changed placeholders results of the graph, after what it returns."""
+    """Adds the new values of mutated placeholders to the results of the graph."""
     output = output_node(graph)
     output.args = (output.args[0], {node.name: new for node, new in changed.items()})
 
@@ -120,7 +118,7 @@ def add_updates(graph: fx.Graph, changed: Mapping[fx.Node, fx.Node]) -> None:
 def gradient_sources(
     module: nn.Module, leaves: list[Any], signature: Signature, graph: fx.Graph
 ) -> list[fx.Node]:
-    """The placeholders of trained parameters, and of inputs that require a gradient."""
+    """The placeholders of trainable parameters, and of inputs that require a gradient."""
     nodes = placeholders(graph)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     names = [node for name, node in signature.parameters.items() if name in trained]
@@ -151,53 +149,52 @@ _CONSTANT = frozenset(
         "exponential",
     }
 )
-"""Operators that return a floating tensor through which no gradient passes to their input."""
+"""Operators with a floating-point result through which no gradient flows to their inputs."""
 
 _DIFFERENTIABLE_RESULTS = {"batch_norm_train": 1, "instance_norm_train": 1}
 
 
-def reached_by_gradients(
+def nodes_with_gradients(
     graph: fx.Graph, sources: Iterable[fx.Node], outputs: Iterable[fx.Node]
 ) -> frozenset[fx.Node]:
-    """The floating nodes on a differentiable path from `sources` to one of the `outputs`."""
-    return depending_on(graph, sources) & _leading_to(graph, outputs)
+    """The floating-point nodes on a differentiable path from `sources` to one of the `outputs`."""
+    return differentiable_from(graph, sources) & _differentiable_to(graph, outputs)
 
 
-def drop_needless_detach(graph: fx.Graph, sources: Iterable[fx.Node]) -> None:
-    """Removes every `aten.detach` that no gradient would pass anyway."""
-    differentiable = depending_on(graph, sources, no_grad=True)
+def drop_redundant_detach(graph: fx.Graph, sources: Iterable[fx.Node]) -> None:
+    """Removes every `aten.detach` whose input has no gradient."""
+    differentiable = differentiable_from(graph, sources, no_grad=True)
     for node in list(graph.nodes):
         if node.target is aten.detach.default and node.args[0] not in differentiable:
             replace(node, node.args[0])
 
 
-def depending_on(
+def differentiable_from(
     graph: fx.Graph, sources: Iterable[fx.Node], no_grad: bool = False
 ) -> frozenset[fx.Node]:
-    """The floating nodes that depend differentiably on one of the `sources`.
+    """The floating-point nodes that depend differentiably on one of the `sources`.
 
     Args:
-        no_grad: whether to count dependencies through no-grad regions, which autograd would see in
-            the inlined graph.
+        no_grad: whether to follow no-grad regions, which are differentiable once inlined.
     """
-    found = set(sources)
+    dependent = set(sources)
     for node in graph.nodes:
-        inputs = (n for n in node.all_input_nodes if n in found)
+        inputs = (n for n in node.all_input_nodes if n in dependent)
         if node.op == "call_function" and any(_passes(node, n, no_grad) for n in inputs):
-            found.add(node)
-    return frozenset(found)
+            dependent.add(node)
+    return frozenset(dependent)
 
 
-def _leading_to(graph: fx.Graph, outputs: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    found = set(outputs)
+def _differentiable_to(graph: fx.Graph, outputs: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    reaching = set(outputs)
     for node in reversed(graph.nodes):
-        if node in found and node.op == "call_function":
-            found.update(n for n in node.all_input_nodes if _passes(node, n))
-    return frozenset(found)
+        if node in reaching and node.op == "call_function":
+            reaching.update(n for n in node.all_input_nodes if _passes(node, n))
+    return frozenset(reaching)
 
 
 def _passes(node: fx.Node, source: fx.Node, no_grad: bool = False) -> bool:
-    """Whether a gradient passes from a node to one of its inputs."""
+    """Whether a gradient flows from a node to one of its inputs."""
     return (
         _name(node) not in _CONSTANT
         and (no_grad or not node.meta.get("no_grad"))
@@ -216,9 +213,9 @@ def _name(node: fx.Node) -> str:
 def _is_statistic(node: fx.Node) -> bool:
     if node.target is not operator.getitem:
         return False
-    whole, index = node.args
-    assert isinstance(whole, fx.Node) and isinstance(index, int)
-    return index >= _DIFFERENTIABLE_RESULTS.get(_name(whole), index + 1)
+    result, index = node.args
+    assert isinstance(result, fx.Node) and isinstance(index, int)
+    return index >= _DIFFERENTIABLE_RESULTS.get(_name(result), index + 1)
 
 
 def _is_floating(node: fx.Node) -> bool:

@@ -1,8 +1,8 @@
-"""Moves the flattening of leading dimensions down, past operators that treat rows alike.
+"""Moves reshapes that flatten leading dimensions down past row-wise operators.
 
 `linear(x.reshape(b * s, k))` becomes `linear(x).reshape(b * s, j)`, and so on until the reshape
-meets its inverse or a loss, which absorbs it. Then each of the leading dimensions can be cut by
-itself.
+meets its inverse or a loss, which absorbs it. Then each of the leading dimensions can be cut on its
+own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ aten = torch.ops.aten
 
 
 def move_flattening_down(graph: fx.Graph) -> None:
-    """Rewrites the graph in place; reshapes that nothing reads any more are left for removal."""
+    """Rewrites the graph in place; it leaves reshapes without readers for dead code removal."""
     moved: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        new = _rewritten(node)
+        new = _rewrite(node)
         if new is None:
             continue
         if (product := node.meta.get("bias_of")) is not None:
@@ -37,8 +37,8 @@ def move_flattening_down(graph: fx.Graph) -> None:
         replace(node, insert_reshape(new, node_shape(node), node))
 
 
-def _rewritten(node: fx.Node) -> fx.Node | None:
-    """What computes the same elements as `node` without reading a flattened tensor."""
+def _rewrite(node: fx.Node) -> fx.Node | None:
+    """A node with the same elements as `node` that reads no flattened tensor; None to leave it."""
     if node.target is aten.reshape.default:
         source = insert_reshape(node.args[0], node_shape(node), node)  # type: ignore[arg-type]
         return source if source.args != node.args else None
@@ -47,13 +47,16 @@ def _rewritten(node: fx.Node) -> fx.Node | None:
     handler = _HANDLERS.get(node.target)
     if handler is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         handler = _pointwise
-    flats = {arg: flat for arg in node.all_input_nodes if (flat := flattened(arg)) is not None}
+    flats = {
+        arg: flat for arg in node.all_input_nodes if (flat := match_flattening(arg)) is not None
+    }
     return handler(node, flats) if handler and flats else None
 
 
 @dataclass(frozen=True)
 class Flat:
-    """`joined` is `source` with the dimensions `lead` joined to one, and `rest` after it."""
+    """A reshape that flattens: `joined` is `source` with the dimensions `lead` merged into one,
+    followed by `rest`."""
 
     joined: fx.Node
     source: fx.Node
@@ -61,7 +64,7 @@ class Flat:
     rest: tuple[int, ...]
 
     def whole(self, before: fx.Node) -> fx.Node:
-        """The tensor with its leading dimensions apart: one node for all its readers."""
+        """The unflattened tensor, one node for all its readers."""
         meta = self.joined.meta
         if "apart" not in meta:
             meta["apart"] = insert_reshape(self.source, self.lead + self.rest, before)
@@ -72,44 +75,45 @@ class Flat:
 Handler = Callable[[fx.Node, dict[fx.Node, Flat]], fx.Node | None]
 
 
-def pieces(source: Sequence[int], target: Sequence[int]) -> list[list[int]] | None:
-    """For each dimension of `target` the sizes, each of (a part of) one of `source`, it is made of.
+def common_factors(source: Sequence[int], target: Sequence[int]) -> list[list[int]] | None:
+    """Factors each dimension of `target` into sizes that also are factors of those of `source`.
 
-    None if a dimension of one is not a product of whole parts of the other's. Sizes 1 are left out.
+    Returns:
+        The factors of each dimension of `target`, without 1; None if there are no such factors.
     """
-    found: list[list[int]] = []
-    left = [size for size in source if size != 1]
-    for wanted in target:
-        found.append([])
-        while wanted > 1:
-            if not left:
+    factors: list[list[int]] = []
+    remaining = [first for first in source if first != 1]
+    for size in target:
+        factors.append([])
+        while size > 1:
+            if not remaining:
                 return None
-            size = left.pop(0)
-            part = min(size, wanted)
-            if size % part or wanted % part:
+            first = remaining.pop(0)
+            part = min(first, size)
+            if first % part or size % part:
                 return None
-            found[-1].append(part)
-            wanted //= part
-            if size > part:
-                left.insert(0, size // part)
-    return found
+            factors[-1].append(part)
+            size //= part
+            if first > part:
+                remaining.insert(0, first // part)
+    return factors
 
 
-def flattened(node: fx.Node) -> Flat | None:
+def match_flattening(node: fx.Node) -> Flat | None:
     """How a reshape flattens leading dimensions; None if it does not."""
     if node.target is not aten.reshape.default:
         return None
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    sizes, wanted = node_shape(source), node_shape(node)
-    if not wanted or 0 in wanted:
+    sizes, target = node_shape(source), node_shape(node)
+    if not target or 0 in target:
         return None
-    if sizes[len(sizes) - len(wanted) + 1 :] == wanted[1:] and len(sizes) > len(wanted):
-        return Flat(node, source, sizes[: len(sizes) - len(wanted) + 1], wanted[1:])
-    parts = pieces(sizes, wanted)
+    if sizes[len(sizes) - len(target) + 1 :] == target[1:] and len(sizes) > len(target):
+        return Flat(node, source, sizes[: len(sizes) - len(target) + 1], target[1:])
+    parts = common_factors(sizes, target)
     if parts is None or len(parts[0]) < 2:
         return None
-    return Flat(node, source, tuple(parts[0]), wanted[1:])
+    return Flat(node, source, tuple(parts[0]), target[1:])
 
 
 def _first_flat(node: fx.Node, flats: dict[fx.Node, Flat], index: int = 0) -> Flat | None:
@@ -118,7 +122,7 @@ def _first_flat(node: fx.Node, flats: dict[fx.Node, Flat], index: int = 0) -> Fl
 
 
 def _row_wise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    """Operators on one activation that leave all but its last dimension alone."""
+    """Operators on one activation that work on its last dimension only."""
     flat = _first_flat(node, flats)
     others = [n for n in node.all_input_nodes if n is not node.args[0]]
     if flat is None or not flat.rest or any(n in flats for n in others):
@@ -135,10 +139,15 @@ def _matmul(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
         return None
     if len(node_shape(b)) == 2:
         return insert(node, aten.matmul.default, (flat.whole(node), b))
-    other = flats.get(b)
-    if other is None or other.lead != flat.lead or len(flat.rest) != 2 or len(other.rest) != 2:
+    other_flat = flats.get(b)
+    if (
+        other_flat is None
+        or other_flat.lead != flat.lead
+        or len(flat.rest) != 2
+        or len(other_flat.rest) != 2
+    ):
         return None
-    return insert(node, aten.matmul.default, (flat.whole(node), other.whole(node)))
+    return insert(node, aten.matmul.default, (flat.whole(node), other_flat.whole(node)))
 
 
 def _layer_norm(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
@@ -149,7 +158,7 @@ def _layer_norm(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
 
 
 def _along_dims(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    """Operators along the dimensions in their second argument, none of them the flattened one."""
+    """Operators along the dimensions in their second argument, if none of them is flattened."""
     flat = _first_flat(node, flats)
     dims: Any = node.args[1] if len(node.args) > 1 else None
     if flat is None or dims is None or dims == []:
@@ -172,7 +181,7 @@ def _embedding(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
 
 
 def _pointwise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    """All that has the flattened dimension must be flattened alike; the others broadcast."""
+    """All tensors with the flattened dimension must be flattened alike; the others broadcast."""
     if not is_tensor(node):
         return None
     rank = len(node_shape(node))
@@ -190,7 +199,7 @@ def _pointwise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
 
 
 def _elementwise_loss(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    """A loss of equal shapes that is summed over all elements absorbs the flattening."""
+    """A loss that is reduced over all elements of equal shapes absorbs the flattening."""
     flat = next(iter(flats.values()))
     tensors = node.all_input_nodes
     if any(node_shape(n) != (prod(flat.lead), *flat.rest) for n in tensors):
@@ -216,41 +225,40 @@ def _with(node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
 
 
 def _permute(node: fx.Node) -> fx.Node | None:
-    """A permutation of joined dimensions, of their parts instead.
+    """Replaces a permutation of merged dimensions by one of their factors.
 
-    It is done where the next reshape keeps the parts whole, or where the joined dimension comes to
-    lead:
-
-    `[s, (b h), d] → [(b h), s, d] → [b, h, s, d]` is one permutation of `[s, b, h, d]`.
+    This is done if the next reshape keeps the factors apart, or if the merged dimension becomes the
+    leading one: `[s, (b h), d] → [(b h), s, d] → [b, h, s, d]` is one permutation of
+    `[s, b, h, d]`.
     """
-    joined, dims = node.args[0], permutation(node)
-    assert isinstance(joined, fx.Node) and dims is not None
-    if joined.target is not aten.reshape.default or 0 in node_shape(joined):
+    flat, dims = node.args[0], permutation(node)
+    assert isinstance(flat, fx.Node) and dims is not None
+    if flat.target is not aten.reshape.default or 0 in node_shape(flat):
         return None
-    source = joined.args[0]
+    source = flat.args[0]
     assert isinstance(source, fx.Node)
-    parts = pieces(node_shape(source), node_shape(joined))
-    if parts is None or all(len(p) < 2 for p in parts):
+    factors = common_factors(node_shape(source), node_shape(flat))
+    if factors is None or all(len(p) < 2 for p in factors):
         return None
-    if not all(_reads_parts(user, parts, dims) for user in node.users):
-        if len(parts[dims[0]]) < 2:
+    if not all(_keeps_factors(user, factors, dims) for user in node.users):
+        if len(factors[dims[0]]) < 2:
             return None
-        parts = [parts[d] if d == dims[0] else [n] for d, n in enumerate(node_shape(joined))]
-    apart = [size for part in parts for size in part]
-    starts = [sum(len(p) for p in parts[:dim]) for dim in range(len(parts))]
-    order = [starts[dim] + i for dim in dims for i in range(len(parts[dim]))]
+        factors = [factors[d] if d == dims[0] else [n] for d, n in enumerate(node_shape(flat))]
+    apart = [size for part in factors for size in part]
+    starts = [sum(len(p) for p in factors[:dim]) for dim in range(len(factors))]
+    order = [starts[dim] + i for dim in dims for i in range(len(factors[dim]))]
     if order == list(range(len(order))):
         return insert_reshape(source, tuple(apart), node)
     return insert(node, aten.permute.default, (insert_reshape(source, tuple(apart), node), order))
 
 
-def _reads_parts(user: fx.Node, parts: list[list[int]], dims: Sequence[int]) -> bool:
-    """Whether a node reshapes what is permuted in a way that keeps the parts whole."""
+def _keeps_factors(user: fx.Node, parts: list[list[int]], dims: Sequence[int]) -> bool:
+    """Whether a node reshapes the permuted tensor without splitting or merging its factors."""
     if user.target is not aten.reshape.default:
         return False
     apart = [size for dim in dims for size in parts[dim]]
-    found = pieces(apart, node_shape(user))
-    return found is not None and [size for part in found for size in part] == apart
+    factors = common_factors(apart, node_shape(user))
+    return factors is not None and [size for part in factors for size in part] == apart
 
 
 _HANDLERS: dict[Any, Handler] = {

@@ -1,4 +1,4 @@
-"""Views of a tensor: which operators make them, how to repeat one and how to write through one."""
+"""Views: which operators create them, how to repeat one, and how to write through one."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ SAME_ELEMENTS = frozenset(
         aten.squeeze.dims,
     }
 )
-"""Operators that keep the elements and their order and change the shape only."""
+"""Operators that only change the shape, not the elements or their order."""
 
-PIECES = frozenset(
+LIST_VIEWS = frozenset(
     {
         aten.split.Tensor,
         aten.split.sizes,
@@ -69,23 +69,23 @@ _SELF_INVERSE = frozenset(
 )
 
 
-def viewed(node: fx.Node) -> fx.Node | None:
-    """The tensor with which a node shares its memory; None if it is a tensor of its own."""
+def view_base(node: fx.Node) -> fx.Node | None:
+    """The tensor of which a node is a view; None if it is not a view."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or not is_tensor(node):
         return None
     if node.target is operator.getitem:
-        whole = source.args[0] if source.args else None
-        return whole if source.target in PIECES and isinstance(whole, fx.Node) else None
+        base = source.args[0] if source.args else None
+        return base if source.target in LIST_VIEWS and isinstance(base, fx.Node) else None
     if not is_tensor(source):
         return None
     return source if storage_id(tensor(node)) == storage_id(tensor(source)) else None
 
 
 def replay_view(graph: fx.Graph, view: fx.Node, source: fx.Node) -> fx.Node:
-    """The same view of another tensor."""
+    """Repeats a view on another tensor."""
     if view.target is operator.getitem:
-        target, args = _piece(view)
+        target, args = _element_view(view)
         return call(graph, target, (source, *args), like=view)
     target = IN_PLACE.get(view.target, view.target)
     if target in SAME_ELEMENTS:
@@ -96,15 +96,15 @@ def replay_view(graph: fx.Graph, view: fx.Node, source: fx.Node) -> fx.Node:
 
 
 def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
-    """The whole tensor `source` after its view has become `new`.
+    """The new value of `source` after its view has been overwritten with `new`.
 
     Raises:
-        CaptureError: for a view through which writing has no functional form.
+        CaptureError: if writing through this view has no functional form.
     """
     target: Any = IN_PLACE.get(view.target, view.target)
     args: tuple[Any, ...] = ()
     if target is operator.getitem:
-        target, args = _piece(view)
+        target, args = _element_view(view)
     if target in SAME_ELEMENTS:
         return call(graph, aten.reshape.default, (new, list(node_shape(source))), like=view)
     if target in _SELF_INVERSE:
@@ -117,8 +117,8 @@ def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node)
         return call(graph, target, (new, view.args[2], view.args[1]), like=view)
     if target is aten.slice.Tensor:
         if not args:
-            given = node_arguments(view)
-            args = (given["dim"], given["start"], given["end"], given["step"])
+            arguments = node_arguments(view)
+            args = (arguments["dim"], arguments["start"], arguments["end"], arguments["step"])
         return call(graph, aten.slice_scatter.default, (source, new, *args), like=view)
     if target is aten.narrow.default:
         _, dim, start, length = view.args
@@ -132,9 +132,8 @@ def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node)
     if _is_identity(view):
         return new
     raise CaptureError(
-        f"{line_of(view)}: the result of `{target}` is changed in place, which cannot be "
-        f"captured: it may change several elements at once. Use an operator that returns a new "
-        f"tensor."
+        f"{line_of(view)}: cannot capture an in-place change of the result of `{target}`, whose "
+        f"elements may share memory. Use an operator that returns a new tensor."
     )
 
 
@@ -148,8 +147,8 @@ def _is_identity(view: fx.Node) -> bool:
     )
 
 
-def _piece(getitem: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """An element of `split`, `chunk`, `unbind` as a slice or a selection of the whole."""
+def _element_view(getitem: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """An element of `split`, `chunk` or `unbind` as a slice or a selection."""
     pieces, index = getitem.args
     assert isinstance(pieces, fx.Node) and isinstance(index, int)
     dim = node_arguments(pieces)["dim"]

@@ -1,6 +1,6 @@
-"""Operators of our own in captured graphs, where ATen's form stands in the way of sharding.
+"""Shardwright's own operators, which replace ATen operators whose form prevents sharding.
 
-All are pure functions of tensors: they run as they are, in eager mode and under `torch.compile`.
+All are pure functions of tensors and run in eager mode and under `torch.compile`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The cross entropy of `torch.nn.functional`, with the class dimension last for every rank.
+    """The cross entropy of `torch.nn.functional`, but always with the class dimension last.
 
     Args:
         logits: `[..., classes]`.
@@ -53,14 +53,14 @@ def batch_norm_train(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor] | Tensor:
-    """Batch normalization with the statistics of the batch, without touching the running ones.
+    """Batch normalization with batch statistics that does not modify the running ones.
 
     Args:
         x: `[n, c, ...]`, normalized over all dimensions but `c`.
         weight, bias, running_mean, running_var: `[c]` each or None.
 
     Returns:
-        The normalized `x`, and if there are running statistics what they become (without gradient).
+        The normalized `x`, and the new running statistics (without gradient) if there are any.
     """
     if running_mean is None or running_var is None:
         return F.batch_norm(x, None, None, weight, bias, True, momentum, eps)
@@ -78,10 +78,10 @@ def instance_norm_train(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Instance normalization of `x` `[n, c, ...]` without touching the running statistics.
+    """Instance normalization of `x` `[n, c, ...]` that does not modify the running statistics.
 
     Returns:
-        The normalized `x` and what the running statistics `[c]` become (without gradient).
+        The normalized `x` and the new running statistics `[c]` (without gradient).
     """
     mean, variance = running_mean.detach().clone(), running_var.detach().clone()
     y = F.instance_norm(x, mean, variance, weight, bias, True, momentum, eps)

@@ -1,4 +1,4 @@
-"""A graph in float64, so that a split program and one device can be compared to the last digits."""
+"""A graph in float64, so that a sharded program and one device agree to the last digits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shardwright.torch_internals import pytree
 
 
 def graph_in_float64(graph: Graph) -> Graph:
-    """`graph` with every floating value, constant and dtype argument made float64.
+    """`graph` with every floating-point value, constant and dtype argument converted to float64.
 
-    Casts that the model writes out (`x.to(torch.float32)` in a norm) become casts to float64.
+    Explicit casts of the model (`x.to(torch.float32)` in a norm) become casts to float64.
     """
     new = {
         value: replace(value, dtype=_double_dtype(value.dtype), given_dtype=None)
@@ -45,7 +45,7 @@ def graph_in_float64(graph: Graph) -> Graph:
 
 
 def in_float64(tensor: Tensor) -> Tensor:
-    """A copy without gradient; floating numbers in float64."""
+    """A detached copy, in float64 if it is floating-point."""
     copied = tensor.detach().clone()
     return copied.double() if copied.is_floating_point() else copied
 

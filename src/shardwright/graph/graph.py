@@ -1,7 +1,7 @@
 """The captured model as data: operators and the values that flow between them.
 
-Names are module paths: `layers.0.mlp.down_proj` is the main operator of that module, further
-operators of a module are `layers.0.mlp.mul`, `layers.0.mlp.mul_1`, …
+Operators are named by module paths: `layers.0.mlp.down_proj` is the main operator of that module;
+its other operators are `layers.0.mlp.mul`, `layers.0.mlp.mul_1`, …
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Value:
     """A tensor in the graph; two values are equal only if they are the same object.
 
     Args:
-        name: unique in its graph. Of a parameter or a buffer the name in `state_dict()`, of an
-            input its path in the call, of an activation the name of its operator.
-        requires_grad: whether a gradient of the loss flows into it (false for values that no
-            differentiable path joins with a parameter *and* with the loss).
-        given_dtype: of parameters and inputs, if they are stored or given in another dtype than
-            the one they are computed in.
+        name: unique in its graph: the `state_dict()` name of a parameter or buffer, the path of an
+            input in the call, the operator name of an activation.
+        requires_grad: whether a gradient of the loss flows into it (false for values that are not
+            on a differentiable path from a parameter to the loss).
+        given_dtype: for parameters and inputs, the dtype in which they are stored or passed, if it
+            differs from `dtype`, in which they are computed.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Value:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype in which a parameter is stored, or an input given."""
+        """The dtype in which a parameter is stored, or an input passed."""
         return self.given_dtype or self.dtype
 
     @property
@@ -80,16 +80,16 @@ def target_name(target: OpTarget) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One operator: `target(*args, **kwargs)`, with a `Value` wherever a tensor goes in.
+    """One operator: `target(*args, **kwargs)`, with a `Value` in place of every tensor.
 
     Args:
         name: unique in its graph, a module path.
-        target: an ATen operator (`torch.ops.aten.linear.default`).
-        outputs: the tensors it returns; an operator that returns a list has one for each.
-        module: path of the module it was called in, `""` for the root.
-        source: the user's line, `file.py:12`, or `""`.
-        tags: what the user attached to the calls of functions that made the operator.
-        calls: the calls of modules that it was made in, the outermost first; the second call of a
+        target: an ATen operator (`torch.ops.aten.linear.default`) or a function of `custom_ops`.
+        outputs: the tensors that it returns; one per element if it returns a list.
+        module: path of the module in which it was called, `""` for the root.
+        source: the line in the user's code, `file.py:12`, or `""`.
+        tags: the user's annotations of the function calls that contain the operator.
+        calls: the module calls that contain the operator, the outermost first; the second call of a
             module is `path@2`.
     """
 
@@ -105,13 +105,13 @@ class Op:
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
-        """The tensors it reads, in the order in which they stand in `args`, then `kwargs`."""
+        """The tensors that it reads, in the order of `args`, then `kwargs`."""
         flat = pytree.tree_leaves((self.args, self.kwargs))
         return tuple(leaf for leaf in flat if isinstance(leaf, Value))
 
     @property
     def takes_device(self) -> bool:
-        """Whether it makes a tensor of numbers alone, so that it must be told on which device."""
+        """Whether it creates a tensor without reading one, and so needs a `device` argument."""
         if self.inputs or not isinstance(self.target, OpOverload):
             return False
         return any(argument.name == "device" for argument in schema_of(self.target).arguments)
@@ -130,22 +130,23 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A model for one shape of its inputs.
+    """A captured model, for fixed input shapes.
 
     Args:
-        ops: in an order in which they can run.
-        inputs: the leaves of `(args, kwargs)` of the call: a `Value` for a tensor, else the
-            constant that was given.
+        ops: the operators in execution order.
+        inputs: the leaves of the call's `(args, kwargs)`: a `Value` for a tensor, otherwise the
+            constant that was passed.
         parameters, buffers: the distinct ones that the graph reads or updates.
-        constants: tensors that the model's code made while it was captured.
-        outputs: the leaves of what the model returns: a `Value` for a tensor, else a constant.
-        updates: buffers with the value that each holds after the forward pass.
-        tied: other names of a parameter or buffer → the name of its value.
-        loss: the output from which gradients start; None if it is not one scalar.
-        module_tags: what the user attached to modules, by path.
-        call_tags: what the user attached to calls of functions, each with the user's line; also
-            where no operator of the call is left.
-        compute_dtype: in which parameters and inputs in single precision are read, if in another.
+        constants: tensors that the model's code created during capture.
+        outputs: the leaves of the model's result: a `Value` for a tensor, otherwise a constant.
+        updates: pairs of a buffer and its value after the forward pass.
+        tied: maps the other names of a tied parameter or buffer to the name of its value.
+        loss: the output from which gradients start; None if there is no differentiable scalar.
+        module_tags: the user's annotations of modules, by path.
+        call_tags: the user's annotations of function calls, each with the line of the call, even if
+            no operator of the call is left.
+        compute_dtype: the dtype in which single-precision parameters and inputs are computed, if it
+            differs.
     """
 
     ops: tuple[Op, ...]
@@ -170,17 +171,17 @@ class Graph:
 
     @cached_property
     def producer(self) -> dict[Value, Op]:
-        """The operator that makes each activation."""
+        """The operator that computes each activation."""
         return {value: op for op in self.ops for value in op.outputs}
 
     @cached_property
     def consumers(self) -> dict[Value, tuple[tuple[Op, int], ...]]:
-        """For each value the operators that read it, each with the index of the input."""
-        found: dict[Value, list[tuple[Op, int]]] = {value: [] for value in self.values()}
+        """For each value, the operators that read it, each with the index of the input."""
+        consumers: dict[Value, list[tuple[Op, int]]] = {value: [] for value in self.values()}
         for op in self.ops:
             for index, value in enumerate(op.inputs):
-                found[value].append((op, index))
-        return {value: tuple(uses) for value, uses in found.items()}
+                consumers[value].append((op, index))
+        return {value: tuple(uses) for value, uses in consumers.items()}
 
     @property
     def input_values(self) -> tuple[Value, ...]:
@@ -191,7 +192,7 @@ class Graph:
         return tuple(leaf for leaf in self.outputs if isinstance(leaf, Value))
 
     def values(self) -> Iterator[Value]:
-        """Every value once: inputs, parameters, buffers, constants, then activations."""
+        """Every value once: inputs, parameters, buffers, constants, then activations in order."""
         yield from self.input_values
         yield from self.parameters
         yield from self.buffers
@@ -201,7 +202,7 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of operators, shapes, dtypes and names: equal for equal models."""
+        """A hash of operators, shapes, dtypes and names, equal for equal models."""
         digest = hashlib.sha256()
         for value in (*self.input_values, *self.parameters, *self.buffers):
             digest.update(f"{value.name}{value.shape}{value.dtype}\n".encode())
@@ -213,14 +214,16 @@ class Graph:
         return digest.hexdigest()[:16]
 
 
-def made_of_inputs(graph: Graph, values: Iterable[Value]) -> list[Op] | None:
-    """The operators that make `values` of the model's inputs; None if they depend on parameters or
-    buffers."""
-    needed, found = set(values), list[Op]()
+def ops_from_inputs(graph: Graph, values: Iterable[Value]) -> list[Op] | None:
+    """The operators that compute `values` from the model's inputs, in execution order.
+
+    None if `values` depend on parameters or buffers.
+    """
+    needed, ops = set(values), list[Op]()
     for op in reversed(graph.ops):
         if needed.intersection(op.outputs):
-            found.append(op)
+            ops.append(op)
             needed.update(op.inputs)
     if any(value.kind in (Kind.PARAMETER, Kind.BUFFER) for value in needed):
         return None
-    return found[::-1]
+    return ops[::-1]

@@ -1,4 +1,4 @@
-"""Runs a graph operator by operator on one device: the reference for everything that is lowered."""
+"""Runs a graph operator by operator on one device, as the reference for lowered programs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def interpret(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, dict[str, Tensor]]:
-    """What the captured module returns for a call, and what its buffers become.
+    """The result of the captured module for a call, and the new values of its buffers by name.
 
     Args:
         parameters, buffers: by their name in the graph.
-        args, kwargs: a call of the same structure and the same shapes as the captured one. New
-            tensors are created on the device of its first tensor.
+        args, kwargs: a call of the same structure and shapes as the captured one. New tensors are
+            created on the device of its first tensor.
 
     Raises:
-        CaptureError: if the call has another structure or other shapes.
+        CaptureError: if the structure or the shapes of the call differ from the captured ones.
     """
     leaves = check_call(graph, args, dict(kwargs or {}))
     tensors: dict[Value, Tensor] = {v: parameters[v.name] for v in graph.parameters}
@@ -46,7 +46,7 @@ def interpret(
 
 
 def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """The output tensors of one operator; what it creates is created on `device`."""
+    """The output tensors of one operator; new tensors are created on `device`."""
     args, kwargs = op.arguments(tensors.__getitem__)
     if op.takes_device:
         kwargs["device"] = device
@@ -55,17 +55,21 @@ def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[
 
 
 def check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The leaves of a call, which must have the structure and the shapes of the captured one."""
+    """The leaves of a call, checked against the structure and shapes of the captured one."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if spec != graph.in_spec:
-        raise CaptureError(f"The model was captured for a call {graph.in_spec}, not {spec}.")
+        raise CaptureError(
+            f"the model was captured for arguments of structure {graph.in_spec}, not {spec}"
+        )
     for value, leaf in zip(graph.inputs, leaves, strict=True):
         if isinstance(value, Value):
             if not isinstance(leaf, Tensor) or tuple(leaf.shape) != value.shape:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
                 raise CaptureError(
-                    f"{value.name}: the model was captured for shape {value.shape}, not {got}."
+                    f"{value.name}: the model was captured for shape {value.shape}, not {got}"
                 )
         elif leaf != value:
-            raise CaptureError(f"The model was captured with {value!r}, not with {leaf!r}.")
+            raise CaptureError(
+                f"the model was captured with the constant {value!r}, not with {leaf!r}"
+            )
     return leaves

@@ -1,4 +1,4 @@
-"""A captured graph as text, the same each time: no times, no addresses, no lines of source."""
+"""A captured graph as reproducible text: no timings, no addresses, no source lines."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from shardwright.graph.graph import Graph, Op, Value, target_name
 
 
 def graph_text(graph: Graph) -> str:
-    """Inputs, parameters and buffers, every operator with its arguments, and what is returned."""
+    """Inputs, parameters, buffers, every operator with its arguments, and the results."""
     lines = [
         *_section("inputs", map(_leaf, graph.inputs)),
         *_section("parameters", map(typed, graph.parameters)),
         *_section("buffers", map(typed, graph.buffers)),
         *_section("constants", map(typed, graph.constants)),
-        *_section("other names", (f"{other} = {name}" for other, name in graph.tied.items())),
+        *_section("other names", (f"{alias} = {name}" for alias, name in graph.tied.items())),
         *_section("operators", map(_operator, graph.ops)),
         *_section("returns", (_returned(graph, leaf) for leaf in graph.outputs)),
         *_section("new values of buffers", (f"{b.name} = {v.name}" for b, v in graph.updates)),
@@ -24,7 +24,7 @@ def graph_text(graph: Graph) -> str:
 
 
 def typed(value: Value) -> str:
-    """`layer.weight float32 [8, 16]`, marked where no gradient flows into a parameter."""
+    """`layer.weight float32 [8, 16]`; parameters without a gradient are marked."""
     frozen = (
         " without gradient" if value.kind.value == "parameter" and not value.requires_grad else ""
     )
@@ -46,8 +46,10 @@ def _operator(op: Op) -> str:
     arguments = [_argument(a) for a in op.args]
     arguments += [f"{key}={_argument(a)}" for key, a in op.kwargs.items()]
     target = target_name(op.target).removesuffix(".default")
-    made = ", ".join(f"{str(v.dtype).removeprefix('torch.')} {list(v.shape)}" for v in op.outputs)
-    return f"{op.name}: {target}({', '.join(arguments)}) -> {made}"
+    outputs = ", ".join(
+        f"{str(v.dtype).removeprefix('torch.')} {list(v.shape)}" for v in op.outputs
+    )
+    return f"{op.name}: {target}({', '.join(arguments)}) -> {outputs}"
 
 
 def _argument(argument: Any) -> str:

@@ -1,4 +1,4 @@
-"""Which tensors autograd keeps of an operator for the backward pass."""
+"""Which tensors autograd saves for the backward pass of an operator."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardwright.torch_internals.tensors import FakeTensorMode, storage_id
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What an operator keeps when gradients flow through it.
+    """What autograd saves for the backward pass of one operator.
 
     Args:
-        inputs, outputs: indices of those among its tensors that it keeps.
-        others: shape and dtype of tensors that it makes for its backward pass alone, such as the
+        inputs, outputs: indices of the inputs and outputs that it saves.
+        others: shape and dtype of tensors that exist only for the backward pass, such as the
             statistics of a normalization.
     """
 
@@ -34,23 +34,23 @@ class SavedTensors:
 
 
 def saved_tensors(op: Op) -> SavedTensors:
-    """Runs the operator on fake tensors, which compute nothing, and looks what it keeps.
+    """What autograd saves for `op`, found by running it on fake tensors.
 
-    They are of the CPU: the meta device would take attention apart, where CPU and CUDA have one
-    kernel that keeps far less. Parameters among the inputs count too: they are kept, though they
-    take no further memory. Operators that are alike are run once.
+    The fake tensors claim to be on the CPU: on the meta device attention is decomposed, whereas CPU
+    and CUDA have a fused kernel that saves far less. Saved parameters are included, although they
+    take no additional memory. Operators with equal arguments are run once.
     """
     if not any(value.requires_grad for value in op.inputs):
         return SavedTensors()
-    return _found(_SavedKey(op))
+    return _run_on_fakes(_SavedKey(op))
 
 
 class _SavedKey:
-    """An operator, equal to others with the same arguments, shapes, dtypes and gradients."""
+    """A cache key: an operator that equals others with the same target and abstract arguments."""
 
     def __init__(self, op: Op) -> None:
         self.op = op
-        described = pytree.tree_map_only(Value, _described, (op.args, op.kwargs))
+        described = pytree.tree_map_only(Value, _abstract, (op.args, op.kwargs))
         self._key = (op.target, repr(described))
 
     def __hash__(self) -> int:
@@ -60,48 +60,48 @@ class _SavedKey:
         return isinstance(other, _SavedKey) and self._key == other._key
 
 
-def _described(value: Value) -> tuple[Any, ...]:
+def _abstract(value: Value) -> tuple[Any, ...]:
     return value.shape, value.dtype, value.requires_grad
 
 
 @lru_cache(maxsize=1 << 12)
-def _found(alike: _SavedKey) -> SavedTensors:
-    op = alike.op
+def _run_on_fakes(key: _SavedKey) -> SavedTensors:
+    op = key.op
     fake, inputs = FakeTensorMode(), list[Tensor]()
 
     def tensor(value: Value) -> Tensor:
-        made = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-        inputs.append(made.requires_grad_(value.requires_grad))
-        return made
+        fake_input = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+        inputs.append(fake_input.requires_grad_(value.requires_grad))
+        return fake_input
 
     packed: list[Tensor] = []
 
-    def pack(kept: Tensor) -> Tensor:
-        packed.append(kept)
-        return kept
+    def pack(saved: Tensor) -> Tensor:
+        packed.append(saved)
+        return saved
 
     with (
         fake,
         torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved),
     ):
         args, kwargs = op.arguments(tensor)
         results = op.target(*args, **kwargs)
     outputs = [r for r in _leaves(results) if isinstance(r, Tensor)]
-    return _sorted(packed, inputs, outputs)
+    return _classify(packed, inputs, outputs)
 
 
-def _sorted(packed: list[Tensor], inputs: list[Tensor], outputs: list[Tensor]) -> SavedTensors:
-    places: dict[int, tuple[str, int]] = {}
+def _classify(packed: list[Tensor], inputs: list[Tensor], outputs: list[Tensor]) -> SavedTensors:
+    location_of: dict[int, tuple[str, int]] = {}
     for kind, tensors in (("input", inputs), ("output", outputs)):
         for index, known in enumerate(tensors):
-            places.setdefault(storage_id(known), (kind, index))
-    found = [places.get(storage_id(kept)) for kept in packed]
-    others = [k for k, place in zip(packed, found, strict=True) if place is None]
+            location_of.setdefault(storage_id(known), (kind, index))
+    locations = [location_of.get(storage_id(saved)) for saved in packed]
+    others = [k for k, place in zip(packed, locations, strict=True) if place is None]
     return SavedTensors(
-        inputs=tuple(sorted({place[1] for place in found if place and place[0] == "input"})),
-        outputs=tuple(sorted({place[1] for place in found if place and place[0] == "output"})),
-        others=tuple((tuple(kept.shape), kept.dtype) for kept in others),
+        inputs=tuple(sorted({place[1] for place in locations if place and place[0] == "input"})),
+        outputs=tuple(sorted({place[1] for place in locations if place and place[0] == "output"})),
+        others=tuple((tuple(saved.shape), saved.dtype) for saved in others),
     )
 
 
@@ -116,12 +116,12 @@ aten = torch.ops.aten
 
 
 def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
-    """The inputs that read a parameter whose numbers the backward pass needs.
+    """The inputs that read a parameter whose values the backward pass needs.
 
-    A linear layer keeps its weight, an embedding and an addition do not. Where a view of a
-    parameter is kept, the input counts that the first view was made from.
+    A linear layer saves its weight; an embedding and an addition do not. If a view of a parameter
+    is saved, the input of the first view counts.
     """
-    kept: set[InputUse] = set()
+    needed: set[InputUse] = set()
     views: dict[Value, InputUse] = {}
     known: dict[Any, SavedTensors] = {}
     for op in graph.ops:
@@ -135,13 +135,13 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
         if _is_view(op) and 0 in uses:
             views[op.output] = uses[0]
             continue
-        found = _saved(op, known)
-        kept.update(use for index, use in uses.items() if index in found.inputs)
-    return frozenset(kept)
+        saved = _saved(op, known)
+        needed.update(use for index, use in uses.items() if index in saved.inputs)
+    return frozenset(needed)
 
 
 def _saved(op: Op, known: dict[Any, SavedTensors]) -> SavedTensors:
-    """Equal operators keep the same; `known` holds what was found."""
+    """`saved_tensors(op)`, cached in `known` for equal operators."""
 
     def described(value: Value) -> tuple[Any, ...]:
         return value.shape, value.dtype, value.requires_grad
@@ -153,7 +153,7 @@ def _saved(op: Op, known: dict[Any, SavedTensors]) -> SavedTensors:
 
 
 def _is_view(op: Op) -> bool:
-    """Whether the output shares the storage of the first input; a reshape of a parameter does."""
+    """Whether the output shares the storage of the first input; a parameter's reshape does."""
     if op.target is aten.reshape.default:
         return True
     if not isinstance(op.target, OpOverload):

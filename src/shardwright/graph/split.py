@@ -1,9 +1,10 @@
-"""Divides a graph into parts that run one after the other, on devices of their own.
+"""Splits a graph into model chunks, which run one after the other on different devices.
 
-A value that is made in one part and read in a later one crosses: it is an output of the one and an
-input of the other, and passes through the parts between. What follows from the model's inputs,
-constants and unchanging buffers alone, without gradient and without chance, does not cross: every
-part that reads it computes it again. Parameters are read by every part that uses them.
+A value that is computed in one chunk and read in a later one crosses the boundary: it is an output
+of the one, an input of the other, and passes through the chunks between them. Values that depend
+only on the model's inputs, constants and unchanged buffers, without gradient or random numbers, do
+not cross: every chunk that reads them recomputes them. Parameters belong to every chunk that reads
+them.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from shardwright.torch_internals import pytree
 
 
 @dataclass(frozen=True, eq=False)
-class GraphPiece:
-    """One part of a graph.
+class GraphChunk:
+    """One model chunk.
 
     Args:
-        graph: what it computes. Its inputs are inputs of the whole that it reads, then `arriving`;
-            its outputs are `leaving`, then `returned`, each once.
-        arriving: what comes from the part before, as inputs of this graph.
-        leaving: what the next part is given, in the order in which it arrives there.
-        returned: outputs of the whole model that are made in this part; the loss in the last.
+        graph: its operators. The graph's inputs are those model inputs that the chunk reads, then
+            `arriving`; its outputs are `leaving`, then `returned`, without duplicates.
+        arriving: values received from the previous chunk, as inputs of this graph.
+        leaving: values sent to the next chunk, in the order of its `arriving`.
+        returned: the model outputs that this chunk computes; the loss belongs to the last chunk.
     """
 
     graph: Graph
@@ -36,78 +37,82 @@ class GraphPiece:
 
 def split_graph(
     graph: Graph, chunk_of: Mapping[str, int], random: frozenset[str] = frozenset()
-) -> tuple[GraphPiece, ...]:
-    """The parts of `graph`, in the order in which they run.
+) -> tuple[GraphChunk, ...]:
+    """The chunks of `graph`, in execution order.
 
     Args:
-        part_of: for each operator the number of its part, from 0 without gaps.
-        random: operators that draw random numbers; they are never computed twice.
+        chunk_of: by operator name the number of its chunk, from 0 without gaps.
+        random: names of operators that draw random numbers; they are never recomputed.
 
     Raises:
-        PlanError: if an operator has no part, a part no operator, a value is read in an earlier
-            part than it is made in, or a buffer is updated in another part than it is read in.
+        PlanError: if an operator has no chunk, a chunk has no operator, a value is read in an
+            earlier chunk than the one that computes it, or a buffer is read in one chunk and
+            updated in another.
     """
     count = _count(graph, chunk_of)
-    again = _repeatable(graph, random)
-    kept = [_operators(graph, chunk_of, number, again) for number in range(count)]
+    repeatable = _recomputable(graph, random)
+    ops_of_chunk = [_ops_of_chunk(graph, chunk_of, number, repeatable) for number in range(count)]
     _check_buffers(graph, chunk_of)
-    crossing = _crossing(graph, chunk_of, kept, again)
-    pieces = []
-    for number, ops in enumerate(kept):
-        arriving = [v for v, (made, last) in crossing.items() if made < number <= last]
-        leaving = [v for v, (made, last) in crossing.items() if made <= number < last]
-        pieces.append(_piece(graph, chunk_of, number, ops, arriving, leaving))
-    return tuple(pieces)
+    crossing = _crossing_values(graph, chunk_of, ops_of_chunk, repeatable)
+    chunks = []
+    for number, ops in enumerate(ops_of_chunk):
+        arriving = [v for v, (first, last) in crossing.items() if first < number <= last]
+        leaving = [v for v, (first, last) in crossing.items() if first <= number < last]
+        chunks.append(_build_chunk(graph, chunk_of, number, ops, arriving, leaving))
+    return tuple(chunks)
 
 
 def _count(graph: Graph, chunk_of: Mapping[str, int]) -> int:
     missing = [op.name for op in graph.ops if op.name not in chunk_of]
     if missing:
-        raise PlanError(f"operator {missing[0]!r} has no stage; {len(missing)} in all have none")
+        raise PlanError(
+            f"operator {missing[0]!r} is not assigned to a stage ({len(missing)} unassigned in"
+            " total)"
+        )
     numbers = {chunk_of[op.name] for op in graph.ops}
     count = max(numbers) + 1
     empty = sorted(set(range(count)) - numbers)
     if empty:
         raise PlanError(
-            f"of {count} parts of the model, {', '.join(map(str, empty))} would have no operator;"
-            " use fewer stages, or give each of them a module"
+            f"of the {count} chunks of the model, {', '.join(map(str, empty))} would be empty; use"
+            " fewer stages, or assign a module to each of them"
         )
     return count
 
 
-def _repeatable(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
-    """The activations that any part may compute itself."""
+def _recomputable(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
+    """The activations that every chunk can recompute for itself."""
     updated = {buffer for buffer, _ in graph.updates}
-    found = {
+    repeatable = {
         value
         for value in (*graph.input_values, *graph.buffers, *graph.constants)
         if not value.requires_grad and value not in updated
     }
     for op in graph.ops:
         certain = op.name not in random and not any(v.requires_grad for v in op.outputs)
-        if certain and all(value in found for value in op.inputs):
-            found.update(op.outputs)
-    return frozenset(value for op in graph.ops for value in op.outputs if value in found)
+        if certain and all(value in repeatable for value in op.inputs):
+            repeatable.update(op.outputs)
+    return frozenset(value for op in graph.ops for value in op.outputs if value in repeatable)
 
 
-def _operators(
-    graph: Graph, chunk_of: Mapping[str, int], number: int, again: frozenset[Value]
+def _ops_of_chunk(
+    graph: Graph, chunk_of: Mapping[str, int], number: int, repeatable: frozenset[Value]
 ) -> tuple[Op, ...]:
-    """The operators of one part, with those that it repeats."""
+    """The operators of one chunk, including those that it recomputes."""
     results = {*graph.output_values, *(value for _, value in graph.updates)}
     needed: set[Value] = set()
-    kept = []
+    ops = []
     for op in reversed(graph.ops):
-        if op.outputs[0] in again:
-            wanted = any(v in needed for v in op.outputs) or (
+        if op.outputs[0] in repeatable:
+            included = any(v in needed for v in op.outputs) or (
                 chunk_of[op.name] == number and any(v in results for v in op.outputs)
             )
         else:
-            wanted = chunk_of[op.name] == number
-        if wanted:
-            kept.append(op)
+            included = chunk_of[op.name] == number
+        if included:
+            ops.append(op)
             needed.update(op.inputs)
-    return tuple(reversed(kept))
+    return tuple(reversed(ops))
 
 
 def _check_buffers(graph: Graph, chunk_of: Mapping[str, int]) -> None:
@@ -118,66 +123,68 @@ def _check_buffers(graph: Graph, chunk_of: Mapping[str, int]) -> None:
         for op, _ in graph.consumers[buffer]:
             if chunk_of[op.name] != chunk_of[producer.name]:
                 raise PlanError(
-                    f"buffer {buffer.name!r} is read by {op.name!r} in part {chunk_of[op.name]} but"
-                    f" updated by {producer.name!r} in part {chunk_of[producer.name]}, while other"
-                    " micro-batches run; put both into one stage"
+                    f"buffer {buffer.name!r} is read by {op.name!r} in chunk"
+                    f" {chunk_of[op.name]} but updated by {producer.name!r} in chunk"
+                    f" {chunk_of[producer.name]}, while other micro-batches are running; assign"
+                    " both to the same stage"
                 )
 
 
-def _crossing(
+def _crossing_values(
     graph: Graph,
     chunk_of: Mapping[str, int],
-    kept: Iterable[tuple[Op, ...]],
-    again: frozenset[Value],
+    ops_of_chunk: Iterable[tuple[Op, ...]],
+    repeatable: frozenset[Value],
 ) -> dict[Value, tuple[int, int]]:
-    """For each value that crosses the part that makes it and the last that reads it."""
+    """For each crossing value, the chunk that computes it and the last chunk that reads it."""
     last: dict[Value, int] = {}
-    for number, ops in enumerate(kept):
+    for number, ops in enumerate(ops_of_chunk):
         for op in ops:
             for value in op.inputs:
                 producer = graph.producer.get(value)
-                if producer is None or value in again:
+                if producer is None or value in repeatable:
                     continue
                 if chunk_of[producer.name] > number:
                     raise PlanError(
-                        f"{op.name!r} in part {number} reads what {producer.name!r} makes in part"
-                        f" {chunk_of[producer.name]}; stages must ascend in the order of execution"
+                        f"{op.name!r} in chunk {number} reads the output of {producer.name!r} in"
+                        f" chunk {chunk_of[producer.name]}; stage numbers must not decrease along"
+                        " the forward pass"
                     )
                 last[value] = number
     if graph.loss is not None and graph.loss in graph.producer:
-        # Gradients start in the last part.
+        # Gradients start in the last chunk.
         last[graph.loss] = max(chunk_of.values())
-    found = {}
+    crossing = {}
     for op in graph.ops:
         for value in op.outputs:
-            if last.get(value, 0) > chunk_of[op.name] and value not in again:
-                found[value] = (chunk_of[op.name], last[value])
-    return found
+            if last.get(value, 0) > chunk_of[op.name] and value not in repeatable:
+                crossing[value] = (chunk_of[op.name], last[value])
+    return crossing
 
 
-def _piece(
+def _build_chunk(
     graph: Graph,
     chunk_of: Mapping[str, int],
     number: int,
     ops: tuple[Op, ...],
     arriving: list[Value],
     leaving: list[Value],
-) -> GraphPiece:
-    given = {value: replace(value, kind=Kind.INPUT) for value in arriving}
-    ops = tuple(_reading(op, given) for op in ops)
+) -> GraphChunk:
+    received = {value: replace(value, kind=Kind.INPUT) for value in arriving}
+    ops = tuple(_replace_inputs(op, received) for op in ops)
     read = {value for op in ops for value in op.inputs}
-    loss = _loss(graph, chunk_of, number, given)
-    returned = _returned(graph, chunk_of, number, loss)
+    loss = _loss(graph, chunk_of, number, received)
+    returned = _chunk_outputs(graph, chunk_of, number, loss)
     updates = tuple(
         (buffer, value)
         for buffer, value in graph.updates
-        if _made_in(graph, chunk_of, value) == number
+        if _chunk_of_value(graph, chunk_of, value) == number
     )
     used = read | set(returned) | {v for pair in updates for v in pair}
-    inputs = (*(v for v in graph.input_values if v in used), *given.values())
-    passed = tuple(given.get(value, value) for value in leaving)
+    inputs = (*(v for v in graph.input_values if v in used), *received.values())
+    passed = tuple(received.get(value, value) for value in leaving)
     outputs = tuple(dict.fromkeys((*passed, *returned)))
-    part = replace(
+    subgraph = replace(
         graph,
         ops=ops,
         inputs=inputs,
@@ -190,47 +197,50 @@ def _piece(
         updates=updates,
         loss=loss,
     )
-    return GraphPiece(part, tuple(given.values()), passed, returned)
+    return GraphChunk(subgraph, tuple(received.values()), passed, returned)
 
 
-def _made_in(graph: Graph, chunk_of: Mapping[str, int], value: Value) -> int:
-    """The part that makes a value; the first for what is given to the model."""
+def _chunk_of_value(graph: Graph, chunk_of: Mapping[str, int], value: Value) -> int:
+    """The chunk that computes a value; the first one for inputs of the model."""
     producer = graph.producer.get(value)
     return 0 if producer is None else chunk_of[producer.name]
 
 
 def _loss(
-    graph: Graph, chunk_of: Mapping[str, int], number: int, given: Mapping[Value, Value]
+    graph: Graph, chunk_of: Mapping[str, int], number: int, received: Mapping[Value, Value]
 ) -> Value | None:
-    """The loss, in the last part."""
+    """The loss, if this is the last chunk."""
     if graph.loss is None or number != max(chunk_of.values()):
         return None
-    return given.get(graph.loss, graph.loss)
+    return received.get(graph.loss, graph.loss)
 
 
-def _returned(
+def _chunk_outputs(
     graph: Graph, chunk_of: Mapping[str, int], number: int, loss: Value | None
 ) -> tuple[Value, ...]:
-    """What the model returns from one part: what is made in it, and the loss from the last."""
-    found = [
+    """The model outputs that one chunk returns: those it computes, and the last one the loss."""
+    outputs = [
         value
         for value in graph.output_values
-        if value is not graph.loss and _made_in(graph, chunk_of, value) == number
+        if value is not graph.loss and _chunk_of_value(graph, chunk_of, value) == number
     ]
-    return tuple(dict.fromkeys((*found, *([] if loss is None else [loss]))))
+    return tuple(dict.fromkeys((*outputs, *([] if loss is None else [loss]))))
 
 
-def _reading(op: Op, given: Mapping[Value, Value]) -> Op:
-    """`op` with values that arrive from elsewhere in place of those that are made elsewhere."""
-    if not any(value in given for value in op.inputs):
+def _replace_inputs(op: Op, received: Mapping[Value, Value]) -> Op:
+    """`op` with `received` values in place of those that other chunks compute."""
+    if not any(value in received for value in op.inputs):
         return op
-    args, kwargs = op.arguments(lambda value: given.get(value, value))
+    args, kwargs = op.arguments(lambda value: received.get(value, value))
     return replace(op, args=args, kwargs=kwargs)
 
 
-def with_neighbors(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int]:
-    """The part of every operator: as named, or the latest of what it reads, or else the earliest of
-    what reads it."""
+def assign_neighbors(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int]:
+    """The chunk of every operator, given those of some.
+
+    The others join the latest chunk among their producers, or else the earliest among their
+    consumers.
+    """
     chunk_of: dict[str, int] = {}
 
     def producer_parts(op: Op) -> list[int]:
@@ -244,8 +254,8 @@ def with_neighbors(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int]:
     for op in graph.ops:
         if op.name in anchored:
             chunk_of[op.name] = anchored[op.name]
-        elif found := producer_parts(op):
-            chunk_of[op.name] = max(found)
+        elif producers := producer_parts(op):
+            chunk_of[op.name] = max(producers)
     for op in reversed(graph.ops):
         if op.name not in chunk_of:
             chunk_of[op.name] = min(readers(op.outputs), default=0)

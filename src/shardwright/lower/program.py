@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.graph.graph import Graph, Kind, Op, Value, made_of_inputs
+from shardwright.graph.graph import Graph, Kind, Op, Value, ops_from_inputs
 from shardwright.lower.emit import Source, expression
 from shardwright.lower.emit_buckets import BucketLines
 from shardwright.lower.kernels import Kernels
@@ -250,7 +250,7 @@ class _Lowering:
             kernel = self.kernels.of(op)
             if not isinstance(kernel, TwoPhaseKernel) or self._segment(op) is not None:
                 continue
-            makers = made_of_inputs(self.graph, [op.inputs[i] for i in kernel.reads])
+            makers = ops_from_inputs(self.graph, [op.inputs[i] for i in kernel.reads])
             if makers is None or any(self._segment(maker) is not None for maker in makers):
                 continue
             for maker in makers:

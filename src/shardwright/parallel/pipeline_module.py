@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Value
-from shardwright.graph.split import with_neighbors
+from shardwright.graph.split import assign_neighbors
 from shardwright.layout.layout import TensorLayout
 from shardwright.lower.program import Program
 from shardwright.parallel.module import ParallelModule, TensorPlaces, template_of
@@ -98,7 +98,7 @@ class PipelineModule(ParallelModule):
         captured = super()._capture(args, kwargs)
         planned = captured.pipeline.chunk_of
         chunk_of = {op.name: planned[op.name] for op in captured.graph.ops if op.name in planned}
-        chunk_of = with_neighbors(captured.graph, chunk_of)
+        chunk_of = assign_neighbors(captured.graph, chunk_of)
         return replace(captured, pipeline=replace(captured.pipeline, chunk_of=chunk_of))
 
     def _whole(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwright.errors import PlanError
 from shardwright.graph.custom_ops import MEAN
-from shardwright.graph.graph import Graph, Op, Value, made_of_inputs
+from shardwright.graph.graph import Graph, Op, Value, ops_from_inputs
 from shardwright.graph.interpreter import run
 from shardwright.lower.program import lower
 from shardwright.parallel.unsharded_parameters import UnshardedParameters
@@ -155,7 +155,7 @@ class LossWeights:
     def __init__(self, graph: Graph, devices: Devices, arrivals: tuple[int, ...] = ()) -> None:
         self._graph, self._devices, self._arrivals = graph, devices, arrivals
         self._target, self._ignored = _counted(graph)
-        self._ops = made_of_inputs(graph, [self._target]) if self._target is not None else None
+        self._ops = ops_from_inputs(graph, [self._target]) if self._target is not None else None
 
     def __call__(self, pieces: Sequence[Sequence[Any]]) -> Sequence[float | Tensor]:
         """The weights, together 1.
@@ -187,7 +187,7 @@ class LossWeights:
 def arrival_axes(graph: Graph, decisions: Decisions) -> tuple[int, ...]:
     """The axes that cut the loss' targets as they arrive."""
     target, _ = _counted(graph)
-    ops = made_of_inputs(graph, [target]) if target is not None else None
+    ops = ops_from_inputs(graph, [target]) if target is not None else None
     read = {target, *(value for op in ops or () for value in op.inputs)}
     cut = (decisions.arrivals.get(v.name, ()) for v in graph.input_values if v in read)
     return tuple(sorted({axis for dims in cut for axes in dims for axis in axes}))
@@ -208,7 +208,7 @@ def _counted(graph: Graph) -> tuple[Value | None, int]:
         or target.dtype.is_floating_point
     ):
         return None, 0
-    if made_of_inputs(graph, [target]) is None:
+    if ops_from_inputs(graph, [target]) is None:
         return None, 0
     return target, int(arguments["ignore_index"])
 

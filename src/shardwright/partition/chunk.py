@@ -19,7 +19,7 @@ class Chunk:
     Args:
         number: in the order in which chunks run.
         stage: that owns it.
-        graph: its operators; see `GraphPiece`.
+        graph: its operators; see `GraphChunk`.
         mesh: the device matrix of its stage.
         decisions: of the whole model, with how values arrive from the chunk before and how they are
             left for the next.

@@ -11,7 +11,7 @@ from functools import cached_property
 from math import prod
 
 from shardwright.graph.graph import Graph, Value
-from shardwright.graph.split import GraphPiece, split_graph
+from shardwright.graph.split import GraphChunk, split_graph
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.chunk import Chunk
 from shardwright.partition.decisions import CutAxes, Decisions
@@ -105,7 +105,7 @@ class Partitioned:
                     sent[stage][1] += -(-2 * (len(stages) - 1) * local // len(stages))
         return tuple((forward, backward) for forward, backward in sent)
 
-    def _chunk(self, number: int, piece: GraphPiece, crossing: dict[str, CutAxes]) -> Chunk:
+    def _chunk(self, number: int, piece: GraphChunk, crossing: dict[str, CutAxes]) -> Chunk:
         graph, decisions = self.graph, self.decisions
         arrivals = {value.name: crossing[value.name] for value in piece.arriving}
         departures = {value.name: crossing[value.name] for value in piece.leaving}

@@ -16,7 +16,7 @@ from math import prod
 
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph, Kind, Op
-from shardwright.graph.split import with_neighbors
+from shardwright.graph.split import assign_neighbors
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.partition.schedules import SCHEDULES, ScheduleSpec
 from shardwright.rules import rule_of
@@ -180,7 +180,7 @@ def named_stages(
         anchored, chunks = _chunked(graph, runs, stages, SCHEDULES[schedule])
     else:
         anchored, chunks = {op.name: labels[op.name] or 0 for op in ordered}, 1
-    chunk_of = with_neighbors(graph, anchored)
+    chunk_of = assign_neighbors(graph, anchored)
     _check_ascending(graph, chunk_of, PipelineSpec(stages, 1, schedule, chunks))
     return stages, chunks, chunk_of
 
