@@ -194,7 +194,7 @@ def edit(folder: Path, old: str, new: str) -> None:
         (":Perceptron", ":Perceptrn", r"model\.target: .*did you mean Perceptron\?"),
         (":Perceptron", ":data", r"model\.target: .* not an nn\.Module"),
         (":data", ":Perceptron", r"data\.target: .* must return a tuple of tensors"),
-        ("batch_size: 8", "batch_size: 65", "the data holds 64 samples, which do not fill"),
+        ("batch_size: 8", "batch_size: 65", "the dataset has only 64 samples, less than"),
         ('{target: "small_models_of_the_cli:data"', "{name: mnist, path: absent", "no such folder"),
         (":Perceptron", ":Branching", r"small_models_of_the_cli\.py"),
     ],
@@ -315,7 +315,7 @@ def test_a_rank_killed_in_mid_step_ends_the_run(folder: Path) -> None:
     _, err = process.communicate(timeout=30)
     assert time.monotonic() - started < 10
     assert process.returncode == 1
-    assert re.fullmatch(r"error: rank 1 \(process \d+\) was ended by SIGKILL; its log: .*\n", err)
+    assert re.fullmatch(r"error: rank 1 \(process \d+\) was killed by SIGKILL; its log: .*\n", err)
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 

@@ -67,7 +67,7 @@ def test_only_the_draws_that_are_needed_run_once_all_are_known() -> None:
     weight = net[3].weight
     assert isinstance(weight, Deferred)
     record = weight._record
-    wanted = {"weight": record.piece(weight)}
+    wanted = {"weight": record.storage_view(weight)}
     # First every draw before it runs, as the generator's state after them is not known.
     assert len(plan_replay(record, wanted, ()).steps) == 8
     first = values_of({"weight": weight}, lambda name, whole: whole)["weight"]

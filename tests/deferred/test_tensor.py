@@ -168,7 +168,7 @@ def test_running_a_model_without_values_says_what_to_do() -> None:
         net = nn.Linear(4, 4)
     with pytest.raises(sw.DeferredError, match=r"no values yet: call shardwright\.parallelize"):
         net(torch.zeros(1, 4))
-    with pytest.raises(sw.DeferredError, match=r"\(4, 4\).*no values to save yet"):
+    with pytest.raises(sw.DeferredError, match=r"cannot save .*\(4, 4\).*no values yet"):
         pickle.dumps(net.weight)
 
 
@@ -199,7 +199,7 @@ def test_large_data_that_changes_before_it_is_used_is_refused_and_small_data_is_
     assert torch.equal(value_of(net[1]), torch.ones(3))
     assert not value_of(net[0]).any()
     large.fill_(1)
-    with pytest.raises(sw.DeferredError, match=r"shape \(600, 600\).*was changed in place"):
+    with pytest.raises(sw.DeferredError, match=r"shape \(600, 600\).*was modified in place"):
         value_of(net[0])
 
 
@@ -214,7 +214,7 @@ def test_an_operator_without_a_meta_kernel_computes_with_values_but_may_not_writ
             assert torch.equal(operators.twice(torch.ones(3)), torch.full((3,), 2.0))
             deferred = torch.ones(3)
             assert torch.equal(operators.twice(deferred), torch.full((3,), 2.0))
-            with pytest.raises(sw.DeferredError, match=r"deferred_test\.double_.*no kernel"):
+            with pytest.raises(sw.DeferredError, match=r"deferred_test\.double_.*no meta kernel"):
                 operators.double_(deferred)
 
 
@@ -225,5 +225,5 @@ def test_an_operator_whose_results_lie_otherwise_than_its_meta_kernel_says_is_re
         library.impl("turned", lambda x: x.t().contiguous().t(), "Meta")
         with sw.no_init_parameters():
             turned = torch.ops.deferred_test.turned(torch.ones(2, 3))
-        with pytest.raises(sw.DeferredError, match=r"lies otherwise in memory.*\(3, 1\).*\(1, 2\)"):
+        with pytest.raises(sw.DeferredError, match=r"strides.*\(3, 1\).*on the CPU, but.*\(1, 2\)"):
             value_of(turned)

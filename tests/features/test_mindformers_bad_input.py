@@ -210,7 +210,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "a width that is not divisible into heads": (
         {"model__model_config__num_heads": 7},
         8,
-        "model.model_config: hidden_size=64 cannot be divided into num_heads=7",
+        "model.model_config: hidden_size=64 is not divisible by num_heads=7",
     ),
     "channels of other heads": (
         {"model__model_config__kv_channels": 16},
@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "nothing to adapt": (
         {"model__model_config__pet_config": {"target_modules": ".*nothing"}},
         8,
-        "linear layers of this model are called down_proj, gate_proj, k_proj, lm_head, o_proj",
+        "the linear layers of this model are named down_proj, gate_proj, k_proj, lm_head, o_proj",
     ),
     # Training.
     "a number that is text": (

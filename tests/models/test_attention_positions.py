@@ -8,9 +8,9 @@ import torch
 from shardwright.models.attention import (
     alibi_features,
     alibi_slopes,
+    apply_rotary,
     causal_attention,
     rotary,
-    rotated,
 )
 
 
@@ -52,7 +52,7 @@ def test_rotated_queries_and_keys_depend_on_the_distance_only() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(2, 8, dtype=torch.float64)
     angles = rotary(10, 8, 10000.0, like=query)
-    every = [rotated(x.expand(1, 1, 10, 8), *angles)[0, 0] for x in (query, key)]
+    every = [apply_rotary(x.expand(1, 1, 10, 8), *angles)[0, 0] for x in (query, key)]
     products = every[0] @ every[1].T
     torch.testing.assert_close(products[7, 5], products[4, 2], rtol=1e-6, atol=1e-6)
     assert (products[7, 5] - products[7, 4]).abs() > 1e-3

@@ -167,7 +167,7 @@ def test_sequence_length_and_number_of_layers_can_be_chosen() -> None:
 
 
 def test_unknown_models_and_kinds_of_attention_are_errors() -> None:
-    with pytest.raises(ConfigError, match="'gpt5' is not known"):
+    with pytest.raises(ConfigError, match="unknown model 'gpt5'"):
         build("gpt5")
     with pytest.raises(ConfigError, match="attention='flash': valid are fused, masked, explicit"):
         build("llama2_7b_tiny", attention="flash")  # type: ignore[arg-type]

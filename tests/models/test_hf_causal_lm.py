@@ -60,8 +60,8 @@ def test_a_config_file_or_its_folder_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("no/such/folder", "no file or folder no/such/folder"),
-        ({"n_layer": 2}, "model_type is missing"),
+        ("no/such/folder", "no such file or folder: no/such/folder"),
+        ({"n_layer": 2}, "missing model_type"),
         ({"model_type": "gpt99"}, "gpt99"),
         ({"model_type": "vit"}, "no causal language model 'vit'"),
     ],

@@ -57,7 +57,7 @@ def test_no_gradient_of_a_frozen_weight_is_sent() -> None:
 
 
 def test_targets_that_are_not_there_are_an_error_that_names_the_linear_layers() -> None:
-    with pytest.raises(ConfigError, match=r"wq.* called down_proj, gate_proj, k_proj, lm_head"):
+    with pytest.raises(ConfigError, match=r"wq.* named down_proj, gate_proj, k_proj, lm_head"):
         build("llama2_7b_tiny", lora=LoRA(".*wq"))
 
 

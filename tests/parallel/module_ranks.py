@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardwright as sw
 from random_plans import random_plan
 from sample_models import Model, gpt2, llama, mlp, resnet
-from shardwright.train import local_part
+from shardwright.train import local_batch
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -202,7 +202,7 @@ def check_inputs_that_arrive_cut() -> None:
             dataset_strategy="data_parallel",
         )
         parallel = sw.parallelize(net, plan)
-        loss = parallel.train_step(*local_part(plan, dist.get_rank(), batch))
+        loss = parallel.train_step(*local_batch(plan, dist.get_rank(), batch))
         torch.testing.assert_close(loss, wanted.detach())
         for name, gradient in zip(dict(net.named_parameters()), gradients, strict=True):
             owner, _, leaf = name.rpartition(".")
@@ -210,7 +210,7 @@ def check_inputs_that_arrive_cut() -> None:
             if mine is not None:
                 torch.testing.assert_close(mine.grad.full_tensor(), gradient, msg=name)
         with torch.no_grad():
-            smaller = parallel(*local_part(plan, dist.get_rank(), other))
+            smaller = parallel(*local_batch(plan, dist.get_rank(), other))
         torch.testing.assert_close(smaller, net(*other).detach())
 
 

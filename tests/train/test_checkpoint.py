@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.train.checkpoint import ABOUT
+from shardwright.train.checkpoint import INFO_FILE
 from train.checkpoint_ranks import (
     OPTIMIZERS,
     PLANS,
@@ -198,7 +198,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 def test_it_says_which_plan_it_was_saved_under(tmp_path: Path) -> None:
     plan = PLANS["one"][1](model(0))
     sw.save_checkpoint(tmp_path, model(0), position=HERE, plan=plan)
-    about = json.loads((tmp_path / "step-3" / ABOUT).read_text())
+    about = json.loads((tmp_path / "step-3" / INFO_FILE).read_text())
     assert (about["fingerprint"], about["devices"], about["version"]) == (plan.fingerprint, 1, 1)
 
 
@@ -236,9 +236,12 @@ def test_what_went_wrong_in_the_background_is_raised_later(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden": nn.Linear(8, 9)}, r"'hidden\.weight' has shape \(8, 8\) there, \(9, 8\) here"),
-        ({"extra": nn.Linear(1, 1)}, r"it has no 'extra\.weight'"),
-        ({"norm": nn.Identity()}, r"it has 'norm\.weight', this one has not"),
+        (
+            {"hidden": nn.Linear(8, 9)},
+            r"'hidden\.weight' has shape \(8, 8\) in .*, \(9, 8\) in the model",
+        ),
+        ({"extra": nn.Linear(1, 1)}, r"the model has 'extra\.weight', the checkpoint does not"),
+        ({"norm": nn.Identity()}, r"the checkpoint has 'norm\.weight', the model does not"),
     ],
 )
 def test_another_model_is_refused_by_its_first_parameter_that_differs(
@@ -249,14 +252,14 @@ def test_another_model_is_refused_by_its_first_parameter_that_differs(
     for name, module in change.items():
         net.add_module(name, module)
     before = net.embedding.weight.detach().clone()
-    with pytest.raises(sw.CheckpointError, match=f"step-3 is of another model: {message}"):
+    with pytest.raises(sw.CheckpointError, match=f"step-3 belongs to another model: {message}"):
         sw.load_checkpoint(tmp_path, net)
     assert torch.equal(net.embedding.weight, before)
 
 
 def test_what_cannot_be_loaded_or_saved_is_said(tmp_path: Path) -> None:
     net = model(0)
-    with pytest.raises(sw.CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(sw.CheckpointError, match="contains no complete checkpoint"):
         sw.load_checkpoint(tmp_path, net)
     sw.save_checkpoint(tmp_path, net, position=HERE)
     with pytest.raises(sw.CheckpointError, match="step-3 was saved without an optimizer"):
@@ -265,7 +268,7 @@ def test_what_cannot_be_loaded_or_saved_is_said(tmp_path: Path) -> None:
         sw.load_checkpoint(tmp_path, net, step=4)
     with pytest.raises(sw.CheckpointError, match=r"SGD has a parameter of shape \(16, 8\) that"):
         sw.save_checkpoint(tmp_path, net, OPTIMIZERS["momentum"](model(0)), position=HERE)
-    about = tmp_path / "step-3" / ABOUT
+    about = tmp_path / "step-3" / INFO_FILE
     about.write_text(about.read_text().replace('"version": 1', '"version": 9'))
-    with pytest.raises(sw.CheckpointError, match="has version 9; version 1 can be read"):
+    with pytest.raises(sw.CheckpointError, match="unsupported checkpoint version 9"):
         sw.load_checkpoint(tmp_path, net)

@@ -54,7 +54,7 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \.txt file in it"):
         packed_text(1, tmp_path / "empty")
     (tmp_path / "short.txt").write_text("ab")
-    with pytest.raises(DataError, match="3 tokens do not fill one sequence of seq_length 8"):
+    with pytest.raises(DataError, match="3 tokens are less than one sequence of seq_length 8"):
         packed_text(8, tmp_path / "short.txt")
     with pytest.raises(DataError, match=r"no such tokenizer\.json"):
         packed_text(1, tmp_path / "short.txt", tmp_path / "absent.json")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shardwright.train.launch import LogFolder, RankFailedError, launch, rank_failed
+from shardwright.train.launch import LogFolder, RankFailedError, first_failure, launch
 
 pytestmark = pytest.mark.distributed
 
@@ -64,7 +64,9 @@ def test_a_killed_rank_is_named_and_ends_the_others_within_seconds(
         "time.sleep(100)"
     )
     started = time.monotonic()
-    with pytest.raises(RankFailedError, match=r"^rank 1 \(process \d+\) was ended by SIGKILL; its"):
+    with pytest.raises(
+        RankFailedError, match=r"^rank 1 \(process \d+\) was killed by SIGKILL; its"
+    ):
         launch(["-c", RANK + program], 2, logs)
     assert time.monotonic() - started < 10
     assert not any(alive(pid) for pid in pids(logs))
@@ -75,7 +77,7 @@ def test_a_rank_that_exits_with_a_status_is_named_and_the_others_are_ended(logs:
     program = (
         "print(os.getpid(), flush=True)\nif rank == 1: time.sleep(1); sys.exit(7)\ntime.sleep(100)"
     )
-    with pytest.raises(RankFailedError, match=r"^rank 1 ended with exit status 7; its log: .*err"):
+    with pytest.raises(RankFailedError, match=r"^rank 1 exited with status 7; its log: .*err"):
         launch(["-c", RANK + program], 2, logs)
     assert not any(alive(pid) for pid in pids(logs))
 
@@ -119,7 +121,7 @@ def test_a_signal_to_the_launching_process_ends_all_ranks(
         time.sleep(0.05)
     process.send_signal(number)
     output, _ = process.communicate(timeout=20)
-    assert output == f"stopped by {number.name}: all ranks are ended\n"
+    assert output == f"stopped by {number.name}: all ranks have been terminated\n"
     assert not any(alive(pid) for pid in pids(logs))
 
 
@@ -144,7 +146,7 @@ def test_all_ranks_are_started_again_as_often_as_asked(logs: LogFolder) -> None:
 
 
 def test_the_last_failure_is_told_when_there_is_no_restart_left(logs: LogFolder) -> None:
-    with pytest.raises(RankFailedError, match=r"^rank 1 ended with exit status 3"):
+    with pytest.raises(RankFailedError, match=r"^rank 1 exited with status 3"):
         launch(["-c", RANK + "if rank == 1: sys.exit(3)"], 2, logs, max_restarts=1)
 
 
@@ -166,10 +168,10 @@ def test_a_rank_that_hears_no_signal_is_not_taken_for_the_one_that_failed() -> N
 
     logs = LogFolder(Path("logs"))
     hung = {0: failure(0, -9, 130), 1: failure(1, -15, 130), 2: failure(2, 1, 100)}
-    error = rank_failed(hung, logs)
-    assert str(error).startswith("rank 2 ended with exit status 1")
+    error = first_failure(hung, logs)
+    assert str(error).startswith("rank 2 exited with status 1")
     assert error.lost == frozenset()
     killed = {0: failure(0, 1, 100), 2: failure(2, -9, 101), 1: failure(1, -15, 102)}
-    error = rank_failed(killed, logs)
-    assert str(error).startswith("rank 2 (process 1) was ended by SIGKILL")
+    error = first_failure(killed, logs)
+    assert str(error).startswith("rank 2 (process 1) was killed by SIGKILL")
     assert error.lost == frozenset({2})

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import ConfigError
-from shardwright.train.launch import LogFolder, Range, RankFailedError, launch_elastic
+from shardwright.train.launch import DeviceRange, LogFolder, RankFailedError, launch_elastic
 
 RANK = (
     "import os, sys, time, signal\n"
@@ -35,7 +35,7 @@ def test_it_goes_on_with_the_devices_that_are_left(tmp_path: Path) -> None:
     logs, said = run(tmp_path, program, minimum=2)
     (line,) = said
     assert line.startswith("rank 2 (process ")
-    assert line.endswith(") was ended by SIGKILL; devices left: 3; going on with 2")
+    assert line.endswith(") was killed by SIGKILL; devices left: 3; continuing on 2")
     assert (logs.rank(0) / "stdout.attempt-0").read_text() == "4\n"
     assert logs.stdout(0).read_text() == "2\n"
 
@@ -43,7 +43,7 @@ def test_it_goes_on_with_the_devices_that_are_left(tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_fewer_than_the_minimum_is_an_error(tmp_path: Path) -> None:
     program = f"if rank == 1: {KILLED}\ntime.sleep(100)"
-    with pytest.raises(RankFailedError, match="devices left: 3, fewer than the 4 that --elastic"):
+    with pytest.raises(RankFailedError, match="devices left: 3, fewer than the minimum of 4"):
         run(tmp_path, program, minimum=4)
 
 
@@ -52,17 +52,17 @@ def test_an_error_loses_no_device_and_is_tried_again_as_often_as_asked(tmp_path:
     folder = tmp_path / "1" / "rank.0"
     program = f"if rank == 1 and not os.path.exists({str(folder)!r} + '/stdout.attempt-0'): {{}}"
     logs, said = run(tmp_path, program.format("sys.exit(3)"), minimum=2, max_restarts=1)
-    assert said == ["rank 1 ended with exit status 3; devices left: 4; going on with 4"]
+    assert said == ["rank 1 exited with status 3; devices left: 4; continuing on 4"]
     assert logs.stdout(3).read_text() == "4\n"
-    with pytest.raises(RankFailedError, match="exit status 3"):
+    with pytest.raises(RankFailedError, match="exited with status 3"):
         run(tmp_path, "if rank == 1: sys.exit(3)", minimum=2, max_restarts=0)
 
 
 @pytest.mark.parametrize("text", ["4", "4:2", "0:2", "a:b", "1:2:3", "-1:2"])
 def test_a_range_that_cannot_be_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match=f"--elastic {text}: expected MIN:MAX"):
-        Range.parse(text)
+        DeviceRange.parse(text)
 
 
 def test_a_range_is_read() -> None:
-    assert Range.parse("2:8") == Range(2, 8)
+    assert DeviceRange.parse("2:8") == DeviceRange(2, 8)

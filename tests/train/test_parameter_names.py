@@ -64,17 +64,21 @@ def test_the_names_that_peft_writes_are_read_with_their_adapters(tmp_path: Path)
 @pytest.mark.parametrize(
     ("net", "change", "message"),
     [
-        (LoRA(("q_proj",)), "-model.norm.weight", "it has no 'model.norm.weight'"),
-        (LoRA(("q_proj",)), "+model.more", "it has 'model.more', this one has not"),
+        (
+            LoRA(("q_proj",)),
+            "-model.norm.weight",
+            "the model has 'model.norm.weight', the checkpoint does not",
+        ),
+        (LoRA(("q_proj",)), "+model.more", "the checkpoint has 'model.more', the model does not"),
         (
             LoRA(("q_proj",)),
             "+model.layers.0.self_attn.q_proj.lora_A.weight",
-            "it has no 'model.layers.0.self_attn.q_proj.lora_B.default.weight'",
+            "the model has 'model.layers.0.self_attn.q_proj.lora_B.default.weight'",
         ),
         (
             None,
             "+model.layers.0.self_attn.q_proj.lora_A.default.weight",
-            "lora_A.default.weight', this one has not",
+            "lora_A.default.weight', the model does not",
         ),
     ],
 )
@@ -88,7 +92,7 @@ def test_names_that_are_missing_or_not_known_are_an_error(
         state[change[1:]] = torch.zeros(16, 64)
     torch.save(state, tmp_path / "base.pt")
     with pytest.raises(
-        CheckpointError, match=f"base.pt is of another model: .*{re.escape(message)}"
+        CheckpointError, match=f"base.pt belongs to another model: .*{re.escape(message)}"
     ):
         load_weights(tiny(2, net), tmp_path / "base.pt")
 
@@ -97,5 +101,5 @@ def test_a_run_does_not_go_on_with_adapters_that_were_not_saved(tmp_path: Path) 
     written(tiny(1), tmp_path / "checkpoints")
     net = tiny(2, ADAPTERS)
     optimizer = torch.optim.SGD(net.parameters())
-    with pytest.raises(CheckpointError, match=r"it has no .model.*lora_A"):
+    with pytest.raises(CheckpointError, match=r"the model has .model.*lora_A"):
         sw.load_checkpoint(tmp_path / "checkpoints", net, optimizer)

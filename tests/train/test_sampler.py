@@ -11,7 +11,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.errors import DataError
 from shardwright.plan import Plan
-from shardwright.train import BatchSampler, local_part
+from shardwright.train import BatchSampler, local_batch
 
 X, Y = torch.arange(96.0).view(12, 8), torch.arange(12) % 4
 NET = sw.WithLoss(nn.Linear(8, 4), nn.CrossEntropyLoss())
@@ -57,12 +57,14 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
 def test_an_uneven_last_batch_is_kept_if_asked_and_if_it_can_be_cut() -> None:
     assert [len(batch) for batch in epoch(WHOLE, 0, drop_last=False)] == [12, 12, 6]
     assert [len(batch) for batch in epoch(HALVES, 0, drop_last=False)] == [6, 6, 3]
-    with pytest.raises(DataError, match=r"the last batch has 6 samples, and .* 4 equal parts"):
+    with pytest.raises(DataError, match=r"the last batch has 6 samples, but .* 4 ways"):
         epoch(CUT, 0, drop_last=False)
 
 
 def test_a_batch_that_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(DataError, match="a batch has 10 samples, and the inputs arrive in 4"):
+    with pytest.raises(
+        DataError, match="a batch has 10 samples, but dataset_strategy shards the batch 4 ways"
+    ):
         BatchSampler(30, CUT, 0, 10)
     with pytest.raises(DataError, match="use a batch_size of at most 30"):
         BatchSampler(30, CUT, 0, 40)
@@ -70,15 +72,15 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
 
 def test_inputs_that_arrive_cut_differently_have_no_common_list_of_samples() -> None:
     mixed = replace(WHOLE, arrivals={"x": ((0,), ())})
-    with pytest.raises(DataError, match="arrive cut differently along the batch"):
+    with pytest.raises(DataError, match="shards the inputs .* differently along the batch"):
         epoch(mixed, 0)
-    x, y = local_part(mixed, 2, (X, Y))
+    x, y = local_batch(mixed, 2, (X, Y))
     assert torch.equal(x, X[6:]) and torch.equal(y, Y)
 
 
 def test_a_whole_batch_is_cut_as_the_inputs_arrive() -> None:
-    parts = [local_part(CUT, rank, (X, Y)) for rank in range(4)]
+    parts = [local_batch(CUT, rank, (X, Y)) for rank in range(4)]
     assert torch.equal(torch.cat([x for x, _ in parts]), X)
     assert torch.equal(torch.cat([y for _, y in parts]), Y)
     with pytest.raises(DataError, match="the batch has 1 tensors, but the model has 2 inputs"):
-        local_part(CUT, 0, (X,))
+        local_batch(CUT, 0, (X,))

@@ -41,7 +41,7 @@ def test_another_model_is_refused_before_anything_is_changed(tmp_path: Path) -> 
     net, other = nn.Linear(2, 3), nn.Linear(2, 4)
     sw.save_state_dict(net, tmp_path / "net.pt")
     before = other.weight.detach().clone()
-    with pytest.raises(sw.CheckpointError, match=r"'weight' has shape \(3, 2\) there, \(4, 2\)"):
+    with pytest.raises(sw.CheckpointError, match=r"'weight' has shape \(3, 2\) in .*, \(4, 2\)"):
         sw.load_state_dict(other, tmp_path / "net.pt")
     assert torch.equal(other.weight, before)
 
@@ -55,5 +55,5 @@ def test_files_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(sw.CheckpointError, match="no such file"):
         sw.load_state_dict(net, tmp_path)
     torch.save({"weight": 1}, tmp_path / "net.pt")
-    with pytest.raises(sw.CheckpointError, match="not a state_dict, tensors by name"):
+    with pytest.raises(sw.CheckpointError, match="not a state_dict"):
         sw.load_state_dict(net, tmp_path / "net.pt")

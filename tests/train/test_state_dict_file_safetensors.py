@@ -42,14 +42,16 @@ def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
 
 def test_a_dtype_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
     numbers = {"w": torch.zeros(2, dtype=torch.complex64)}
-    with pytest.raises(CheckpointError, match=r"cannot hold 'w', torch\.complex64"):
+    with pytest.raises(
+        CheckpointError, match=r"does not support the dtype torch\.complex64 of 'w'"
+    ):
         write_safetensors(tmp_path / "file", numbers, lambda name: numbers[name])
 
 
 @pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 100, b"\x02" + b"\0" * 7 + b"[]"])
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(CheckpointError, match="not a safetensors file that can be read"):
+    with pytest.raises(CheckpointError, match="not a valid safetensors file"):
         read_safetensors(tmp_path / "file")
 
 
@@ -57,5 +59,5 @@ def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
     safetensors.torch.save_file(TENSORS, tmp_path / "file")
     content = (tmp_path / "file").read_bytes()
     (tmp_path / "file").write_bytes(content[:-1])
-    with pytest.raises(CheckpointError, match="not a safetensors file that can be read"):
+    with pytest.raises(CheckpointError, match="not a valid safetensors file"):
         read_safetensors(tmp_path / "file")

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from shardwright.train.position import BEGINNING, Position
-from shardwright.train.step_log import StepRecord, continued
+from shardwright.train.step_log import StepRecord, open_step_log
 
 
 def write(path: Path, start: Position, places: list[tuple[int, int]]) -> None:
-    with continued(path, start) as file:
+    with open_step_log(path, start) as file:
         for epoch, step in places:
             file.write(StepRecord(epoch, step, 0.5, 1.0).to_json() + "\n")
 

@@ -39,5 +39,5 @@ def test_of_checkpoints_the_newest_is_loaded_or_the_one_that_is_named(tmp_path: 
 
 
 def test_a_folder_without_weights_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no complete checkpoint"):
         load_weights(net(1), tmp_path)

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from shardwright.config import Run
 from shardwright.progress import OnProgress, silent
-from shardwright.train.process_group import launched
+from shardwright.train.process_group import is_launched
 
 LOG_DIR = Path("log_output")
 
@@ -88,7 +88,7 @@ def run_of(
 def _report_keys(run: Run, config: Path) -> None:
     """Reports keys of a MindFormers configuration file that are ignored or interpreted
     differently."""
-    if run.language is None or launched():
+    if run.language is None or is_launched():
         return
     for note in run.language.notes:
         typer.echo(f"{config}: {note}", err=True)
@@ -100,7 +100,7 @@ def _report_keys(run: Run, config: Path) -> None:
 
 def report_batch(run: Run, config: Path, devices: int) -> None:
     """Reports how the global batch of a MindFormers configuration file is computed."""
-    if run.language is not None and not launched():
+    if run.language is not None and not is_launched():
         typer.echo(f"{config}: {run.language.batch.formula(devices)}", err=True)
 
 

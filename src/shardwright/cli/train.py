@@ -25,11 +25,11 @@ from shardwright.cli.options import (
 from shardwright.config import Run
 from shardwright.errors import LayoutError, PlanError, StrategyError
 from shardwright.plan import Plan
-from shardwright.train.launch import LogFolder, Range, StoppedError, launch, launch_elastic
+from shardwright.train.launch import DeviceRange, LogFolder, StoppedError, launch, launch_elastic
 from shardwright.train.position import Position
-from shardwright.train.process_group import World, launched
+from shardwright.train.process_group import World, is_launched
 from shardwright.train.progress_bar import Follower, LiveProgress
-from shardwright.train.step_log import StepRecord, continued
+from shardwright.train.step_log import StepRecord, open_step_log
 
 
 @app.command("train")
@@ -57,7 +57,7 @@ def train_command(
     ] = None,
 ) -> None:
     """Train on local processes, one per device, or under torchrun on the processes it started."""
-    world, bounds = World.from_environment(), Range.parse(elastic) if elastic else None
+    world, bounds = World.from_environment(), DeviceRange.parse(elastic) if elastic else None
     run = run_of(config, mem_coeff, resume=resume or world.restarts > 0)
     if world.restarts == 0:
         run.check_resumes()
@@ -77,7 +77,7 @@ def train_command(
             typer.echo(f"the strategies of the plan are saved in {strategies}", err=True)
     if run.language is not None and run.language.only_strategies:
         return
-    if launched():
+    if is_launched():
         record(_train_one_rank)(run, chosen, world, logs)
         return
     logs.clear(num_ranks=devices, keep_steps=run.resumes)
@@ -161,7 +161,7 @@ def _train_one_rank(run: Run, plan: Plan, world: World, logs: LogFolder) -> None
         files: list[TextIO] = []
 
         def on_start(start: Position) -> None:
-            files.append(stack.enter_context(continued(logs.steps(0), start)))
+            files.append(stack.enter_context(open_step_log(logs.steps(0), start)))
             if start.step > 0:
                 progress.line(f"resuming after step {start.step}")
 

@@ -1,4 +1,4 @@
-"""Models built without memory for their parameters, and with the values that they would have."""
+"""Models built without memory for their parameters, which are initialized later, bit for bit."""
 
 from shardwright.deferred.module import deferred_attributes, materialize
 from shardwright.deferred.tensor import Deferred, no_init_parameters, value_of, values_of

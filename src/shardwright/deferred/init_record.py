@@ -1,9 +1,9 @@
-"""What initializes tensors that have no values yet, as data.
+"""The record of the operations that initialize deferred tensors.
 
-A tensor is a *piece* of a storage, so views need no record: they are other pieces of the same
-storage. An operation reads, updates or fills storages, or makes new ones. An operation that draws
-random numbers also reads the state of a generator and leaves another, which is a dependency like
-any other: a draw begins where an earlier draw ended, or at a state that the user has set.
+Tensors are views of storages. An operation reads, updates or overwrites storages, or creates new
+ones; creating another view of a storage needs no record. An operation that draws random numbers
+also advances the state of a generator, which is a dependency like any other: a draw starts where an
+earlier draw ended, or at a state that the user has set.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from shardwright.torch_internals.tensors import (
 )
 
 SMALL = 1 << 20
-"""Bytes up to which data that an operation reads is copied, so that it may change afterwards."""
+"""Data of at most this many bytes is copied when an operation reads it, so that it may change."""
 
 
 @dataclass(frozen=True)
 class StorageView:
-    """A tensor as a part of a storage; sizes count elements."""
+    """A tensor as a view of a storage; stride and offset count elements."""
 
     storage: int
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class StorageView:
     negated: bool = False
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor that this is in `storage`."""
+        """This view of `storage`, as a tensor."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.shape, self.stride)
         if self.conjugated:
@@ -54,23 +54,23 @@ class StorageView:
 
 @dataclass(frozen=True)
 class TensorVersion:
-    """A tensor with values that an operation reads, as it was at `version`."""
+    """A real tensor that an operation reads, as of autograd's version counter `version`."""
 
     tensor: Tensor
     version: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorVersion:
-        kept = tensor.clone() if tensor.nbytes <= SMALL else tensor
-        return cls(kept, version(kept))
+        snapshot = tensor.clone() if tensor.nbytes <= SMALL else tensor
+        return cls(snapshot, version(snapshot))
 
 
 @dataclass(frozen=True)
 class Draw:
-    """The generator that an operation draws from.
+    """The generator from which an operation draws.
 
     Args:
-        start: the operation after whose draw this one goes on, or the generator's state.
+        start: the operation whose draw precedes this one, or the state of the generator.
     """
 
     generator: torch.Generator
@@ -79,17 +79,17 @@ class Draw:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator on pieces of storages.
+    """One recorded operator call.
 
     Args:
         function: the operator.
-        args, kwargs: its arguments, with a `StorageView` or `TensorVersion` for every tensor.
-        results: its results that lie in storages that it makes.
+        args, kwargs: its arguments, with a `StorageView` or `TensorVersion` in place of tensors.
+        results: its results in new storages; None for the others.
         reads: storages that it only reads.
-        updates: storages that it writes in part, or where it reads what was there.
-        fills: storages that it overwrites as a whole, or makes.
-        draw: where its random numbers come from; None if it draws none.
-        default_dtype: of Python's numbers at the time.
+        updates: storages that it writes in part, or reads and writes.
+        fills: storages that it creates or overwrites completely.
+        draw: the source of its random numbers; None if it draws none.
+        default_dtype: torch's default dtype at the time of the call.
     """
 
     function: Callable[..., Any]
@@ -113,29 +113,29 @@ class Operation:
 
 @dataclass(eq=False)
 class Record:
-    """All operations on the tensors of one `no_init_parameters`, in their order.
+    """All operations on the tensors of one `no_init_parameters` context, in order.
 
     Args:
         recording: whether the context is still open.
-        after: states of generators after operations that were run once; a later run starts there.
+        states_after: generator states after draws that have been replayed before.
     """
 
     recording: bool = True
     operations: list[Operation] = field(default_factory=list)
-    after: dict[int, Tensor] = field(default_factory=dict)
+    states_after: dict[int, Tensor] = field(default_factory=dict)
     _storages: list[torch.UntypedStorage] = field(default_factory=list)
     _numbers: dict[int, int] = field(default_factory=dict)
-    _standing: dict[torch.Generator, dict[bytes, int]] = field(default_factory=dict)
+    _draws_by_state: dict[torch.Generator, dict[bytes, int]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
-        """Copies of tensors are further operations in the same record."""
+        """Copies of tensors are recorded in the same record."""
         return self
 
-    def piece(self, tensor: Tensor) -> StorageView:
-        """`tensor`, on the meta device, as a part of its storage."""
+    def storage_view(self, tensor: Tensor) -> StorageView:
+        """`tensor`, on the meta device, as a view of its storage."""
         number = self._numbers.setdefault(storage_id(tensor), len(self._storages))
         if number == len(self._storages):
-            # Kept, so that no other storage gets its identity.
+            # A reference, so that no other storage gets the same id.
             self._storages.append(tensor.untyped_storage())
         return StorageView(
             number,
@@ -160,25 +160,27 @@ class Record:
         kwargs: dict[str, Any],
         results: Any,
     ) -> None:
-        """Appends one operator that was called on the meta device, unless it only makes views."""
+        """Appends an operator call on the meta device, unless it only creates views."""
         roles = _Roles(self)
-        for argument, given in bound(function, args, kwargs):
-            roles.add(function, argument, given)
-        made = tuple(
-            self.piece(result) if isinstance(result, Tensor) and not self.knows(result) else None
+        for argument, value in bind_arguments(function, args, kwargs):
+            roles.add(function, argument, value)
+        new_views = tuple(
+            self.storage_view(result)
+            if isinstance(result, Tensor) and not self.knows(result)
+            else None
             for result in pytree.tree_leaves(results)
         )
-        roles.fills.update(piece.storage for piece in made if piece is not None)
+        roles.fills.update(view.storage for view in new_views if view is not None)
         draw = self._draw(args, kwargs) if draws_random_numbers(function) else None
         if not roles.fills and not roles.updates and draw is None:
             return
-        held_args, held_kwargs = pytree.tree_map(self._held, (args, kwargs))
+        held_args, held_kwargs = pytree.tree_map(self._capture, (args, kwargs))
         self.operations.append(
             Operation(
                 function,
                 held_args,
                 held_kwargs,
-                made,
+                new_views,
                 frozenset(roles.reads),
                 frozenset(roles.updates),
                 frozenset(roles.fills),
@@ -187,58 +189,60 @@ class Record:
             )
         )
 
-    def standing(self, generator: torch.Generator) -> int | None:
-        """The draw that `generator` stands after, in its present state; None if at none of these.
+    def last_draw(self, generator: torch.Generator) -> int | None:
+        """The recorded draw that left `generator` in its current state; None if there is none.
 
-        A recorded draw takes one number from the real generator, so that its state says which.
+        A recorded draw takes one number from the real generator, so that its state identifies it.
         """
-        return self._standing.get(generator, {}).get(_digest(generator.get_state()))
+        return self._draws_by_state.get(generator, {}).get(_digest(generator.get_state()))
 
     def generators(self) -> Iterator[torch.Generator]:
-        yield from self._standing
+        yield from self._draws_by_state
 
-    def stand(self, generator: torch.Generator, after: int) -> None:
-        """From here on the present state of `generator` means: after this draw."""
-        states = self._standing.setdefault(generator, {})
-        states[_digest(generator.get_state())] = after
+    def mark_draw(self, generator: torch.Generator, draw: int) -> None:
+        """Registers the current state of `generator` as that after `draw`."""
+        states = self._draws_by_state.setdefault(generator, {})
+        states[_digest(generator.get_state())] = draw
 
     def _draw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
-        generator = given[0] if given else torch.default_generator
-        number = self.standing(generator)
+        generators = [
+            x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)
+        ]
+        generator = generators[0] if generators else torch.default_generator
+        number = self.last_draw(generator)
         start = generator.get_state() if number is None else number
         torch.empty(1, device="cpu").uniform_(generator=generator)
-        self.stand(generator, len(self.operations))
+        self.mark_draw(generator, len(self.operations))
         return Draw(generator, start)
 
-    def _held(self, leaf: Any) -> Any:
+    def _capture(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return self.piece(leaf) if on_meta(leaf) else TensorVersion.of(leaf)
+            return self.storage_view(leaf) if on_meta(leaf) else TensorVersion.of(leaf)
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
 @dataclass
 class _Roles:
-    """What an operator does to the storages of its arguments."""
+    """The storages of an operator's arguments that it reads, updates and overwrites."""
 
     record: Record
     reads: set[int] = field(default_factory=set)
     updates: set[int] = field(default_factory=set)
     fills: set[int] = field(default_factory=set)
 
-    def add(self, function: OpOverload, argument: Any, given: Any) -> None:
+    def add(self, function: OpOverload, argument: Any, value: Any) -> None:
         written = argument.alias_info is not None and argument.alias_info.is_write
         overwritten = argument.is_out or function.overloadpacket in OVERWRITING
-        for tensor in pytree.tree_leaves(given):
+        for tensor in pytree.tree_leaves(value):
             if not isinstance(tensor, Tensor) or not on_meta(tensor):
                 continue
-            piece = self.record.piece(tensor)
+            view = self.record.storage_view(tensor)
             if not written:
-                self.reads.add(piece.storage)
+                self.reads.add(view.storage)
             elif overwritten and _covers(tensor):
-                self.fills.add(piece.storage)
+                self.fills.add(view.storage)
             else:
-                self.updates.add(piece.storage)
+                self.updates.add(view.storage)
 
 
 aten = torch.ops.aten
@@ -257,13 +261,13 @@ OVERWRITING = frozenset(
         aten.zero_,
     }
 )
-"""Operators in place that do not read what they write over."""
+"""In-place operators that do not read the values that they overwrite."""
 
 
-def bound(
+def bind_arguments(
     function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Every argument in the schema of `function` that a call gives, and what it gives."""
+    """The schema argument and the value of every argument of a call."""
     for place, argument in enumerate(schema_of(function).arguments):
         if place < len(args):
             yield argument, args[place]
@@ -274,30 +278,30 @@ def bound(
 def mutated_tensors(
     function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """The tensors whose values a call changes."""
+    """The tensors whose values a call mutates."""
     if torch.Tag.inplace_view in function.tags:
         return []
     return [
         leaf
-        for argument, given in bound(function, args, kwargs)
+        for argument, value in bind_arguments(function, args, kwargs)
         if argument.alias_info is not None and argument.alias_info.is_write
-        for leaf in pytree.tree_leaves(given)
+        for leaf in pytree.tree_leaves(value)
         if isinstance(leaf, Tensor)
     ]
 
 
 def draws_random_numbers(function: OpOverload) -> bool:
-    """Whether an operator takes random numbers from a generator."""
+    """Whether an operator draws random numbers from a generator."""
     return torch.Tag.nondeterministic_seeded in function.tags
 
 
 def on_meta(tensor: Tensor) -> bool:
-    """Whether a tensor has no values, whatever it says of itself."""
+    """Whether a tensor really is on the meta device, whatever its `device` property claims."""
     return device_below(tensor).type == "meta"
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Whether a tensor is the whole of its storage."""
+    """Whether a tensor covers its storage."""
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
@@ -305,15 +309,15 @@ def _digest(state: Tensor) -> bytes:
     return blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
 
-def unchanged(data: TensorVersion) -> Tensor:
+def check_unchanged(data: TensorVersion) -> Tensor:
     """The tensor of `data`.
 
     Raises:
-        DeferredError: if it was changed in place since it was read.
+        DeferredError: if it was modified in place after it was read.
     """
     if version(data.tensor) != data.version:
         raise DeferredError(
             f"a tensor of shape {tuple(data.tensor.shape)} from which parameters are initialized "
-            "was changed in place after it was read inside no_init_parameters: give a copy"
+            "was modified in place after it was read inside no_init_parameters: pass a copy"
         )
     return data.tensor

@@ -1,4 +1,4 @@
-"""Models whose parameters are deferred."""
+"""Materializing the deferred parameters of a model."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from shardwright.torch_internals.modules import forget_flat_weights, restore_fla
 
 
 def materialize(module: nn.Module) -> nn.Module:
-    """Gives every tensor of `module` that was made inside `no_init_parameters` its values, in
-    place, on the CPU; returns `module`.
+    """Initializes every tensor of `module` that was created inside `no_init_parameters`.
 
-    Parameters stay the objects that they are, so an optimizer that holds them goes on with them;
-    tied ones stay tied.
+    The values are created in place, on the CPU. Parameters keep their identity, so an optimizer
+    that refers to them remains valid, and tied parameters stay tied.
+
+    Returns:
+        `module`.
 
     Raises:
-        DeferredError: if one is made from a tensor that never had values.
+        DeferredError: if a tensor depends on one that never had values.
     """
-    found: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+    tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
     recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
     attributes = list(deferred_attributes(module))
     for child in recurrent:
         forget_flat_weights(child)
-    for name, made in values_of(found, lambda name, whole: whole.clone()).items():
-        _become(found[name], made)
+    for name, value in values_of(tensors, lambda name, tensor: tensor.clone()).items():
+        _swap_contents(tensors[name], value)
     for tensor in attributes:
-        _become(tensor, value_of(tensor))
+        _swap_contents(tensor, value_of(tensor))
     for child in recurrent:
         restore_flat_weights(child)
     return module
 
 
 def deferred_attributes(module: nn.Module) -> Iterator[Deferred]:
-    """The deferred tensors that modules keep as plain attributes, neither parameters nor
-    buffers."""
+    """The deferred tensors among plain attributes of modules, not parameters or buffers."""
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for child in module.modules():
         for leaf in pytree.tree_leaves(list(vars(child).values())):
@@ -46,8 +47,8 @@ def deferred_attributes(module: nn.Module) -> Iterator[Deferred]:
                 yield leaf
 
 
-def _become(tensor: Tensor, made: Tensor) -> None:
-    """Makes the object `tensor` what `made` is."""
+def _swap_contents(tensor: Tensor, value: Tensor) -> None:
+    """Gives the object `tensor` the contents of `value`."""
     if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]

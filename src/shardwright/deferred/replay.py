@@ -1,4 +1,4 @@
-"""Runs a record, so far as somebody needs what it makes, with no more memory than that takes."""
+"""Replays the operations of a record that the requested tensors need, with minimal peak memory."""
 
 from __future__ import annotations
 
@@ -15,52 +15,55 @@ from shardwright.deferred.init_record import (
     Record,
     StorageView,
     TensorVersion,
-    unchanged,
+    check_unchanged,
 )
 from shardwright.errors import DeferredError
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.dispatch import without_dispatch_modes, without_torch_function
 
 Keep = Callable[[str, Tensor], Tensor]
-"""What to keep of a finished tensor, given its name and the tensor."""
+"""Called with the name and value of a finished tensor; returns what to keep of it."""
 
 
-def replay(record: Record, wanted: Mapping[str, StorageView], keep: Keep) -> dict[str, Tensor]:
-    """What `keep` keeps of each of the `wanted` tensors, which are on the CPU.
+def replay(record: Record, requested: Mapping[str, StorageView], keep: Keep) -> dict[str, Tensor]:
+    """Computes the `requested` tensors on the CPU, and returns what `keep` keeps of each.
 
-    Every tensor is given to `keep` as soon as it is finished, and freed where it is not kept. So
-    memory is that of what is kept and the largest tensor with its temporaries.
+    Every tensor is passed to `keep` as soon as it is finished, and then freed. So peak memory is
+    that of what is kept plus the largest tensor with its temporaries.
 
     Raises:
-        DeferredError: if one depends on a tensor that never had values, or on changed data.
+        DeferredError: if a tensor depends on one that never had values, or on modified data.
     """
-    schedule = plan_replay(record, wanted, ())
+    schedule = plan_replay(record, requested, ())
     if schedule.missing:
-        raise DeferredError(_lost(record, wanted))
-    return _run(record, schedule, wanted, keep)
+        raise DeferredError(_no_values(record, requested))
+    return _run(record, schedule, requested, keep)
 
 
 def settle_generators(record: Record) -> None:
-    """Brings every generator that still stands where a recorded draw has left it to the state that
-    it would have if all had been drawn at once; others were used or seeded since."""
+    """Advances generators to the state that they would have without deferred initialization.
+
+    This concerns generators in the state of a recorded draw; the others have been used or seeded
+    since.
+    """
     for generator in record.generators():
-        last = record.standing(generator)
+        last = record.last_draw(generator)
         if last is None:
             continue
-        if last not in record.after:
+        if last not in record.states_after:
             _run(record, plan_replay(record, {}, (last,)), {}, lambda name, tensor: tensor)
-        generator.set_state(record.after[last])
-        record.stand(generator, last)
+        generator.set_state(record.states_after[last])
+        record.mark_draw(generator, last)
 
 
 @dataclass(frozen=True)
 class ReplaySchedule:
-    """Which operations run.
+    """The operations to replay.
 
     Args:
-        steps: their numbers in order; after each, the storages that are finished and wanted, and
-            those that nothing needs any more.
-        missing: storages that are read but that no operation makes.
+        steps: the number of each operation, in order, with the requested storages that are finished
+            after it, and the storages that can be freed after it.
+        missing: storages that are read but never initialized.
     """
 
     steps: tuple[tuple[int, frozenset[int], frozenset[int]], ...]
@@ -68,16 +71,16 @@ class ReplaySchedule:
 
 
 def plan_replay(
-    record: Record, wanted: Mapping[str, StorageView], states: Iterable[int]
+    record: Record, requested: Mapping[str, StorageView], states: Iterable[int]
 ) -> ReplaySchedule:
-    """Walks the record backwards from what is wanted.
+    """Finds the operations to replay by walking the record backwards from the requested tensors.
 
     Args:
-        states: draws whose generator's state afterwards is wanted.
+        states: draws after which the state of the generator is requested too.
     """
-    finished = _finished(record, {piece.storage for piece in wanted.values()})
+    finished = _last_writes(record, {view.storage for view in requested.values()})
     alive: set[int] = set()
-    drawn = {number for number in states if number not in record.after}
+    drawn = {number for number in states if number not in record.states_after}
     steps = []
     for number in reversed(range(len(record.operations))):
         operation = record.operations[number]
@@ -89,39 +92,39 @@ def plan_replay(
         alive -= operation.fills
         alive |= operation.reads
         if operation.draw is not None and isinstance(operation.draw.start, int):
-            drawn.update({operation.draw.start} - record.after.keys())
-    never = {piece.storage for piece in wanted.values()}.difference(*finished.values())
+            drawn.update({operation.draw.start} - record.states_after.keys())
+    never = {view.storage for view in requested.values()}.difference(*finished.values())
     return ReplaySchedule(tuple(reversed(steps)), frozenset(alive | never))
 
 
-def _finished(record: Record, storages: set[int]) -> dict[int, set[int]]:
-    """By number of an operation, those of `storages` that it is the last to write."""
-    left, finished = set(storages), {}
+def _last_writes(record: Record, storages: set[int]) -> dict[int, set[int]]:
+    """For each operation, by number, those of `storages` whose last write it is."""
+    remaining, finished = set(storages), {}
     for number in reversed(range(len(record.operations))):
-        ready = left & record.operations[number].writes
+        ready = remaining & record.operations[number].writes
         if ready:
             finished[number] = ready
-            left -= ready
+            remaining -= ready
     return finished
 
 
 def _run(
-    record: Record, schedule: ReplaySchedule, wanted: Mapping[str, StorageView], keep: Keep
+    record: Record, schedule: ReplaySchedule, requested: Mapping[str, StorageView], keep: Keep
 ) -> dict[str, Tensor]:
     names: dict[int, list[str]] = {}
-    for name, piece in wanted.items():
-        names.setdefault(piece.storage, []).append(name)
+    for name, view in requested.items():
+        names.setdefault(view.storage, []).append(name)
     memory: dict[int, torch.UntypedStorage] = {}
-    kept = {}
-    with _undisturbed(record):
+    results = {}
+    with _preserve_state(record):
         for number, ready, dead in schedule.steps:
             _execute(record, number, memory)
             for storage in sorted(ready):
                 for name in names[storage]:
-                    kept[name] = keep(name, wanted[name].of(memory[storage]))
+                    results[name] = keep(name, requested[name].of(memory[storage]))
             for storage in dead:
                 memory.pop(storage, None)
-    return kept
+    return results
 
 
 def _execute(record: Record, number: int, memory: dict[int, torch.UntypedStorage]) -> None:
@@ -129,10 +132,10 @@ def _execute(record: Record, number: int, memory: dict[int, torch.UntypedStorage
 
     def real(leaf: Any) -> Any:
         if isinstance(leaf, TensorVersion):
-            return unchanged(leaf)
+            return check_unchanged(leaf)
         if not isinstance(leaf, StorageView):
             return leaf
-        if leaf.storage not in memory:  # nobody needs what was there
+        if leaf.storage not in memory:  # its previous values are not needed
             size = record.nbytes(leaf.storage)
             memory[leaf.storage] = torch.empty(size, dtype=torch.uint8).untyped_storage()
         return leaf.of(memory[leaf.storage])
@@ -141,36 +144,35 @@ def _execute(record: Record, number: int, memory: dict[int, torch.UntypedStorage
     torch.set_default_dtype(operation.default_dtype)
     draw = operation.draw
     if draw is not None:
-        start = record.after[draw.start] if isinstance(draw.start, int) else draw.start
+        start = record.states_after[draw.start] if isinstance(draw.start, int) else draw.start
         draw.generator.set_state(start)
     results = operation.function(*args, **kwargs)
     if draw is not None:
-        record.after[number] = draw.generator.get_state()
-    for piece, result in zip(operation.results, pytree.tree_leaves(results), strict=True):
-        if piece is not None:
-            memory[piece.storage] = _as_recorded(operation, piece, result)
+        record.states_after[number] = draw.generator.get_state()
+    for view, result in zip(operation.results, pytree.tree_leaves(results), strict=True):
+        if view is not None:
+            memory[view.storage] = _as_recorded(operation, view, result)
 
 
-def _as_recorded(operation: Operation, piece: StorageView, result: Tensor) -> torch.UntypedStorage:
-    """The storage of a result; its other pieces are told by how it lay on the meta device."""
+def _as_recorded(operation: Operation, view: StorageView, result: Tensor) -> torch.UntypedStorage:
+    """The storage of a result, checked to be laid out as on the meta device, which views assume."""
     if (tuple(result.shape), result.stride(), result.storage_offset(), result.dtype) != (
-        piece.shape,
-        piece.stride,
-        piece.offset,
-        piece.dtype,
+        view.shape,
+        view.stride,
+        view.offset,
+        view.dtype,
     ):
         raise DeferredError(
-            f"{operation.function} gives a tensor that lies otherwise in memory than on the meta "
-            f"device: {tuple(result.shape)} with strides {result.stride()}, recorded as "
-            f"{piece.shape} with strides {piece.stride}; build this part outside of "
-            "no_init_parameters"
+            f"{operation.function} returns a tensor of shape {tuple(result.shape)} and strides "
+            f"{result.stride()} on the CPU, but {view.shape} and {view.stride} on the meta "
+            "device; build this part of the model outside of no_init_parameters"
         )
     return result.untyped_storage()
 
 
 @contextmanager
-def _undisturbed(record: Record) -> Iterator[None]:
-    """Without the caller's modes; generators and the default dtype stay as they are."""
+def _preserve_state(record: Record) -> Iterator[None]:
+    """A context without the caller's modes that restores generators and the default dtype."""
     states = [(generator, generator.get_state()) for generator in record.generators()]
     dtype = torch.get_default_dtype()
     try:
@@ -182,13 +184,13 @@ def _undisturbed(record: Record) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _lost(record: Record, wanted: Mapping[str, StorageView]) -> str:
-    """Says which of the wanted tensors has no values."""
+def _no_values(record: Record, requested: Mapping[str, StorageView]) -> str:
+    """The error message for the first requested tensor that cannot be initialized."""
     name = next(
-        name for name, piece in wanted.items() if plan_replay(record, {name: piece}, ()).missing
+        name for name, view in requested.items() if plan_replay(record, {name: view}, ()).missing
     )
     return (
-        f"{name!r} cannot be initialized: it is made from a tensor on the meta device that never "
-        "had values (made outside of no_init_parameters, or moved there with `.to('meta')`); make "
-        "that tensor inside, or give it values"
+        f"{name!r} cannot be initialized: it depends on a tensor on the meta device that never "
+        "had values (created outside of no_init_parameters, or moved there with `.to('meta')`); "
+        "create that tensor inside no_init_parameters, or give it values"
     )

@@ -1,4 +1,4 @@
-"""Tensors without values that know what initializes them, and the context that makes them."""
+"""Deferred tensors, which know how they are initialized, and the context that creates them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ aten = torch.ops.aten
 
 
 class Deferred(Tensor):
-    """A tensor on the meta device whose values are made when they are needed.
+    """A tensor on the meta device whose values are created when they are needed.
 
-    Every operator on it is recorded, also after the context has ended: copies, casts and moves of
-    a module stay deferred. While the context is open it says that it is on the CPU, where it would
-    be without the context, so that code which leaves out meta tensors initializes it.
+    Every operator on it is recorded, also after the context has ended, so copies, casts and moves
+    of a module stay deferred. While the context is open the tensor claims to be on the CPU, where
+    it would be without the context, so that code which skips meta tensors initializes it.
     """
 
     _record: Record
@@ -66,30 +66,34 @@ class Deferred(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise DeferredError(
-            f"a parameter of shape {tuple(self.shape)} made inside no_init_parameters has no values"
-            " to save yet: call shardwright.parallelize or shardwright.materialize before"
+            f"cannot save a parameter of shape {tuple(self.shape)} created inside"
+            " no_init_parameters, which has no values yet: call shardwright.parallelize or"
+            " shardwright.materialize first"
         )
 
 
 @contextmanager
 def no_init_parameters() -> Iterator[None]:
-    """Builds models without memory for their parameters: they are on the meta device, and what
-    initializes them is recorded.
+    """A context in which models are built without allocating their parameters.
 
-    `parallelize` then makes only this rank's shards of them, `materialize` all of them, with the
-    values that they would have had without this context: the same bits from the same seed.
-    Nothing is drawn before, so random numbers drawn between this context and `parallelize` are
-    others than without it, and so are those of a second context: build all inside one.
+    Parameters are on the meta device, and the operators that initialize them are recorded.
+    `parallelize` then creates only this rank's shards, `materialize` creates all parameters, with
+    the values that they would have had without this context: the same bits from the same seed.
 
-    A tensor made from data (`torch.tensor`, `torch.from_numpy`) is real at once, and so is one on
-    another device than the CPU. Where the code needs a value (`.item()`, `if`), it is made.
+    Random numbers are drawn only then. So those that are drawn between this context and
+    `parallelize`, or in a second context, differ from those of a run without it: build everything
+    in one context.
+
+    Tensors created from data (`torch.tensor`, `torch.from_numpy`) are real at once, and so are
+    tensors on devices other than the CPU. Where code needs a value (`.item()`, `if`), the tensor is
+    materialized.
 
     Raises:
-        DeferredError: where a random operator writes into a tensor that has values, or where one
+        DeferredError: if a random operator writes into a tensor that has values, or an operator
             cannot be recorded.
     """
     if any(isinstance(mode, _Recording) for mode in dispatch_modes()):
-        yield  # what is built inside belongs to what is built around it
+        yield  # an inner context belongs to the outer one
         return
     record = Record()
     try:
@@ -100,7 +104,7 @@ def no_init_parameters() -> Iterator[None]:
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what makes or changes tensors without values."""
+    """Records operators that create or modify deferred tensors."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +117,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Settings(TorchFunctionMode):
-    """What PyTorch does with the device of a tensor before any operator is called."""
+    """Handles functions that inspect a tensor's device before they call any operator."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -133,7 +137,7 @@ class _Settings(TorchFunctionMode):
 
 
 def _call(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls an operator: recorded if it makes or changes a tensor without values, else at once."""
+    """Records an operator if it creates or modifies a deferred tensor, otherwise runs it."""
     with without_torch_function():
         args, kwargs = pytree.tree_map_only(
             Deferred, lambda t: t if t._record is record else value_of(t), (args, kwargs)
@@ -141,107 +145,109 @@ def _call(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not any(isinstance(t, Deferred) for t in tensors) and not (
             _on_cpu(tensors, kwargs)
-            and (draws_random_numbers(function) or _makes(function, tensors))
+            and (draws_random_numbers(function) or _creates_tensor(function, tensors))
         ):
             return function(*args, **kwargs)
         targets = mutated_tensors(function, args, kwargs)
         if any(not on_meta(target) for target in targets):
-            _refuse_draw(function)
+            _check_draw(function)
         elif targets or _returns_tensors(function):
-            _refuse_use(record, function, tensors, targets)
+            _check_use(record, function, tensors, targets)
             try:
                 return _record(record, function, args, kwargs)
             except NotImplementedError as error:
-                # Either the shape of the result depends on values, or nobody has said what it is.
-                _refuse_unknown(function, targets, error)
+                # The shape of the result depends on values, or the operator has no meta kernel.
+                _check_meta_kernel(function, targets, error)
         args, kwargs = pytree.tree_map_only(Deferred, value_of, (args, kwargs))
         return function(*args, **kwargs)
 
 
 def _record(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls an operator on the meta device, and records it."""
-    given: dict[int, Tensor] = {}
+    """Calls an operator on the meta device and records it."""
+    original_of: dict[int, Tensor] = {}
 
     def plain(tensor: Tensor) -> Tensor:
         if on_meta(tensor):
-            made = tensor.detach()
+            on_meta_device = tensor.detach()
         else:
-            made = torch.empty_strided(
+            on_meta_device = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
             )
-        given[id(made)] = tensor
-        return made
+        original_of[id(on_meta_device)] = tensor
+        return on_meta_device
 
     def returned(result: Tensor) -> Tensor:
-        return given[id(result)] if id(result) in given else _deferred(result, record)
+        return (
+            original_of[id(result)] if id(result) in original_of else _as_deferred(result, record)
+        )
 
     with without_torch_dispatch():
         if torch.Tag.inplace_view in function.tags:
             return function(*args, **kwargs)
         plain_args, plain_kwargs = pytree.tree_map_only(Tensor, plain, (args, kwargs))
-        results = function(*plain_args, **plain_kwargs | _placed(function, kwargs))
+        results = function(*plain_args, **plain_kwargs | _meta_keywords(function, kwargs))
         record.add(function, args, kwargs, results)
         return pytree.tree_map_only(Tensor, returned, results)
 
 
-def _deferred(tensor: Tensor, record: Record) -> Deferred:
-    """`tensor`, on the meta device, as one that `record` makes."""
-    made = as_subclass(Deferred, tensor)
-    made._record = record
-    return made
+def _as_deferred(tensor: Tensor, record: Record) -> Deferred:
+    """`tensor`, on the meta device, as a deferred tensor of `record`."""
+    deferred = as_subclass(Deferred, tensor)
+    deferred._record = record
+    return deferred
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """The values of `tensor`, deferred or not; generators stay as they are."""
+    """The values of `tensor`, deferred or not; does not advance generators."""
     if not isinstance(tensor, Deferred):
         return tensor
-    wanted = {"a tensor": tensor._record.piece(tensor)}
-    return replay(tensor._record, wanted, lambda name, made: made)["a tensor"]
+    requested = {"a tensor": tensor._record.storage_view(tensor)}
+    return replay(tensor._record, requested, lambda name, value: value)["a tensor"]
 
 
 def values_of(tensors: Mapping[str, Tensor], keep: Keep) -> dict[str, Tensor]:
-    """What `keep` keeps of each of the deferred ones of `tensors`, by name.
+    """Initializes the deferred ones of `tensors`, and returns what `keep` keeps of each, by name.
 
-    `keep(name, whole)` is called for one finished tensor after another, on the CPU, in the order in
-    which the model was built; what it does not keep is freed. Tensors that are one (tied) are made
-    once. Afterwards the generators stand where they would without `no_init_parameters`, unless
-    they have been used or seeded since.
+    `keep(name, tensor)` is called for one finished tensor after another, on the CPU, in the order
+    in which the model was built; what it does not return is freed. Tied tensors are computed once.
+    Afterwards the generators are in the state that they would have without `no_init_parameters`,
+    unless they have been used or seeded since.
 
     Raises:
-        DeferredError: if a tensor is made from one that never had values, or from data that has
-            changed.
+        DeferredError: if a tensor depends on one that never had values, or on data that has been
+            modified.
     """
-    wanted: dict[Record, dict[str, StorageView]] = {}
+    requested: dict[Record, dict[str, StorageView]] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, Deferred):
             record = tensor._record
-            wanted.setdefault(record, {})[name] = record.piece(tensor)
-    kept: dict[str, Tensor] = {}
-    for record, pieces in wanted.items():
-        kept |= replay(record, pieces, keep)
+            requested.setdefault(record, {})[name] = record.storage_view(tensor)
+    values: dict[str, Tensor] = {}
+    for record, views in requested.items():
+        values |= replay(record, views, keep)
         settle_generators(record)
-    return kept
+    return values
 
 
-def _placed(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keywords that put what `function` makes on the meta device."""
+def _meta_keywords(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with which `function` creates its results on the meta device."""
     names = {argument.name for argument in schema_of(function).arguments}
-    placed: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     if "device" in names:
-        placed["device"] = torch.device("meta")
+        keywords["device"] = torch.device("meta")
     if kwargs.get("pin_memory"):
-        placed["pin_memory"] = None
-    return placed
+        keywords["pin_memory"] = None
+    return keywords
 
 
 def _on_cpu(tensors: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:
     """Whether an operator would run on the CPU without the context."""
-    asked = kwargs.get("device") or torch.device("cpu")
-    return all(t.device.type in ("cpu", "meta") for t in tensors) and asked.type in ("cpu", "meta")
+    device = kwargs.get("device") or torch.device("cpu")
+    return all(t.device.type in ("cpu", "meta") for t in tensors) and device.type in ("cpu", "meta")
 
 
-def _makes(function: Any, tensors: Iterable[Tensor]) -> bool:
-    """Whether an operator makes a tensor of nothing."""
+def _creates_tensor(function: Any, tensors: Iterable[Tensor]) -> bool:
+    """Whether an operator creates a tensor without reading one."""
     names = {argument.name for argument in schema_of(function).arguments}
     return not tensors and "device" in names and _returns_tensors(function)
 
@@ -250,30 +256,28 @@ def _returns_tensors(function: Any) -> bool:
     return any("Tensor" in str(result.type) for result in schema_of(function).returns)
 
 
-def _refuse_draw(function: Any) -> None:
+def _check_draw(function: Any) -> None:
     if draws_random_numbers(function):
         raise DeferredError(
-            f"{function} writes random numbers into a tensor that has values, inside "
-            "no_init_parameters: make this tensor inside too (not from data), or initialize it "
+            f"{function} writes random numbers into a tensor that already has values, inside "
+            "no_init_parameters: create this tensor inside too (not from data), or initialize it "
             "outside"
         )
 
 
-def _refuse_unknown(function: Any, targets: list[Tensor], error: NotImplementedError) -> None:
+def _check_meta_kernel(function: Any, targets: list[Tensor], error: NotImplementedError) -> None:
     if targets or draws_random_numbers(function):
         raise DeferredError(
-            f"{function} cannot be recorded inside no_init_parameters, as it has no kernel for the "
-            "meta device: register one (`torch.library.register_fake`), or call it outside"
+            f"cannot record {function} inside no_init_parameters, because it has no meta kernel: "
+            "register one (`torch.library.register_fake`), or call it outside"
         ) from error
 
 
-def _refuse_use(
-    record: Record, function: Any, tensors: list[Tensor], targets: list[Tensor]
-) -> None:
-    """Outside of the context, parameters may be copied, cast and written, but not computed with."""
+def _check_use(record: Record, function: Any, tensors: list[Tensor], targets: list[Tensor]) -> None:
+    """Outside of the context deferred tensors can be copied, cast and written, but not used."""
     if record.recording or targets or all(on_meta(tensor) for tensor in tensors):
         return
     raise DeferredError(
-        f"{function} computes with a parameter made inside no_init_parameters, which has no values "
-        "yet: call shardwright.parallelize or shardwright.materialize on the model before it is run"
+        f"{function} uses a parameter created inside no_init_parameters, which has no values yet: "
+        "call shardwright.parallelize or shardwright.materialize on the model before running it"
     )

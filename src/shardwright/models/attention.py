@@ -1,7 +1,7 @@
-"""Causal attention, also for the models of `transformers`.
+"""Causal attention, for our own models and those of `transformers`; rotary and ALiBi positions.
 
-A mask of batch × heads × positions × positions would be made on every device and keep operators
-from being cut along heads: where there is one, batch and heads share it.
+No mask has batch or head dimensions: every device would have to create it whole, and it would
+prevent cutting the heads.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Attention = Literal["fused", "masked", "explicit"]
-"""`fused` is one operator that knows the causal mask by itself; `masked` is one that reads it as a
-tensor of positions × positions, so that queries may be cut along the sequence; `explicit` writes
-out products and softmax, and keeps all scores."""
+"""`fused` is one operator with a built-in causal mask; `masked` is one that reads the mask as a
+tensor `[positions, positions]`, so that queries can be cut along the sequence; `explicit` computes
+products and softmax separately, and saves all scores."""
 
 
 def causal_attention(
@@ -28,16 +28,17 @@ def causal_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention in which no position sees a later one.
+    """Attention in which a position attends only to itself and earlier ones.
 
     Args:
-        query: batch × heads × positions × size.
-        key, value: the same, or with fewer heads, each shared by as many neighboring queries.
-        scale: of the scores.
-        dropout: probability with which a weight is dropped.
+        query: `[batch, heads, positions, size]`.
+        key, value: of the same shape, or with fewer heads, each shared by a group of adjacent query
+            heads.
+        scale: multiplies the scores.
+        dropout: dropout probability of the attention weights.
 
     Returns:
-        batch × heads × positions × size of the values.
+        `[batch, heads, positions, size]`, with the size of the values.
     """
     grouped = query.shape[1] != key.shape[1]
     if kind == "fused":
@@ -58,8 +59,8 @@ def causal_attention(
     return torch.matmul(weights, value.unsqueeze(2)).reshape(batch, heads, positions, -1)
 
 
-def registered_with_transformers(kind: Attention) -> str:
-    """Makes this attention known to `transformers`; gives its `attn_implementation`."""
+def register_with_transformers(kind: Attention) -> str:
+    """Registers this attention with `transformers`; returns the `attn_implementation` to use."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name = f"shardwright_{kind}"
@@ -79,7 +80,8 @@ def _forward(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as `transformers` calls it; what is more than causal it computes itself."""
+    """Attention with the signature of `transformers`, whose own one handles all that is not causal
+    or has a bias."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     causal = options.get("is_causal")
@@ -115,8 +117,8 @@ _FORWARDS: dict[Attention, Callable[..., tuple[Tensor, None]]] = {
 
 
 def _mask(**options: Any) -> Tensor | None:
-    """None for the plain causal mask; a window smaller than the sequence, padding, and what a
-    model adds itself are masks of `transformers`."""
+    """None for the plain causal mask; `transformers` builds masks for sliding windows, padding and
+    the special cases of models."""
     from transformers.masking_utils import sdpa_mask
 
     window = options.get("local_size")
@@ -129,7 +131,7 @@ def _mask(**options: Any) -> Tensor | None:
 
 
 def rotary(positions: int, size: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles of each position, both positions × `size`."""
+    """Cosine and sine of the angles of each position, both `[positions, size]`."""
     places = torch.arange(positions, device=like.device, dtype=torch.float32)
     pairs = torch.arange(0, size, 2, device=like.device, dtype=torch.float32)
     angles = places.unsqueeze(-1) * base ** (-pairs / size)
@@ -137,50 +139,55 @@ def rotary(positions: int, size: int, base: float, like: Tensor) -> tuple[Tensor
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Every pair of features, half the size apart, rotated by the angle of its position.
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates every pair of features, which are half the size apart, by the angle of its position.
 
-    `x` is batch × heads × positions × size.
+    Args:
+        x: `[batch, heads, positions, size]`.
+        cos, sin: `[positions, size]`, see `rotary`.
     """
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The slope of each head: a geometric sequence that starts and ends at the same number for any
-    power of two; between powers every other slope of the next one is added (Press et al., 2022)."""
+    """The ALiBi slope of each head (Press et al., 2022).
+
+    For a power of two a geometric sequence; other numbers of heads add every other slope of the
+    next power of two.
+    """
     power = 2 ** floor(log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes + [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * (heads - power), 2)]
 
 
 _BLOCK = 64
-"""Positions are counted in blocks and within a block: both stay exact in half precision."""
+"""Positions are split into a block and an offset, both of which are exact in half precision."""
 
 
 def alibi_features(
     query: Tensor, key: Tensor, slopes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys with more features, so that their product holds the bias of ALiBi.
+    """Queries and keys with additional features whose product is the ALiBi bias.
 
-    A softmax does not see what is added to a whole row: `slope * (j - i)` acts as `slope * j`, and
-    that is the product of `(64 * slope, slope)` with `(j // 64, j % 64)`. So no bias of heads ×
-    positions × positions is ever made, and every device computes its own heads' only. The sizes are
-    filled up to a multiple of 8, as fast kernels need.
+    Softmax is invariant to adding a constant to a row, so the bias `slope * (j - i)` is equivalent
+    to `slope * j`, which is the product of `(64 * slope, slope)` and `(j // 64, j % 64)`. So no
+    bias tensor `[heads, positions, positions]` is created, and every device only computes that of
+    its own heads. Sizes are padded to a multiple of 8, as fast kernels require.
 
     Args:
-        query, key: batch × heads × positions × size.
-        slopes: one for each head.
-        scale: by which attention multiplies the scores.
+        query, key: `[batch, heads, positions, size]`.
+        slopes: `[heads]`.
+        scale: multiplies the scores in attention.
     """
     batch, heads, positions, size = query.shape
-    more = -(-(size + 2) // 8) * 8 - size
+    extra = -(-(size + 2) // 8) * 8 - size
     steep = torch.stack((slopes * _BLOCK, slopes), -1) / scale
     place = torch.arange(positions, device=query.device)
     counted = torch.stack((place // _BLOCK, place % _BLOCK), -1)
 
-    def joined(x: Tensor, features: Tensor) -> Tensor:
-        filled = torch.nn.functional.pad(features.to(x.dtype), (0, more - 2))
-        return torch.cat((x, filled.expand(batch, heads, positions, more)), -1)
+    def concatenate(x: Tensor, features: Tensor) -> Tensor:
+        filled = torch.nn.functional.pad(features.to(x.dtype), (0, extra - 2))
+        return torch.cat((x, filled.expand(batch, heads, positions, extra)), -1)
 
-    return joined(query, steep.unsqueeze(1)), joined(key, counted)
+    return concatenate(query, steep.unsqueeze(1)), concatenate(key, counted)

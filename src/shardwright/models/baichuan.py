@@ -1,4 +1,4 @@
-"""Baichuan 2: LLaMA's blocks, positions rotary (7B) or ALiBi (13B), and a normalized head."""
+"""Baichuan 2: LLaMA blocks with rotary (7B) or ALiBi (13B) positions, and a normalized head."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from shardwright.models.attention import (
     Attention,
     alibi_features,
     alibi_slopes,
+    apply_rotary,
     causal_attention,
     rotary,
-    rotated,
 )
 from shardwright.models.loss import draw_weights, next_token_loss
 from shardwright.models.sizes import Dimensions
@@ -21,7 +21,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 class BaichuanAttention(nn.Module):
-    """Attention of all heads; positions enter as the angles that are given, or as ALiBi."""
+    """Multi-head attention with rotary positions, or ALiBi if no angles are given."""
 
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class BaichuanAttention(nn.Module):
         )
         scale = self.head_size**-0.5
         if angles is not None:
-            query, key = rotated(query, *angles), rotated(key, *angles)
+            query, key = apply_rotary(query, *angles), apply_rotary(key, *angles)
         else:
             slopes = torch.tensor(alibi_slopes(self.heads), device=x.device)
             query, key = alibi_features(query, key, slopes, scale)
@@ -72,7 +72,7 @@ class BaichuanBlock(nn.Module):
 
 
 class BaichuanBackbone(nn.Module):
-    """From token numbers to hidden states."""
+    """From token ids to hidden states."""
 
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class BaichuanBackbone(nn.Module):
 
 
 class NormHead(nn.Linear):
-    """A head whose rows, one for each token of the vocabulary, are divided by their length."""
+    """A language model head with L2-normalized rows."""
 
     def __init__(self, sizes: Dimensions) -> None:
         super().__init__(sizes.hidden_size, sizes.vocab_size, bias=False)
@@ -112,5 +112,5 @@ class Baichuan(nn.Module):
         draw_weights(self)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of the next tokens; both arguments are batch × positions."""
+        """The mean next-token loss; both arguments are `[batch, positions]`."""
         return next_token_loss(self.lm_head(self.model(input_ids)), labels)

@@ -1,4 +1,4 @@
-"""Language models by name, by their sizes, or by a configuration of `transformers`."""
+"""Builds language models by name, from dimensions, or from a `transformers` configuration."""
 
 from __future__ import annotations
 
@@ -36,23 +36,24 @@ def build(
     attention: Attention = "fused",
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """A language model with new weights whose call `net(input_ids, labels)` returns its loss.
+    """A randomly initialized language model; `net(input_ids, labels)` returns its loss.
 
-    The loss is the mean over all targets that are not -100; the model shifts the labels itself, so
-    that both arguments, batch × positions, may be one tensor. On the meta device (`with
+    The loss is the mean over all labels other than -100. The model shifts the labels itself, so
+    both arguments, `[batch, positions]`, can be the same tensor. On the meta device (`with
     torch.device("meta")`) nothing is allocated.
 
     Args:
-        model: a name of `shardwright.models.MODELS`, or sizes.
-        seq_length: positions that the model is made for, in place of the published number.
-        num_layers: blocks, in place of the published number.
-        lora: what is adapted; all other weights are frozen then.
-        attention: `fused`, one operator; `masked`, one whose queries may be cut along the sequence;
-            or `explicit`, which keeps all scores.
-        dtype: of the parameters.
+        model: a name in `shardwright.models.MODELS`, or dimensions.
+        seq_length: maximum sequence length, if not the published one.
+        num_layers: number of blocks, if not the published one.
+        lora: the adapters to add; all other weights are then frozen.
+        attention: `fused` (one operator), `masked` (one operator whose queries can be cut along the
+            sequence), or `explicit` (separate operators, which save all scores).
+        dtype: dtype of the parameters.
 
     Raises:
-        ConfigError: an unknown name, sizes that do not divide, or nothing to adapt.
+        ConfigError: if the name is unknown, the dimensions are inconsistent, or no module matches
+            `lora`.
     """
     sizes = dimensions(model) if isinstance(model, str) else model
     sizes = replace(
@@ -60,7 +61,7 @@ def build(
         seq_length=sizes.seq_length if seq_length is None else seq_length,
         num_layers=sizes.num_layers if num_layers is None else num_layers,
     )
-    return _finished(_FAMILIES[sizes.family](sizes, _known(attention)), lora, dtype)
+    return _finish(_FAMILIES[sizes.family](sizes, _check_attention(attention)), lora, dtype)
 
 
 def build_hf(
@@ -70,17 +71,17 @@ def build_hf(
     attention: Attention = "fused",
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Any causal language model of `transformers` with new weights, called as those of `build`.
+    """A randomly initialized causal language model of `transformers`, called like those of `build`.
 
     Args:
         source: path of a `config.json` or of its folder, or the arguments of
             `transformers.AutoConfig.for_model`.
-        lora, attention, dtype: as of `build`.
+        lora, attention, dtype: as for `build`.
 
     Raises:
-        ConfigError: no such file, no such model, or nothing to adapt.
+        ConfigError: if the file or the model does not exist, or no module matches `lora`.
     """
-    return _finished(causal_lm(source, _known(attention)), lora, dtype)
+    return _finish(causal_lm(source, _check_attention(attention)), lora, dtype)
 
 
 def example_batch(
@@ -89,23 +90,23 @@ def example_batch(
     seq_length: int | None = None,
     device: str | torch.device = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """Random `input_ids` and the same as labels, batch × positions."""
+    """Random `input_ids` and labels (the same tensor), both `[batch, positions]`."""
     shape = (batch_size, sizes.seq_length if seq_length is None else seq_length)
     ids = torch.randint(0, sizes.vocab_size, shape, device=device)
     return ids, ids
 
 
-def _known(attention: Attention) -> Attention:
+def _check_attention(attention: Attention) -> Attention:
     if attention not in get_args(Attention):
         valid = ", ".join(get_args(Attention))
         raise ConfigError(f"attention={attention!r}: valid are {valid}")
     return attention
 
 
-def _finished(net: nn.Module, lora: LoRA | None, dtype: torch.dtype) -> nn.Module:
-    """Adapters added, and all parameters in `dtype`.
+def _finish(net: nn.Module, lora: LoRA | None, dtype: torch.dtype) -> nn.Module:
+    """Adds adapters and casts all parameters to `dtype`.
 
-    Buffers keep theirs: the frequencies of rotary positions need single precision.
+    Buffers keep their dtype: rotary frequencies need single precision.
     """
     if lora is not None:
         net = adapt(net, lora)

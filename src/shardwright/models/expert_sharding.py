@@ -1,9 +1,10 @@
-"""The configuration that an expert would write by hand: data × tensor × pipeline parallel.
+"""The strategy that an expert would write by hand: data × tensor × pipeline parallelism.
 
-Tensor parallel cuts the first linear layers of attention and MLP along their outputs and the last
-ones along their inputs, so that each block has one all-reduce forward and one backward in each of
-its two halves (Shoeybi et al., Megatron-LM, 2019); sequence parallel makes of each a reduce-scatter
-and an all-gather, and cuts norms and residuals along the sequence (Korthikanti et al., 2022).
+Tensor parallelism cuts the first linear layers of attention and MLP along their outputs and the
+last ones along their inputs, so that each half of a block has one all-reduce forward and one
+backward (Shoeybi et al., Megatron-LM, 2019). Sequence parallelism replaces each all-reduce by a
+reduce-scatter and an all-gather, and cuts norms and residuals along the sequence (Korthikanti et
+al., 2022).
 """
 
 from __future__ import annotations
@@ -34,59 +35,63 @@ def pin_expert(
     seq_parallel: bool = False,
     vocab_emb_dp: bool = False,
 ) -> None:
-    """Pins a language model of `shardwright.models` as an expert would; plan it with
-    `sharding_propagation`, which lets all other operators follow.
+    """Pins a language model of `shardwright.models` as an expert would.
+
+    Plan it with `sharding_propagation`, which derives the strategies of all other operators.
 
     Args:
-        data_parallel: equal parts of the batch.
-        model_parallel: equal parts of heads, MLP and vocabulary.
-        context_parallel: equal parts of the sequence, in all layers; attention gathers keys and
+        data_parallel: number of shards of the batch.
+        model_parallel: number of shards of heads, MLP and vocabulary.
+        context_parallel: number of shards of the sequence in all layers; attention gathers keys and
             values.
-        seq_parallel: cut norms and residuals along the sequence, in `model_parallel` times as many
-            parts.
-        vocab_emb_dp: keep the embedding table whole, rather than cut along the vocabulary.
+        seq_parallel: cut norms and residuals along the sequence into `model_parallel` times as many
+            shards.
+        vocab_emb_dp: replicate the embedding table instead of cutting it along the vocabulary.
 
     Raises:
-        ConfigError: if the model has none of the layers, or they cannot be cut in so many parts.
+        ConfigError: if the model has no such layers, or their sizes are not divisible.
     """
     mp = model_parallel
-    for path, what, size in cut_by_model_parallel(net, vocab_emb_dp):
-        _check(path, what, size, mp)
+    for path, dimension, size in cut_by_model_parallel(net, vocab_emb_dp):
+        _check(path, dimension, size, mp)
     lay = Layout((data_parallel, context_parallel, mp), ("dp", "cp", "mp"))
     sequence = ("cp", "mp") if seq_parallel else "cp"
-    left = lay("dp", sequence, "None")
-    found = False
+    output = lay("dp", sequence, "None")
+    has_row_layers = False
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
         if name in COLUMN:
-            # The top query layer asks for all samples alike: its queries have no batch.
+            # The queries of PanguAlpha's query layer are shared by all samples: no batch dimension.
             same_for_all = path.endswith("query_layer.self_attn.q_proj")
             read = lay("cp", "None") if same_for_all else lay("dp", "cp", "None")
             shard(_linear(module), (read, lay("mp", "None")))
         elif name in ROW:
-            shard(_linear(module), (lay("dp", "cp", "mp"), lay("None", "mp")), (left,))
-            found = True
+            shard(_linear(module), (lay("dp", "cp", "mp"), lay("None", "mp")), (output,))
+            has_row_layers = True
         elif name in NORM:
-            shard(module, (left, *(None for _ in module.parameters())))
+            shard(module, (output, *(None for _ in module.parameters())))
         elif isinstance(module, nn.Embedding) and name == "embed_tokens":
             if vocab_emb_dp:
                 shard(module, (lay("None", "None"), lay("dp", sequence)))
                 continue
-            shard(module, (lay("mp", "None"), lay("dp", "cp")), (left,))
+            shard(module, (lay("mp", "None"), lay("dp", "cp")), (output,))
         elif isinstance(module, nn.Linear) and name == "lm_head":
             shard(module, (lay("dp", "cp", "None"), lay("mp", "None")))
-    if not found:
+    if not has_row_layers:
         raise ConfigError(
-            f"{type(net).__name__} has no layers {', '.join(ROW)}, so there is no expert's"
-            " configuration for it"
+            f"{type(net).__name__} has no layers named {' or '.join(ROW)}, so there is no expert"
+            " strategy for it"
         )
 
 
 def cut_by_model_parallel(
     net: nn.Module, vocab_emb_dp: bool = False
 ) -> Iterator[tuple[str, str, int]]:
-    """The layers that `pin_expert` cuts: the path of each, what of it is cut, and its size, which
-    model parallel must divide."""
+    """The layers that `pin_expert` cuts by `model_parallel`, which must divide the sizes.
+
+    Returns:
+        For each layer its path, the name of the dimension that is cut, and its size.
+    """
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
         if name in COLUMN:
@@ -100,47 +105,48 @@ def cut_by_model_parallel(
 
 
 def expert_stages(net: nn.Module, stages: int) -> dict[str, int]:
-    """Stages by module name: equally many blocks each, the embeddings with the first, what follows
-    the blocks with the last.
+    """By module name the stage: the blocks are distributed evenly, the embeddings belong to the
+    first stage, and all that follows the blocks to the last.
 
     Raises:
-        ConfigError: fewer blocks than stages.
+        ConfigError: if there are fewer blocks than stages.
     """
     blocks = list(paths_of_blocks(net))
     if len(blocks) < stages:
         raise ConfigError(
-            f"pipeline_stage: {len(blocks)} layers cannot be divided into {stages} stages; valid is"
-            f" at most {len(blocks)}"
+            f"pipeline_stage: {len(blocks)} layers cannot fill {stages} stages; use at most"
+            f" {len(blocks)}"
         )
-    found = {path: number * stages // len(blocks) for number, path in enumerate(blocks)}
+    stage_of = {path: number * stages // len(blocks) for number, path in enumerate(blocks)}
     ends = {"norm": stages - 1, "lm_head": stages - 1, "embed_queries": stages - 1}
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
         inside = any(path.startswith(f"{block}.") for block in blocks)
         if not inside and name in ends:
-            found[path] = ends[name]
+            stage_of[path] = ends[name]
         elif not inside and name.startswith("embed_") and isinstance(module, nn.Embedding):
-            found[path] = 0
-    return found
+            stage_of[path] = 0
+    return stage_of
 
 
 def paths_of_blocks(net: nn.Module) -> Iterator[str]:
-    """Paths of the transformer blocks, in their order."""
+    """The paths of the transformer blocks, in order."""
     for path, module in net.named_modules():
         if hasattr(module, "self_attn") and hasattr(module, "mlp"):
             yield path
 
 
 def _linear(module: nn.Module) -> nn.Linear:
-    """The linear layer itself, where adapters are around it."""
+    """The linear layer itself, without an adapter around it."""
     base = getattr(module, "base_layer", module)
     assert isinstance(base, nn.Linear)
     return base
 
 
-def _check(path: str, what: str, size: int, parts: int) -> None:
-    if size % parts:
+def _check(path: str, dimension: str, size: int, model_parallel: int) -> None:
+    if size % model_parallel:
         raise ConfigError(
-            f"{path}: model_parallel {parts} does not divide its {size} {what}; valid are"
+            f"{path}: its {size} {dimension} are not divisible by model_parallel {model_parallel};"
+            " valid are"
             f" {', '.join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 64)}"
         )

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.models.attention import Attention, registered_with_transformers
+from shardwright.models.attention import Attention, register_with_transformers
 from shardwright.models.loss import next_token_loss
 from shardwright.models.sizes import Dimensions
 
 
 class Decoder(nn.Module):
-    """A decoder of `transformers`, its head and the loss.
+    """A decoder of `transformers` with its head and loss.
 
-    Parameters bear the names that they have in `transformers`, so that its checkpoints fit.
+    Parameters have the same names as in `transformers`, so its checkpoints can be loaded.
 
     Args:
         model: from `input_ids` to hidden states.
@@ -28,7 +28,7 @@ class Decoder(nn.Module):
         self.lm_head = lm_head
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of the next tokens; both arguments are batch × positions."""
+        """The mean next-token loss; both arguments are `[batch, positions]`."""
         hidden = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
         return next_token_loss(self.lm_head(hidden), labels)
 
@@ -40,8 +40,10 @@ def llama(sizes: Dimensions, attention: Attention) -> nn.Module:
 
 
 def qwen(sizes: Dimensions, attention: Attention) -> nn.Module:
-    """Qwen 1 is computed as Qwen 2 of `transformers` with as many heads of keys as of queries: both
-    have biases of queries, keys and values only. Qwen 1 stores these three as one tensor."""
+    """Qwen 1, built as the Qwen 2 of `transformers` without grouped-query attention.
+
+    Only the query, key and value projections have biases. Qwen 1 stores these three as one tensor.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     return _decoder(Qwen2ForCausalLM, Qwen2Config(**_arguments(sizes, attention)), sizes)
@@ -59,27 +61,27 @@ def _arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]:
         "rms_norm_eps": sizes.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": sizes.rope_base},
         "tie_word_embeddings": False,
-        "attn_implementation": registered_with_transformers(attention),
+        "attn_implementation": register_with_transformers(attention),
     }
 
 
 def _decoder(kind: Any, config: Any, sizes: Dimensions) -> Decoder:
-    whole = kind(config)
-    _fuse_norms(whole, sizes)
-    return Decoder(whole.model, whole.lm_head)
+    hf_model = kind(config)
+    _fuse_norms(hf_model, sizes)
+    return Decoder(hf_model.model, hf_model.lm_head)
 
 
 def _fuse_norms(net: nn.Module, sizes: Dimensions) -> None:
-    """One operator in place of the eight of which `transformers` composes RMSNorm: autograd keeps
-    one tensor for it and not five."""
+    """Replaces RMSNorm, which `transformers` composes of eight operators, by a fused one, for which
+    autograd saves one tensor instead of five."""
     norms = [name for name, module in net.named_modules() if _is_rms_norm(module)]
     for name in norms:
-        owner, _, own = name.rpartition(".")
+        owner, _, attribute = name.rpartition(".")
         weight: torch.Tensor = net.get_parameter(f"{name}.weight")
         with torch.device("meta"):
             norm = nn.RMSNorm(weight.shape[0], sizes.norm_eps)
         norm.weight = nn.Parameter(weight)
-        setattr(net.get_submodule(owner), own, norm)
+        setattr(net.get_submodule(owner), attribute, norm)
 
 
 def _is_rms_norm(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Low-rank adaptation: small trainable matrices beside frozen ones, by `peft`."""
+"""Low-rank adaptation (LoRA) with `peft`: small trainable matrices beside frozen weights."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shardwright.errors import ConfigError
 
 @dataclass(frozen=True)
 class LoRA:
-    """What is adapted, and how strongly.
+    """A LoRA configuration.
 
     Args:
-        target_modules: a regular expression for whole module paths, or names of modules (the last
-            parts of their paths).
-        rank: rank of the added product.
-        alpha: the added product is multiplied by `alpha / rank`.
-        dropout: probability with which its inputs are dropped.
+        target_modules: a regular expression for full module paths, or module names (the last
+            component of their paths).
+        rank: rank of the adapters.
+        alpha: the output of an adapter is multiplied by `alpha / rank`.
+        dropout: dropout probability of the adapters' inputs.
 
     Raises:
-        ConfigError: rank or alpha is not positive, dropout is no probability below 1, or
-            `target_modules` is no regular expression.
+        ConfigError: if rank or alpha is not positive, dropout is not in [0, 1), or `target_modules`
+            is not a valid regular expression.
     """
 
     target_modules: str | Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -41,15 +41,16 @@ class LoRA:
             re.compile(self.target_modules if isinstance(self.target_modules, str) else "")
         except re.error as error:
             raise ConfigError(
-                f"LoRA: target_modules={self.target_modules!r} is no regular expression: {error}"
+                f"LoRA: target_modules={self.target_modules!r} is not a valid regular expression:"
+                f" {error}"
             ) from None
 
 
 def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
-    """`net` with matrices added to the chosen linear layers in place; only these are trained.
+    """Adds adapters to the matching linear layers of `net`, in place; only these are trainable.
 
     Raises:
-        ConfigError: no module is chosen.
+        ConfigError: if no module matches.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -65,7 +66,7 @@ def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
     except ValueError as error:
         linear = sorted({n.split(".")[-1] for n, m in net.named_modules() if type(m) is nn.Linear})
         raise ConfigError(
-            f"LoRA: {error}; linear layers of this model are called {', '.join(linear)}"
+            f"LoRA: {error}; the linear layers of this model are named {', '.join(linear)}"
         ) from None
     for name, parameter in adapted.named_parameters():
         parameter.requires_grad_("lora_" in name)

@@ -1,4 +1,4 @@
-"""The loss of a causal language model."""
+"""The loss and the weight initialization of a causal language model."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 IGNORED = -100
-"""The label of a position that does not count."""
+"""The label of positions that do not contribute to the loss."""
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of each position's logits against the next position's label.
+    """Mean cross entropy of the logits of each position against the label of the next.
 
-    The last position has no next one. Its logits are computed and ignored, so that the sequence
-    stays divisible.
+    The logits of the last position, which has no next one, are computed but ignored, so that the
+    sequence length stays divisible.
 
     Args:
-        logits: batch × positions × vocabulary; summed up in single precision at least.
-        labels: batch × positions, `IGNORED` where a position does not count.
+        logits: `[batch, positions, vocabulary]`; the loss is computed in at least single precision.
+        labels: `[batch, positions]`, `IGNORED` for positions that do not contribute.
     """
     following = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     scores = logits.float() if logits.dtype.itemsize < 4 else logits
@@ -29,7 +29,7 @@ _DEVIATION = 0.02
 
 
 def draw_weights(net: nn.Module) -> None:
-    """Draws the weights of linear layers and embeddings; biases start at zero."""
+    """Initializes linear layers and embeddings with normal random weights and zero biases."""
     for module in net.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=_DEVIATION)

@@ -1,4 +1,4 @@
-"""PanguAlpha: learned positions, LayerNorm, a query layer on top, a head tied to the embedding."""
+"""PanguAlpha: learned positions, LayerNorm, a final query layer, a head tied to the embedding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwright.models.sizes import Dimensions
 
 
 class PanguAttention(nn.Module):
-    """Attention of all heads, with queries of its own or of what is given."""
+    """Multi-head attention whose queries come from `x`, or from `queries` if given."""
 
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
         super().__init__()
@@ -26,8 +26,8 @@ class PanguAttention(nn.Module):
         self.o_proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """`x` is batch × positions × width; `queries` is the same or, equal for the whole batch,
-        positions × width."""
+        """`x` is `[batch, positions, width]`; `queries` has the same shape or, if shared by the
+        batch, `[positions, width]`."""
         query = self.q_proj(x if queries is None else queries)
         query, key, value = (
             projected.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
@@ -50,13 +50,12 @@ class PanguFeedForward(nn.Module):
 
 
 def fast_gelu(x: Tensor) -> Tensor:
-    """GELU approximated by a logistic function (Hendrycks and Gimpel, 2016)."""
+    """The sigmoid approximation of GELU (Hendrycks and Gimpel, 2016)."""
     return x * torch.sigmoid(1.702 * x)
 
 
 class PanguBlock(nn.Module):
-    """Norms stand before attention and feed-forward layers; the query layer is one that is given
-    queries."""
+    """A pre-norm transformer block; with `queries` it is the query layer."""
 
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
         super().__init__()
@@ -72,7 +71,7 @@ class PanguBlock(nn.Module):
 
 
 class PanguBackbone(nn.Module):
-    """From token numbers to the hidden states of the query layer."""
+    """From token ids to the hidden states of the query layer."""
 
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
         super().__init__()
@@ -86,11 +85,11 @@ class PanguBackbone(nn.Module):
         self.query_layer = PanguBlock(sizes, kind)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        positions, most = input_ids.shape[1], self.embed_positions.num_embeddings
-        if positions > most:
+        positions, limit = input_ids.shape[1], self.embed_positions.num_embeddings
+        if positions > limit:
             raise ConfigError(
-                f"a sequence of {positions} positions, but the model has learned {most}: give at"
-                " most so many, or a model with another seq_length"
+                f"the sequence has {positions} positions, but the model only has {limit}: shorten"
+                " the sequence, or build the model with a larger seq_length"
             )
         x = self.embed_tokens(input_ids) + self.embed_positions.weight[:positions]
         x = self.dropout(x)
@@ -108,6 +107,6 @@ class PanguAlpha(nn.Module):
         draw_weights(self)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of the next tokens; both arguments are batch × positions."""
+        """The mean next-token loss; both arguments are `[batch, positions]`."""
         hidden = self.model(input_ids)
         return next_token_loss(F.linear(hidden, self.model.embed_tokens.weight), labels)

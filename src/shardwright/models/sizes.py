@@ -1,4 +1,4 @@
-"""The sizes of the language models that Shardwright builds, those of the published files."""
+"""The dimensions of the language models that Shardwright builds, as published."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Positions = Literal["rotary", "alibi", "learned"]
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """What makes one model of a family.
+    """The dimensions of a language model.
 
     Args:
-        family: `llama` and `qwen` (which has biases of queries, keys and values) are built on
-            `transformers`, `baichuan` and `pangualpha` are modules of this package.
-        num_layers: blocks; in PanguAlpha the last one is the query layer.
-        num_kv_heads: heads of keys and values, each shared by `num_heads / num_kv_heads` queries.
+        family: `llama` and `qwen` (with biases of queries, keys and values) are built on
+            `transformers`; `baichuan` and `pangualpha` are modules of this package.
+        num_layers: number of blocks; in PanguAlpha the last one is the query layer.
+        num_kv_heads: key-value heads, each shared by `num_heads / num_kv_heads` query heads.
         intermediate_size: width of the feed-forward layers.
-        seq_length: positions that the model is made for; only learned positions depend on it.
-        norm_eps: added to the variance in RMSNorm and LayerNorm.
-        rope_base: of the rotary frequencies.
-        dropout: probability, in PanguAlpha.
+        seq_length: maximum sequence length; only learned positions depend on it.
+        norm_eps: epsilon of RMSNorm and LayerNorm.
+        rope_base: base of the rotary frequencies.
+        dropout: dropout probability of PanguAlpha.
 
     Raises:
-        ConfigError: a size is no positive whole number, or heads do not divide.
+        ConfigError: if a size is not a positive int, or the sizes and heads are not divisible.
     """
 
     family: Family
@@ -48,16 +48,15 @@ class Dimensions:
         self._check_kinds()
         if self.hidden_size % self.num_heads:
             raise ConfigError(
-                f"hidden_size={self.hidden_size} cannot be divided into num_heads={self.num_heads}"
+                f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}"
             )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"num_heads={self.num_heads} cannot be divided among "
-                f"num_kv_heads={self.num_kv_heads}"
+                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
             )
         if self.positions == "rotary" and self.head_size % 2:
             raise ConfigError(
-                f"rotary positions need heads of even size, not {self.head_size} = "
+                f"rotary positions need an even head size, not {self.head_size} = "
                 f"hidden_size {self.hidden_size} / num_heads {self.num_heads}"
             )
         if self.family == "pangualpha" and self.num_layers < 2:
@@ -66,27 +65,29 @@ class Dimensions:
     def _check_kinds(self) -> None:
         for name, valid in (("family", get_args(Family)), ("positions", get_args(Positions))):
             if getattr(self, name) not in valid:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: valid are {', '.join(valid)}")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r}: must be one of {', '.join(valid)}"
+                )
         for name in (each.name for each in fields(self) if each.type == "int"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r}: must be a whole number of at least 1")
+                raise ConfigError(f"{name}={value!r}: must be a positive integer")
         for name in ("norm_eps", "rope_base"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:
                 raise ConfigError(f"{name}={value!r}: must be a positive number")
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout!r}: must be at least 0 and below 1")
+            raise ConfigError(f"dropout={self.dropout!r}: must be in [0, 1)")
 
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads
 
     def tiny(self) -> Dimensions:
-        """The same architecture small enough for tests: everything divides by 8 devices.
+        """The same architecture, small enough for tests, with all sizes divisible by 8.
 
-        The vocabulary holds all bytes and some special tokens. Where heads share keys and values,
-        they do so here.
+        The vocabulary has room for all bytes and some special tokens. Models with grouped-query
+        attention keep it.
         """
         grouped = self.num_kv_heads < self.num_heads
         return replace(
@@ -105,9 +106,9 @@ class Dimensions:
 def feed_forward_size(
     hidden_size: int, multiple_of: int, ffn_dim_multiplier: float | None = None
 ) -> int:
-    """The width of LLaMA's feed-forward layers where it is not given.
+    """The default width of LLaMA's feed-forward layers.
 
-    The 0.01 is in the published rule; without it LLaMA 2 70B would get 28416 in place of 28672.
+    The 0.01 is part of the published rule; without it LLaMA 2 70B would get 28416, not 28672.
     """
     size = 4 * hidden_size
     if ffn_dim_multiplier is not None:
@@ -191,18 +192,18 @@ MODELS: Mapping[str, Dimensions] = {
     **_PUBLISHED,
     **{f"{name}_tiny": dimensions.tiny() for name, dimensions in _PUBLISHED.items()},
 }
-"""All models that are built by name; `llama2_7b_tiny` is `llama2_7b` small enough for tests."""
+"""All models that can be built by name; `llama2_7b_tiny` is a small `llama2_7b` for tests."""
 
 
 def dimensions(name: str) -> Dimensions:
-    """The sizes of the model of this name.
+    """The dimensions of the model with this name.
 
     Raises:
-        ConfigError: there is no such model; it names those that there are.
+        ConfigError: if there is no such model; the message lists all models.
     """
     if name not in MODELS:
         raise ConfigError(
-            f"model {name!r} is not known; valid are {', '.join(_PUBLISHED)}, "
-            "and each with _tiny appended"
+            f"unknown model {name!r}; valid are {', '.join(_PUBLISHED)}, each also with the "
+            "suffix _tiny"
         )
     return MODELS[name]

@@ -1,9 +1,9 @@
-"""Training: data, the loop, processes and what is seen of them."""
+"""Training: data, the loop, launching and following processes, checkpoints."""
 
 from shardwright.train.data import Batches, digits, mnist, mnist_or_digits, packed_text
 from shardwright.train.loop import MeanAbsoluteError, MeanSquaredError, train
 from shardwright.train.process_group import World, process_group
-from shardwright.train.sampler import BatchSampler, local_part
+from shardwright.train.sampler import BatchSampler, local_batch
 from shardwright.train.step_log import StepRecord
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "StepRecord",
     "World",
     "digits",
-    "local_part",
+    "local_batch",
     "mnist",
     "mnist_or_digits",
     "packed_text",

@@ -1,7 +1,7 @@
-"""Checkpoints on torch.distributed.checkpoint, which any plan on any number of devices can load.
+"""Checkpoints in the format of torch.distributed.checkpoint, independent of plan and device count.
 
-A checkpoint is a folder `step-N` in a common folder. It is written under another name and renamed
-when every rank has written, so that what has the name is complete.
+A checkpoint is a subfolder `step-N` of the run's folder. It is written under a temporary name and
+renamed once every rank has written, so a folder of that name is always complete.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from shardwright.parallel.module import ParallelModule
 from shardwright.plan import Plan
 from shardwright.runtime.devices import world_timeout
 from shardwright.train import checkpoint_state
-from shardwright.train.parameter_names import saved_names
+from shardwright.train.parameter_names import match_saved_names
 from shardwright.train.position import Position
 
 VERSION = 1
-ABOUT = "checkpoint.json"
+INFO_FILE = "checkpoint.json"
 NAME = re.compile(r"step-(\d+)")
 
-# That one process saves or loads on its own, also in a thread, is no mistake here.
+# Saving and loading in a single process, also in a thread, is intended.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @dataclass(frozen=True)
-class About:
-    """What a checkpoint says of itself, besides its tensors.
+class CheckpointInfo:
+    """The contents of a checkpoint other than tensors.
 
     Args:
-        position: where the run stands.
+        position: the position of the run.
         groups: the settings of the optimizer's parameter groups; None without an optimizer.
-        random: seed and step of the planned program's random operators; None where the model was
-            not parallelized.
-        fingerprint, devices: of the plan that was followed; None where it is not known.
+        random: seed and step of the program's random operators; None if the model was not
+            parallelized.
+        fingerprint, devices: those of the plan; None if it is unknown.
     """
 
     position: Position
@@ -66,28 +66,33 @@ class About:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
     @staticmethod
-    def read(folder: Path) -> About:
-        """Raises: CheckpointError: the folder is no checkpoint, or one of another version."""
+    def read(folder: Path) -> CheckpointInfo:
+        """Raises:
+        CheckpointError: if the folder is not a checkpoint, or has an unsupported version.
+        """
         try:
-            content = json.loads((folder / ABOUT).read_text())
+            content = json.loads((folder / INFO_FILE).read_text())
         except FileNotFoundError:
-            raise CheckpointError(f"{folder} is not a checkpoint: it has no {ABOUT}") from None
+            raise CheckpointError(f"{folder} is not a checkpoint: it has no {INFO_FILE}") from None
         version = content.pop("version")
         if version != VERSION:
-            raise CheckpointError(f"{folder} has version {version}; version {VERSION} can be read")
+            raise CheckpointError(
+                f"{folder}: unsupported checkpoint version {version}; this version of Shardwright"
+                f" reads version {VERSION}"
+            )
         content["position"] = Position(**content["position"])
-        return About(**content)
+        return CheckpointInfo(**content)
 
 
 class Checkpoints:
-    """The checkpoints of one run in `folder`. Every rank makes and calls it alike.
+    """The checkpoints of one run in `folder`; every rank must make the same calls.
 
-    As a context it waits at its end for what is being written.
+    As a context manager it waits on exit for a checkpoint that is still being written.
 
     Args:
-        keep: how many of the newest are kept; None for all.
-        asynchronous: `save` returns when the tensors are copied, and files are written while
-            training goes on; one checkpoint at a time.
+        keep: number of newest checkpoints to keep; None for all.
+        asynchronous: `save` returns once the tensors are copied, and files are written while
+            training continues, one checkpoint at a time.
     """
 
     def __init__(
@@ -107,7 +112,7 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Not after an error: other ranks may never come to write their part.
+        # Not after an error: other ranks may never write their shards.
         if error is None:
             self.wait()
             if self._group is not None:
@@ -117,12 +122,14 @@ class Checkpoints:
         return self.folder / f"step-{step}"
 
     def steps(self) -> list[int]:
-        """The steps of all complete checkpoints, the newest last."""
+        """The steps of all complete checkpoints in ascending order."""
         return complete_steps(self.folder)
 
     def newest(self) -> int | None:
-        """The newest complete checkpoint that rank 0 sees, on every rank; None if there is none.
-        Every rank calls it."""
+        """The step of the newest complete checkpoint that rank 0 sees; None if there is none.
+
+        Collective: every rank must call it, and gets the same result.
+        """
         steps = self.steps()
         newest = [steps[-1] if steps else None]
         if dist.is_initialized():
@@ -136,19 +143,21 @@ class Checkpoints:
         position: Position,
         plan: Plan | None = None,
     ) -> None:
-        """Save model, optimizer, random numbers and position as the checkpoint of its step. It
-        replaces one of the same step; the oldest are removed when it is complete.
+        """Save model, optimizer, random states and position as the checkpoint of `position.step`.
+
+        It replaces a checkpoint of the same step. Checkpoints in excess of `keep` are removed once
+        it is complete.
 
         Raises:
-            CheckpointError: the optimizer has other parameters than the model, or state that is no
-                tensor; or this checkpoint, or the one before, could not be written.
+            CheckpointError: if the optimizer has parameters that the model does not have, or state
+                that is not a tensor, or if this or the previous checkpoint could not be written.
         """
         tensors = checkpoint_state.model_tensors(net)
         if optimizer is not None:
             tensors |= checkpoint_state.optimizer_tensors(net, optimizer)
         if not dist.is_initialized() or dist.get_rank() == 0:
             tensors |= checkpoint_state.random_tensors(checkpoint_state.device_of(net))
-        about = About(
+        about = CheckpointInfo(
             position=position,
             groups=None if optimizer is None else checkpoint_state.optimizer_groups(optimizer),
             random=(net.seed, net.steps) if isinstance(net, ParallelModule) else None,
@@ -157,17 +166,17 @@ class Checkpoints:
         )
         self.wait()
         if dist.is_initialized() and self._group is None:
-            # Ranks also wait in it while others write their files.
+            # Long timeout: ranks wait in this group while others write their files.
             self._group = dist.new_group(backend="gloo", timeout=world_timeout())
         if not dist.is_initialized() or dist.get_rank() == 0:
             _clear_leftovers(self.folder)
         if self._group is not None:
-            # Every rank waits in it for rank 0, before any begins to write.
-            tensors = held_once(tensors, self._group)
+            # Collective: no rank starts writing before rank 0 has cleared the leftovers.
+            tensors = drop_tied_duplicates(tensors, self._group)
         writer = _PublishingWriter(self.path(position.step), about, self._keep)
         target: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
         target["no_dist"] = self._group is None
-        with _saying(self.path(position.step)):
+        with _convert_errors(self.path(position.step)):
             if self._asynchronous:
                 pending = state_dict_saver.async_save(dict(tensors), **target)
                 self._pending = cast("Future[Metadata]", pending)
@@ -175,14 +184,14 @@ class Checkpoints:
                 state_dict_saver.save(dict(tensors), **target)
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is complete.
+        """Waits until the checkpoint that is being written is complete.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: if it could not be written.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            with _saying(self.folder):
+            with _convert_errors(self.folder):
                 pending.result()
 
     def load(
@@ -191,19 +200,20 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None = None,
         step: int | None = None,
     ) -> Position:
-        """Give `net` and `optimizer` what was saved at `step`, by default the newest, under
-        whatever plan. Each rank reads only what it holds, into the tensors that it has. Without an
-        optimizer, adapters that were not saved stay as they are.
+        """Load the checkpoint of `step` (by default the newest) into `net` and `optimizer`.
+
+        The checkpoint may have been saved under another plan. Each rank reads only its own shards,
+        in place. Without an optimizer, LoRA adapters that were not saved keep their values.
 
         Raises:
-            CheckpointError: there is no complete checkpoint, it is of another model (names the
-                first parameter that differs), or it holds no such optimizer.
+            CheckpointError: if there is no complete checkpoint, it belongs to another model (the
+                message names the first parameter that differs), or its optimizer does not match.
         """
         step = self.newest() if step is None else step
         if step is None:
-            raise CheckpointError(f"{self.folder} holds no complete checkpoint")
+            raise CheckpointError(f"{self.folder} contains no complete checkpoint")
         folder = self.path(step)
-        about = About.read(folder)
+        about = CheckpointInfo.read(folder)
         reader = FileSystemReader(folder)
         saved = {
             key: entry
@@ -212,7 +222,7 @@ class Checkpoints:
         }
         prefix = f"{checkpoint_state.MODEL}."
         shapes = {k.removeprefix(prefix): e.size for k, e in saved.items() if k.startswith(prefix)}
-        names = saved_names(net, shapes, str(folder), new_adapters=optimizer is None)
+        names = match_saved_names(net, shapes, str(folder), new_adapters=optimizer is None)
         held, optimized = checkpoint_state.model_tensors(net), dict[str, Tensor]()
         model = {
             prefix + names[name]: held[prefix + name] for name in names if prefix + name in held
@@ -220,11 +230,11 @@ class Checkpoints:
         if optimizer is not None:
             if about.groups is None:
                 raise CheckpointError(f"{folder} was saved without an optimizer")
-            optimized = checkpoint_state.places_for_optimizer(net, optimizer, saved)
+            optimized = checkpoint_state.allocate_optimizer_state(net, optimizer, saved)
         device = checkpoint_state.device_of(net)
         random = {k: v for k, v in checkpoint_state.random_tensors(device).items() if k in saved}
         places = {**model, **optimized, **random}
-        with _saying(folder):
+        with _convert_errors(folder):
             state_dict_loader.load(places, storage_reader=reader, no_dist=True)
         if optimizer is not None and about.groups is not None:
             checkpoint_state.restore_optimizer(net, optimizer, optimized, about.groups)
@@ -243,16 +253,16 @@ def save_checkpoint(
     plan: Plan | None = None,
     keep: int | None = None,
 ) -> None:
-    """Save a checkpoint in `folder`, complete when this returns. Every rank calls it.
+    """Save a checkpoint in `folder`, which is complete when this returns. Every rank must call it.
 
     Args:
-        position: where the run stands, which `load_checkpoint` gives back.
-        plan: the plan that is followed; its fingerprint is noted.
-        keep: how many of the newest checkpoints stay in the folder; None for all.
+        position: the position of the run, which `load_checkpoint` returns.
+        plan: the plan of `net`; its fingerprint is recorded.
+        keep: number of newest checkpoints to keep in the folder; None for all.
 
     Raises:
-        CheckpointError: the optimizer has other parameters than the model, or state that is no
-            tensor.
+        CheckpointError: if the optimizer has parameters that the model does not have, or state that
+            is not a tensor.
     """
     with Checkpoints(folder, keep=keep) as checkpoints:
         checkpoints.save(net, optimizer, position, plan)
@@ -265,34 +275,39 @@ def load_checkpoint(
     *,
     step: int | None = None,
 ) -> Position:
-    """Give `net` and `optimizer` what was saved in `folder` at `step`, by default the newest, under
-    whatever plan and on however many devices. Every rank calls it.
+    """Load the checkpoint of `step` (by default the newest) in `folder` into `net` and `optimizer`.
+
+    It may have been saved under another plan, on another number of devices. Every rank must call
+    it.
+
+    Returns:
+        The position of the run when it was saved.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, it is of another model (names the first
-            parameter that differs), or it holds no such optimizer.
+        CheckpointError: if there is no complete checkpoint, it belongs to another model (the
+            message names the first parameter that differs), or its optimizer does not match.
     """
     return Checkpoints(folder).load(net, optimizer, step)
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """The steps of all complete checkpoints in `folder`, the newest last."""
-    found = (NAME.fullmatch(path.parent.name) for path in folder.glob(f"step-*/{ABOUT}"))
-    return sorted(int(match[1]) for match in found if match)
+    """The steps of all complete checkpoints in `folder`, in ascending order."""
+    matches = (NAME.fullmatch(path.parent.name) for path in folder.glob(f"step-*/{INFO_FILE}"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 class _PublishingWriter(FileSystemWriter):
-    """Writes under another name, and gives the folder its own when all ranks have written."""
+    """Writes under a temporary name, and renames the folder when all ranks have written."""
 
-    def __init__(self, folder: Path, about: About, keep: int | None) -> None:
+    def __init__(self, folder: Path, about: CheckpointInfo, keep: int | None) -> None:
         super().__init__(folder.with_name(f"{folder.name}.partial"))
         self._folder, self._about, self._keep = folder, about, keep
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """Called on one rank, when all have written."""
+        """Called on one rank once all have written."""
         super().finish(metadata, results)
         partial = Path(self.path)
-        with (partial / ABOUT).open("w") as file:
+        with (partial / INFO_FILE).open("w") as file:
             file.write(self._about.to_json())
             file.flush()
             os.fsync(file.fileno())
@@ -304,44 +319,47 @@ class _PublishingWriter(FileSystemWriter):
 
 
 @contextmanager
-def _saying(where: Path) -> Iterator[None]:
-    """What went wrong on the ranks, a full disk for example, as one error."""
+def _convert_errors(path: Path) -> Iterator[None]:
+    """Raises failures of ranks, such as a full disk, as a single CheckpointError."""
     try:
         yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointError(f"{where}: rank {rank}: {type(cause).__name__}: {cause}") from error
+        raise CheckpointError(f"{path}: rank {rank}: {type(cause).__name__}: {cause}") from error
 
 
 def _clear_leftovers(folder: Path) -> None:
-    """Remove what crashes have left."""
+    """Removes the leftovers of crashed runs."""
     for pattern in ("step-*.partial", "step-*.removed"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)
 
 
 def _remove(folder: Path) -> None:
-    """Under another name first: a folder that is half removed must not look complete."""
+    """Renames first, because a partially removed folder must not look complete."""
     if folder.exists():
         removed = folder.with_name(f"{folder.name}.removed")
         folder.rename(removed)
         shutil.rmtree(removed)
 
 
-def held_once(
+def drop_tied_duplicates(
     tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """Without what another stage saves: a parameter that is tied across stages lies on the devices
-    of both, perhaps cut differently. The stage of the lowest rank saves it."""
+    """Drops the tensors that another pipeline stage saves.
+
+    A parameter that is tied across stages is stored on the devices of each, perhaps sharded
+    differently. The stage with the lowest rank saves it.
+    """
 
     def lowest(tensor: Tensor) -> int:
         return int(tensor.device_mesh.mesh.min()) if isinstance(tensor, DTensor) else 0
 
-    mine = {key: lowest(tensor) for key, tensor in tensors.items()}
-    every: list[dict[str, int]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(every, mine, group=group)
+    lowest_ranks = {key: lowest(tensor) for key, tensor in tensors.items()}
+    all_ranks: list[dict[str, int]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(all_ranks, lowest_ranks, group=group)
     return {
         key: tensor
         for key, tensor in tensors.items()
-        if mine[key] == min(one[key] for one in every if key in one)
+        if lowest_ranks[key] == min(ranks[key] for ranks in all_ranks if key in ranks)
     }

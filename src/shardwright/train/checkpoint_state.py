@@ -1,8 +1,8 @@
-"""What a checkpoint holds of a model and its optimizer, as tensors with names.
+"""The state of a model, its optimizer and the random generators, as named tensors.
 
-The keys are `model.<name>` and `optimizer.<name of the parameter>.<key>`. They do not depend on the
-plan, the number of devices or the pipeline stages: a stage has the keys of its own parameters, and
-a parameter that is tied to another goes by the first of its names.
+The keys are `model.<name>`, `optimizer.<parameter name>.<key>` and `random.<device type>`. They do
+not depend on the plan, the number of devices or the pipeline stages: a stage has the keys of its
+own parameters, and a tied parameter goes by the first of its names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SavedMetadata = Mapping[str, TensorStorageMetadata]
 
 
 def model_tensors(net: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers that this rank holds, not copied."""
+    """The parameters and persistent buffers of this rank, without copying."""
     first = first_names(net)
     state = net.state_dict()
     held = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -32,28 +32,28 @@ def model_tensors(net: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The state of this rank's parameters, not copied.
+    """The optimizer state of this rank's parameters, without copying.
 
     Raises:
-        CheckpointError: the optimizer has a parameter that the model has not, or keeps something
-            that is no tensor.
+        CheckpointError: if the optimizer has a parameter that the model does not have, or state
+            that is not a tensor.
     """
-    found = {}
-    for name, parameter in _optimized(net, optimizer):
+    tensors = {}
+    for name, parameter in _optimizer_parameters(net, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is None:
                 continue
             if not isinstance(value, Tensor):
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} keeps {key!r} of {name!r} as a "
-                    f"{type(value).__name__}; only tensors can be saved"
+                    f"cannot save the state {key!r} of {name!r} in {type(optimizer).__name__}: it "
+                    f"is a {type(value).__name__}, not a tensor"
                 )
-            found[f"{OPTIMIZER}.{name}.{key}"] = value
-    return found
+            tensors[f"{OPTIMIZER}.{name}.{key}"] = value
+    return tensors
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of each parameter group, the learning rate for example, as plain data."""
+    """The settings of each parameter group, such as the learning rate, as plain data."""
     return [
         {
             key: value.item() if isinstance(value, Tensor) else value
@@ -64,26 +64,28 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def places_for_optimizer(
+def allocate_optimizer_state(
     net: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedMetadata
 ) -> dict[str, Tensor]:
-    """A tensor for everything that was saved of this rank's parameters' state, to read it into;
-    what has the parameter's shape is laid out as the parameter is."""
+    """Allocates tensors into which to read the saved optimizer state of this rank's parameters.
+
+    State with the shape of its parameter is sharded like the parameter.
+    """
     of_parameter: dict[str, list[str]] = {}
     for key in saved:
-        kind, _, rest = key.partition(".")
+        kind, _, suffix = key.partition(".")
         if kind == OPTIMIZER:
-            of_parameter.setdefault(rest.rpartition(".")[0], []).append(key)
-    found = {}
-    for name, parameter in _optimized(net, optimizer):
+            of_parameter.setdefault(suffix.rpartition(".")[0], []).append(key)
+    tensors = {}
+    for name, parameter in _optimizer_parameters(net, optimizer):
         for key in of_parameter.get(name, ()):
             size, dtype = saved[key].size, saved[key].properties.dtype
             like = size == parameter.shape
-            place = (
+            tensor = (
                 torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(size).to(dtype)
             )
-            found[key] = place.detach()
-    return found
+            tensors[key] = tensor.detach()
+    return tensors
 
 
 def restore_optimizer(
@@ -92,14 +94,14 @@ def restore_optimizer(
     tensors: Mapping[str, Tensor],
     groups: list[dict[str, Any]],
 ) -> None:
-    """Give the optimizer the state that was saved.
+    """Load the saved state into the optimizer.
 
     Raises:
-        CheckpointError: it has another number of parameter groups.
+        CheckpointError: if the optimizer has another number of parameter groups.
     """
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"the checkpoint holds an optimizer with {len(groups)} parameter groups, but this "
+            f"the checkpoint's optimizer has {len(groups)} parameter groups, but this "
             f"{type(optimizer).__name__} has {len(optimizer.param_groups)}"
         )
     of_parameter: dict[str, dict[str, Tensor]] = {}
@@ -108,27 +110,27 @@ def restore_optimizer(
         of_parameter.setdefault(name, {})[leaf] = value
     state = {
         number: of_parameter[name]
-        for number, (name, _) in enumerate(_optimized(net, optimizer))
+        for number, (name, _) in enumerate(_optimizer_parameters(net, optimizer))
         if name in of_parameter
     }
     current = optimizer.state_dict()["param_groups"]
     restored = [
-        {**mine, **{key: _as(value, mine.get(key)) for key, value in saved.items()}}
-        for mine, saved in zip(current, groups, strict=True)
+        {**group, **{key: _restore_type(value, group.get(key)) for key, value in saved.items()}}
+        for group, saved in zip(current, groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": restored})
 
 
 def random_tensors(device: torch.device) -> dict[str, Tensor]:
-    """The states of PyTorch's generators, of the CPU and of the accelerator `device`."""
-    found = {f"{RANDOM}.cpu": torch.get_rng_state()}
+    """The states of PyTorch's generators of the CPU and of the accelerator `device`."""
+    states = {f"{RANDOM}.cpu": torch.get_rng_state()}
     if device.type != "cpu":
-        found[f"{RANDOM}.{device.type}"] = torch.get_device_module(device).get_rng_state(device)
-    return found
+        states[f"{RANDOM}.{device.type}"] = torch.get_device_module(device).get_rng_state(device)
+    return states
 
 
 def restore_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set the generators to the states that `random_tensors` gave."""
+    """Set the generators to states from `random_tensors`."""
     for key, state in tensors.items():
         if key == f"{RANDOM}.cpu":
             torch.set_rng_state(state)
@@ -137,13 +139,13 @@ def restore_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def device_of(net: nn.Module) -> torch.device:
-    """Where `net` computes."""
+    """The device of `net`."""
     if isinstance(net, ParallelModule):
         return net.devices.device
     return next((p.device for p in net.parameters()), torch.device("cpu"))
 
 
-def _optimized(
+def _optimizer_parameters(
     net: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """The optimizer's parameters in its order, with their names."""
@@ -154,27 +156,26 @@ def _optimized(
             if parameter not in names:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} has a parameter of shape "
-                    f"{tuple(parameter.shape)} that the model does not have: make it from the "
+                    f"{tuple(parameter.shape)} that the model does not have: construct it with the "
                     "parameters of the module that is saved or loaded"
                 )
             yield names[parameter], parameter
 
 
 def first_names(net: nn.Module) -> dict[str, str]:
-    """For every parameter and persistent buffer of the whole model its name, or the first of its
-    names where it is tied to others."""
+    """Maps every parameter and persistent buffer of the whole model to the first of its names."""
     firsts: dict[int, str] = {}
     state = original_module(net).state_dict(keep_vars=True)
     return {name: firsts.setdefault(id(value), name) for name, value in state.items()}
 
 
 def original_module(net: nn.Module) -> nn.Module:
-    """The model with the parameters of all stages."""
+    """The original model, with the parameters of all stages."""
     return net.template if isinstance(net, ParallelModule) else net
 
 
-def _as(value: Any, like: Any) -> Any:
-    """A value that went through JSON in the type that the optimizer has it in."""
+def _restore_type(value: Any, like: Any) -> Any:
+    """A value read from JSON, converted to the type that the optimizer uses."""
     if isinstance(like, Tensor):
         return torch.full_like(like, value)
     return tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Data sets held in memory, and the batches that every rank draws from them alike."""
+"""In-memory datasets (images, packed text), and the batches that all ranks draw from them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DIGITS_SIZE, MNIST_SIZE = 8, 28
 
 @dataclass(frozen=True)
 class Batches:
-    """Full batches of `tensors`, which have the samples on dimension 0.
+    """Full batches of `tensors`, whose dimension 0 is the samples.
 
-    Each epoch has an order of its own, which depends on `seed` and the epoch only: every rank,
-    whatever the number of devices, draws the same whole batches. The samples that do not fill a
-    last batch are left out of that epoch.
+    The order of an epoch depends only on `seed` and the epoch, so every rank draws the same global
+    batches on any number of devices. Samples that do not fill a last batch are skipped in that
+    epoch.
 
     Raises:
-        DataError: the tensors differ in their number of samples, or do not fill one batch.
+        DataError: if the tensors differ in their number of samples, or do not fill one batch.
     """
 
     tensors: tuple[Tensor, ...]
@@ -43,10 +43,12 @@ class Batches:
     def __post_init__(self) -> None:
         counts = [len(tensor) for tensor in self.tensors]
         if len(set(counts)) != 1:
-            raise DataError(f"the tensors of the data hold {counts} samples, not equally many")
+            raise DataError(
+                f"the tensors of the dataset have different numbers of samples: {counts}"
+            )
         if len(self) == 0:
             raise DataError(
-                f"the data holds {counts[0]} samples, which do not fill one batch of "
+                f"the dataset has only {counts[0]} samples, less than one batch of "
                 f"{self.batch_size}: use a batch_size of at most {counts[0]}"
             )
 
@@ -55,7 +57,7 @@ class Batches:
         return len(self.tensors[0]) // self.batch_size
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """The batches of epoch `epoch`, from number `first` on."""
+        """The batches of epoch `epoch`, starting with number `first`."""
         seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(self.tensors[0]), generator=generator)
@@ -67,19 +69,19 @@ class Batches:
 def digits(image_size: int = DIGITS_SIZE) -> tuple[Tensor, Tensor]:
     """scikit-learn's handwritten digits: images [1797, 1, size, size] in 0…1, labels [1797].
 
-    A size above 8 repeats each pixel as often as fits and pads with background around it: 28 gives
+    For sizes above 8 the pixels are repeated and the border is padded with background: 28 gives
     digits of 24 x 24 pixels in the middle of 28 x 28, much like those of MNIST.
 
     Raises:
-        DataError: scikit-learn is not installed, or the size is below 8.
+        DataError: if scikit-learn is not installed, or the size is below 8.
     """
     if image_size < DIGITS_SIZE:
-        raise DataError(f"the digits have {DIGITS_SIZE} x {DIGITS_SIZE} pixels, not {image_size}")
+        raise DataError(f"image_size={image_size}: digits need at least {DIGITS_SIZE} pixels")
     try:
         from sklearn.datasets import load_digits
     except ImportError:
         raise DataError(
-            "the digits come with scikit-learn, which is not installed: "
+            "the digits dataset needs scikit-learn, which is not installed: "
             "pip install 'shardwright[data]'"
         ) from None
     pixels, labels = load_digits(return_X_y=True)
@@ -87,8 +89,8 @@ def digits(image_size: int = DIGITS_SIZE) -> tuple[Tensor, Tensor]:
     repeat = image_size // DIGITS_SIZE
     images = images.repeat_interleave(repeat, 2).repeat_interleave(repeat, 3)
     border = image_size - DIGITS_SIZE * repeat
-    before, after = border // 2, border - border // 2
-    images = torch.nn.functional.pad(images, (before, after, before, after))
+    leading, trailing = border // 2, border - border // 2
+    images = torch.nn.functional.pad(images, (leading, trailing, leading, trailing))
     return images, torch.tensor(labels, dtype=torch.int64)
 
 
@@ -96,40 +98,39 @@ def mnist(folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
     """MNIST's training set from its IDX files, plain or gzipped: images [n, 1, rows, columns],
     normalized to mean 0 and standard deviation 1, labels [n].
 
-    `folder` is by default the environment variable DATA_PATH.
+    `folder` defaults to the environment variable DATA_PATH.
 
     Raises:
-        DataError: the folder or a file is missing, or a file is not what its format says.
+        DataError: if the folder or a file is missing, or a file is malformed.
     """
-    place = folder if folder is not None else os.environ.get("DATA_PATH")
-    if not place:
+    location = folder if folder is not None else os.environ.get("DATA_PATH")
+    if not location:
         raise DataError(
-            f"no folder for MNIST: set data.path or the environment variable DATA_PATH to the "
-            f"folder of {IMAGES_FILE} and {LABELS_FILE} (both plain or .gz)"
+            f"no MNIST folder: set data.path or the environment variable DATA_PATH to the folder "
+            f"with {IMAGES_FILE} and {LABELS_FILE} (plain or .gz)"
         )
-    path = Path(place).expanduser()
+    path = Path(location).expanduser()
     if not path.is_dir():
         raise DataError(
-            f"{path}: no such folder; it should hold MNIST's {IMAGES_FILE} and {LABELS_FILE} "
-            f"(both plain or .gz)"
+            f"{path}: no such folder; it should contain MNIST's {IMAGES_FILE} and {LABELS_FILE} "
+            f"(plain or .gz)"
         )
     images_path, labels_path = _file(path, IMAGES_FILE), _file(path, LABELS_FILE)
     pixels, labels = read_idx(images_path, ndim=3), read_idx(labels_path, ndim=1)
     if len(pixels) != len(labels):
         raise DataError(
-            f"{images_path} holds {len(pixels)} images, "
-            f"but {labels_path} holds {len(labels)} labels"
+            f"{images_path} has {len(pixels)} images, but {labels_path} has {len(labels)} labels"
         )
     images = torch.from_numpy(pixels).unsqueeze(1).to(torch.float32) / 255.0
     return (images - MNIST_MEAN) / MNIST_STD, torch.from_numpy(labels).to(torch.int64)
 
 
 def mnist_or_digits() -> tuple[Tensor, Tensor]:
-    """MNIST if the environment variable DATA_PATH is set, else the digits in the same form: images
-    [n, 1, 28, 28], normalized to mean 0 and standard deviation 1, labels [n].
+    """MNIST if the environment variable DATA_PATH is set, otherwise the digits in the same format:
+    images [n, 1, 28, 28], normalized to mean 0 and standard deviation 1, and labels [n].
 
     Raises:
-        DataError: as `mnist` and `digits` do.
+        DataError: see `mnist` and `digits`.
     """
     if os.environ.get("DATA_PATH"):
         return mnist()
@@ -144,26 +145,28 @@ def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
     the number of dimensions, each dimension as a big-endian 32-bit integer, the data.
 
     Raises:
-        DataError: the file is not of this type, or not as long as it says.
+        DataError: if the file has another type, or another length than its header says.
     """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (gzip.BadGzipFile, EOFError) as error:
-        raise DataError(f"{path}: not a whole gzip file ({error})") from None
-    wanted, header = bytes((0, 0, 8, ndim)), 4 + 4 * ndim
-    if content[:4] != wanted:
+        raise DataError(f"{path}: incomplete or corrupt gzip file ({error})") from None
+    magic, header = bytes((0, 0, 8, ndim)), 4 + 4 * ndim
+    if content[:4] != magic:
         raise DataError(
             f"{path}: starts with 0x{content[:4].hex()}, but an IDX file of unsigned bytes with "
-            f"{ndim} dimensions starts with 0x{wanted.hex()}"
+            f"{ndim} dimensions starts with 0x{magic.hex()}"
         )
     if len(content) < header:
-        raise DataError(f"{path}: ends after {len(content)} bytes, inside its header of {header}")
+        raise DataError(
+            f"{path}: truncated, {len(content)} bytes are less than the header of {header}"
+        )
     shape = struct.unpack(f">{ndim}I", content[4:header])
     expected = header + math.prod(shape)
     if len(content) != expected:
         raise DataError(
-            f"{path}: {len(content)} bytes long, but its header says {list(shape)} values, "
-            f"which take {expected}"
+            f"{path}: the file has {len(content)} bytes, but the shape {list(shape)} in its header "
+            f"needs {expected}"
         )
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy()
 
@@ -172,14 +175,14 @@ def _file(folder: Path, name: str) -> Path:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path
-    raise DataError(f"{folder}: holds neither {name} nor {name}.gz")
+    raise DataError(f"{folder}: contains neither {name} nor {name}.gz")
 
 
 BYTES = 256
-"""Size of the vocabulary of the byte-level tokenizer."""
+"""Vocabulary size of the byte-level tokenizer."""
 
 END_OF_TEXT = 0
-"""What the byte-level tokenizer puts between texts: the byte that no text has."""
+"""The end-of-text token of the byte-level tokenizer, a byte that does not occur in text."""
 
 Encode = Callable[[str], list[int]]
 
@@ -189,43 +192,45 @@ def packed_text(
     path: str | Path | None = None,
     tokenizer: str | Path | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Token ids packed to `seq_length` without padding, [samples, seq_length], and the same as
-    labels (language models shift them).
+    """Token ids packed to `seq_length` without padding, [samples, seq_length], and a copy as labels
+    (language models shift them).
 
     Args:
-        path: a text file, or a folder whose `.txt` files are taken in the order of their names; by
-            default a short story that comes with Shardwright.
-        tokenizer: by default every byte of the UTF-8 text is a token; else a `tokenizer.json`, or a
-            folder that `transformers.AutoTokenizer` can load. Its end-of-text token, if it has one,
-            stands between texts.
+        path: a text file, or a folder whose `.txt` files are read in the order of their names; by
+            default a short story that ships with Shardwright.
+        tokenizer: a `tokenizer.json`, or a folder that `transformers.AutoTokenizer` can load, whose
+            end-of-text token, if any, follows each text. By default every byte of the UTF-8 text is
+            a token.
 
     Raises:
-        DataError: there is no such file, it is no UTF-8 text, or shorter than one sequence.
+        DataError: if there is no such file, it is not UTF-8 text, or has less than one sequence.
     """
-    encode, end = _byte_level() if tokenizer is None else _loaded(Path(tokenizer))
+    encode, end = _byte_tokenizer() if tokenizer is None else _load_tokenizer(Path(tokenizer))
     tokens: list[int] = []
-    for written in _texts(path):
-        tokens += encode(written) + end
+    for text in _read_texts(path):
+        tokens += encode(text) + end
     samples = len(tokens) // seq_length
     if samples == 0:
         raise DataError(
-            f"{path or 'the text'}: {len(tokens)} tokens do not fill one sequence of seq_length"
+            f"{path or 'the text'}: {len(tokens)} tokens are less than one sequence of seq_length"
             f" {seq_length}"
         )
     packed = torch.tensor(tokens[: samples * seq_length]).view(samples, seq_length)
     return packed, packed.clone()
 
 
-def _texts(path: str | Path | None) -> list[str]:
+def _read_texts(path: str | Path | None) -> list[str]:
     if path is None:
         story = files("shardwright.train") / "texts" / "workshop.txt"
         return [story.read_text(encoding="utf-8")]
-    place = Path(path).expanduser()
-    found = sorted(place.glob("*.txt")) if place.is_dir() else [place]
-    if not found or not found[0].exists():
-        wanted = "no .txt file in it" if place.is_dir() else "no such file or folder of .txt files"
-        raise DataError(f"{place}: {wanted}")
-    return [_read(file) for file in found]
+    location = Path(path).expanduser()
+    text_files = sorted(location.glob("*.txt")) if location.is_dir() else [location]
+    if not text_files or not text_files[0].exists():
+        problem = (
+            "no .txt file in it" if location.is_dir() else "no such file or folder of .txt files"
+        )
+        raise DataError(f"{location}: {problem}")
+    return [_read(file) for file in text_files]
 
 
 def _read(file: Path) -> str:
@@ -235,12 +240,12 @@ def _read(file: Path) -> str:
         raise DataError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
-def _byte_level() -> tuple[Encode, list[int]]:
+def _byte_tokenizer() -> tuple[Encode, list[int]]:
     return lambda written: list(written.encode("utf-8")), [END_OF_TEXT]
 
 
-def _loaded(place: Path) -> tuple[Encode, list[int]]:
-    """How a tokenizer encodes, and what it puts between texts."""
+def _load_tokenizer(path: Path) -> tuple[Encode, list[int]]:
+    """The encoding function of a tokenizer, and the tokens that follow each text."""
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError:
@@ -248,15 +253,15 @@ def _loaded(place: Path) -> tuple[Encode, list[int]]:
             "a tokenizer needs transformers, which is not installed: pip install"
             " 'shardwright[models]'"
         ) from None
-    if not place.exists():
-        raise DataError(f"{place}: no such tokenizer.json, nor folder of a tokenizer")
-    loaded = (
-        AutoTokenizer.from_pretrained(str(place))
-        if place.is_dir()
-        else PreTrainedTokenizerFast(tokenizer_file=str(place))  # type: ignore[no-untyped-call]
+    if not path.exists():
+        raise DataError(f"{path}: no such tokenizer.json or tokenizer folder")
+    tokenizer = (
+        AutoTokenizer.from_pretrained(str(path))
+        if path.is_dir()
+        else PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
     )
-    end = loaded.eos_token_id
+    end = tokenizer.eos_token_id
     return (
-        lambda written: list(loaded.encode(written, add_special_tokens=False)),
+        lambda written: list(tokenizer.encode(written, add_special_tokens=False)),
         [] if end is None else [end],
     )

@@ -1,9 +1,9 @@
-"""Starts the ranks as local processes through torch.distributed's own launcher.
+"""Launches ranks as local processes with torch.distributed's elastic launcher.
 
-The processes run the given command with the environment that torchrun would give them, so that a
-rank cannot tell, and need not, who started it. Rank N writes to `<log folder>/1/rank.N/stdout` and
-`stderr`. If one ends with an error or by a signal, the others are ended; then all are started again
-where that is asked for.
+The processes run the given command in the environment that torchrun would set up, so a rank cannot
+tell, and need not know, who launched it. Rank N writes to `<log folder>/1/rank.N/stdout` and
+`stderr`. If a rank fails or is killed, the others are terminated, and all are restarted if
+requested; with `launch_elastic` on the devices that remain.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from shardwright.errors import ConfigError
 from shardwright.runtime.collective_errors import CommunicationError
 
-# How long ranks may take to end after SIGTERM before they are killed.
+# How long ranks may take to exit after SIGTERM before they are killed.
 SHUTDOWN_SECONDS = 5
 
-# What ends a process from outside or because of its device; SIGABRT is how libraries end it.
-LOSSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+# Signals that indicate a lost device; SIGABRT is not one of them, libraries raise it on errors.
+DEVICE_LOSS_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 @dataclass(frozen=True)
 class LogFolder:
-    """Where the ranks of one run write: `<root>/1/rank.N/…`."""
+    """The log folder of one run: `<root>/1/rank.N/…`."""
 
     root: Path
 
@@ -54,11 +54,11 @@ class LogFolder:
         return self.rank(rank) / "stderr"
 
     def error(self, rank: int) -> Path:
-        """The exception that ended the rank, as torch.distributed's `record` writes it."""
+        """The exception that terminated the rank, as written by torch.distributed's `record`."""
         return self.rank(rank) / "error.json"
 
     def steps(self, rank: int) -> Path:
-        """One JSON line for each step."""
+        """One JSON line per training step."""
         return self.rank(rank) / "steps.jsonl"
 
     @property
@@ -66,10 +66,10 @@ class LogFolder:
         return self.run / "plan.json"
 
     def clear(self, num_ranks: int, keep_steps: bool = False) -> None:
-        """Remove what an earlier run left, make a folder for each of `num_ranks` ranks.
+        """Remove the logs of an earlier run, and create a folder for each of `num_ranks` ranks.
 
         Args:
-            keep_steps: leave the record of its steps, which a resumed run continues.
+            keep_steps: keep the step log, which a resumed run continues.
         """
         steps = self.steps(0)
         record = steps.read_bytes() if keep_steps and steps.exists() else None
@@ -80,9 +80,8 @@ class LogFolder:
         if record is not None:
             steps.write_bytes(record)
 
-    def set_aside(self) -> None:
-        """Give what all ranks wrote another name, `stdout.attempt-0` for example, before they are
-        started again."""
+    def archive_attempt(self) -> None:
+        """Rename the logs of all ranks, to `stdout.attempt-0` for example, before a restart."""
         for folder in self.run.glob("rank.[0-9]*"):
             attempt = len(list(folder.glob("stdout.attempt-*")))
             for name in ("stdout", "stderr", "error.json"):
@@ -91,10 +90,11 @@ class LogFolder:
 
 
 class RankFailedError(Exception):
-    """A rank ended with an error or by a signal; the message says which, why and where its log is.
+    """A rank failed or was killed; the message gives the rank, the reason and its log.
 
-    `kind` and `text` are the type's name and the text of the exception that ended it, where it left
-    one. `lost` are the ranks that were killed.
+    Args:
+        kind, text: type name and message of the exception that terminated it, if any.
+        lost: the ranks that were killed.
     """
 
     def __init__(
@@ -107,10 +107,12 @@ class RankFailedError(Exception):
 
 
 class StoppedError(Exception):
-    """The run was ended by a signal to the launching process, Ctrl-C for example."""
+    """The run was stopped by a signal to the launching process, such as Ctrl-C."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}: all ranks are ended")
+        super().__init__(
+            f"stopped by {signal.Signals(number).name}; all ranks have been terminated"
+        )
         self.number = number
 
 
@@ -125,12 +127,13 @@ def launch(
     """Run `python <command>` as `num_ranks` local processes and wait for all of them.
 
     Args:
-        max_restarts: how often all ranks are started again after one failed.
-        on_restart: called with the number of the restart, from 1 on, before it.
+        max_restarts: how many times all ranks are restarted after a failure.
+        on_restart: called before each restart with its number, from 1 on.
 
     Raises:
-        RankFailedError: a rank failed, once more than `max_restarts`; the others are ended.
-        StoppedError: this process got SIGINT, SIGTERM, SIGHUP or SIGQUIT; all ranks are ended.
+        RankFailedError: if a rank failed and there are no restarts left; the others are terminated.
+        StoppedError: if this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT; all ranks are
+            terminated.
     """
     config = LaunchConfig(
         min_nodes=1,
@@ -144,31 +147,31 @@ def launch(
         logs_specs=_RankLogs(logs, on_restart),
         shutdown_timeout=SHUTDOWN_SECONDS,
     )
-    with _own_signals_and_logging(), _threads_per_rank(num_ranks):
+    with _contain_launcher(), _threads_per_rank(num_ranks):
         try:
             launch_agent(config, sys.executable, list(command))
         except ChildFailedError as error:
-            raise rank_failed(error.failures, logs) from None
+            raise first_failure(error.failures, logs) from None
         except SignalException as error:
             raise StoppedError(error.sigval) from None
 
 
 class _RankLogs(LogsSpecs):
-    """The log files of `LogFolder`, instead of the launcher's own scheme."""
+    """The log files of `LogFolder` in place of the launcher's own naming."""
 
     def __init__(self, logs: LogFolder, on_restart: Callable[[int], None]) -> None:
         super().__init__(log_dir=str(logs.run))
         self._logs, self._on_restart = logs, on_restart
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called before each start of all ranks, with what their environment will be."""
+        """Called before each start of the ranks with their environments."""
         restart = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
-        self._logs.set_aside()
+        self._logs.archive_attempt()
         if restart > 0:
             self._on_restart(restart)
         for rank, environment in envs.items():
             environment["TORCHELASTIC_ERROR_FILE"] = str(self._logs.error(rank))
-            # Else a rank that is killed takes its last lines with it.
+            # Otherwise the last lines of a killed rank are lost.
             environment["PYTHONUNBUFFERED"] = "1"
         return LogsDest(
             stdouts={rank: str(self._logs.stdout(rank)) for rank in envs},
@@ -181,31 +184,33 @@ class _RankLogs(LogsSpecs):
         return str(self._logs.run)
 
 
-def rank_failed(failures: dict[int, ProcessFailure], logs: LogFolder) -> RankFailedError:
-    """The failure that came first: a rank that dies makes the others fail in what waits for it."""
+def first_failure(failures: dict[int, ProcessFailure], logs: LogFolder) -> RankFailedError:
+    """The first failure, which made the other ranks fail while waiting for this one."""
     start = min(failure.timestamp for failure in failures.values())
 
-    def ended_by_us(failure: ProcessFailure) -> bool:
-        # The launcher sends SIGTERM, and half a minute later SIGKILL to those that are still there.
+    def ended_by_launcher(failure: ProcessFailure) -> bool:
+        # The launcher sends SIGTERM, and SIGKILL to the ranks that are still running later.
         late = failure.timestamp > start + SHUTDOWN_SECONDS
         return failure.exitcode == -signal.SIGTERM or (late and failure.exitcode == -signal.SIGKILL)
 
     def precedence(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
         rank, failure = item
         killed = failure.exitcode < 0
-        return (2 if ended_by_us(failure) else 0 if killed else 1, failure.timestamp, rank)
+        return (2 if ended_by_launcher(failure) else 0 if killed else 1, failure.timestamp, rank)
 
     rank, failure = min(failures.items(), key=precedence)
     lost = frozenset(
-        rank for rank, f in failures.items() if -f.exitcode in LOSSES and not ended_by_us(f)
+        rank
+        for rank, f in failures.items()
+        if -f.exitcode in DEVICE_LOSS_SIGNALS and not ended_by_launcher(f)
     )
     log = f"its log: {logs.stderr(rank)}"
     if failure.exitcode < 0:
-        reason = f"rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}"
+        reason = f"rank {rank} (process {failure.pid}) was killed by {failure.signal_name()}"
         return RankFailedError(f"{reason}; {log}", lost=lost)
     message = failure.error_file_data["message"]
     if not isinstance(message, dict):
-        reason = f"rank {rank} ended with exit status {failure.exitcode}"
+        reason = f"rank {rank} exited with status {failure.exitcode}"
         return RankFailedError(f"{reason}; {log}", lost=lost)
     kind, _, text = message["message"].partition(": ")
     if kind == CommunicationError.__name__:
@@ -215,11 +220,11 @@ def rank_failed(failures: dict[int, ProcessFailure], logs: LogFolder) -> RankFai
 
 
 @contextmanager
-def _own_signals_and_logging() -> Iterator[None]:
-    """The launcher installs signal handlers and logs each of its acts: undo the one afterwards, and
-    keep the other off the console, where `RankFailedError` says it once."""
+def _contain_launcher() -> Iterator[None]:
+    """Undoes side effects of the launcher: restores the signal handlers that it installs, and keeps
+    its log off the console, since `RankFailedError` reports the failure."""
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in signals}
+    handlers = {number: signal.getsignal(number) for number in signals}
     logger = logging.getLogger("torch.distributed.elastic")
     propagate, quiet = logger.propagate, logging.NullHandler()
     logger.addHandler(quiet)
@@ -229,13 +234,13 @@ def _own_signals_and_logging() -> Iterator[None]:
     finally:
         logger.removeHandler(quiet)
         logger.propagate = propagate
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 @contextmanager
 def _threads_per_rank(num_ranks: int) -> Iterator[None]:
-    """Share the cores among the ranks, unless OMP_NUM_THREADS says otherwise."""
+    """Divides the CPU cores among the ranks, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" in os.environ:
         yield
         return
@@ -247,11 +252,11 @@ def _threads_per_rank(num_ranks: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Range:
-    """With how few and how many devices a run may go on.
+class DeviceRange:
+    """The minimum and maximum number of devices of an elastic run.
 
     Raises:
-        ConfigError: less than one device, or more at least than at most.
+        ConfigError: unless 1 ≤ minimum ≤ maximum.
     """
 
     minimum: int
@@ -264,16 +269,18 @@ class Range:
             )
 
     @staticmethod
-    def parse(text: str) -> Range:
-        """Raises: ConfigError: the text is not `MIN:MAX`."""
+    def parse(text: str) -> DeviceRange:
+        """Raises:
+        ConfigError: if the text is not `MIN:MAX`.
+        """
         low, colon, high = text.partition(":")
         if not (colon and low.isdecimal() and high.isdecimal()):
             raise ConfigError(f"--elastic {text}: expected MIN:MAX, for example 2:8")
-        return Range(int(low), int(high))
+        return DeviceRange(int(low), int(high))
 
 
 def launch_elastic(
-    planned_for: Callable[[int], tuple[Sequence[str], int]],
+    command_for: Callable[[int], tuple[Sequence[str], int]],
     command: Sequence[str],
     devices: int,
     minimum: int,
@@ -282,35 +289,36 @@ def launch_elastic(
     max_restarts: int = 0,
     on_restart: Callable[[str], None],
 ) -> None:
-    """Run `command` on `devices` ranks, and go on with fewer whenever some are killed.
+    """Run `command` on `devices` ranks, and continue on fewer whenever some are killed.
 
-    A device whose rank was killed counts as lost. A rank that fails with an error loses none: then
-    all are started again on as many devices, at most `max_restarts` times.
+    A device whose rank is killed counts as lost. If a rank fails with an error no device is lost,
+    and the run restarts on the same number of devices, at most `max_restarts` times.
 
     Args:
-        planned_for: given how many devices are left, the command that goes on there and how many
-            of them it uses.
-        on_restart: told in words why and on how many devices the run goes on.
+        command_for: from the number of remaining devices to the command that continues the run and
+            the number of devices that it uses.
+        on_restart: called with a message that says why and on how many devices the run continues.
 
     Raises:
-        RankFailedError: fewer than `minimum` devices are left, or a rank failed once more than
-            `max_restarts`.
-        StoppedError: as `launch`.
+        RankFailedError: if fewer than `minimum` devices remain, or a rank failed and there are no
+            restarts left.
+        StoppedError: see `launch`.
     """
-    left, restarts = devices, 0
+    devices_left, restarts = devices, 0
     while True:
         try:
             launch(command, devices, logs)
             return
         except RankFailedError as error:
-            left -= len(error.lost)
+            devices_left -= len(error.lost)
             restarts += not error.lost
-            if left < minimum:
+            if devices_left < minimum:
                 raise RankFailedError(
-                    f"{error}\ndevices left: {left}, fewer than the {minimum} that --elastic allows"
+                    f"{error}\ndevices left: {devices_left}, fewer than the minimum of {minimum}"
+                    " set by --elastic"
                 ) from None
             if restarts > max_restarts:
                 raise
             reason = str(error).partition(";")[0]
-        command, devices = planned_for(left)
-        on_restart(f"{reason}; devices left: {left}; going on with {devices}")
+        command, devices = command_for(devices_left)
+        on_restart(f"{reason}; devices left: {devices_left}; continuing on {devices}")

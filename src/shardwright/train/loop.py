@@ -1,4 +1,4 @@
-"""The training loop, for what `parallelize` returns and for any module that returns a loss."""
+"""The training loop, for modules of `parallelize` and any other module that returns its loss."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ def train(
     """Train `net`, which returns the loss of a batch, for `epochs` epochs.
 
     Args:
-        device: where the batches go before `net` reads them.
+        device: the device to which batches are moved.
         on_step: called after every step.
-        max_steps: stop after that many steps, counted over all epochs and from the very first.
-        start: where to go on.
-        after_step: called after `on_step` with the place that the run has come to.
-        rate: gives the learning rate of each step, by default that of the optimizer.
-        clip_norm: norm of all gradients together above which they are scaled down to it.
+        max_steps: total number of steps, over all epochs and including those before `start`.
+        start: the position at which to resume.
+        after_step: called after `on_step` with the new position.
+        rate: maps a step to its learning rate; by default the optimizer's own is used.
+        clip_norm: maximum total norm of the gradients.
     """
     net.train()
-    left = None if max_steps is None else max(0, max_steps - start.step)
-    for place, batch in islice(_steps(batches, epochs, start), left):
+    remaining = None if max_steps is None else max(0, max_steps - start.step)
+    for position, batch in islice(_steps(batches, epochs, start), remaining):
         started = perf_counter()
         loss = _with_gradients(net, [tensor.to(device) for tensor in batch], clip_norm)
         if rate is not None:
             for group in optimizer.param_groups:
-                group["lr"] = rate(place.step)
+                group["lr"] = rate(position.step)
         optimizer.step()
         optimizer.zero_grad()
         speed = batches.batch_size / (perf_counter() - started)
-        on_step(StepRecord(place.epoch, place.batch, loss.item(), speed))
+        on_step(StepRecord(position.epoch, position.batch, loss.item(), speed))
         if after_step is not None:
-            after_step(place.next(len(batches)))
+            after_step(position.next(len(batches)))
 
 
 def _with_gradients(net: nn.Module, batch: Sequence[Tensor], clip_norm: float | None) -> Tensor:
-    """The loss of a batch, with its gradients in the parameters; over all micro-batches and stages
-    where the net is run as planned."""
+    """Runs forward and backward, for a `ParallelModule` over all micro-batches and stages; returns
+    the loss."""
     if isinstance(net, ParallelModule):
         planned = net.train_step(*batch)
         if clip_norm is not None:
@@ -74,22 +74,22 @@ def _with_gradients(net: nn.Module, batch: Sequence[Tensor], clip_norm: float | 
 def _steps(
     batches: Batches, epochs: int, start: Position
 ) -> Iterator[tuple[Position, tuple[Tensor, ...]]]:
-    place = start
-    while place.epoch < epochs:
-        for batch in batches.epoch(place.epoch, place.batch):
-            yield place, batch
-            place = place.next(len(batches))
+    position = start
+    while position.epoch < epochs:
+        for batch in batches.epoch(position.epoch, position.batch):
+            yield position, batch
+            position = position.next(len(batches))
 
 
 class MeanAbsoluteError(nn.Module):
-    """Mean of |output - target|; a target such as [batch] is compared with outputs [batch, 1]."""
+    """Mean of |output - target|, with the target reshaped to the output's shape."""
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.l1_loss(output, target.to(output.dtype).view(output.shape))
 
 
 class MeanSquaredError(nn.Module):
-    """Mean of (output - target)²; a target such as [batch] is compared with outputs [batch, 1]."""
+    """Mean of (output - target)², with the target reshaped to the output's shape."""
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.mse_loss(output, target.to(output.dtype).view(output.shape))

@@ -1,4 +1,4 @@
-"""Learning rates that rise and then fall."""
+"""Learning rate schedules with a linear warmup."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ KINDS = ("constant", "cosine", "linear", "polynomial")
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """A learning rate that rises evenly from 0 to `peak` and then goes to `end`.
+    """Linear warmup from 0 to `peak`, followed by decay to `end`.
 
     Args:
-        kind: `constant` stays at `peak`; `cosine` falls along half a wave, `linear` evenly, and
-            `polynomial` as the rest of the way to the power of `power`.
-        warmup_steps: steps in which it rises.
-        warmup_ratio: the same as a share of all steps, where that is given.
-        total_steps: steps after which it stays at `end`; None for those of the run.
+        kind: the decay: `constant` (none), `cosine`, `linear` or `polynomial`.
+        warmup_steps: number of warmup steps.
+        warmup_ratio: warmup as a fraction of all steps; overrides `warmup_steps`.
+        total_steps: steps after which the rate stays at `end`; None for those of the run.
+        power: exponent of `polynomial`.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class LRSchedule:
     power: float = 1.0
 
     def rate(self, step: int, run_steps: int) -> float:
-        """The learning rate of a step, counted from 0, of a run of so many steps."""
+        """The learning rate of `step`, counted from 0, in a run of `run_steps` steps."""
         total = self.total_steps if self.total_steps is not None else run_steps
         warmup = self.warmup_steps
         if self.warmup_ratio is not None:
@@ -38,11 +38,11 @@ class LRSchedule:
             return self.peak * step / warmup
         if self.kind == "constant":
             return self.peak
-        gone = min((step - warmup) / max(1, total - warmup), 1.0)
-        return self.end + (self.peak - self.end) * self._left(gone)
+        progress = min((step - warmup) / max(1, total - warmup), 1.0)
+        return self.end + (self.peak - self.end) * self._remaining(progress)
 
-    def _left(self, gone: float) -> float:
-        """The share of the fall that is left when a share of the way is gone."""
+    def _remaining(self, progress: float) -> float:
+        """The fraction of the decay that remains at `progress` between 0 and 1."""
         if self.kind == "cosine":
-            return (1 + cos(pi * gone)) / 2
-        return float((1 - gone) ** (1.0 if self.kind == "linear" else self.power))
+            return (1 + cos(pi * progress)) / 2
+        return float((1 - progress) ** (1.0 if self.kind == "linear" else self.power))

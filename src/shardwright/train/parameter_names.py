@@ -1,4 +1,4 @@
-"""Which saved tensor belongs to which of a model, also where adapters stand around its layers."""
+"""Matches the names of saved tensors to those of a model, with and without LoRA adapters."""
 
 from __future__ import annotations
 
@@ -12,54 +12,60 @@ from shardwright.errors import CheckpointError
 from shardwright.train.checkpoint_state import first_names, original_module
 
 _WHOLE = "base_model.model."
-"""What `peft` puts before all names of a model that it wraps."""
+"""Prefix of all names in a model that `peft` wraps."""
 
 _LAYER = ".base_layer."
-"""Where the layer itself stands inside the module that adds an adapter to it."""
+"""Path of the original layer inside the module that adds an adapter to it."""
 
 _ADAPTER = re.compile(r"\.(lora_\w+)(\.default\b)?")
-"""The matrices of an adapter; `peft` leaves the adapter's name out where it saves them alone."""
+"""The matrices of an adapter; `peft` omits the adapter's name when it saves only adapters."""
 
 
-def saved_names(
+def match_saved_names(
     net: nn.Module, saved: Mapping[str, torch.Size], where: str, new_adapters: bool = False
 ) -> dict[str, str]:
-    """For each tensor of the whole model, of all stages, its name in `saved`. A layer goes by one
-    name with an adapter and without it; a tied tensor by the first of its names.
+    """Maps each tensor of the whole model, including all stages, to its name in `saved`.
+
+    A layer matches with and without an adapter; a tied tensor goes by the first of its names.
 
     Args:
         saved: the shape of each saved tensor.
-        where: what they are in, for errors.
-        new_adapters: adapters may be missing, all together; they are then not in the result.
+        where: the checkpoint, for error messages.
+        new_adapters: accept that `saved` has no adapters; the result then has none either.
 
     Raises:
-        CheckpointError: the tensors differ in a name or a shape; names the first that does.
+        CheckpointError: if names or shapes differ; the message names the first that does.
     """
     first = first_names(net)
     of_plain = {_plain(name): name for name in reversed(first)}
-    theirs: dict[str, str] = {}
+    saved_name_of: dict[str, str] = {}
     for name in saved:
         known = name if name in first else of_plain.get(_plain(name))
-        theirs.setdefault(name if known is None else first[known], name)
+        saved_name_of.setdefault(name if known is None else first[known], name)
     state = original_module(net).state_dict()
-    mine = {first[name]: value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {first[name]: value for name, value in state.items() if isinstance(value, Tensor)}
     left_out = new_adapters and not any(_ADAPTER.search(name) for name in saved)
-    wanted = {n: v for n, v in mine.items() if not (left_out and _ADAPTER.search(n))}
-    for name, value in wanted.items():
-        if name not in theirs:
-            raise CheckpointError(f"{where} is of another model: it has no {name!r}")
-        if saved[theirs[name]] != value.shape:
+    required = {n: v for n, v in tensors.items() if not (left_out and _ADAPTER.search(n))}
+    for name, value in required.items():
+        if name not in saved_name_of:
             raise CheckpointError(
-                f"{where} is of another model: {name!r} has shape {tuple(saved[theirs[name]])}"
-                f" there, {tuple(value.shape)} here"
+                f"{where} belongs to another model: the model has {name!r}, the checkpoint does not"
             )
-    for name in theirs:
-        if name not in wanted:
-            raise CheckpointError(f"{where} is of another model: it has {name!r}, this one has not")
-    return {name: theirs[name] for name in wanted}
+        if saved[saved_name_of[name]] != value.shape:
+            raise CheckpointError(
+                f"{where} belongs to another model: {name!r} has shape"
+                f" {tuple(saved[saved_name_of[name]])} in the checkpoint, {tuple(value.shape)} in"
+                " the model"
+            )
+    for name in saved_name_of:
+        if name not in required:
+            raise CheckpointError(
+                f"{where} belongs to another model: the checkpoint has {name!r}, the model does not"
+            )
+    return {name: saved_name_of[name] for name in required}
 
 
 def _plain(name: str) -> str:
-    """The name of a tensor as it is without adapters; of an adapter, without the adapter's name."""
+    """The name of a tensor without `peft`'s prefixes, or of an adapter matrix without its name."""
     plain = name.removeprefix(_WHOLE).replace(_LAYER, ".")
     return _ADAPTER.sub(r".\1", plain)

@@ -1,4 +1,4 @@
-"""Where a training run stands."""
+"""The position of a training run in its data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Position:
-    """The place in the data at which training goes on.
+    """The position at which training continues.
 
     Args:
-        step: steps that are done, over all epochs.
-        epoch, batch: the batch that comes next.
+        step: number of completed steps, over all epochs.
+        epoch, batch: the next batch, both counted from 0.
     """
 
     step: int = 0
@@ -19,7 +19,7 @@ class Position:
     batch: int = 0
 
     def next(self, batches: int) -> Position:
-        """The place one step further, in epochs of so many batches."""
+        """The position after one more step, in epochs of `batches` batches."""
         if self.batch + 1 < batches:
             return Position(self.step + 1, self.epoch, self.batch + 1)
         return Position(self.step + 1, self.epoch + 1, 0)

@@ -1,4 +1,4 @@
-"""The process group that a launched rank joins, and the device it computes on."""
+"""The process group and the device of a launched rank."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class World:
-    """What a launcher (torchrun, or ours) tells a process in its environment.
+    """The environment that a launcher (torchrun or ours) sets up for a process.
 
     Args:
-        restarts: how often the processes have been started before, because some failed.
+        rank, size: among all processes.
+        local_rank, local_size: among those of this machine.
+        restarts: number of restarts after failures so far.
     """
 
     rank: int
@@ -34,8 +36,8 @@ class World:
 
     @staticmethod
     def from_environment() -> World:
-        """The world of this process; of it alone when no launcher started it."""
-        if not launched():
+        """The world of this process; a world of size 1 if it was not started by a launcher."""
+        if not is_launched():
             return World(rank=0, size=1, local_rank=0, local_size=1)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -44,13 +46,13 @@ class World:
         return World(rank, size, local_rank, local_size, restarts)
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Whether a launcher started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def local_device(world: World) -> torch.device:
-    """The accelerator of this process; the CPU where there are fewer of them than processes."""
+    """The accelerator of this process; the CPU if there are fewer accelerators than processes."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or torch.accelerator.device_count() < world.local_size:
         return torch.device("cpu")
@@ -59,14 +61,19 @@ def local_device(world: World) -> torch.device:
 
 @contextmanager
 def process_group(world: World, timeout: timedelta = TIMEOUT) -> Iterator[torch.device]:
-    """Be part of the group of all processes, over the backend of this process's device; gives the
-    device. A world of one process needs no group and makes none.
+    """Joins the default process group, with the default backend of this process's device.
+
+    A world of size 1 needs no group, and creates none.
 
     Args:
-        timeout: a collective that waits longer fails: the other ranks are gone or stuck.
+        timeout: collectives that wait longer fail, because other ranks have died or are stuck.
+
+    Yields:
+        The device of this process.
 
     Raises:
-        CommunicationError: a collective of a planned program failed; names the conversion.
+        CommunicationError: if a collective of a planned program fails; the message names the
+            conversion.
     """
     device = local_device(world)
     if device.type != "cpu":
@@ -84,13 +91,15 @@ def process_group(world: World, timeout: timedelta = TIMEOUT) -> Iterator[torch.
     )
     with naming_conversions():
         yield device
-    # Not after an error: other ranks may wait in a collective, which this would wait for.
+    # Not after an error: this would block while other ranks wait in a collective.
     dist.destroy_process_group()
 
 
 def _store(world: World, timeout: timedelta) -> Store:
-    """The launcher's store, in which the processes find each other. It lives through restarts, so
-    what the processes of an earlier start wrote there must not be read by those of this one."""
+    """The launcher's store, through which the processes find each other.
+
+    It survives restarts, so each start has its own prefix and does not see earlier keys.
+    """
     store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
     store.set_timeout(timeout)
     return PrefixStore(f"restart {world.restarts} of {world.size} ranks", store)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: the documented lines, and below them a live bar on a terminal."""
+"""The console output of a run: the followed log lines and, on a terminal, a live progress bar."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardwright.train.step_log import StepRecord
 
 
 class LiveProgress:
-    """A context that shows lines and, where the console is a terminal, a bar with the newest step.
+    """A context that prints lines and, if the console is a terminal, a progress bar below them.
 
     Args:
-        num_steps: steps in the whole run, the length of the bar.
-        steps_per_epoch: steps in an epoch.
+        num_steps: steps of the whole run, the length of the bar.
+        steps_per_epoch: steps per epoch.
     """
 
     def __init__(self, console: Console, num_steps: int, steps_per_epoch: int) -> None:
@@ -51,11 +51,11 @@ class LiveProgress:
         self._bar.stop()
 
     def line(self, text: str) -> None:
-        """Print `text` as it is, above the bar."""
+        """Print `text` verbatim above the bar."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, step: StepRecord) -> None:
-        """Show a finished step on the bar, which goes back where a run was restarted."""
+        """Show a finished step on the bar, which moves back when a run is restarted."""
         self._bar.update(
             self._task,
             completed=step.epoch * self._steps_per_epoch + step.step + 1,
@@ -69,15 +69,15 @@ POLL_SECONDS = 0.1
 
 
 class Follower:
-    """A context in which each complete line appended to a file is handed to a function.
+    """A context in which a function is called with every line that is appended to a file.
 
-    The files need not exist yet. A file that another takes the place of is read to its end, and
-    then the other from its beginning. On leaving, what has been written by then is still handed
-    over, a last line without its end of line included. The functions are called from one thread.
+    The files need not exist yet. If a file is replaced, the old one is read to its end, then the
+    new one from its beginning. On exit all that has been written is still passed on, including a
+    last line without a newline. All functions are called from one background thread.
     """
 
     def __init__(self, on_line: Mapping[Path, Callable[[str], None]]) -> None:
-        self._files = [_Followed(path, function) for path, function in on_line.items()]
+        self._files = [_FollowedFile(path, function) for path, function in on_line.items()]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="follow-logs", daemon=True)
 
@@ -103,21 +103,21 @@ class Follower:
             followed.close()
 
 
-class _Followed:
+class _FollowedFile:
     def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
         self._path, self._on_line = path, on_line
         self._file: BinaryIO | None = None
         self._unfinished = b""
 
     def read(self) -> None:
-        """Hand over the lines that are new in the file, and in one that took its place."""
+        """Pass on the new lines of the file, and of one that has replaced it."""
         for file in self._files():
             *lines, self._unfinished = (self._unfinished + file.read()).split(b"\n")
             for line in lines:
                 self._on_line(line.decode(errors="replace"))
 
     def close(self) -> None:
-        """Hand over the last line, even if it is not finished."""
+        """Pass on the last line, even if it is incomplete."""
         if self._unfinished:
             self._on_line(self._unfinished.decode(errors="replace"))
             self._unfinished = b""
@@ -127,7 +127,7 @@ class _Followed:
 
     def _files(self) -> Iterator[BinaryIO]:
         if self._file is not None:
-            # Looked up first: what is written before the file is replaced is still read.
+            # Checked before reading, so that nothing written before the replacement is missed.
             replaced = self._replaced(self._file)
             yield self._file
             if not replaced:

@@ -1,4 +1,4 @@
-"""Which samples each rank feeds: the whole batch, or the part of it that arrives at its device."""
+"""The samples that each rank feeds to the model: the global batch, or only its own shard."""
 
 from __future__ import annotations
 
@@ -13,48 +13,50 @@ from shardwright.layout.layout import TensorLayout
 from shardwright.plan import Plan
 
 
-def local_part(plan: Plan, rank: int, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What `rank` gives the model of a whole batch: of each input tensor the block that arrives.
+def local_batch(plan: Plan, rank: int, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors that `rank` passes to the model: its shard of each tensor of a global batch.
 
     Raises:
-        DataError: if the batch has another number of tensors than the model has inputs, or a tensor
-            cannot be cut as its input arrives.
+        DataError: if the number of tensors differs from the number of model inputs, or a tensor
+            cannot be sharded as the plan's `dataset_strategy` says.
     """
-    inputs = _inputs(plan)
+    inputs = _input_layouts(plan)
     if len(batch) != len(inputs):
         raise DataError(
             f"the batch has {len(batch)} tensors, but the model has {len(inputs)} inputs:"
             f" {', '.join(name for name, _ in inputs)}"
         )
-    parts = []
+    blocks = []
     for tensor, (name, arrival) in zip(batch, inputs, strict=True):
         for dim, count in enumerate(arrival.shard_counts):
             if tensor.shape[dim] % count:
                 raise DataError(
-                    f"input {name} arrives in {count} equal parts of dimension {dim}, which a"
-                    f" batch of shape {list(tensor.shape)} does not allow"
+                    f"input {name} of shape {list(tensor.shape)}: dataset_strategy shards dimension"
+                    f" {dim} {count} ways, which does not divide its size {tensor.shape[dim]}"
                 )
-        place = rank % plan.mesh.num_devices
-        parts.append(tensor[arrival.slices(place, tuple(tensor.shape))])
-    return tuple(parts)
+        rank_in_mesh = rank % plan.mesh.num_devices
+        blocks.append(tensor[arrival.slices(rank_in_mesh, tuple(tensor.shape))])
+    return tuple(blocks)
 
 
 class BatchSampler(Sampler[list[int]]):
-    """The numbers of the samples that one rank feeds, a list for each batch.
+    """Yields the sample indices of one rank, a list per batch, for `DataLoader(batch_sampler=...)`.
 
-    For `DataLoader(data, batch_sampler=...)`. All ranks draw the same order, which depends on
-    `seed` and the epoch only. Where inputs arrive whole every rank is given every sample; where
-    they arrive cut along the batch each rank is given its block, and ranks that hold the same block
-    (of different pipeline stages, too) the same samples.
+    All ranks draw the same order, which depends only on `seed` and the epoch. If the plan's
+    `dataset_strategy` replicates the inputs, every rank gets all samples of a batch. If it shards
+    them along the batch, each rank gets its shard, and ranks with the same shard (also those of
+    other pipeline stages) get the same samples.
 
     Args:
-        samples: how many there are.
-        batch_size: samples of the whole batch, over all ranks.
-        drop_last: leave out the samples that do not fill a last batch; else they are a smaller one.
+        samples: number of samples in the dataset.
+        plan: the plan of the model.
+        rank: the global rank.
+        batch_size: samples per global batch, over all ranks.
+        drop_last: drop the samples that do not fill a last batch; otherwise that batch is smaller.
 
     Raises:
-        DataError: there is not one whole batch, the inputs arrive cut differently along the batch,
-            or a batch, the last one included, cannot be cut as they arrive.
+        DataError: if there is less than one batch, the inputs are sharded differently along the
+            batch, or a batch, including the last, cannot be sharded evenly.
     """
 
     def __init__(
@@ -71,11 +73,11 @@ class BatchSampler(Sampler[list[int]]):
         self.samples, self.batch_size = samples, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
-        self._arrival = _arrival_of_rows(plan)
+        self._arrival = _batch_layout(plan)
         self._place = rank % plan.mesh.num_devices
         if samples < batch_size:
             raise DataError(
-                f"{samples} samples do not fill one batch of {batch_size}: use a batch_size of at"
+                f"{samples} samples are less than one batch of {batch_size}: use a batch_size of at"
                 f" most {samples}"
             )
         self._check_divides(batch_size, "a batch")
@@ -83,13 +85,13 @@ class BatchSampler(Sampler[list[int]]):
             self._check_divides(samples % batch_size, "the last batch")
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of epoch `epoch`."""
+        """Selects the sample order of `epoch`."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Number of batches in an epoch."""
-        whole, rest = divmod(self.samples, self.batch_size)
-        return whole + (rest > 0 and not self.drop_last)
+        """Number of batches per epoch."""
+        full, remainder = divmod(self.samples, self.batch_size)
+        return full + (remainder > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.arange(self.samples)
@@ -100,18 +102,18 @@ class BatchSampler(Sampler[list[int]]):
             rows = order[number * self.batch_size : (number + 1) * self.batch_size]
             yield rows[self._arrival.slices(self._place, (len(rows),))].tolist()
 
-    def _check_divides(self, rows: int, what: str) -> None:
-        (parts,) = self._arrival.shard_counts
-        if rows % parts:
+    def _check_divides(self, rows: int, batch: str) -> None:
+        (num_shards,) = self._arrival.shard_counts
+        if rows % num_shards:
             raise DataError(
-                f"{what} has {rows} samples, and the inputs arrive in {parts} equal parts of it:"
-                f" choose numbers that {parts} divides"
-                + ("" if what == "a batch" else ", or drop_last=True")
+                f"{batch} has {rows} samples, but dataset_strategy shards the batch {num_shards}"
+                f" ways: use a multiple of {num_shards}"
+                + ("" if batch == "a batch" else ", or drop_last=True")
             )
 
 
-def _inputs(plan: Plan) -> list[tuple[str, TensorLayout]]:
-    """Each tensor input with the layout in which it arrives."""
+def _input_layouts(plan: Plan) -> list[tuple[str, TensorLayout]]:
+    """The name of each tensor input, and the layout in which devices are given it."""
     tensors = [leaf for leaf in plan.inputs if isinstance(leaf, dict)]
     return [
         (
@@ -122,14 +124,14 @@ def _inputs(plan: Plan) -> list[tuple[str, TensorLayout]]:
     ]
 
 
-def _arrival_of_rows(plan: Plan) -> TensorLayout:
-    """How dimension 0 of all inputs that have the batch arrives."""
+def _batch_layout(plan: Plan) -> TensorLayout:
+    """The layout of dimension 0 of all inputs that have a batch dimension."""
     sized = [leaf for leaf in plan.inputs if isinstance(leaf, dict) and leaf["shape"]]
     names = [leaf["name"] for leaf in sized if leaf["shape"][0] == sized[0]["shape"][0]]
-    found = {arrival.axes[0] for name, arrival in _inputs(plan) if name in names}
-    if len(found) != 1:
+    axes = {arrival.axes[0] for name, arrival in _input_layouts(plan) if name in names}
+    if len(axes) != 1:
         raise DataError(
-            f"the inputs {', '.join(names)} arrive cut differently along the batch, so that no"
-            " list of samples serves them all: use shardwright.train.local_part on whole batches"
+            f"dataset_strategy shards the inputs {', '.join(names)} differently along the batch, so"
+            " no list of samples fits them all: use shardwright.train.local_batch on global batches"
         )
-    return TensorLayout(plan.mesh, (found.pop(),))
+    return TensorLayout(plan.mesh, (axes.pop(),))

@@ -1,4 +1,4 @@
-"""A model's `state_dict` as one file, as one device writes and reads it."""
+"""A model's `state_dict` as a single file that one device can load: safetensors or `torch.save`."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from torch.distributed.tensor import DTensor
 from shardwright.errors import CheckpointError
 from shardwright.torch_internals.dtensor import held_chunks
 from shardwright.train import checkpoint_state
-from shardwright.train.checkpoint import held_once
-from shardwright.train.parameter_names import saved_names
+from shardwright.train.checkpoint import drop_tied_duplicates
+from shardwright.train.parameter_names import match_saved_names
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
 def save_state_dict(net: nn.Module, path: str | Path) -> None:
-    """Write the whole model to one file, which a model on one device can load.
+    """Write the whole model to a single file, which a model on one device can load.
 
-    Every rank calls it. The ranks write their shards to a folder beside `path`; rank 0 joins them:
-    in a `.safetensors` file tensor by tensor, for `.pt`, `.pth` and `.bin`, which `torch.save`
-    writes, with the whole model in its memory. Of tied tensors a `.safetensors` file holds the
-    first, as the format demands.
+    Every rank must call it. The ranks write their shards to a folder next to `path`, and rank 0
+    merges them: tensor by tensor into a `.safetensors` file, or with the whole model in memory into
+    a `torch.save` file (`.pt`, `.pth` or `.bin`). A `.safetensors` file has only the first of tied
+    tensors, as the format requires.
 
     Raises:
-        CheckpointError: `path` has another suffix, or a dtype that its format does not have.
+        CheckpointError: if `path` has another suffix, or the format does not support a dtype.
     """
-    path = _known(Path(path))
+    path = _check_suffix(Path(path))
     tensors = checkpoint_state.model_tensors(net)
     if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         _write(net, path, lambda name: tensors[f"{checkpoint_state.MODEL}.{name}"])
@@ -47,18 +47,20 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(shards, ignore_errors=True)
     dist.barrier()
-    state_dict_saver.save(dict(held_once(tensors)), storage_writer=FileSystemWriter(shards))
+    state_dict_saver.save(
+        dict(drop_tied_duplicates(tensors)), storage_writer=FileSystemWriter(shards)
+    )
     if dist.get_rank() == 0:
         reader = FileSystemReader(shards)
         like = checkpoint_state.original_module(net).state_dict()
 
         def read(name: str) -> Tensor:
-            key, whole = (
+            key, tensor = (
                 f"{checkpoint_state.MODEL}.{name}",
                 torch.empty_like(like[name], device="cpu"),
             )
-            state_dict_loader.load({key: whole}, storage_reader=reader, no_dist=True)
-            return whole
+            state_dict_loader.load({key: tensor}, storage_reader=reader, no_dist=True)
+            return tensor
 
         _write(net, path, read)
         shutil.rmtree(shards)
@@ -66,41 +68,42 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
 
 
 def load_state_dict(net: nn.Module, path: str | Path) -> None:
-    """Give `net` the values in a file that one device wrote, or in all `.safetensors` files of a
-    folder. Every rank calls it, and reads only what it holds. Into a model with adapters a file of
-    the model without them is read too; its adapters then stay as they are.
+    """Load a `state_dict` file, or all `.safetensors` files of a folder, into `net`.
+
+    Every rank must call it, and reads only its own shards. A model with LoRA adapters also accepts
+    a file without them, and keeps its adapters.
 
     Raises:
-        CheckpointError: there is no such file, its suffix is not known, or it is of another model;
-            names the first parameter that differs.
+        CheckpointError: if the file does not exist, has an unknown suffix, or belongs to another
+            model; the message names the first parameter that differs.
     """
     path = Path(path)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [_known(path)]
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [_check_suffix(path)]
     if not files or not all(file.is_file() for file in files):
-        raise CheckpointError(f"{path}: no such file, nor a folder of .safetensors files")
-    given = {name: value for file in files for name, value in _read(file).items()}
-    shapes = {name: value.shape for name, value in given.items()}
-    names = saved_names(net, shapes, str(path), new_adapters=True)
+        raise CheckpointError(f"{path}: no such file or folder with .safetensors files")
+    saved = {name: value for file in files for name, value in _read(file).items()}
+    shapes = {name: value.shape for name, value in saved.items()}
+    names = match_saved_names(net, shapes, str(path), new_adapters=True)
     with torch.no_grad():
         for key, tensor in checkpoint_state.model_tensors(net).items():
             name = key.removeprefix(f"{checkpoint_state.MODEL}.")
             if name in names:
-                _copy_held(given[names[name]], tensor)
+                _copy_shard(saved[names[name]], tensor)
 
 
-def _copy_held(whole: Tensor, tensor: Tensor) -> None:
-    """Copy the part of `whole` that this rank holds."""
+def _copy_shard(full: Tensor, tensor: Tensor) -> None:
+    """Copies this rank's shard of `full` into `tensor`."""
     if not isinstance(tensor, DTensor):
-        tensor.copy_(whole)
+        tensor.copy_(full)
         return
     for chunk in held_chunks(tensor):
         ends = zip(chunk.offsets, chunk.sizes, strict=True)
-        part = whole[tuple(slice(start, start + size) for start, size in ends)]
-        tensor.to_local().copy_(part)
+        block = full[tuple(slice(start, start + size) for start, size in ends)]
+        tensor.to_local().copy_(block)
 
 
 def _write(net: nn.Module, path: Path, tensor: Callable[[str], Tensor]) -> None:
-    """Under another name first, so that what has the name is whole."""
+    """Writes to a temporary file and renames it, so that `path` is always complete."""
     first, like = (
         checkpoint_state.first_names(net),
         checkpoint_state.original_module(net).state_dict(),
@@ -111,8 +114,8 @@ def _write(net: nn.Module, path: Path, tensor: Callable[[str], Tensor]) -> None:
         once = {name: value for name, value in like.items() if first[name] == name}
         write_safetensors(partial, once, tensor)
     else:
-        whole = {name: tensor(name).cpu() for name in dict.fromkeys(first.values())}
-        torch.save({name: whole[first[name]] for name in like}, partial)
+        tensors = {name: tensor(name).cpu() for name in dict.fromkeys(first.values())}
+        torch.save({name: tensors[first[name]] for name in like}, partial)
     partial.replace(path)
 
 
@@ -121,14 +124,14 @@ def _read(file: Path) -> dict[str, Tensor]:
         return read_safetensors(file)
     content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
-        raise CheckpointError(f"{file}: not a state_dict, tensors by name")
+        raise CheckpointError(f"{file}: not a state_dict (a dict from names to tensors)")
     return content
 
 
-def _known(path: Path) -> Path:
+def _check_suffix(path: Path) -> Path:
     if path.suffix not in SUFFIXES:
         raise CheckpointError(
-            f"{path}: the suffix says the format; valid are {', '.join(SUFFIXES)}"
+            f"{path}: unknown suffix {path.suffix!r}; valid are {', '.join(SUFFIXES)}"
         )
     return path
 
@@ -153,16 +156,21 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def write_safetensors(
     path: Path, like: Mapping[str, Tensor], tensor: Callable[[str], Tensor]
 ) -> None:
-    """Write a file of the tensors that are named in `like` and have its shapes and dtypes; each is
-    asked for by its name when it is written.
+    """Write a safetensors file, one tensor at a time.
+
+    Args:
+        like: the names, shapes and dtypes of the tensors.
+        tensor: returns a tensor by name; called when the tensor is written.
 
     Raises:
-        CheckpointError: a dtype that the format does not have.
+        CheckpointError: if the format does not support a dtype.
     """
     header, end = {}, 0
     for name, value in like.items():
         if value.dtype not in NAMES:
-            raise CheckpointError(f"{path}: safetensors files cannot hold {name!r}, {value.dtype}")
+            raise CheckpointError(
+                f"{path}: safetensors does not support the dtype {value.dtype} of {name!r}"
+            )
         start, end = end, end + value.numel() * value.element_size()
         header[name] = {
             "dtype": NAMES[value.dtype],
@@ -174,15 +182,15 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in like:
-            whole = tensor(name).detach().cpu().contiguous()
-            file.write(whole.reshape(-1).view(torch.uint8).numpy().data)
+            data = tensor(name).detach().cpu().contiguous()
+            file.write(data.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, mapped into memory: bytes are read when they are used.
+    """The tensors of a safetensors file, memory-mapped, so that bytes are read when they are used.
 
     Raises:
-        CheckpointError: the file is not in this format, or has a dtype that is not known.
+        CheckpointError: if the file is malformed, or has an unknown dtype.
     """
     try:
         content = np.memmap(path, np.uint8, "c")
@@ -191,7 +199,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         header.pop("__metadata__", None)
         return {name: _tensor(content[8 + length :], entry) for name, entry in header.items()}
     except (struct.error, ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: not a safetensors file that can be read: {error}") from None
+        raise CheckpointError(f"{path}: not a valid safetensors file: {error}") from None
 
 
 def _tensor(content: NDArray[np.uint8], entry: dict[str, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What one training step reports: the documented line, and a JSON line for programs."""
+"""The record of a training step: a line for people, a JSON line for programs, the file of these."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from shardwright.train.position import Position
 class StepRecord:
     """One finished training step.
 
-    `samples_per_second` counts the whole batch, over all devices.
+    Args:
+        epoch, step: counted from 0, the step within its epoch.
+        loss: the mean loss of the global batch.
+        samples_per_second: of the global batch, over all devices.
     """
 
     epoch: int
@@ -26,7 +29,7 @@ class StepRecord:
 
     @property
     def line(self) -> str:
-        """The documented line; the loss in single precision, in as few digits as name it."""
+        """The line that is printed; the loss has the shortest digits of its float32 value."""
         return f"epoch: {self.epoch}, step: {self.step}, loss is {np.float32(self.loss)!s}"
 
     def to_json(self) -> str:
@@ -37,18 +40,18 @@ class StepRecord:
         return StepRecord(**json.loads(text))
 
 
-def continued(path: Path, start: Position) -> TextIO:
-    """The file at `path`, open for the lines of the steps from `start` on.
+def open_step_log(path: Path, start: Position) -> TextIO:
+    """Opens the step log at `path` to append the steps from `start` on.
 
-    Lines of later steps, which are done again, and a line that a crash has cut are left out. The
-    file is replaced by one without them, so that it never holds a step twice.
+    Lines of later steps, which will run again, and a line truncated by a crash are removed first,
+    so that the log never has a step twice.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_text() if path.exists() else ""
-    whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    steps = [(line, StepRecord.from_json(line)) for line in whole]
-    kept = [line for line, s in steps if (s.epoch, s.step) < (start.epoch, start.batch)]
+    complete = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    steps = [(line, StepRecord.from_json(line)) for line in complete]
+    earlier = [line for line, s in steps if (s.epoch, s.step) < (start.epoch, start.batch)]
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text("".join(kept))
+    partial.write_text("".join(earlier))
     partial.replace(path)
     return path.open("a", buffering=1)
