@@ -72,7 +72,7 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
 
 def test_inputs_that_arrive_cut_differently_have_no_common_list_of_samples() -> None:
     mixed = replace(WHOLE, arrivals={"x": ((0,), ())})
-    with pytest.raises(DataError, match="shards the inputs .* differently along the batch"):
+    with pytest.raises(DataError, match=r"shards the inputs .* differently along the batch"):
         epoch(mixed, 0)
     x, y = local_batch(mixed, 2, (X, Y))
     assert torch.equal(x, X[6:]) and torch.equal(y, Y)
