@@ -161,7 +161,7 @@ def test_settings_of_the_optimizers_groups_are_restored(tmp_path: Path) -> None:
     assert [group["lr"] for group in restored.param_groups] == [0.1, 0.1]
     assert [group["weight_decay"] for group in restored.param_groups] == [0.5, 0.01]
     assert restored.param_groups[0]["betas"] == (0.5, 0.75)
-    with pytest.raises(sw.CheckpointError, match="with 2 parameter groups, but this AdamW has 1"):
+    with pytest.raises(sw.CheckpointError, match="has 2 parameter groups, but this AdamW has 1"):
         sw.load_checkpoint(tmp_path, other, OPTIMIZERS["adamw"](other))
 
 
