@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from sample_models import encoder, gpt2, llama, mlp, resnet
 from shardwright.capture.capture import capture
@@ -40,10 +40,13 @@ def test_products_and_convolutions_are_counted_as_torch_counts_them(model: Any) 
 @pytest.mark.parametrize("model", [llama, gpt2, encoder], ids=lambda m: m.__name__)
 def test_attention_is_two_products_forward_and_five_backward(model: Any) -> None:
     net, args, kwargs = model()
-    # In two layers, each of 4 samples, 4 heads, 8 positions; torch does not count its CPU kernel.
+    # In two layers, each of 4 samples, 4 heads, 8 positions.
     head = 4 if model is encoder else 8
     attention = 2 * (2 + 5) * 2 * (4 * 4 * 8 * 8 * head)
-    assert planned(capture(net, args, kwargs)) == counted(net, args, kwargs) + attention
+    # Until 2.13 at least, torch does not count the kernel that the CPU takes; 2.15 does.
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    uncounted = 0 if kernel in flop_registry else attention
+    assert planned(capture(net, args, kwargs)) == counted(net, args, kwargs) + uncounted
 
 
 class Product(nn.Module):
