@@ -149,7 +149,7 @@ def test_mem_coeff_is_a_positive_number_or_auto(folder: Path, command: Command) 
     arguments = ["plan", "config.yaml", "--devices", "4", "--json", "--mem-coeff"]
     for wrong in ("0", "nan", "many"):
         assert command(*arguments, wrong)[0] == 2
-    assert "give a memory_limit" in command(*arguments, "auto")[2]
+    assert "set memory_limit" in command(*arguments, "auto")[2]
     (folder / "config.yaml").write_text(CONFIG + "parallel: {memory_limit: 1GB}")
     assert command(*arguments, "auto")[0] == 0
 

@@ -17,7 +17,7 @@ def test_numbers_with_an_exponent_are_numbers_and_anchors_are_followed() -> None
     ("text", "message"),
     [
         ("a: 1\nb: *data\n", r"^run\.yaml: line 2, column 4: \*data has no anchor: write &data"),
-        ("a: 1\na: 2\n", r"^run\.yaml: line 2, column 1: the key a is given twice"),
+        ("a: 1\na: 2\n", r"^run\.yaml: line 2, column 1: duplicate key a"),
         ("a: [1\n", r"^run\.yaml: line 2, column 1: expected ',' or ']'"),
     ],
 )

@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "a chosen weight without a limit": (
         {"parallel_config__mem_coeff": "auto"},
         8,
-        "mem_coeff='auto' is the smallest that fits into memory: give a memory_limit",
+        "mem_coeff='auto' needs a memory limit: set memory_limit",
     ),
     "neither True nor False": (
         {"parallel__auto_pipeline": "yes"},
@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "a section that is none": (
         {"parallel_config": [8]},
         8,
-        "parallel_config: expected keys with values, got [8]",
+        "parallel_config: expected a mapping, got [8]",
     ),
     "two files of strategies": (
         {
@@ -415,11 +415,11 @@ def test_a_mistake_is_one_error_with_its_place_and_what_is_valid(
         ),
         (
             "parallel_config: {data_parallel: 1, data_parallel: 2}\n",
-            "line 1, column 37: the key data_parallel is given twice",
+            "line 1, column 37: duplicate key data_parallel",
         ),
         ("parallel_config: {data_parallel: 1\nmodel: {\n", "line 2, column 6: expected ',' or '}'"),
         ("parallel_config:\n\tdata_parallel: 1\n", "line 2, column 1: found character '\\t'"),
-        ("", "expected keys with values (model, loss, data, "),
+        ("", "expected a mapping with the keys model, loss, data, "),
     ],
 )
 def test_what_is_no_file_of_keys_is_one_error_with_its_line(

@@ -50,7 +50,9 @@ def test_on_a_cluster_its_devices_have_a_limit() -> None:
 
 
 def test_without_a_limit_the_error_says_what_to_give() -> None:
-    with pytest.raises(StrategyError, match=r"mem_coeff='auto'.*give a memory_limit.*or a cluster"):
+    with pytest.raises(
+        StrategyError, match=r"mem_coeff='auto'.*set memory_limit.*or name a cluster"
+    ):
         plan()
 
 

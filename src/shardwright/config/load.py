@@ -19,11 +19,11 @@ TYPES_WANTED = {
     "int_type": "an integer",
     "int_from_float": "an integer",
     "float_type": "a number",
-    "string_type": "text",
+    "string_type": "a string",
     "bool_type": "true or false",
-    "dict_type": "keys with values",
-    "model_type": "keys with values",
-    "model_attributes_type": "keys with values",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
 }
 
 
@@ -46,7 +46,9 @@ def validated(content: Any, name: str) -> Config:
     """The configuration that is in the plain data of a file. Raises: as `load`."""
     if not isinstance(content, dict):
         valid = ", ".join(Config.model_fields)
-        raise ConfigError(f"{name}: expected keys with values ({valid}), got {_shown(content)}")
+        raise ConfigError(
+            f"{name}: expected a mapping with the keys {valid}, got {_shown(content)}"
+        )
     try:
         return Config.model_validate(content)
     except ValidationError as error:
@@ -97,7 +99,7 @@ def _nearest(value: object, valid: str) -> str:
 def _shown(value: object) -> str:
     if value is None:
         return "nothing"
-    kinds = {"str": " (text)", "dict": " (keys with values)", "list": " (a list)"}
+    kinds = {"str": " (a string)", "dict": " (a mapping)", "list": " (a list)"}
     return f"{value!r}{kinds.get(type(value).__name__, '')}"
 
 
@@ -124,7 +126,7 @@ def parse_yaml(text: str, name: str) -> Any:
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ConfigError(f"{name}: {place}{_yaml_problem(error)}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: no valid YAML: {error}") from None
+        raise ConfigError(f"{name}: invalid YAML: {error}") from None
 
 
 def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
@@ -143,7 +145,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key} is given twice", key_node.start_mark
+                    None, None, f"duplicate key {key}", key_node.start_mark
                 )
             seen = {**seen, key: True}
         return super().construct_mapping(node, deep)

@@ -36,7 +36,7 @@ def with_best_stages(
     """
     errors: list[ShardwrightError] = []
     numbers = list(stage_counts(options))
-    log.info("pipeline stages are searched in 1 … %d: %s", max_stages(options), numbers)
+    log.info("searching pipeline stages in 1 … %d: %s", max_stages(options), numbers)
     bounds: dict[int, float] = {}
     for stages in numbers:
         try:
@@ -47,7 +47,7 @@ def with_best_stages(
     for stages in sorted(bounds, key=lambda number: (bounds[number], number)):
         below = float("inf") if best is None else best.seconds
         if bounds[stages] >= below:
-            log.info("%d stages: at least %.4g s a step", stages, bounds[stages])
+            log.info("%d stages: at least %.4g s per step, skipped", stages, bounds[stages])
             continue
         try:
             candidate = faster_within_memory(_staged(options, stages), decide, below)
@@ -56,11 +56,16 @@ def with_best_stages(
             log.info("%d stages: %s", stages, error)
             continue
         if candidate is None:
-            log.info("%d stages: what fits takes no less than %.4g s a step", stages, below)
+            log.info(
+                "%d stages: what fits into memory takes at least %.4g s per step", stages, below
+            )
             continue
         best = candidate
         log.info(
-            "%d stages: %.4g s a step, %.1f%% of it in bubbles", stages, best.seconds, _bubble(best)
+            "%d stages: %.4g s per step, %.1f%% of it in bubbles",
+            stages,
+            best.seconds,
+            _bubble(best),
         )
     if best is not None:
         return best
@@ -101,7 +106,7 @@ def max_stages(options: PlanOptions) -> int:
 def suggest_stages(options: PlanOptions, chosen: Candidate, decide: MakeCandidate) -> None:
     """Logs which number of stages would be chosen where the user's runs, if a cluster was named."""
     if options.cluster is None:
-        log.info("with a cluster, a faster number of pipeline stages would be suggested")
+        log.info("suggest_stages has no effect without a cluster")
         return
     searched = replace(options, stages=AUTO)
     best = with_best_stages(searched, decide, chosen)

@@ -200,8 +200,8 @@ class PlanOptions(KeywordOptions):
             object.__setattr__(self, "mem_coeff", MEM_COEFFS[0])
         if self.has_auto_mem_coeff and self.limit is None:
             raise StrategyError(
-                f"mem_coeff={AUTO_MEM_COEFF!r} is the smallest that fits into memory: give a"
-                " memory_limit, as in '24GiB', or a cluster, whose devices have one"
+                f"mem_coeff={AUTO_MEM_COEFF!r} needs a memory limit: set memory_limit, as in"
+                " '24GiB', or name a cluster"
             )
 
     def in_words(self, recompute: bool = False) -> str:
@@ -226,8 +226,8 @@ class PlanOptions(KeywordOptions):
             return self.device_memory if self.has_auto_mem_coeff else None
         if self.device_memory is None:
             raise StrategyError(
-                f"recompute={self.recompute!r} fits a plan into memory: give a memory_limit, as in"
-                " '24GiB', or a cluster, whose devices have one"
+                f"recompute={self.recompute!r} needs a memory limit: set memory_limit, as in"
+                " '24GiB', or name a cluster"
             )
         return self.device_memory
 

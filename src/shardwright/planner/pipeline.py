@@ -138,7 +138,7 @@ def pipeline_spec(
         )
         if options.stages not in (1, stages):
             raise StrategyError(
-                f"stages={options.stages}, but stage_config names {stages}: leave out one of them"
+                f"stages={options.stages}, but stage_config names {stages}: remove one of them"
             )
         _check_numbers(options, stages)
     else:

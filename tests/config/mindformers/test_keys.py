@@ -64,7 +64,7 @@ def test_none_and_nothing_are_as_if_the_key_were_not_there(given: Any) -> None:
 
 
 def test_text_for_a_section_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="expected keys with values, got 'on'"):
+    with pytest.raises(ConfigError, match="expected a mapping, got 'on'"):
         keys(schedule="on").section("schedule")
 
 

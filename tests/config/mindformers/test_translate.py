@@ -249,7 +249,7 @@ def test_stages_that_are_given_are_taken_and_others_suggested(
     with caplog.at_level(logging.INFO, "shardwright.search"):
         plan = run.plan(devices=8)
     assert plan.pipeline.stages == 2
-    assert "pipeline stages are searched in 1 … 4: [1, 2, 4]" in caplog.text
+    assert "searching pipeline stages in 1 … 4: [1, 2, 4]" in caplog.text
     assert "of 1 … 4 that were searched; 2 are requested" in caplog.text
 
 

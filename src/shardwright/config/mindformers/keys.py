@@ -43,7 +43,7 @@ class Keys:
         if name not in self._sections:
             content = self._value(name) or {}
             if not isinstance(content, Mapping):
-                raise self.error(name, f"expected keys with values, got {content!r}")
+                raise self.error(name, f"expected a mapping, got {content!r}")
             self._sections[name] = Keys(content, self._name(name), self.file)
         return self._sections[name]
 
@@ -98,7 +98,7 @@ class Keys:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self._wrong(name, "text", value)
+            raise self._wrong(name, "a string", value)
         if valid and value not in valid:
             raise self.error(name, f"{value!r} is not known; valid are {', '.join(valid)}")
         return value

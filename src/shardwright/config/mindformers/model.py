@@ -167,7 +167,7 @@ def _lora(config: Keys) -> LoRA | None:
     config.text("pet_type", "lora", valid=("lora",))
     targets = config.any("target_modules") or ".*wq|.*wk|.*wv|.*wo"
     if not isinstance(targets, str):
-        raise config.error("target_modules", f"expected an expression, got {targets!r}")
+        raise config.error("target_modules", f"expected a regular expression, got {targets!r}")
     renamed = re.sub(r"\b(\w+)\b", lambda m: _LAYERS.get(m.group(1), m.group(1)), targets)
     return LoRA(
         target_modules=renamed,
