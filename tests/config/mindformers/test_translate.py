@@ -250,7 +250,7 @@ def test_stages_that_are_given_are_taken_and_others_suggested(
         plan = run.plan(devices=8)
     assert plan.pipeline.stages == 2
     assert "searching pipeline stages in 1 … 4: [1, 2, 4]" in caplog.text
-    assert "of 1 … 4 that were searched; 2 are requested" in caplog.text
+    assert "of 1 to 4 stages; 2 are requested" in caplog.text
 
 
 def test_gathers_that_are_made_again_free_what_was_gathered() -> None:
