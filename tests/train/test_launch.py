@@ -121,7 +121,7 @@ def test_a_signal_to_the_launching_process_ends_all_ranks(
         time.sleep(0.05)
     process.send_signal(number)
     output, _ = process.communicate(timeout=20)
-    assert output == f"stopped by {number.name}: all ranks have been terminated\n"
+    assert output == f"stopped by {number.name}; all ranks have been terminated\n"
     assert not any(alive(pid) for pid in pids(logs))
 
 
