@@ -363,8 +363,10 @@ def test_an_operator_that_is_pinned_twice_is_refused() -> None:
 def test_modes_that_decide_everything_refuse_pins(mode: str) -> None:
     net = Block()
     sw.shard(net.relu, ((8, 1),))
-    message = f"mode='{mode}' decides every operator itself, but shard has pinned relu, relu@2; "
-    with pytest.raises(sw.StrategyError, match=message + "modes that take pins are rec.*semi_auto"):
+    message = f"mode='{mode}' decides every operator itself, but `shard` pins relu, relu@2; "
+    with pytest.raises(
+        sw.StrategyError, match=message + "modes that support pinned operators are rec.*semi_auto"
+    ):
         plan(net, mode)
 
 

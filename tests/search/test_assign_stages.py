@@ -53,5 +53,7 @@ def test_more_parts_than_working_operators_are_refused() -> None:
     import torch
 
     graph = sw.capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.ones(2, 4),))
-    with pytest.raises(sw.StrategyError, match="cannot be cut into 4 parts: only 2"):
+    with pytest.raises(
+        sw.StrategyError, match="cannot divide the model into 4 pipeline chunks: only 2"
+    ):
         balanced_stages(graph, 4)

@@ -89,7 +89,7 @@ def test_stages_may_come_back_as_a_v(graph: Graph) -> None:
         ({"one": 0, "last": 1}, "1f1b", r"leaves out modules with parameters: block.0, block.2"),
         ({"one": 1, "block": 0, "last": 1}, "1f1b", "must ascend in the order of execution"),
         ({"one": 0, "block": 2, "last": 2}, "1f1b", "no module in stage 1"),
-        ({"one": 0, "block": -1, "last": 2}, "1f1b", "must be a whole number from 0 on"),
+        ({"one": 0, "block": -1, "last": 2}, "1f1b", "must be an integer of at least 0"),
         ({}, "1f1b", "is empty"),
         (
             {"one": 0, "block.0": 1, "block.2": 0, "last": 1},

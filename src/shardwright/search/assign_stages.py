@@ -1,9 +1,9 @@
-"""Cuts a model into parts of nearly equal work, one after the other.
+"""Divides a model into pipeline chunks of nearly equal work, one after the other.
 
-The work of a part is the multiply-adds of its main operators and the elements of its parameters.
-Of the cuts whose largest part is at most a tenth above the least possible (a hundredth, where the
-work is known in seconds), the one that lets the fewest bytes cross is taken: between two layers of
-a transformer one value crosses, within one two.
+The work of a chunk is the multiply-adds of its main operators and the elements of its parameters.
+Of the divisions whose largest chunk is at most a tenth above the least possible (a hundredth, where
+the work is known in seconds), the one that sends the fewest bytes between chunks is taken: between
+two layers of a transformer one value is sent, within one two.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from shardwright.partition.schedules import SCHEDULES, ScheduleSpec
 from shardwright.rules import rule_of
 
 TOLERANCE = 0.1
-"""By how much the largest part may exceed the least possible, for fewer bytes that cross."""
+"""By how much the largest chunk may exceed the least possible, so that fewer bytes are sent."""
 
 TOLERANCE_OF_SECONDS = 0.01
-"""Likewise where the work is known in seconds: all micro-batches wait for the slowest part, and
+"""Likewise where the work is known in seconds: all micro-batches wait for the slowest chunk, and
 sending is short beside it."""
 
 
 def balanced_stages(
     graph: Graph, count: int, work: Sequence[float] | None = None
 ) -> dict[str, int]:
-    """For each operator the number of its part, of `count` parts of nearly equal work.
+    """For each operator the number of its chunk, of `count` chunks of nearly equal work.
 
     Args:
         work: of each operator, in seconds; by default its multiply-adds and the elements of its
             parameters.
 
     Raises:
-        StrategyError: if there are fewer operators that work than parts.
+        StrategyError: if there are fewer operators with work than chunks.
     """
     weights = list(work) if work is not None else operator_work(graph)
     able = sum(weight > 0 for weight in weights)
     if able < count:
         raise StrategyError(
-            f"the model cannot be cut into {count} parts: only {able} of its operators have"
-            f" parameters or multiply; use at most {able} stages, or name them with stage_config"
+            f"cannot divide the model into {count} pipeline chunks: only {able} of its operators"
+            f" have parameters or multiply-adds; use at most {able} stages, or assign modules to"
+            " stages with stage_config"
         )
     total = [0.0]
     for weight in weights:
@@ -82,16 +83,16 @@ def _multiply_adds(op: Op) -> int:
 
 
 def _least_largest(total: Sequence[float], weights: Sequence[float], count: int) -> float:
-    """The least weight of the heaviest of `count` contiguous parts, to one in a million."""
+    """The least weight of the heaviest of `count` contiguous chunks, to one in a million."""
     low, high = max(max(weights), total[-1] / count), total[-1]
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        parts, filled = 1, 0.0
+        chunks, filled = 1, 0.0
         for weight in weights:
             if filled + weight > middle:
-                parts, filled = parts + 1, 0.0
+                chunks, filled = chunks + 1, 0.0
             filled += weight
-        low, high = (low, middle) if parts <= count else (middle, high)
+        low, high = (low, middle) if chunks <= count else (middle, high)
     return high
 
 
@@ -116,24 +117,24 @@ def _crossing_bytes(graph: Graph) -> list[int]:
 def _cheapest_ends(
     total: Sequence[float], crossing: Sequence[int], count: int, limit: float
 ) -> list[int]:
-    """Where each of `count` parts ends, none heavier than `limit` and none without work, so that
+    """Where each of `count` chunks ends, none heavier than `limit` and none without work, so that
     the fewest bytes cross."""
     places = len(total)
     never = float("inf")
     best: list[float] = [0.0] + [never] * (places - 1)
     back: list[list[int]] = []
-    for part in range(count):
+    for chunk in range(count):
         reached, came = [never] * places, [0] * places
         for start in range(places):
-            # What is left must fit into the parts that are left.
+            # What remains must fit into the remaining chunks.
             left = total[-1] - total[start]
-            if best[start] == never or left > (count - part) * limit * (1 + 1e-9):
+            if best[start] == never or left > (count - chunk) * limit * (1 + 1e-9):
                 continue
             for end in range(start + 1, places):
                 weight = total[end] - total[start]
                 if weight > limit * (1 + 1e-9):
                     break
-                cost = best[start] + (crossing[end] if part < count - 1 else 0)
+                cost = best[start] + (crossing[end] if chunk < count - 1 else 0)
                 if weight > 0 and cost < reached[end]:
                     reached[end], came[end] = cost, start
         best = reached
@@ -154,7 +155,7 @@ def named_stages(
     schedule: str,
     modules: Iterable[str] = (),
 ) -> tuple[int, int, dict[str, int]]:
-    """The number of stages, the chunks of each, and for each operator the number of its part.
+    """The number of stages, the chunks of each, and for each operator the number of its chunk.
 
     A module's stage is that of the longest name that is its path or leads to it. An operator that
     no name leads to follows what it reads, or else what reads it.
@@ -210,15 +211,15 @@ def _stages(stage_config: StageConfig) -> int:
     for name, stage in stage_config.items():
         if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
             raise StrategyError(
-                f"stage_config[{name!r}]={stage!r}: must be a whole number from 0 on"
+                f"stage_config[{name!r}]={stage!r}: must be an integer of at least 0"
             )
     if not stage_config:
-        raise StrategyError("stage_config is empty: name the modules of each stage, or leave it")
+        raise StrategyError("stage_config is empty: name the modules of each stage, or omit it")
     stages = max(stage_config.values()) + 1
     missing = sorted(set(range(stages)) - set(stage_config.values()))
     if missing:
         raise StrategyError(
-            f"stage_config names stages up to {stages - 1}, but no module in stage"
+            f"stage_config has stages up to {stages - 1}, but no module in stage"
             f" {', '.join(map(str, missing))}"
         )
     return stages
@@ -246,14 +247,14 @@ def _check_parameters(graph: Graph, stage_config: StageConfig) -> None:
     if left:
         raise StrategyError(
             "stage_config leaves out modules with parameters:"
-            f" {_listed(list(dict.fromkeys(left)))}; name them, or a module that contains them"
+            f" {_listed(list(dict.fromkeys(left)))}; add them, or a module that contains them"
         )
 
 
 def _chunked(
     graph: Graph, runs: list[tuple[int, list[Op]]], stages: int, schedule: ScheduleSpec
 ) -> tuple[dict[str, int], int]:
-    """The part of each operator that a name leads to, and the number of chunks."""
+    """The chunk of each operator that a name leads to, and the number of chunks of a stage."""
     if schedule.v_shaped:
         runs = _with_turn(graph, runs, stages)
     chunks = schedule.max_chunks or max(1, len(runs) // stages)
@@ -264,7 +265,7 @@ def _chunked(
             f"stage_config runs through stages {_shown(order)}; with {schedule.name} it must be"
             f" {_shown(wanted)}"
         )
-    return {op.name: part for part, (_, ops) in enumerate(runs) for op in ops}, (
+    return {op.name: chunk for chunk, (_, ops) in enumerate(runs) for op in ops}, (
         len(runs) // stages
     )
 
@@ -276,7 +277,7 @@ def _shown(order: Sequence[int]) -> str:
 def _with_turn(
     graph: Graph, runs: list[tuple[int, list[Op]]], stages: int
 ) -> list[tuple[int, list[Op]]]:
-    """The last stage's two parts follow each other: cut where their work is nearest to equal,
+    """The last stage's two chunks follow each other, divided where their work is nearest to equal,
     between two modules."""
     work = dict(zip((op.name for op in graph.ops), operator_work(graph), strict=True))
     result = []
@@ -311,5 +312,5 @@ def _check_ascending(graph: Graph, chunk_of: Mapping[str, int], pipeline: Pipeli
             late = pipeline.stage_of(chunk_of[maker.name])
             raise StrategyError(
                 f"stages must ascend in the order of execution: {op.name} is in stage {early}, but"
-                f" reads what {maker.name} makes in stage {late}; {_orders_with_chunks()}"
+                f" reads the output of {maker.name} in stage {late}; {_orders_with_chunks()}"
             )

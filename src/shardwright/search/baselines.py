@@ -25,7 +25,7 @@ def data_parallel(graph: Graph, mesh: Layout) -> CutsOfGraph:
     indexed = index_graph(graph)
     devices, batch_size = mesh.num_devices, indexed.batch_size
     if batch_size is None:
-        raise StrategyError("data parallel: the model has no tensor input that has a batch")
+        raise StrategyError("data parallel: the model has no tensor input with a batch dimension")
     if batch_size % devices:
         valid = " or ".join(map(str, nearest_multiples(batch_size, devices)))
         raise StrategyError(

@@ -32,6 +32,6 @@ def check_takes_pins(mode: str, pinned: Mapping[str, object]) -> None:
         names = ", ".join(list(pinned)[:5]) + (" …" if len(pinned) > 5 else "")
         valid = ", ".join(name for name, other in MODES.items() if other.takes_pins)
         raise StrategyError(
-            f"mode={mode!r} decides every operator itself, but shard has pinned {names};"
-            f" modes that take pins are {valid}"
+            f"mode={mode!r} decides every operator itself, but `shard` pins {names}; modes that"
+            f" support pinned operators are {valid}"
         )

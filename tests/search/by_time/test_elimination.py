@@ -65,5 +65,5 @@ def test_the_first_of_equal_choices_is_taken() -> None:
 
 def test_a_table_beyond_the_limit_is_refused() -> None:
     everything = [((i, j), np.zeros((4, 4))) for j in range(6) for i in range(j)]
-    with pytest.raises(TooWideError, match="4,096 elements is needed, 1,000 are allowed"):
+    with pytest.raises(TooWideError, match="needs 4,096 elements, above the limit of 1,000"):
         minimum([4] * 6, everything, limit=1000)

@@ -56,7 +56,7 @@ class TooWideError(Exception):
     """Variables are so connected that a table would have more elements than the limit."""
 
     def __init__(self, elements: int, limit: int) -> None:
-        super().__init__(f"a table of {elements:,} elements is needed, {limit:,} are allowed")
+        super().__init__(f"a table needs {elements:,} elements, above the limit of {limit:,}")
         self.elements = elements
 
 

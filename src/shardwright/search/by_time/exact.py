@@ -112,9 +112,8 @@ class _Joint:
         most = max(len(states) for states in self.states)
         if most > MOST_CHOICES:
             raise StrategyError(
-                f"mode='exact': an operator has {most} combinations of cuts on {model.mesh}, and at"
-                f" most {MOST_CHOICES} are weighed; take fewer devices, or"
-                " mode='recursive_programming'"
+                f"mode='exact': an operator has {most} combinations of cuts on {model.mesh}, above"
+                f" the limit of {MOST_CHOICES}; use fewer devices, or mode='recursive_programming'"
             )
         self._conversions: dict[object, ObjectiveCost] = {}
 
@@ -142,8 +141,8 @@ class _Joint:
             least = minimum(sizes, factors, limit=LARGEST_TABLE)
         except TooWideError as error:
             raise StrategyError(
-                f"mode='exact': the operators of this model are too connected: {error}; take fewer"
-                " devices, or mode='recursive_programming'"
+                f"mode='exact': the operators of this model are too densely connected: {error}; use"
+                " fewer devices, or mode='recursive_programming'"
             ) from None
         cuts = [states[c] for states, c in zip(self.states, least.choices, strict=True)]
         return cuts, least.cost - slack
@@ -202,8 +201,8 @@ class _Joint:
         rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
         if len(self._conversions) + len(rows) * len(columns) > MOST_CONVERSIONS:
             raise StrategyError(
-                f"mode='exact': more than {MOST_CONVERSIONS:,} conversions would be looked for;"
-                " take fewer devices, or mode='recursive_programming'"
+                f"mode='exact': more than {MOST_CONVERSIONS:,} redistributions to search for; use"
+                " fewer devices, or mode='recursive_programming'"
             )
         costs = np.array(
             [[_weighed(self._conversion(edge, a, b), weights) for b in columns] for a in rows]

@@ -236,20 +236,20 @@ def _nothing_divides(indexed: IndexedGraph, mesh: Layout) -> StrategyError:
     devices = mesh.num_devices
     if not any(limit > 1 for kind in indexed.kinds for limit in kind.limits):
         return StrategyError(
-            f"none of the {len(indexed.names)} operators can be cut at all:"
-            " none has a sharding rule with a dimension greater than 1"
+            f"none of the {len(indexed.names)} operators can be cut at all: none has a sharding"
+            " rule with a dimension greater than 1"
         )
     sizes = " · ".join(map(str, mesh.device_matrix))
     where = f"nothing can be cut over {devices} devices ({sizes})"
-    others = "no matrix product or other operator with a cost has a dimension that they divide"
+    others = "no matrix product or other main operator has a dimension that is a multiple of them"
     if indexed.batch_size is None:
         return IndivisibleError(
-            f"{where}: {others}, and the model has no tensor input that has a batch"
+            f"{where}: {others}, and the model has no tensor input with a batch dimension"
         )
     valid = " or ".join(map(str, nearest_multiples(indexed.batch_size, devices)))
     return IndivisibleError(
         f"{where}: the batch size {indexed.batch_size} is not divisible, and {others};"
-        f" valid is for example a batch size of {valid}"
+        f" use for example a batch size of {valid}"
     )
 
 
