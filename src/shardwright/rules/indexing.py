@@ -193,13 +193,13 @@ def _index_dims(op: Op) -> tuple[Dims, Dims, Dims] | None:
     adjacent.
     """
     x, indices = op.args[0], list(op.args[1])
-    places = [i for i, given in enumerate(indices) if given is not None]
-    given = [value for value in indices if isinstance(value, Value)]
-    if not places or any(value.dtype in (torch.bool, torch.uint8) for value in given):
+    places = [i for i, index in enumerate(indices) if index is not None]
+    index_values = [value for value in indices if isinstance(value, Value)]
+    if not places or any(value.dtype in (torch.bool, torch.uint8) for value in index_values):
         return None
     source = without(names(x), *places)
     unused = [name for name in NAMES if name not in names(x)]
-    at: Dims = tuple(unused[: max(len(value.shape) for value in given)])
+    at: Dims = tuple(unused[: max(len(value.shape) for value in index_values)])
     first, last = places[0], places[-1]
     if places == list(range(first, last + 1)):
         return source, at, (*source[:first], *at, *source[last + 1 :])
