@@ -14,14 +14,14 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 Arguments = ParamSpec("Arguments")
-Call = TypeVar("Call")
+CallArguments = TypeVar("CallArguments")
 Result = TypeVar("Result")
 Instance = TypeVar("Instance")
 
 
 def called_with(
-    call: Callable[Arguments, Call],
-) -> Callable[[Callable[[Call], Result]], Callable[Arguments, Result]]:
+    call: Callable[Arguments, CallArguments],
+) -> Callable[[Callable[[CallArguments], Result]], Callable[Arguments, Result]]:
     """Gives a function the arguments of the dataclass `call`.
 
     The docstrings of the option classes below `call` become part of that of the function.
@@ -32,7 +32,7 @@ def called_with(
     """
     signature = _signature(call)
 
-    def decorate(function: Callable[[Call], Result]) -> Callable[Arguments, Result]:
+    def decorate(function: Callable[[CallArguments], Result]) -> Callable[Arguments, Result]:
         @wraps(function)
         def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             _check_call(function.__name__, signature, args, kwargs)
@@ -45,15 +45,16 @@ def called_with(
 
 
 def method_called_with(
-    call: Callable[Arguments, Call],
+    call: Callable[Arguments, CallArguments],
 ) -> Callable[
-    [Callable[[Instance, Call], Result]], Callable[Concatenate[Instance, Arguments], Result]
+    [Callable[[Instance, CallArguments], Result]],
+    Callable[Concatenate[Instance, Arguments], Result],
 ]:
     """Likewise for a method; in errors an `__init__` bears the name of its class."""
     signature = _signature(call)
 
     def decorate(
-        method: Callable[[Instance, Call], Result],
+        method: Callable[[Instance, CallArguments], Result],
     ) -> Callable[Concatenate[Instance, Arguments], Result]:
         name = method.__qualname__.removesuffix(".__init__")
 

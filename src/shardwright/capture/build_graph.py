@@ -26,7 +26,7 @@ from shardwright.torch_internals import pytree
 
 
 @dataclass(frozen=True)
-class Call:
+class CapturedCall:
     """The module and the arguments that were captured."""
 
     module: nn.Module
@@ -35,7 +35,7 @@ class Call:
 
 
 def build_graph(
-    call: Call, graph: fx.Graph, signature: Signature, sources: Sequence[fx.Node]
+    call: CapturedCall, graph: fx.Graph, signature: Signature, sources: Sequence[fx.Node]
 ) -> Graph:
     """Builds the `Graph` of a canonical `torch.fx` graph.
 
@@ -170,7 +170,7 @@ def _plain(arguments: Any) -> Any:
     return arguments
 
 
-def input_names(call: Call) -> list[str]:
+def input_names(call: CapturedCall) -> list[str]:
     """A name for each leaf of the call's arguments: `x`, `batch['labels']`, `states[0]`."""
     signature = inspect.signature(call.module.forward)
     positional = [

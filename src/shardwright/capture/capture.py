@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from shardwright.capture.annotations import call_tags, module_tags, preserve_tags
-from shardwright.capture.build_graph import Call, build_graph
+from shardwright.capture.build_graph import CapturedCall, build_graph
 from shardwright.capture.canonicalize import canonicalize
 from shardwright.capture.fake_copy import LossesInSinglePrecision, fake_copy, isolate_capture
 from shardwright.capture.functionalize import functionalize
@@ -77,7 +77,7 @@ def _capture(
     remove_dead(graph)
     move_flattening_down(graph)
     remove_dead(graph)
-    call = Call(module, args, kwargs)
+    call = CapturedCall(module, args, kwargs)
     captured = build_graph(call, graph, signature, sources)
     read = {value.name for value in (*captured.parameters, *captured.buffers)}
     tied = {name: first for name, first in tied.items() if first in read}

@@ -92,7 +92,10 @@ def compare_command(
             for done, config in enumerate(configs)
         ]
     if json:
+        # Programs that read the keys know the alternatives as ways.
         data = [{**asdict(each), "speed_up": each.speed_up} for each in comparisons]
+        for each in data:
+            each["ways"] = each.pop("alternatives")
         typer.echo(dumps(data, indent=1))
     else:
         console = Console(width=WIDTH)
@@ -107,6 +110,8 @@ def compare_command(
 def _print_measured(comparisons: list[RealComparison], json: bool) -> None:
     if json:
         data = [{**asdict(each), "spearman": each.correlation} for each in comparisons]
+        for run in (run for each in data for run in each["runs"]):
+            run["ways"] = run.pop("names")
         typer.echo(dumps(data, indent=1))
         return
     console = Console(width=WIDTH)

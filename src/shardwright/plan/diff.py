@@ -70,11 +70,11 @@ def _whole(plan: PlanData) -> Iterator[tuple[str, str]]:
     yield "operators recomputed", f"{sum(bool(row.segment) for row in plan.operators)}"
 
 
-Comparison = tuple[str, str, str, str]
+ComparedPair = tuple[str, str, str, str]
 """A name, a property, and its value in the first and in the second plan."""
 
 
-def _operators(first: PlanData, second: PlanData, every: bool) -> Iterator[Comparison]:
+def _operators(first: PlanData, second: PlanData, every: bool) -> Iterator[ComparedPair]:
     letters = first.mesh == second.mesh
     staged = first.pipeline.stages > 1 or second.pipeline.stages > 1
     first_rows = {row.name: row for row in first.operators}
@@ -106,7 +106,7 @@ def _recomputed(row: OperatorRow) -> str:
     return "yes" if row.segment else "no"
 
 
-def _storage(first: PlanData, second: PlanData) -> Iterator[Comparison]:
+def _storage(first: PlanData, second: PlanData) -> Iterator[ComparedPair]:
     """The number of shards in which each dimension of a parameter is stored."""
     for name in first.storage:
         if name in second.storage:
@@ -117,7 +117,7 @@ def _shards(plan: PlanData, name: str) -> str:
     return "·".join(str(plan.mesh.size(axes)) for axes in plan.storage[name]) or "1"
 
 
-def _of_names(comparisons: Iterable[Comparison]) -> Iterator[Difference]:
+def _of_names(comparisons: Iterable[ComparedPair]) -> Iterator[Difference]:
     """Equal differences as one, with all names that they apply to."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, what, one, other in comparisons:

@@ -34,6 +34,7 @@ def plan_to_json(plan: PlanData) -> str:
     data["sharding"] = None if plan.sharding is None else asdict(plan.sharding)
     data["recompute"] = {name: asdict(mark) for name, mark in plan.recompute.items()}
     data["pipeline"] = asdict(plan.pipeline)
+    data["pipeline"]["part_of"] = data["pipeline"].pop("chunk_of")
     data["pins"] = {name: strategy.to_dict() for name, strategy in plan.pins.items()}
     return json.dumps({"version": VERSION, "devices": plan.devices, **data}, indent=1)
 
@@ -73,9 +74,8 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     sharding = data["sharding"]
     values["sharding"] = None if sharding is None else OptimizerParallel(**sharding)
     values["recompute"] = {name: Recompute(**mark) for name, mark in data["recompute"].items()}
-    pipeline = dict(data["pipeline"])
-    if "part_of" in pipeline:  # as it was called before version 0.1.0
-        pipeline["chunk_of"] = pipeline.pop("part_of")
+    pipeline = {**data["pipeline"], "chunk_of": data["pipeline"]["part_of"]}
+    del pipeline["part_of"]
     values["pipeline"] = PipelineSpec(**pipeline)
     values["pins"] = {n: OperatorStrategy.from_dict(pin) for n, pin in data["pins"].items()}
     values["parameters"] = {name: _tuples(entry) for name, entry in data["parameters"].items()}
