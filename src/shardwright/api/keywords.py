@@ -14,14 +14,14 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 Arguments = ParamSpec("Arguments")
-CallArguments = TypeVar("CallArguments")
+Request = TypeVar("Request")
 Result = TypeVar("Result")
 Instance = TypeVar("Instance")
 
 
 def called_with(
-    call: Callable[Arguments, CallArguments],
-) -> Callable[[Callable[[CallArguments], Result]], Callable[Arguments, Result]]:
+    call: Callable[Arguments, Request],
+) -> Callable[[Callable[[Request], Result]], Callable[Arguments, Result]]:
     """Gives a function the arguments of the dataclass `call`.
 
     The docstrings of the option classes below `call` become part of that of the function.
@@ -32,7 +32,7 @@ def called_with(
     """
     signature = _signature(call)
 
-    def decorate(function: Callable[[CallArguments], Result]) -> Callable[Arguments, Result]:
+    def decorate(function: Callable[[Request], Result]) -> Callable[Arguments, Result]:
         @wraps(function)
         def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             _check_call(function.__name__, signature, args, kwargs)
@@ -45,16 +45,16 @@ def called_with(
 
 
 def method_called_with(
-    call: Callable[Arguments, CallArguments],
+    call: Callable[Arguments, Request],
 ) -> Callable[
-    [Callable[[Instance, CallArguments], Result]],
+    [Callable[[Instance, Request], Result]],
     Callable[Concatenate[Instance, Arguments], Result],
 ]:
     """Likewise for a method; in errors an `__init__` bears the name of its class."""
     signature = _signature(call)
 
     def decorate(
-        method: Callable[[Instance, CallArguments], Result],
+        method: Callable[[Instance, Request], Result],
     ) -> Callable[Concatenate[Instance, Arguments], Result]:
         name = method.__qualname__.removesuffix(".__init__")
 
