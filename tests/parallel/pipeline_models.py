@@ -100,6 +100,26 @@ class EarlyLoss(nn.Module):
         return loss, self.three(logits)
 
 
+class MixedCrossing(nn.Module):
+    """Whole numbers and a tensor that is not trained cross, next to one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Embedding(16, 8)
+        self.frozen.requires_grad_(False)
+        self.one = nn.Embedding(16, 8)
+        self.two = nn.Embedding(16, 8)
+        self.three = nn.Embedding(16, 8)
+        self.last = nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        frozen, x = self.frozen(ids), self.one(ids)
+        largest = x.argmax(-1)
+        x = torch.tanh(self.two(largest)) * frozen + x
+        x = torch.tanh(self.three(largest)) * frozen + x
+        return F.cross_entropy(self.last(x).flatten(0, 1), labels.flatten())
+
+
 class Dropping(nn.Module):
     """Twice the same dropout."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,16 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardwright as sw
-from parallel.pipeline_models import Dropping, EarlyLoss, FrozenStart, Orphans, Tied, Twice, batch
+from parallel.pipeline_models import (
+    Dropping,
+    EarlyLoss,
+    FrozenStart,
+    MixedCrossing,
+    Orphans,
+    Tied,
+    Twice,
+    batch,
+)
 from parallel.test_simulate_pipeline import staged_plan, trained_net
 from sample_models import llama
 from shardwright.parallel.pipeline_module import PipelineModule
@@ -180,6 +190,29 @@ def check_random_models() -> None:
         check_training((nets[0], nets[1]), plan, args)
 
 
+def check_only_what_is_planned_is_sent() -> None:
+    """Gradients come back of what has one, not of whole numbers and of what is not trained."""
+    names = ["frozen", "one", "two", "three", "last"]
+    for schedule, turn in (
+        ("1f1b", [0, 0, 1, 1, 1]),
+        ("interleaved_zero_bubble", [0, 0, 1, 0, 1]),
+        ("zero_bubble_v", [0, 0, 1, 1, 0]),
+    ):
+        nets, args = built(MixedCrossing), batch()
+        config = dict(zip(names, turn, strict=True))
+        plan = planned(nets[0], args, 1, schedule, stage_config=config)
+        parallel = check_training(nets, plan, args)
+        assert any(0 < row.backward_bytes < row.forward_bytes for row in plan.crossings), plan
+        with patch.object(dist, "P2POp", wraps=dist.P2POp) as messages:
+            parallel.train_step(*args)
+        operations = [call.args for call in messages.call_args_list]
+        sent = [tensor.nbytes for kind, tensor, *_ in operations if kind is dist.isend]
+        stage = parallel.devices.stage
+        wanted = sum(row.forward_bytes for row in plan.crossings if row.stage == stage)
+        wanted += sum(row.backward_bytes for row in plan.crossings if row.to_stage == stage)
+        assert sum(sent) == wanted * plan.pipeline.micro_batches, (schedule, sent, plan.crossings)
+
+
 def check_language_model() -> None:
     """With names of stages, and the loss summed. It computes in single precision inside."""
     nets = [llama(layers=4)[0].double() for _ in range(2)]
@@ -265,6 +298,7 @@ CHECKS = (
     check_schedules,
     check_a_loss_before_the_last_stage,
     check_own_parts_of_the_batch,
+    check_only_what_is_planned_is_sent,
     check_language_model,
     check_dropout,
     check_what_is_refused,

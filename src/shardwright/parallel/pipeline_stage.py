@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -40,7 +39,11 @@ from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.micro_batches import micro_batch
 from shardwright.runtime.random import seed_of
-from shardwright.torch_internals.pipelining import PipelineStageBase
+from shardwright.torch_internals.pipelining import (
+    SENDS_ONLY_GRADIENTS,
+    PipelineStageBase,
+    pipeline_stage,
+)
 
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
@@ -267,20 +270,20 @@ class RankStages:
                 if self.devices.stage in stages and group is not None:
                     self._shared[name] = group
 
-    def _stage(self, module: StageModule) -> PipelineStage:
+    def _stage(self, module: StageModule) -> PipelineStageBase:
         chunk, decisions = module.chunk, module.chunk.decisions
         arriving = tuple(_like(v, decisions.arrivals[v.name], chunk) for v in chunk.arriving)
         leaving = tuple(_like(v, decisions.departures[v.name], chunk) for v in chunk.leaving)
-        if not leaving:
-            leaving = (torch.empty((), device="meta"),)
-        return PipelineStage(
+        if not leaving and chunk.graph.loss is not None:
+            leaving = (torch.empty((), dtype=chunk.graph.loss.dtype, device="meta"),)
+        return pipeline_stage(
             module,
             chunk.number,
             len(self.partitioned.chunks),
             self.devices.device,
-            input_args=arriving,
-            output_args=leaving,
-            group=self.devices.across,
+            arriving,
+            leaving,
+            self.devices.across,
             dw_builder=None if may_halve(module) else _at_once,
         )
 
@@ -335,7 +338,10 @@ def may_halve(module: StageModule) -> bool:
     """Whether a backward pass can come in two halves, first of inputs and then of parameters: some
     input must have a gradient, no bucket join the parameters of operators apart, no parameter be
     read twice, as PyTorch would run what lies between the two again, and no operators be computed
-    again in the backward pass, as each half would do so."""
+    again in the backward pass, as each half would do so. Torch 2.11 never halves right: it wants a
+    gradient of all that leaves, and counts some of parameters twice."""
+    if not SENDS_ONLY_GRADIENTS:
+        return False
     chunk = module.chunk
     uses = chunk.graph.consumers
     apart = all(bound.bucket.once for bound in module.program.buckets) and all(

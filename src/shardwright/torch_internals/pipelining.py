@@ -1,5 +1,14 @@
 """What PyTorch's pipeline schedules are made of."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import (
     stage_backward,
     stage_backward_input,
@@ -9,9 +18,112 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 
 __all__ = [
+    "SENDS_ONLY_GRADIENTS",
     "PipelineStageBase",
     "get_schedule_ops",
+    "pipeline_stage",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
 ]
+
+SENDS_ONLY_GRADIENTS = not hasattr(PipelineStage, "get_outputs_meta")
+"""Whether a stage heeds which of the values that cross have a gradient, also where it halves a
+backward pass: one of 2.13 does, one of 2.11 does not."""
+
+
+def pipeline_stage(
+    module: nn.Module,
+    number: int,
+    count: int,
+    device: torch.device,
+    arriving: tuple[Tensor, ...],
+    leaving: tuple[Tensor, ...],
+    group: dist.ProcessGroup | None,
+    dw_builder: Callable[[], Callable[..., None]] | None,
+) -> PipelineStage:
+    """Chunk `number` of `count`, for a schedule.
+
+    Args:
+        arriving, leaving: meta tensors like those that it receives and sends; gradients come back
+            only for those that require one.
+        dw_builder: of what comes after the gradients of inputs, see `PipelineStage`; `None` lets
+            PyTorch halve the backward pass.
+    """
+    stage = (PipelineStage if SENDS_ONLY_GRADIENTS else SelectiveStage)(
+        module,
+        number,
+        count,
+        device,
+        input_args=arriving,
+        output_args=leaving,
+        group=group,
+        dw_builder=dw_builder,
+    )
+    if isinstance(stage, SelectiveStage):
+        stage.arriving, stage.leaving = arriving, leaving
+    return stage
+
+
+class SelectiveStage(PipelineStage):
+    """A stage of 2.11 that sends and receives what one of 2.13 does.
+
+    By itself it takes all that arrives for leaves that require gradients, of whole numbers too, and
+    fails where one has none.
+    """
+
+    arriving: tuple[Tensor, ...]
+    leaving: tuple[Tensor, ...]
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        before = self.stage_index - 1
+        self.grad_send_info = [before if like.requires_grad else None for like in self.arriving]
+        # A stage that has a backward pass would have its buffers require gradients.
+        trains, self.has_backward = self.has_backward, False
+        try:
+            return super()._prepare_forward_infra(*args, **kwargs)
+        finally:
+            self.has_backward = trains
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # Neighbors may be of one rank, which need not and on CPUs cannot greet itself.
+        messages: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [message for message in messages if message.peer != dist.get_rank()]
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        for tensor, like in zip(args, self.arriving, strict=True):
+            tensor.requires_grad_(self.has_backward and like.requires_grad)
+        return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if self.has_backward:
+            # The gradients of what has arrived come before those of the module's other arguments.
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(like, device=self.device)
+                if like.requires_grad and gradient is None
+                else gradient
+                for like, gradient in zip(self.arriving, self.bwd_cache[bwd_chunk_id], strict=False)
+            )
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        messages = super().get_bwd_recv_ops(bwd_chunk_id)
+        return [
+            message
+            for message, like in zip(messages, self.leaving, strict=False)
+            if like.requires_grad
+        ]
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        outputs = prev_stage_outputs
+        tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
+        for received, tensor in zip(self.args_recv_info[mb_index], tensors, strict=True):
+            received.buffer = tensor.detach()
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
+        gradients = zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True)
+        for received, gradient in gradients:
+            if gradient is not None:
+                received.buffer = gradient

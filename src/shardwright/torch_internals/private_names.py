@@ -1,5 +1,5 @@
-"""Every private name of PyTorch that this package uses: what it does, what could replace it, and
-since which supported version it is there.
+"""Every private name of PyTorch that this package uses: what it does, what could replace it, since
+which supported version it is there, and up to which it is needed.
 
 PyTorch may change these in any release. To support a new one, run the tests of this room with it;
 where a name has moved, the file of this room that uses it takes both.
@@ -22,12 +22,14 @@ class PrivateName:
         purpose: what it does here.
         replacement: public names that could do it, and what they would lack or cost; "" for none.
         since: the oldest supported version that has it.
+        before: the version from which on nothing here needs it; "" if all do.
     """
 
     path: str
     purpose: str
     replacement: str = ""
     since: str = OLDEST
+    before: str = ""
 
 
 _PYTREE = "torch.utils._pytree."
@@ -192,6 +194,16 @@ DTENSOR = (
 
 PIPELINING = (
     PrivateName("torch.distributed.pipelining.stage._PipelineStageBase", "the type of a stage"),
+    PrivateName(
+        "torch.distributed.pipelining.PipelineStage._prepare_forward_infra",
+        "receives tensors of whole numbers, which have no gradient",
+        before="2.13",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops",
+        "leaves out messages of a rank to itself",
+        before="2.13",
+    ),
     PrivateName(
         "torch.distributed.pipelining._schedule_visualizer.get_schedule_ops",
         "the order of a schedule's actions, without processes",
