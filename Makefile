@@ -24,11 +24,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# A worker for each core, each on one thread; a file stays with one worker, which keeps what it starts.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
 test: install
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-slow: install
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 golden: install
 	SHARDWRIGHT_GOLDEN=write $(BIN)/python -m pytest -q tests/test_golden.py

@@ -60,7 +60,7 @@ def test_adapters_are_added_as_described() -> None:
         ({"name": "llama9"}, "unknown model 'llama9'; valid are llama2_7b"),
         ({"name": "llama2_7b_tiny", "arguments": {"layers": 3}}, "model.arguments: .*'layers'"),
         ({"sizes": {"family": "llama"}}, "model.sizes: .*missing"),
-        ({"hf": "nowhere"}, "no file or folder .*nowhere"),
+        ({"hf": "nowhere"}, "no such file or folder: .*nowhere"),
     ],
 )
 def test_a_model_that_cannot_be_is_an_error(given: dict[str, Any], message: str) -> None:

@@ -69,8 +69,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 def compare(mode: str, hsdp: Any, micro_batches: int) -> None:
     """Losses and norms of three steps with those of one device."""
-    wanted = train_one_device(with_ignored_targets(llama(batch=8, layers=1)), 3, clip=0.5)
-    net, args, kwargs = with_ignored_targets(llama(batch=8, layers=1))
+    wanted = train_one_device(with_ignored_targets(llama(batch=16, layers=1)), 3, clip=0.5)
+    net, args, kwargs = with_ignored_targets(llama(batch=16, layers=1))
     plan = sw.plan(
         net,
         args,
