@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -311,9 +310,8 @@ def test_a_rank_killed_in_mid_step_ends_the_run(folder: Path) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
     os.kill(int(children[1]), signal.SIGKILL)
-    started = time.monotonic()
-    _, err = process.communicate(timeout=30)
-    assert time.monotonic() - started < 10
+    # It would go on for a million epochs.
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert re.fullmatch(r"error: rank 1 \(process \d+\) was killed by SIGKILL; its log: .*\n", err)
     assert not any(Path(f"/proc/{child}").exists() for child in children)

@@ -42,10 +42,10 @@ def test_equal_operators_share_one_rule() -> None:
 def test_many_equal_operators_cost_little() -> None:
     ops = [linear(columns=8 * (1 + i % 20)) for i in range(4000)]
     rule_of(linear())
-    started = time.perf_counter()
+    started = time.process_time()
     for op in ops:
         rule_of(op)
-    assert time.perf_counter() - started < 0.15
+    assert time.process_time() - started < 0.3
 
 
 def test_cut_factors_shard_what_carries_them_and_leave_sums_elsewhere() -> None:

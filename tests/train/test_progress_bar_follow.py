@@ -7,7 +7,7 @@ from shardwright.train.progress_bar import Follower
 
 
 def wait_for(lines: list[str], expected: list[str]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while lines != expected and time.monotonic() < deadline:
         time.sleep(0.01)
     assert lines == expected
