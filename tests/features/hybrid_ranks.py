@@ -124,7 +124,7 @@ class Setting:
             cpu = torch.device("cpu")
             self.devices[key] = Devices.of_process(plan.mesh, cpu, case.stages)
         make = pipeline_module if case.stages > 1 else parallel_module
-        return make(build(case), graph, self.devices[key], plan.decisions, plan.pipeline)
+        return make(build(case), plan.partitioned, self.devices[key])
 
 
 def run(case: Case, setting: Setting, reference: Reference) -> None:
