@@ -141,7 +141,8 @@ class KeywordOptions(FileOptions):
     on_progress: OnProgress = field(default=silent, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, requirement in requirements(type(self)).items():
+        options: type = type(self)
+        for name, requirement in requirements(options).items():
             value = getattr(self, name)
             if not requirement.accepts(value):
                 raise StrategyError(requirement.error(name, value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -59,6 +60,7 @@ def bytes_of(size: int | str) -> int | None:
     return int(number) if number is not None and number >= 1 else None
 
 
+@cache
 def requirements(options: type) -> dict[str, Requirement]:
     """The requirements of the annotated fields of a class, by name of the field."""
     by_name: dict[str, Requirement] = {}
