@@ -110,7 +110,7 @@ CASES = {
 class Planned:
     """What a plan sends, in all and for parameters, and the CPU seconds that planning took."""
 
-    conversions: int
+    redistributions: int
     of_parameters: int
     bytes: int
     bytes_of_parameters: int
@@ -135,7 +135,7 @@ def run() -> list[Table]:
                 found = [in_fork(partial(planned, graph, mode)) for _ in range(PROCESSES)]
                 one = found[0]
                 table.add(
-                    *(name, count, mode, one.conversions, one.of_parameters),
+                    *(name, count, mode, one.redistributions, one.of_parameters),
                     *(f"{one.bytes:,}", f"{one.bytes_of_parameters:,}"),
                     Sample(tuple(each.seconds for each in found)).milliseconds(),
                 )
@@ -191,12 +191,15 @@ def planned(graph: Graph, mode: str) -> Planned:
     plans: list[sw.Plan] = []
     seconds = cpu_seconds(lambda: plans.append(sw.plan(graph, devices=DEVICES, mode=mode)))
     (plan,) = plans
-    parts = [row.conversions for row in plan.operators] + [plan.returned]
+    parts = [row.redistributions for row in plan.operators] + [plan.returned]
     sending = [
-        (conversion.value in plan.parameters, conversion.forward_bytes + conversion.backward_bytes)
-        for conversions in parts
-        for conversion in conversions
-        if conversion.forward_bytes or conversion.backward_bytes
+        (
+            redistribution.value in plan.parameters,
+            redistribution.forward_bytes + redistribution.backward_bytes,
+        )
+        for redistributions in parts
+        for redistribution in redistributions
+        if redistribution.forward_bytes or redistribution.backward_bytes
     ]
     of_parameters = [size for parameter, size in sending if parameter]
     return Planned(len(sending), len(of_parameters), plan.bytes, sum(of_parameters), seconds)

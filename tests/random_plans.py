@@ -102,7 +102,7 @@ def check_random_plan(
 
 
 def random_recompute(graph: Graph, seed: int) -> dict[str, Recompute]:
-    """Runs of about seven operators, three of four of each computed again; with conversions or
+    """Runs of about seven operators, three of four of each computed again; with redistributions or
     without."""
     draw = random.Random(seed)
     found: dict[str, Recompute] = {}

@@ -149,7 +149,7 @@ def test_what_only_an_output_carries_is_said_of_the_output(tmp_path: Path) -> No
     said = {"expand": {"in_strategy": [None], "out_strategy": [[4, 1]]}}
     sw.load_strategies(net, write(tmp_path / "strategies.json", said))
     plan = sw.plan(net, args, kwargs, devices=8, mode="semi_auto")
-    assert [layout.shard_counts for layout in plan.row("expand").made] == [(4, 1)]
+    assert [layout.shard_counts for layout in plan.row("expand").output_layouts] == [(4, 1)]
     assert sw.check(net.double(), (args[0].double(),), kwargs, plan).passes()
 
 

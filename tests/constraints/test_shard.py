@@ -100,7 +100,9 @@ def test_an_out_strategy_is_an_all_reduce_or_a_reduce_scatter(out: Any, collecti
     inputs = (LAYOUT("mp", ("sp", "dp")), LAYOUT(("sp", "dp"), "None"))
     sw.shard(net.matmul1, inputs, (out,))
     found = sw.plan(net, args, devices=8, mode="semi_auto")
-    steps = [s for c in found.row("matmul1").conversions for s in c.steps if c.value == "matmul1"]
+    steps = [
+        s for c in found.row("matmul1").redistributions for s in c.steps if c.value == "matmul1"
+    ]
     assert [step.partition(" / ")[0] for step in steps] == [collective]
     result = sw.check(net, args, {}, found)
     assert result.passes(1e-9), result

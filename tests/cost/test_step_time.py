@@ -66,13 +66,13 @@ def test_a_cut_shares_operations_and_the_tensors_that_carry_it(graph: Graph) -> 
     assert forward == pytest.approx(0.01 + 4 * (32 * 8 + 16 * 8 / 2 + 32 * 16 / 2) / 1e5)
 
 
-def test_conversions_of_activations_add_up(graph: Graph) -> None:
+def test_redistributions_of_activations_add_up(graph: Graph) -> None:
     cuts: dict[str, Cuts] = {"one": {"j": (0,)}, "two": {"k": (0,)}}
     time = timed(graph, cuts, 2)
     # The output of the second is summed up; nothing else is sent.
     all_reduce = 2 * 0.001 + 2 * (1 / 2) * 4 * 32 * 4 / 1e4
-    assert time.forward_conversions == pytest.approx(all_reduce)
-    assert (time.backward_conversions, time.gathers, time.gradients) == (0, 0, 0)
+    assert time.forward_redistributions == pytest.approx(all_reduce)
+    assert (time.backward_redistributions, time.gathers, time.gradients) == (0, 0, 0)
     assert time.seconds == pytest.approx(time.forward + time.backward + all_reduce + time.update)
 
 

@@ -179,7 +179,7 @@ def test_what_is_counted_of_a_pinned_plan_is_what_it_sends(mode):
     assert sum(row.pinned for row in wanted.operators) == 2
     found = bench_pins.planned(graph, mode)
     assert found.bytes == wanted.bytes
-    assert found.conversions > found.of_parameters == len(wanted.parameters)
+    assert found.redistributions > found.of_parameters == len(wanted.parameters)
     assert 0 < found.bytes_of_parameters < found.bytes
     assert found.seconds > 0
 

@@ -200,7 +200,7 @@ def test_a_killed_rank_costs_no_step_and_none_is_done_twice(
         ),
     ],
 )
-def test_a_rank_that_does_not_come_is_told_by_the_conversion_that_waited(
+def test_a_rank_that_does_not_come_is_told_by_the_redistribution_that_waited(
     tmp_path: Path, where: str, named: str
 ) -> None:
     script, logs = Path(__file__).with_name("hanging_ranks.py"), LogFolder(tmp_path)

@@ -70,7 +70,7 @@ def test_the_bytes_of_a_grid_are_those_of_the_formula(sizes: tuple[int, ...]) ->
     pair = {op.name for op in plan.graph.ops if op.name in ("up", "down")}
     values = {v for name in pair for v in plan.graph.by_name[name].inputs}
     values |= {plan.graph.by_name[name].output for name in pair}
-    left = {id(t) for route in flow.left.values() for t in route}
+    left = {id(t) for route in flow.leading_transfers.values() for t in route}
     read = {id(t) for name in pair for i in (0, 1) for t in flow.routes[name, i]}
     sent = sum(t.forward_bytes for t in flow.transfers if id(t) in left | read)
     nx, ny, nz = (*sizes, 1)[:3]

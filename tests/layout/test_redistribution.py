@@ -1,4 +1,4 @@
-"""Conversions: a simulator that knows only what each kind of step means, and their bytes."""
+"""Redistributions: a simulator that knows only what each kind of step means, and their bytes."""
 
 from fractions import Fraction
 from itertools import islice, permutations
@@ -210,7 +210,7 @@ def gathers_of_two_kinds():
 @settings(max_examples=300, deadline=None)
 @given(pairs(((2, 2, 2), (2, 2, 3), (2, 2, 2, 2), (2, 2, 2, 2, 2))))
 @example(gathers_of_two_kinds())
-def test_no_conversion_costs_more_than_gather_and_slice(pair):
+def test_no_redistribution_costs_more_than_gather_and_slice(pair):
     found = sum(exact_cost(step, pair[2]) for step in redistribution_steps(*pair))
     assert found <= gather_and_slice_cost(*pair)
 
@@ -394,7 +394,7 @@ def test_nothing_is_to_do_between_equal_layouts():
     assert "nothing to do" in str(found)
 
 
-def test_a_conversion_reads_as_a_list_of_steps():
+def test_a_redistribution_reads_as_a_list_of_steps():
     text = str(redistribution(state((0,), (), partial=[1]), state((), (1,)), (8, 8)))
     assert text.splitlines() == [
         "(a, None; partial b) on (a 2, b 4) -> (None, b) on (a 2, b 4), shape (8, 8)",
@@ -449,7 +449,7 @@ def test_steps_do_not_depend_on_what_was_asked_before():
 
 
 @pytest.mark.parametrize("axes", [4, 10, 12])
-def test_random_conversions_on_many_axes_take_milliseconds(axes):
+def test_random_redistributions_on_many_axes_take_milliseconds(axes):
     given_pairs = list(random_pairs(axes, 20))
     began = process_time()
     for pair in given_pairs:
@@ -462,7 +462,7 @@ def test_ways_on_many_axes_are_right_too(pair):
     check(*pair)
 
 
-def test_a_conversion_holds_its_question():
+def test_a_redistribution_holds_its_question():
     found = redistribution(state((1,), ()), state((), ()), (8, 8), itemsize=2)
     assert isinstance(found, Redistribution) and found.itemsize == 2 and found.shape == (8, 8)
     assert found.forward_bytes == 96

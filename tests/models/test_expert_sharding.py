@@ -36,7 +36,7 @@ def test_each_layer_pays_two_all_reduces_forward_and_two_backward(seq_parallel: 
 
 def test_sequence_parallel_makes_them_reduce_scatters_and_all_gathers() -> None:
     plan = planned("llama2_7b_tiny", 2, 4, seq_parallel=True)
-    steps = [s for c in plan.row("model.layers.0.mlp.down_proj").conversions for s in c.steps]
+    steps = [s for c in plan.row("model.layers.0.mlp.down_proj").redistributions for s in c.steps]
     assert "reduce_scatter dim 1 over bc / all_gather" in steps
     assert plan.row("model.layers.1.add").strategy == ((2, 4, 1), (2, 4, 1))
 
@@ -85,7 +85,7 @@ def test_attention_cuts_heads_where_they_divide_else_queries(
     plan = sw.plan(net, batch, devices=cp * mp, mode="sharding_propagation")
     row = plan.row("model.layers.0.self_attn.scaled_dot_product_attention")
     assert row.strategy[0] == queries
-    assert steps in [s for c in row.conversions for s in c.steps]
+    assert steps in [s for c in row.redistributions for s in c.steps]
 
 
 def test_stages_take_equally_many_blocks() -> None:

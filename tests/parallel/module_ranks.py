@@ -137,7 +137,7 @@ def check_compiled() -> None:
 
 
 def check_recomputed() -> None:
-    """Layers computed again with their conversions and gathers, eager; a model compiled."""
+    """Layers computed again with their redistributions and gathers, eager; a model compiled."""
     net, args, kwargs = llama()
     sw.recompute(net.model.layers)
     plan = sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0, hsdp={"level": "level3"})

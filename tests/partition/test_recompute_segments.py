@@ -1,4 +1,4 @@
-"""Which operators are computed again together, and which conversions with them."""
+"""Which operators are computed again together, and which redistributions with them."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def test_what_comes_in_is_kept_where_it_is_smallest() -> None:
     assert summed.backward_bytes == flow_of(GRAPH, CUTS).backward_bytes
 
 
-def test_tensor_parallel_layers_send_one_sum_more_each_with_conversions() -> None:
-    """Of the two sums of a layer the second ends it; without conversions nothing more is sent."""
+def test_tensor_parallel_layers_send_one_sum_more_each_with_redistributions() -> None:
+    """Of the two sums of a layer the second ends it; without them nothing more is sent."""
     net, args, kwargs = llama()
     sw.recompute(net.model.layers)
     graph = sw.capture(net, args, kwargs)

@@ -129,7 +129,7 @@ def decisions(graph: Graph, mesh: Layout, level: str) -> Decisions:
 
 
 def arguments(program: Program, args: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], list[Tensor]]:
-    made = program.communication.made
+    made = program.communication.initial_layouts
     shards = {
         value.name: torch.zeros(made[value].shard_shape(value.shape), requires_grad=True)
         for value in program.parameters

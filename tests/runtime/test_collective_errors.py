@@ -10,7 +10,7 @@ from shardwright.runtime import buckets, collectives
 from shardwright.runtime.collective_errors import (
     CommunicationError,
     ProgramLine,
-    naming_conversions,
+    naming_redistributions,
     program_line,
 )
 
@@ -65,7 +65,7 @@ def run(net: Loss, x: torch.Tensor, plan: sw.Plan) -> None:
     simulate(plan.partitioned, parameters, {}, [x], output_gradients=gradients)
 
 
-def test_an_error_of_a_collective_names_the_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_collective_names_the_redistribution(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x, plan = failing_plan()
     run(net, x, plan)
     monkeypatch.setattr(collectives, "wait", fail)
@@ -73,7 +73,7 @@ def test_an_error_of_a_collective_names_the_conversion(monkeypatch: pytest.Monke
         r"^communication failed in `sum_1 = all_reduce_a\(sum\)` \(line \d+ of the program\): "
         r"Timed out waiting 5ms for recv operation \(another rank is gone or stuck\)$"
     )
-    with pytest.raises(CommunicationError, match=said), naming_conversions():
+    with pytest.raises(CommunicationError, match=said), naming_redistributions():
         run(net, x, plan)
 
 
@@ -81,12 +81,12 @@ def test_an_error_of_a_bucket_names_its_parameters(monkeypatch: pytest.MonkeyPat
     net, x, plan = failing_plan()
     monkeypatch.setattr(buckets, "wait", fail)
     said = r"^communication failed in bucket 0 of layer\.weight, layer\.bias: Timed out"
-    with pytest.raises(CommunicationError, match=said), naming_conversions():
+    with pytest.raises(CommunicationError, match=said), naming_redistributions():
         run(net, x, plan)
 
 
 def test_an_error_of_something_else_is_left_as_it_is() -> None:
-    with pytest.raises(RuntimeError, match=r"^shapes$") as caught, naming_conversions():
+    with pytest.raises(RuntimeError, match=r"^shapes$") as caught, naming_redistributions():
         raise RuntimeError("shapes")
     assert caught.type is RuntimeError
 

@@ -1,4 +1,4 @@
-"""Every conversion step, run as the program runs it, on simulated ranks."""
+"""Every redistribution step, run as the program runs it, on simulated ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ def convert(source: TensorLayout, target: TensorLayout) -> tuple[Tensor, float, 
 
 @given(st.sampled_from(MATRICES).flatmap(ways))
 @settings(max_examples=60, deadline=None)
-def test_a_conversion_keeps_the_value_and_its_gradient(
+def test_a_redistribution_keeps_the_value_and_its_gradient(
     way: tuple[TensorLayout, TensorLayout],
 ) -> None:
     source, target = way

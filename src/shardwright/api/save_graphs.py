@@ -33,7 +33,7 @@ class SavedGraphs:
         self._write(GRAPH, graph_text(graph))
 
     def plan(self, plan: Plan) -> None:
-        """The graph with strategies, layouts and conversions, and the program of rank 0."""
+        """The graph with strategies, layouts and redistributions, and the program of rank 0."""
         self._write(PLAN, plan.dump())
         self._write(PROGRAM, program_text(plan))
 

@@ -115,7 +115,7 @@ class _Values:
             name = self._unique(name, "input" if kind is Kind.INPUT else "output")
         value = self._value(name, tensor(node), kind, node in self.requires_grad)
         if outer_dtype not in (None, value.dtype):
-            value = replace(value, given_dtype=outer_dtype)
+            value = replace(value, outer_dtype=outer_dtype)
         self.values[node] = value
         return value
 

@@ -98,8 +98,8 @@ def save(cluster: Cluster) -> None:
 
 
 def measure_cluster(processes: int) -> Cluster:
-    """This machine as it is for so many processes that compute and talk at once. What one of them
-    gets of the CPU is multiplied, so that plans for other numbers share it out again.
+    """This machine as it is for so many processes that compute and communicate at once. What one of
+    them gets of the CPU is multiplied, so that plans for other numbers share it out again.
 
     Raises:
         ValueError: if there are fewer than two processes.

@@ -140,7 +140,7 @@ class _MetaChunk:
         unsharded = partitioned.pipeline.micro_batches > 1 or not alone
         program = lower(chunk, devices, unsharded)
         module = StageModule(chunk, program, partitioned.graph, follows=halves)
-        layouts = program.communication.made
+        layouts = program.communication.initial_layouts
 
         def local(value: Value, dtype: torch.dtype | None = None) -> Tensor:
             shape = layouts[value].shard_shape(value.shape)

@@ -3,7 +3,7 @@
 An operator takes the longer of its operations at the device's matrix rate and its bytes at the
 device's memory bandwidth, and an overhead. A collective takes what `Links` says. What overlaps:
 
-- Conversions of activations do not: the next operator waits for them.
+- Redistributions of activations do not: the next operator waits for them.
 - Gradients of parameters overlap the backward computation, as their buckets are reduced while
   earlier operators are differentiated. Only what exceeds it counts.
 - Parameters that are stored sharded are gathered while earlier operators compute: likewise, against
@@ -44,7 +44,7 @@ class StepTime:
 
     Args:
         forward, backward: computation of one micro-batch.
-        forward_conversions, backward_conversions: of activations, of one micro-batch.
+        forward_redistributions, backward_redistributions: of activations, of one micro-batch.
         gathers: of parameters that are stored sharded, once a step.
         gradients: reductions of parameters' gradients, once a step.
         gathers_each, gradients_each: likewise, but in every micro-batch (gradients with what is
@@ -57,8 +57,8 @@ class StepTime:
 
     forward: float
     backward: float
-    forward_conversions: float
-    backward_conversions: float
+    forward_redistributions: float
+    backward_redistributions: float
     gathers: float
     gradients: float
     update: float
@@ -72,13 +72,13 @@ class StepTime:
     def forward_seconds(self) -> float:
         """One micro-batch forward, with all that it waits for."""
         waits = self._waits(self.gathers_each, self.forward)
-        return self.forward + self.forward_conversions + waits
+        return self.forward + self.forward_redistributions + waits
 
     @property
     def backward_seconds(self) -> float:
         """One micro-batch backward, with all that it waits for."""
         waits = self._waits(self.gradients_each, self.backward)
-        return self.backward + self.backward_conversions + waits
+        return self.backward + self.backward_redistributions + waits
 
     @property
     def computation(self) -> float:
@@ -111,7 +111,7 @@ class StepTime:
 
 
 class TimeModel:
-    """Seconds of operators and conversions on a device matrix of a cluster; equal ones once.
+    """Seconds of operators and redistributions on a device matrix of a cluster; equal ones once.
 
     Args:
         stages: number of pipeline stages, each with such a matrix.
@@ -170,7 +170,7 @@ class TimeModel:
     def step(
         self, step: RedistributionStep, value: Value, differentiable: bool
     ) -> ComputeAndExposed:
-        """One conversion step of `value`, forward and backward."""
+        """One redistribution step of `value`, forward and backward."""
         itemsize = value.itemsize
         key = (step, value.shape, itemsize)
         if key not in self._steps:
@@ -268,8 +268,8 @@ def step_time(
     return StepTime(
         forward=forward,
         backward=backward,
-        forward_conversions=there,
-        backward_conversions=back,
+        forward_redistributions=there,
+        backward_redistributions=back,
         gathers=once[0],
         gradients=once[1],
         update=model.update(stored),
@@ -321,4 +321,4 @@ def _bucket(bucket: Bucket, model: TimeModel) -> ComputeAndExposed:
 
 
 def _stored_bytes(flow: Communication, value: Value) -> int:
-    return prod(flow.made[value].shard_shape(value.shape)) * value.stored_dtype.itemsize
+    return prod(flow.initial_layouts[value].shard_shape(value.shape)) * value.stored_dtype.itemsize

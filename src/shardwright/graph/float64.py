@@ -18,7 +18,7 @@ def graph_in_float64(graph: Graph) -> Graph:
     Explicit casts of the model (`x.to(torch.float32)` in a norm) become casts to float64.
     """
     new = {
-        value: replace(value, dtype=_double_dtype(value.dtype), given_dtype=None)
+        value: replace(value, dtype=_double_dtype(value.dtype), outer_dtype=None)
         for value in graph.values()
     }
 

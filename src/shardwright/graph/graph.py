@@ -39,7 +39,7 @@ class Value:
             input in the call, the operator name of an activation.
         requires_grad: whether a gradient of the loss flows into it (false for values that are not
             on a differentiable path from a parameter to the loss).
-        given_dtype: for parameters and inputs, the dtype in which they are stored or passed, if it
+        outer_dtype: for parameters and inputs, the dtype in which they are stored or passed, if it
             differs from `dtype`, in which they are computed.
     """
 
@@ -48,12 +48,12 @@ class Value:
     dtype: torch.dtype
     kind: Kind = Kind.ACTIVATION
     requires_grad: bool = False
-    given_dtype: torch.dtype | None = None
+    outer_dtype: torch.dtype | None = None
 
     @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype in which a parameter is stored, or an input passed."""
-        return self.given_dtype or self.dtype
+        return self.outer_dtype or self.dtype
 
     @property
     def numel(self) -> int:

@@ -23,7 +23,7 @@ class Source:
     """A function under construction.
 
     Args:
-        scope: what its text refers to besides its arguments: operators, conversions, constants.
+        scope: what its text refers to besides its arguments: operators, redistributions, constants.
     """
 
     scope: dict[str, Any] = field(default_factory=lambda: {"torch": torch, "aten": torch.ops.aten})

@@ -33,7 +33,7 @@ class Kernels:
         return self._kernels[op]
 
     def _local(self, op: Op, rule: ShardingRule) -> Local:
-        cuts, made = self.cuts.get(op.name, {}), self.flow.made
+        cuts, made = self.cuts.get(op.name, {}), self.flow.initial_layouts
         functions = tuple(
             bound_reduction(
                 self.devices.group(inner.axes), inner.reduction.kind, inner.reduction.varying

@@ -1,8 +1,8 @@
 """From graph and plan to the program that one rank runs.
 
 The program is plain Python text over local tensors: local operators as they stand in the graph, and
-conversions wherever a value is read in another layout than it was made in. `print(program)` shows
-each of them.
+redistributions wherever a value is read in another layout than it was produced in. `print(program)`
+shows each of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Program:
     Args:
         source: its text.
         function: the compiled text.
-        communication: all conversions in it.
+        communication: all redistributions in it.
         parameters: those that the graph reads.
         buckets: those of `communication`, bound to the devices.
         unsharded: whether parameters are read as `UnshardedParameters` hand them out.
@@ -185,7 +185,7 @@ class _Lowering:
         """The variable that holds `value` as it is made, stored or given."""
         if value not in self.variables:
             name = self.variables[value] = self.source.name(value.name)
-            cast = "" if value.given_dtype in (None, value.dtype) else f".to({value.dtype})"
+            cast = "" if value.outer_dtype in (None, value.dtype) else f".to({value.dtype})"
             if value.kind is Kind.PARAMETER:
                 self.source.add([name], f"parameters[{value.name!r}]{cast}", [])
             elif value.kind is Kind.BUFFER:
@@ -227,10 +227,10 @@ class _Lowering:
             function = self._bound[key] = start_all_reduce(step, self.devices)
         else:
             function = self._bound.setdefault(key, bind(step, self.devices))
-        conversion = self.source.refer(wanted, function)
+        redistribution = self.source.refer(wanted, function)
         name = self.source.name(transfer.value.name)
         segment = transfer.segment
-        self.source.add([name], f"{conversion}({before})", [before], segment=segment)
+        self.source.add([name], f"{redistribution}({before})", [before], segment=segment)
         self.converted[id(transfer)] = name
 
     def _is_pending_loss(self, transfer: Transfer) -> bool:
@@ -306,7 +306,9 @@ class _Lowering:
         """The operator's own arguments, sizes of its output made local."""
         args, kwargs = list(op.args), dict(op.kwargs)
         if rule is not None and rule.sizes is not None:
-            args[rule.sizes] = list(self.flow.made[op.output].shard_shape(op.output.shape))
+            args[rule.sizes] = list(
+                self.flow.initial_layouts[op.output].shard_shape(op.output.shape)
+            )
         if not op.inputs and isinstance(op.target, OpOverload):
             names = {argument.name for argument in schema_of(op.target).arguments}
             if "device" in names:
@@ -320,7 +322,9 @@ class _Lowering:
             assert isinstance(function, TwoPhaseKernel)
             function = function.finish
         if rule is not None and rule.random and self.devices.several:
-            axes = tuple(dict.fromkeys(a for dim in self.flow.made[op.output].axes for a in dim))
+            axes = tuple(
+                dict.fromkeys(a for dim in self.flow.initial_layouts[op.output].axes for a in dim)
+            )
             function = Seeded(function, number_of(op.name), self.devices.index(axes))
             return self.source.refer(f"seeded_{_short(op)}", function)
         if function is op.target and isinstance(function, OpOverload):
@@ -358,7 +362,7 @@ class _Lowering:
             and len(add.inputs) == 2
             and add.inputs[1].shape == op.output.shape[-1:]
             and add.inputs[1].dtype == op.output.dtype
-            and not self.flow.made[op.output].partial
+            and not self.flow.initial_layouts[op.output].partial
             and not self.flow.routes[add.name, 0]
             and self._segment(op) == self._segment(add)
         )

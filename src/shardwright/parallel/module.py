@@ -196,8 +196,8 @@ class ParallelModule(nn.Module):
         return clip_grad_norm_(self.named_parameters(), max_norm, self.devices)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the programs with `torch.compile`, in place; takes its arguments. Conversions
-        are part of the compiled graph."""
+        """Compiles the programs with `torch.compile`, in place; takes its arguments.
+        Redistributions are part of the compiled graph."""
         self._compiler = lambda function: torch.compile(function, *args, **kwargs)
         self._forwards = {key: self._compiled(bound) for key, bound in self._forwards.items()}
         for bound in self._train_steps.values():

@@ -53,10 +53,11 @@ class Communication:
     """What a plan communicates.
 
     Args:
-        made: the layout in which each value is made, stored (parameters) or arrives (inputs).
-        left: the transfers of a value whose operator is told how to leave it; all its routes begin
-            with them.
-        read: for each operator the layouts in which it reads its inputs.
+        initial_layouts: the layout in which each value is produced, stored (parameters) or arrives
+            (inputs).
+        leading_transfers: the transfers of a value whose output layout is pinned; all its routes
+            begin with them.
+        input_layouts: for each operator the layouts in which it reads its inputs.
         routes: for each input of an operator, `(operator name, index)`, the transfers on the way.
         output_routes: for each of the graph's output values the transfers to what is returned.
         update_routes: likewise for the new values of buffers.
@@ -67,9 +68,9 @@ class Communication:
     """
 
     mesh: Layout
-    made: dict[Value, TensorLayout] = field(default_factory=dict)
-    left: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
-    read: dict[str, tuple[TensorLayout, ...]] = field(default_factory=dict)
+    initial_layouts: dict[Value, TensorLayout] = field(default_factory=dict)
+    leading_transfers: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
+    input_layouts: dict[str, tuple[TensorLayout, ...]] = field(default_factory=dict)
     routes: dict[tuple[str, int], tuple[Transfer, ...]] = field(default_factory=dict)
     output_routes: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
     update_routes: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
@@ -102,12 +103,12 @@ class Communication:
 
     def layout(self, value: Value) -> TensorLayout:
         """The layout in which consumers find `value`: as made, or as its operator leaves it."""
-        route = self.left.get(value)
-        return route[-1].step.target if route else self.made[value]
+        route = self.leading_transfers.get(value)
+        return route[-1].step.target if route else self.initial_layouts[value]
 
 
 def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communication:
-    """Every conversion between the layouts that `decisions` asks for.
+    """Every redistribution between the layouts that `decisions` asks for.
 
     The model's inputs arrive whole on every device unless `decisions` let them arrive sharded. Its
     loss is left replicated, and so are other outputs if there is no loss; else they stay in the
@@ -115,14 +116,14 @@ def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communica
     """
     result = Communication(mesh)
     for value in (*graph.input_values, *graph.buffers, *graph.constants, *graph.parameters):
-        result.made[value] = initial_layout(value, mesh, decisions)
+        result.initial_layouts[value] = initial_layout(value, mesh, decisions)
     shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer] = {}
     for op in graph.ops:
         _operator(result, op, decisions.cuts.get(op.name, {}), shared)
         for value, axes in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
             if axes is not None:
                 target = TensorLayout(mesh, axes)
-                result.left[value] = _route(result, value, target, shared, True)
+                result.leading_transfers[value] = _route(result, value, target, shared, True)
     for value in graph.output_values:
         departure = decisions.departures.get(value.name)
         ends = departure is not None or graph.loss is None or value is graph.loss
@@ -136,14 +137,16 @@ def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communica
         target = mesh.replicated(len(value.shape))
         result.update_routes[value] = _route(result, value, target, shared, False)
     result.transfers = join_transfers(
-        result.transfers, (result.routes, result.output_routes, result.update_routes), result.left
+        result.transfers,
+        (result.routes, result.output_routes, result.update_routes),
+        result.leading_transfers,
     )
     transfers = OperatorTransfers(graph, result.routes, result.reductions)
     result.segments = recompute_segments(graph, decisions.recompute, transfers)
     assign_recomputed_transfers(result.segments, transfers, decisions)
-    made_again = {name: Recompute(s.name) for name, s in result.segment_of.items()}
-    together = replace(decisions, recompute=made_again)
-    result.buckets = buckets(graph, mesh, together, result.routes, result.made)
+    recomputed = {name: Recompute(s.name) for name, s in result.segment_of.items()}
+    together = replace(decisions, recompute=recomputed)
+    result.buckets = buckets(graph, mesh, together, result.routes, result.initial_layouts)
     _count(result, graph)
     return result
 
@@ -188,9 +191,9 @@ def _operator(
             inner.append(InnerReduction(reduction, axes))
         if inner:
             result.reductions[op.name] = tuple(inner)
-    result.read[op.name] = inputs
+    result.input_layouts[op.name] = inputs
     for value, layout in zip(op.outputs, outputs, strict=True):
-        result.made[value] = layout
+        result.initial_layouts[value] = layout
     differentiable = any(value.requires_grad for value in op.outputs)
     for index, (value, layout) in enumerate(zip(op.inputs, inputs, strict=True)):
         result.routes[op.name, index] = _route(result, value, layout, shared, differentiable)
@@ -209,7 +212,7 @@ def _route(
     """
     differentiable = differentiable and value.requires_grad
     path = redistribution_steps(result.layout(value), target, value.shape, differentiable)
-    route = list(result.left.get(value, ()))
+    route = list(result.leading_transfers.get(value, ()))
     for length, step in enumerate(path, start=1):
         key = (value, path[:length])
         if key not in shared:

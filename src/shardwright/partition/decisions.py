@@ -77,7 +77,7 @@ class Recompute:
 
     Args:
         segment: operators that follow each other with equal segments are computed again together.
-        communication: whether conversions inside are made again too, or their results kept.
+        communication: whether redistributions inside are made again too, or their results kept.
     """
 
     segment: str

@@ -82,7 +82,7 @@ class Partitioned:
     @cached_property
     def step_bytes(self) -> tuple[tuple[int, int], ...]:
         """For each stage the bytes that one of its devices sends in a training step, forward and
-        backward: conversions, what crosses to other stages, and gradients of parameters that
+        backward: redistributions, what crosses to other stages, and gradients of parameters that
         several stages hold."""
         chunks, count = self.chunks, self.pipeline.micro_batches
         sent = [[0, 0] for _ in range(self.pipeline.stages)]

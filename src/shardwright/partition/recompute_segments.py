@@ -27,7 +27,7 @@ class Segment:
     Args:
         name: as it was decided; with `/2`, `/3` where it is divided.
         ops: names of the operators, in their order.
-        communication: whether conversions inside are made again too.
+        communication: whether redistributions inside are made again too.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class OperatorTransfers:
-    """The conversions of a plan on the way to its operators.
+    """The redistributions of a plan on the way to its operators.
 
     Args:
         routes: for each input of an operator, `(operator name, index)`, the transfers on the way.
@@ -75,7 +75,7 @@ def recompute_segments(
 
     Operators between them that are of no segment are computed before it, or after it if they read
     its results. A segment is divided where an operator reads what such a one made of it, or a
-    conversion of it that is not made again; and around operators that communicate inside, where
+    redistribution of it that is not made again; and around operators that communicate inside, where
     communication is not repeated.
     """
     counts: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""One conversion step on the way of a value from where it is made to where it is read."""
+"""One redistribution step on the way of a value from where it is made to where it is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwright.layout.redistribution import RedistributionStep
 
 @dataclass(eq=False)
 class Transfer:
-    """One conversion step of a value, made once for all its consumers.
+    """One redistribution step of a value, made once for all its consumers.
 
     Args:
         before: the transfer whose result this one converts; None if it starts at the value itself.

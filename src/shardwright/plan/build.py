@@ -1,4 +1,4 @@
-"""From what a search decided to a plan: conversions, bytes and rows follow from it."""
+"""From what a search decided to a plan: redistributions, bytes and rows follow from it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_plan(
     optimizer: str | torch.optim.Optimizer = "adamw",
     dry_runs: DryRunCache | None = None,
 ) -> Plan:
-    """Joins what a search decided with what follows from it: conversions and their bytes.
+    """Joins what a search decided with what follows from it: redistributions and their bytes.
 
     Args:
         predicted: what a step takes, where a cluster was named.
@@ -126,16 +126,16 @@ def _rows(
 
 def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) -> OperatorRow:
     rule, segment = rule_of(op), flow.segment_of.get(op.name)
-    conversions = []
+    redistributions = []
     for index, value in enumerate(op.inputs):
         route = flow.routes[op.name, index]
         if route:
-            conversions.append(replace(_conversion(value, route, seen), input=index))
+            redistributions.append(replace(_redistribution(value, route, seen), input=index))
     for value in op.outputs:
-        if value in flow.left:
-            conversions.append(_conversion(value, flow.left[value], seen))
+        if value in flow.leading_transfers:
+            redistributions.append(_redistribution(value, flow.leading_transfers[value], seen))
     if op.name in flow.reductions:
-        conversions.append(_inside(op, flow))
+        redistributions.append(_inside(op, flow))
     return OperatorRow(
         name=op.name,
         operator=target_text(op),
@@ -143,9 +143,9 @@ def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) 
         inputs=tuple((v.name, v.shape, v.kind.value) for v in op.inputs),
         outputs=tuple(v.shape for v in op.outputs),
         cuts={f: tuple(mesh.alias_names[a] for a in axes) for f, axes in cuts.items() if axes},
-        read=flow.read[op.name],
-        made=tuple(flow.made[value] for value in op.outputs),
-        conversions=tuple(conversions),
+        input_layouts=flow.input_layouts[op.name],
+        output_layouts=tuple(flow.initial_layouts[value] for value in op.outputs),
+        redistributions=tuple(redistributions),
         source=op.source,
         main=rule is not None and rule.main is not None,
         segment=segment.name if segment is not None else "",
@@ -164,7 +164,7 @@ def _returned(partitioned: Partitioned, seen: set[int]) -> tuple[RedistributionR
         for chunk in partitioned.chunks
         for _, value in chunk.graph.updates
     ]
-    return tuple(_conversion(value, route, seen) for value, route in routes if route)
+    return tuple(_redistribution(value, route, seen) for value, route in routes if route)
 
 
 def _crossings(partitioned: Partitioned) -> tuple[CrossingRow, ...]:
@@ -189,7 +189,7 @@ def _inside(op: Op, flow: Communication) -> RedistributionRow:
     return RedistributionRow("", tuple(steps), forward, backward, False)
 
 
-def _conversion(value: Value, route: tuple[Transfer, ...], seen: set[int]) -> RedistributionRow:
+def _redistribution(value: Value, route: tuple[Transfer, ...], seen: set[int]) -> RedistributionRow:
     fresh = [t for t in route if id(t) not in seen]
     seen.update(id(t) for t in fresh)
     return RedistributionRow(

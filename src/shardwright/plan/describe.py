@@ -95,30 +95,32 @@ def _operator(plan: PlanData, row: OperatorRow) -> Iterator[str]:
         saved = "" if communication else ", without its communication"
         yield f"  recomputed in the backward pass, in segment {row.segment}{saved}"
     yield f"  cuts {cuts_text(row) or 'none'}, strategy {strategy_text(row.strategy)}"
-    by_input = {c.input: c for c in row.conversions if c.input is not None}
-    for index, ((name, dims, kind), layout) in enumerate(zip(row.inputs, row.read, strict=True)):
+    by_input = {c.input: c for c in row.redistributions if c.input is not None}
+    for index, ((name, dims, kind), layout) in enumerate(
+        zip(row.inputs, row.input_layouts, strict=True)
+    ):
         yield f"  input {name} {list(dims)} {kind}: {layout.placement}"
         if index in by_input:
             yield f"  {_steps(by_input[index])}"
-    for inside in (c for c in row.conversions if not c.value):
+    for inside in (c for c in row.redistributions if not c.value):
         yield f"  inside: {_steps(inside).strip()}"
     pinned = plan.outputs.get(row.name, (None,) * len(row.outputs))
-    for dims, layout, axes in zip(row.outputs, row.made, pinned, strict=True):
+    for dims, layout, axes in zip(row.outputs, row.output_layouts, pinned, strict=True):
         target = "" if axes is None else f", redistributed to {_placement(plan, axes)}"
         yield f"  output {list(dims)}: {layout.placement}{target}"
-    for conversion in (c for c in row.conversions if c.input is None and c.value):
-        yield f"  {_steps(conversion)}"
+    for redistribution in (c for c in row.redistributions if c.input is None and c.value):
+        yield f"  {_steps(redistribution)}"
 
 
 def _placement(plan: PlanData, axes: tuple[tuple[int, ...], ...]) -> str:
     return TensorLayout(plan.mesh, axes).placement
 
 
-def _steps(conversion: RedistributionRow) -> str:
-    shared = ", the rest shared with an earlier operator" if conversion.shared else ""
+def _steps(redistribution: RedistributionRow) -> str:
+    shared = ", the rest shared with an earlier operator" if redistribution.shared else ""
     return (
-        f"  {', then '.join(conversion.steps)}: {conversion.forward_bytes:,} bytes forward,"
-        f" {conversion.backward_bytes:,} backward{shared}"
+        f"  {', then '.join(redistribution.steps)}: {redistribution.forward_bytes:,} bytes forward,"
+        f" {redistribution.backward_bytes:,} backward{shared}"
     )
 
 
@@ -130,7 +132,7 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
     origin = "main operator, chosen by cost" if row.main else "follows its neighbors"
     lines.append(f"  pinned to {plan.pins[row.name]}" if row.pinned else f"  {origin}")
     lines += [f"  {line}" for line in _recomputed(plan, row)]
-    by_input = {c.input: c for c in row.conversions if c.input is not None}
+    by_input = {c.input: c for c in row.redistributions if c.input is not None}
     for index, ((name, sizes, kind), counts) in enumerate(
         zip(row.inputs, row.strategy, strict=True)
     ):
@@ -139,10 +141,10 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
             stored = tuple(plan.mesh.size(axes) for axes in plan.storage[name])
             lines.append(f"    stored {_shards(stored)}")
         if index in by_input:
-            lines += [f"    {line}" for line in _conversion_lines(by_input[index])]
-    for conversion in row.conversions:
-        if conversion.input is None:
-            lines += [f"  {line}" for line in _conversion_lines(conversion)]
+            lines += [f"    {line}" for line in _redistribution_lines(by_input[index])]
+    for redistribution in row.redistributions:
+        if redistribution.input is None:
+            lines += [f"  {line}" for line in _redistribution_lines(redistribution)]
     lines.append(f"  output {', '.join(map(shape_text, row.outputs))}")
     return "\n".join(lines)
 
@@ -168,10 +170,10 @@ def _recomputed(plan: PlanData, row: OperatorRow) -> Iterable[str]:
         yield f"in segment {recompute.segment}, but not recomputed: autograd saves nothing of it"
 
 
-def _conversion_lines(conversion: RedistributionRow) -> Iterable[str]:
-    yield from conversion.steps
-    shared = ", the rest shared with an earlier operator" if conversion.shared else ""
+def _redistribution_lines(redistribution: RedistributionRow) -> Iterable[str]:
+    yield from redistribution.steps
+    shared = ", the rest shared with an earlier operator" if redistribution.shared else ""
     yield (
-        f"sends {binary(conversion.forward_bytes)} forward, "
-        f"{binary(conversion.backward_bytes)} backward{shared}"
+        f"sends {binary(redistribution.forward_bytes)} forward, "
+        f"{binary(redistribution.backward_bytes)} backward{shared}"
     )

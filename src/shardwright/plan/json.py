@@ -16,6 +16,13 @@ from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, S
 
 VERSION = 3
 
+ROW_KEYS = {
+    "input_layouts": "read",
+    "output_layouts": "made",
+    "redistributions": "conversions",
+}
+"""Keys of an operator's row in the file, where they differ from the field; files keep them."""
+
 OF_THIS_RUN = {"graph", "optimizer", "dry_runs"}
 """Fields that are not written; without them, a plan from a file cannot predict its memory."""
 
@@ -85,7 +92,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     )
     rows = data["operators"]
     values["operators"] = tuple(_operator_row(row, values["mesh"]) for row in rows)
-    values["returned"] = tuple(_conversion_row(row) for row in data["returned"])
+    values["returned"] = tuple(_redistribution_row(row) for row in data["returned"])
     values["crossings"] = tuple(
         CrossingRow(**{**row, "values": tuple(row["values"])}) for row in data["crossings"]
     )
@@ -94,24 +101,24 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
 
 def _row_data(row: OperatorRow) -> dict[str, Any]:
     data = {f.name: getattr(row, f.name) for f in fields(row)}
-    for key in ("read", "made"):
+    for key in ("input_layouts", "output_layouts"):
         data[key] = [_layout_data(layout) for layout in data[key]]
-    data["conversions"] = [asdict(conversion) for conversion in row.conversions]
-    return data
+    data["redistributions"] = [asdict(one) for one in row.redistributions]
+    return {ROW_KEYS.get(name, name): value for name, value in data.items()}
 
 
 def _operator_row(data: dict[str, Any], mesh: Layout) -> OperatorRow:
-    values = dict(data)
+    values = {f.name: data[ROW_KEYS.get(f.name, f.name)] for f in fields(OperatorRow)}
     for key in ("inputs", "outputs"):
-        values[key] = _tuples(data[key])
-    for key in ("read", "made"):
-        values[key] = tuple(_layout(layout, mesh) for layout in data[key])
+        values[key] = _tuples(values[key])
+    for key in ("input_layouts", "output_layouts"):
+        values[key] = tuple(_layout(layout, mesh) for layout in values[key])
     values["cuts"] = {factor: tuple(axes) for factor, axes in data["cuts"].items()}
-    values["conversions"] = tuple(_conversion_row(row) for row in data["conversions"])
+    values["redistributions"] = tuple(_redistribution_row(r) for r in values["redistributions"])
     return OperatorRow(**values)
 
 
-def _conversion_row(data: dict[str, Any]) -> RedistributionRow:
+def _redistribution_row(data: dict[str, Any]) -> RedistributionRow:
     return RedistributionRow(**{**data, "steps": tuple(data["steps"])})
 
 

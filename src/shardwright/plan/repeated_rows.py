@@ -44,7 +44,7 @@ def _alike(row: OperatorRow) -> tuple[object, ...]:
     """What rows of one fold have in common."""
     redistributions = tuple(
         (re.sub(r"\d+", "*", c.value), c.steps, c.forward_bytes, c.backward_bytes)
-        for c in row.conversions
+        for c in row.redistributions
     )
     shapes = tuple(shape for _, shape, _ in row.inputs)
     cuts = tuple(row.cuts.items())

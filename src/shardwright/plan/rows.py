@@ -61,9 +61,9 @@ class OperatorRow:
         inputs: name, shape and kind of each tensor input.
         outputs: shapes.
         cuts: factor → names of the axes that shard it.
-        read: the layout in which it reads each input.
-        made: the layout in which it produces each output.
-        conversions: redistributions of its inputs, and all-reduces inside it.
+        input_layouts: the layout in which it reads each input.
+        output_layouts: the layout in which it produces each output.
+        redistributions: redistributions of its inputs, and all-reduces inside it.
         source: the line of user code.
         main: whether the search chose its cuts by cost.
         pinned: whether the user fixed its cuts.
@@ -78,9 +78,9 @@ class OperatorRow:
     inputs: tuple[tuple[str, Shape, str], ...]
     outputs: tuple[Shape, ...]
     cuts: dict[str, tuple[str, ...]]
-    read: tuple[TensorLayout, ...]
-    made: tuple[TensorLayout, ...]
-    conversions: tuple[RedistributionRow, ...]
+    input_layouts: tuple[TensorLayout, ...]
+    output_layouts: tuple[TensorLayout, ...]
+    redistributions: tuple[RedistributionRow, ...]
     source: str
     main: bool
     pinned: bool = False
@@ -90,12 +90,12 @@ class OperatorRow:
     @property
     def strategy(self) -> Strategy:
         """The number of shards of each dimension of each input."""
-        return tuple(layout.shard_counts for layout in self.read)
+        return tuple(layout.shard_counts for layout in self.input_layouts)
 
     @property
     def bytes(self) -> int:
         """Bytes that one device sends for its redistributions, forward and backward."""
-        return sum(c.forward_bytes + c.backward_bytes for c in self.conversions)
+        return sum(c.forward_bytes + c.backward_bytes for c in self.redistributions)
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
 
 def _strategy(plan: PlanData, row: OperatorRow) -> OperatorStrategy:
     outputs = _outputs(plan, row)
-    counts = OperatorStrategy(tuple(layout.shard_counts for layout in row.read), outputs)
-    exact = OperatorStrategy(tuple(_placed(layout) for layout in row.read), outputs)
+    counts = OperatorStrategy(tuple(layout.shard_counts for layout in row.input_layouts), outputs)
+    exact = OperatorStrategy(tuple(_placed(layout) for layout in row.input_layouts), outputs)
     if not row.cuts:
         return counts
     return counts if plan.graph is not None and _suffice(plan, plan.graph, counts, row) else exact
@@ -48,9 +48,9 @@ def _outputs(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
     pinned = plan.outputs.get(row.name)
     if pinned is not None:
         return tuple(None if axes is None else TensorLayout(plan.mesh, axes) for axes in pinned)
-    read = {axis for layout in row.read for axis in layout.sharded}
+    read = {axis for layout in row.input_layouts for axis in layout.sharded}
     cut = {plan.mesh.axis(axis) for axes in row.cuts.values() for axis in axes}
-    return tuple(_placed(layout) for layout in row.made) if cut - read else None
+    return tuple(_placed(layout) for layout in row.output_layouts) if cut - read else None
 
 
 def _placed(layout: TensorLayout) -> TensorLayout:
@@ -73,7 +73,7 @@ def _stored(plan: PlanData) -> Iterator[tuple[str, Entry]]:
     """The parameters whose storage layout differs from the one in which they are used."""
     used: dict[str, tuple[Axes, ...]] = {}
     for row in plan.operators:
-        for (name, _, kind), layout in zip(row.inputs, row.read, strict=True):
+        for (name, _, kind), layout in zip(row.inputs, row.input_layouts, strict=True):
             if kind == "parameter" and layout.sharded:
                 used.setdefault(name, layout.axes)
     for name, axes in plan.storage.items():

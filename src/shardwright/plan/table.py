@@ -83,11 +83,11 @@ def _strategy(fold: Fold) -> str:
 
 
 def _redistributions(row: OperatorRow) -> Iterable[str]:
-    for conversion in row.conversions:
-        words = [word for word in conversion.value.split(".") if not word.isdigit()]
+    for redistribution in row.redistributions:
+        words = [word for word in redistribution.value.split(".") if not word.isdigit()]
         short = ".".join(words[-2:]) or "inside"
-        mark = " (shared)" if conversion.shared else ""
-        yield f"{short}: {', then '.join(conversion.steps)}{mark}"
+        mark = " (shared)" if redistribution.shared else ""
+        yield f"{short}: {', then '.join(redistribution.steps)}{mark}"
 
 
 def plan_summary(plan: PlanData, every: bool = False) -> list[str]:

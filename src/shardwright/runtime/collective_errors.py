@@ -1,7 +1,7 @@
-"""Says in which conversion communication failed, or waited in vain for another rank.
+"""Says in which redistribution communication failed, or waited in vain for another rank.
 
-A program's text names each conversion and the operator that reads it. The stack of an error holds
-the line of the text; in the backward pass, what autograd keeps of the conversion does.
+A program's text names each redistribution and the operator that reads it. The stack of an error
+holds the line of the text; in the backward pass, what autograd keeps of the redistribution does.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class ProgramLine:
         return f"`{here}` (line {self.line} of the program{self._operator(lines)})"
 
     def _operator(self, lines: list[str]) -> str:
-        """The operator of the line; of a conversion, that which reads it and comes next. A comment
-        above its line names it."""
+        """The operator of the line; of a redistribution, that which reads it and comes next. A
+        comment above its line names it."""
         for line in lines[self.line - 2 :]:
             if line.startswith("# "):
                 return f", {re.split('[:;]', line.removeprefix('# '))[0]}"
@@ -81,8 +81,8 @@ def program_line() -> ProgramLine | None:
 
 
 @contextmanager
-def naming_conversions() -> Iterator[None]:
-    """Within it, an error of a collective names the conversion.
+def naming_redistributions() -> Iterator[None]:
+    """Within it, an error of a collective names the redistribution.
 
     Raises:
         CommunicationError: instead of the collective's own error.

@@ -1,4 +1,4 @@
-"""The devices that a program runs on: where this rank stands and whom it talks to.
+"""The devices that a program runs on: where this rank stands and whom it communicates with.
 
 Nothing here depends on the kind of device: the process group brings its own backend (gloo, NCCL).
 """

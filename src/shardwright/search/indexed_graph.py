@@ -39,8 +39,8 @@ class OpKind:
             choose if they had size.
         limits: for each factor the number that its number of parts must divide.
         inputs, outputs: for each tensor the factor of each dim, `NO_CUT` where it stays whole.
-        read, left: `read[factor][i]` is the dim of input i that cutting `factor` cuts, `NO_CUT` if
-            none; the last row is that of no cut, which `read[NO_CUT]` therefore finds.
+        input_dims, output_dims: `input_dims[factor][i]` is the dim of input i that cutting `factor`
+            cuts, `NO_CUT` if none; the last row is that of no cut, which is `input_dims[NO_CUT]`.
         choices: factors that a main operator chooses among, in the order that breaks ties.
         labels: for each choice its name in the log.
         weight: index of the input that `mem_coeff` weighs.
@@ -56,8 +56,8 @@ class OpKind:
     limits: tuple[int, ...]
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
-    read: tuple[tuple[int, ...], ...]
-    left: tuple[tuple[int, ...], ...]
+    input_dims: tuple[tuple[int, ...], ...]
+    output_dims: tuple[tuple[int, ...], ...]
     tensors: tuple[PricedTensor, ...]
     choices: tuple[int, ...] = ()
     labels: tuple[str, ...] = ()
@@ -108,8 +108,8 @@ def op_kind(rule: ShardingRule | None, op: Op) -> OpKind:
         limits=_limits(rule, factors, values),
         inputs=inputs,
         outputs=outputs,
-        read=tuple(tuple(_dim_of(row, dims) for dims in inputs) for row in rows),
-        left=tuple(tuple(_dim_of(row, dims) for dims in outputs) for row in rows),
+        input_dims=tuple(tuple(_dim_of(row, dims) for dims in inputs) for row in rows),
+        output_dims=tuple(tuple(_dim_of(row, dims) for dims in outputs) for row in rows),
         tensors=tensors,
         choices=tuple(index[f] for f in labels),
         labels=_axis_names(labels),

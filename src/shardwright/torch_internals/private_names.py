@@ -68,7 +68,7 @@ OPERATORS = (
     ),
     PrivateName("torch.fx.Node._erased", "whether a node that is met was removed meanwhile"),
     PrivateName(
-        "torch.library.Library._destroy", "takes back the kernels of a rehearsal on meta tensors"
+        "torch.library.Library._destroy", "takes back the kernels of a dry run on meta tensors"
     ),
 )
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardwright.runtime.collective_errors import naming_conversions
+from shardwright.runtime.collective_errors import naming_redistributions
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -73,7 +73,7 @@ def process_group(world: World, timeout: timedelta = TIMEOUT) -> Iterator[torch.
 
     Raises:
         CommunicationError: if a collective of a planned program fails; the message names the
-            conversion.
+            redistribution.
     """
     device = local_device(world)
     if device.type != "cpu":
@@ -89,7 +89,7 @@ def process_group(world: World, timeout: timedelta = TIMEOUT) -> Iterator[torch.
         timeout=timeout,
         device_id=None if device.type == "cpu" else device,
     )
-    with naming_conversions():
+    with naming_redistributions():
         yield device
     # Not after an error: this would block while other ranks wait in a collective.
     dist.destroy_process_group()

@@ -58,7 +58,7 @@ def test_the_tables_of_one_axis_add_up_to_the_cost_of_the_whole(model: Any) -> N
     for row, options, choice in zip(choices, axis.options, found.choices, strict=False):
         row[0] = options[choice]
     cost = search._cost(choices)
-    whole = cost.forward + cost.backward + cost.conversions + cost.update
+    whole = cost.forward + cost.backward + cost.redistributions + cost.update
     whole += search.kept_byte * cost.kept
     if model in (gpt2, bert):
         # Of a weight that two operators read the tables count the best storage.
@@ -78,8 +78,8 @@ def test_what_the_search_counts_is_what_the_step_is_predicted_to_take(model: Any
     assert cost.forward == pytest.approx(time.forward)
     assert cost.backward == pytest.approx(time.backward)
     assert cost.update == pytest.approx(time.update)
-    assert cost.conversions == pytest.approx(
-        time.forward_conversions + time.backward_conversions, rel=1e-6
+    assert cost.redistributions == pytest.approx(
+        time.forward_redistributions + time.backward_redistributions, rel=1e-6
     )
 
 

@@ -81,14 +81,14 @@ def product_strategy(graph: Graph, cuts: Pins, name: str) -> tuple[tuple[int, ..
     return (first, *(counts[::-1] for counts in weight))
 
 
-def test_case_f_is_cut_as_published_but_for_the_place_of_one_conversion() -> None:
+def test_case_f_is_cut_as_published_but_for_the_place_of_one_redistribution() -> None:
     graph = case_f(bias=False)
     cuts = propagate(SearchRequest(graph, EIGHT, F_PINS))
     assert {name: product_strategy(graph, cuts, name) for name in graph.by_name} == {
         "layer1": ((2, 4), (4, 1)),
         "relu1": ((2, 1),),
         "layer2": ((2, 1), (1, 4)),
-        # Published with ((2, 4),): there the conversion comes behind the ReLU, here before it.
+        # Published with ((2, 4),): there the redistribution comes behind the ReLU, here before it.
         "relu2": ((1, 8),),
         "layer3": ((1, 8), (8, 1)),
         "relu3": ((1, 1),),
@@ -154,7 +154,7 @@ def test_pins_that_meet_are_converted_where_least_is_sent() -> None:
     assert not converted & {"wide", "up", "wide2"}
 
 
-def test_a_conversion_far_from_both_pins_finds_the_narrow_place() -> None:
+def test_a_redistribution_far_from_both_pins_finds_the_narrow_place() -> None:
     """Breadth first, the ways meet in the middle; the narrow tensor is near the second pin."""
     net = GraphBuilder()
     x = net.linear("first", net.input("x", 32, 512), 512)

@@ -1,9 +1,9 @@
 """One axis of the device matrix: all operators decided together, exactly.
 
 Variables are operators, their choices the factors that divide, then no cut. Tables say what each
-choice computes and keeps, and what it costs to convert a value between the choice of its source and
-those of its readers. Readers that ask for the same layout share its conversion: where a value has
-several, a further variable is the set of layouts in which it is read.
+choice computes and keeps, and what it costs to redistribute a value between the choice of its
+source and those of its readers. Readers that ask for the same layout share its redistribution:
+where a value has several, a further variable is the set of layouts in which it is read.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from shardwright.search.by_time.read_layouts import (
     AxisLayout,
     ReadLayouts,
     column_sums,
-    conversion_table,
     joined_reads,
     layout_sets,
+    redistribution_table,
     row_of,
 )
 from shardwright.search.indexed_graph import NO_CUT
@@ -51,20 +51,20 @@ class Weights:
 
     Args:
         forward, backward: seconds of computation.
-        conversions: seconds of conversions of activations.
+        redistributions: seconds of redistributions of activations.
         gradients: seconds of gathering parameters and reducing their gradients.
         kept: bytes of parameters.
     """
 
     forward: float
     backward: float
-    conversions: float
+    redistributions: float
     gradients: float
     kept: float
 
 
 class AxisTables:
-    """The tables of one axis; equal operators and conversions are tabulated once.
+    """The tables of one axis; equal operators and redistributions are tabulated once.
 
     Args:
         axis: which one of the device matrix is decided.
@@ -175,7 +175,7 @@ class AxisTables:
             for reduction in rule.reductions(variable.op, named):
                 if kind.factors[choice] in reduction.factors:
                     inside = self.model.inside(reduction, (self.axis,), variable.differentiable)
-                    cost += weights.conversions * sum(inside)
+                    cost += weights.redistributions * sum(inside)
         for place in variable.own:
             cost += self._parameter(variable, place, choice, after)
         return cost
@@ -200,7 +200,7 @@ class AxisTables:
     # What it costs that a value is left in one layout and read in another.
 
     def _edge(self, edge: TensorEdge, sizes: list[int], factors: list[Factor]) -> None:
-        """Adds the tables of a value; readers that other axes treat alike share conversions."""
+        """Adds the tables of a value; readers that other axes treat alike share redistributions."""
         source = self._source(edge, sizes, factors)
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for reader, place in edge.readers:
@@ -210,7 +210,7 @@ class AxisTables:
         for elsewhere, readers in groups.items():
             parts = max(source.parts, self._parts_elsewhere(elsewhere))
             num_bytes = edge.value.numel // parts * edge.value.itemsize
-            costs = self._conversions(
+            costs = self._redistributions(
                 len(edge.value.shape), num_bytes, edge.differentiable, edge.stored
             )
             costs = costs[[row_of(layout) for layout in source.layouts]]
@@ -239,12 +239,12 @@ class AxisTables:
         parts = prod(
             matrix[axis]
             for axis, choice in enumerate(self.choices[number])
-            if axis != self.axis and kind.left[choice][place] != NO_CUT
+            if axis != self.axis and kind.output_dims[choice][place] != NO_CUT
         )
         complete = variable.rule.complete if variable.rule is not None else frozenset()
         layouts = []
         for choice in self.options[number]:
-            dim = kind.left[choice][place]
+            dim = kind.output_dims[choice][place]
             if dim == NO_CUT and choice != NO_CUT:
                 dim = WHOLE if kind.factors[choice] in complete else SUMMED
             layouts.append(dim)
@@ -254,7 +254,7 @@ class AxisTables:
         """A parameter that several operators read: how it is stored is a variable of its own."""
         dims = sorted(
             {
-                self.problem.variables[reader].kind.read[choice][place]
+                self.problem.variables[reader].kind.input_dims[choice][place]
                 for reader, place in edge.readers
                 for choice in self.options[reader]
             }
@@ -279,7 +279,7 @@ class AxisTables:
 
     def _elsewhere(self, reader: int, place: int) -> tuple[int, ...]:
         """How a variable reads a value on the other axes."""
-        read = self.problem.variables[reader].kind.read
+        read = self.problem.variables[reader].kind.input_dims
         return tuple(
             WHOLE if axis == self.axis else read[choice][place]
             for axis, choice in enumerate(self.choices[reader])
@@ -295,15 +295,17 @@ class AxisTables:
         if key not in self._reads:
             layouts = []
             for choice in options:
-                dim = kind.read[choice][place]
+                dim = kind.input_dims[choice][place]
                 varies = dim == NO_CUT and choice != NO_CUT and edge.differentiable
                 layouts.append(frozenset((SUMMED if varies else dim,)))
             self._reads[key] = tuple(layouts)
         return self._reads[key]
 
-    def _conversions(self, ndim: int, num_bytes: int, differentiable: bool, stored: bool) -> Table:
-        """The `conversion_table` of a value of `num_bytes`, weighed."""
-        key = (self._key, "conversions", ndim, num_bytes, differentiable, stored)
+    def _redistributions(
+        self, ndim: int, num_bytes: int, differentiable: bool, stored: bool
+    ) -> Table:
+        """The `redistribution_table` of a value of `num_bytes`, weighed."""
+        key = (self._key, "redistributions", ndim, num_bytes, differentiable, stored)
         if key not in self._tables:
 
             def seconds(collective: str) -> float:
@@ -311,8 +313,8 @@ class AxisTables:
                     return self.model.bucketed((self.axis,), num_bytes, collective)
                 return self.model.links.seconds(collective, (self.axis,), num_bytes)
 
-            weight = self.weights.gradients if stored else self.weights.conversions
-            self._tables[key] = weight * conversion_table(ndim, differentiable, seconds)
+            weight = self.weights.gradients if stored else self.weights.redistributions
+            self._tables[key] = weight * redistribution_table(ndim, differentiable, seconds)
         return self._tables[key]
 
     def _group(
@@ -324,7 +326,7 @@ class AxisTables:
         sizes: list[int],
         factors: list[Factor],
     ) -> None:
-        """The tables of one value and the readers that may share its conversions.
+        """The tables of one value and the readers that may share its redistributions.
 
         Args:
             costs: from the layout of each choice of the source (row) to each layout.

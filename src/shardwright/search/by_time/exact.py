@@ -2,7 +2,7 @@
 
 The same elimination as on one axis, with one choice for each combination of cuts on all axes. What
 readers of one value share is not known to tables of two operators; each of n readers is charged an
-n-th of its conversion there, which is never more than they pay together. So the least sum is a
+n-th of its redistribution there, which is never more than they pay together. So the least sum is a
 *lower bound* of every plan's cost, and where its plan costs as much, that is the optimum. It
 serves to certify other searches on small models and few devices.
 """
@@ -44,7 +44,7 @@ MOST_CHOICES = 512
 """Combinations of cuts that one operator may have."""
 
 MOST_CONVERSIONS = 1 << 18
-"""Pairs of layouts between which conversions may be looked for."""
+"""Pairs of layouts between which redistributions may be looked for."""
 
 LARGEST_TABLE = 1 << 26
 
@@ -115,7 +115,7 @@ class _Joint:
                 f"mode='exact': an operator has {most} combinations of cuts on {model.mesh}, above"
                 f" the limit of {MOST_CHOICES}; use fewer devices, or mode='recursive_programming'"
             )
-        self._conversions: dict[object, ObjectiveCost] = {}
+        self._redistributions: dict[object, ObjectiveCost] = {}
 
     def solve(self, weights: Weights) -> tuple[list[Cuts], float]:
         """The choices with the least sum of the tables, and that sum.
@@ -167,7 +167,7 @@ class _Joint:
         return variable.count * _weighed(self.objective.operator(variable, cuts), weights)
 
     def _edge(self, edge: TensorEdge, weights: Weights) -> list[Factor]:
-        """A table for the maker and each reader, charged their share of the conversion."""
+        """A table for the maker and each reader, charged their share of the redistribution."""
         if edge.stored:
             return []
         mesh, ndim = self.model.mesh, len(edge.value.shape)
@@ -199,35 +199,35 @@ class _Joint:
         weights: Weights,
     ) -> Table:
         rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-        if len(self._conversions) + len(rows) * len(columns) > MOST_CONVERSIONS:
+        if len(self._redistributions) + len(rows) * len(columns) > MOST_CONVERSIONS:
             raise StrategyError(
                 f"mode='exact': more than {MOST_CONVERSIONS:,} redistributions to search for; use"
                 " fewer devices, or mode='recursive_programming'"
             )
         costs = np.array(
-            [[_weighed(self._conversion(edge, a, b), weights) for b in columns] for a in rows]
+            [[_weighed(self._redistribution(edge, a, b), weights) for b in columns] for a in rows]
         )
         at_row = {layout: i for i, layout in enumerate(rows)}
         at_column = {layout: i for i, layout in enumerate(columns)}
         return costs[np.ix_([at_row[a] for a in sources], [at_column[b] for b in targets])]
 
-    def _conversion(
+    def _redistribution(
         self, edge: TensorEdge, source: TensorLayout, target: TensorLayout
     ) -> ObjectiveCost:
         value = edge.value
         key = (source, target, value.shape, value.itemsize, edge.differentiable)
-        if key not in self._conversions:
+        if key not in self._redistributions:
             path = redistribution_steps(source, target, value.shape, edge.differentiable)
             seconds = sum(sum(self.model.step(s, value, edge.differentiable)) for s in path)
-            self._conversions[key] = ObjectiveCost(conversions=seconds)
-        return self._conversions[key]
+            self._redistributions[key] = ObjectiveCost(redistributions=seconds)
+        return self._redistributions[key]
 
 
 def _weighed(cost: ObjectiveCost, weights: Weights) -> float:
     return (
         weights.forward * cost.forward
         + weights.backward * cost.backward
-        + weights.conversions * cost.conversions
+        + weights.redistributions * cost.redistributions
         + weights.gradients * (cost.gathers + cost.gradients)
         + cost.update
         + weights.kept * cost.kept

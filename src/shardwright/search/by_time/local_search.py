@@ -21,11 +21,11 @@ from shardwright.search.cut_moves import (
 Total = Callable[[ObjectiveCost], float]
 
 MAX_NEW_PRICES = 500
-"""So many values may be priced between layouts that were not met before: finding conversions takes
-nearly all of a sweep's time."""
+"""So many values may be priced between layouts that were not met before: finding redistributions
+takes nearly all of a sweep's time."""
 
 MIN_COMMUNICATION_SHARE = 1e-4
-"""An operator is tried where conversions around it take at least this share of the step."""
+"""An operator is tried where redistributions around it take at least this share of the step."""
 
 
 def local_search(
@@ -50,8 +50,8 @@ def local_search(
     for _ in range(rounds):
         before = best
         # Those with most to gain first: of blocks that repeat, the one that stands for most.
-        for neighborhood in sorted(neighborhoods, key=lambda one: -one.conversions(cuts)):
-            if neighborhood.conversions(cuts) <= MIN_COMMUNICATION_SHARE * best:
+        for neighborhood in sorted(neighborhoods, key=lambda one: -one.redistributions(cuts)):
+            if neighborhood.redistributions(cuts) <= MIN_COMMUNICATION_SHARE * best:
                 continue
             if objective.priced > most:
                 return
@@ -97,7 +97,7 @@ class _Neighborhood:
             else:
                 cost = cost.plus(known, edge.count)
         for edge in unpriced:
-            # Finding the conversions of a value takes longest: not where they come too late.
+            # Finding the redistributions of a value takes longest: not where they come too late.
             if total(cost) >= bound:
                 return None
             cost = cost.plus(self.objective.edge(edge, cuts), edge.count)
@@ -108,9 +108,9 @@ class _Neighborhood:
         cost = self.objective.operator(self.variable, cuts[self.number])
         return rest.plus(cost, self.variable.count)
 
-    def conversions(self, cuts: list[Cuts]) -> float:
-        """Seconds of conversions around the operator: there is no more to gain here."""
-        return sum(self.objective.edge(e, cuts).conversions * e.count for e in self.edges)
+    def redistributions(self, cuts: list[Cuts]) -> float:
+        """Seconds of redistributions around the operator: there is no more to gain here."""
+        return sum(self.objective.edge(e, cuts).redistributions * e.count for e in self.edges)
 
     def changes(self, cuts: list[Cuts]) -> Iterator[Cuts]:
         """The cuts of neighbors as far as they can be taken over, and changes of one axis."""

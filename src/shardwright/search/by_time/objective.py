@@ -1,4 +1,4 @@
-"""What cuts cost altogether, with the conversions as they will be made over all axes."""
+"""What cuts cost altogether, with the redistributions as they will be made over all axes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class ObjectiveCost:
 
     Args:
         forward, backward: computation.
-        conversions: of activations, both ways.
+        redistributions: of activations, both ways.
         gathers: of parameters that are stored sharded, once a step.
-        gradients: reductions of gradients, and conversions of parameters, once a step.
+        gradients: reductions of gradients, and redistributions of parameters, once a step.
         update: the optimizer's.
         kept: bytes.
     """
 
     forward: float = 0.0
     backward: float = 0.0
-    conversions: float = 0.0
+    redistributions: float = 0.0
     gathers: float = 0.0
     gradients: float = 0.0
     update: float = 0.0
@@ -41,7 +41,7 @@ class ObjectiveCost:
         return ObjectiveCost(
             self.forward + times * other.forward,
             self.backward + times * other.backward,
-            self.conversions + times * other.conversions,
+            self.redistributions + times * other.redistributions,
             self.gathers + times * other.gathers,
             self.gradients + times * other.gradients,
             self.update + times * other.update,
@@ -55,7 +55,7 @@ class ObjectiveCost:
             overlaps: whether parameters are gathered beside the forward pass, and gradients reduced
                 beside the backward pass.
         """
-        busy = micro_batches * (self.forward + self.backward + self.conversions)
+        busy = micro_batches * (self.forward + self.backward + self.redistributions)
         exposed = self.exposed if overlaps else self.gathers + self.gradients
         return busy + exposed + self.update + kept * self.kept
 
@@ -124,7 +124,7 @@ class Objective:
         return self._layouts[key]
 
     def edge(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> ObjectiveCost:
-        """Of one value: its conversions, and where several operators read a parameter, that."""
+        """Of one value: its redistributions, and where several operators read a parameter, that."""
         key, source, reads = self._between(edge, cuts)
         if key not in self._edges:
             self._edges[key] = self._edge(edge, source, reads)
@@ -179,7 +179,7 @@ class Objective:
                     known.add(path[:length])
                     seconds += sum(self.model.step(step, value, edge.differentiable))
         if not edge.stored:
-            return ObjectiveCost(conversions=seconds)
+            return ObjectiveCost(redistributions=seconds)
         parts = self.model.mesh.size(source.sharded)
         kept = value.numel * value.stored_dtype.itemsize / parts
         update = self.model.update_of(kept, parts) if value.requires_grad else 0.0

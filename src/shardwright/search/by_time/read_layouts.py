@@ -1,6 +1,6 @@
 """How a value is left and read on one axis of the mesh, and what lies between.
 
-Readers that ask for the same layout share its conversion, so that of several readers it matters
+Readers that ask for the same layout share its redistribution, so that of several readers it matters
 which *set* of layouts they ask for together.
 """
 
@@ -31,11 +31,11 @@ ReadLayouts = tuple[frozenset[AxisLayout], ...]
 
 
 def row_of(layout: AxisLayout) -> int:
-    """The row and the column of a layout in the tables of conversions."""
+    """The row and the column of a layout in the tables of redistributions."""
     return layout - SUMMED
 
 
-def conversion_table(ndim: int, differentiable: bool, seconds: Callable[[str], float]) -> Table:
+def redistribution_table(ndim: int, differentiable: bool, seconds: Callable[[str], float]) -> Table:
     """Seconds from each layout in which a value is left (row) to each in which it is read (column).
 
     A last column is the part that reading in both `SUMMED` and `WHOLE` pays once: the sum itself.
@@ -62,8 +62,8 @@ def conversion_table(ndim: int, differentiable: bool, seconds: Callable[[str], f
 
 @cache
 def column_sums(sets: ReadLayouts, columns: int) -> Table:
-    """For each set of layouts (column) which entries of a row of `conversion_table` it adds; the
-    last one is subtracted where the set has both layouts that share it."""
+    """For each set of layouts (column) which entries of a row of `redistribution_table` it adds;
+    the last one is subtracted where the set has both layouts that share it."""
     table = np.zeros((columns, len(sets)))
     for number, layouts in enumerate(sets):
         table[[row_of(layout) for layout in layouts], number] = 1.0

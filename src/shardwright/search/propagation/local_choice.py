@@ -142,8 +142,8 @@ class LocalProblem:
         """What to cut instead of `cuts`, now that all neighbors are decided.
 
         Never at more cost. Where nothing redistributes less, but as little, it is what agrees with
-        the inputs (or the outputs, if not `forward`): so conversions move along tensors of equal
-        size, to where they may become cheaper.
+        the inputs (or the outputs, if not `forward`): so redistributions move along tensors of
+        equal size, to where they may become cheaper.
         """
         bound = self.cost(cuts)
         if bound is None or not bound[0]:

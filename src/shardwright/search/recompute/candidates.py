@@ -235,7 +235,7 @@ class ActivationEstimate:
                     yield from self._read(op, index, flow, makers)
                 for index in saved.outputs:
                     yield self._made(op.outputs[index], flow)
-                share = _local(op.output, flow.made[op.output]) / max(op.output.numel, 1)
+                share = _local(op.output, flow.initial_layouts[op.output]) / max(op.output.numel, 1)
                 for number, (shape, dtype) in enumerate(saved.others):
                     size = prod(shape) * dtype.itemsize
                     yield op.name, (op.name, number), int(size * share)
@@ -272,7 +272,7 @@ class ActivationEstimate:
         producer = self.graph.producer.get(root)
         if producer is None:
             return "", root, 0
-        return producer.name, root, _local(root, flow.made[root]) * root.itemsize
+        return producer.name, root, _local(root, flow.initial_layouts[root]) * root.itemsize
 
 
 def _makers(graph: Graph, flow: Communication) -> dict[Transfer, str]:

@@ -47,9 +47,9 @@ class AxisLevel:
         while queue:
             op = queue.popleft()
             kind = graph.kinds[op]
-            for value, dim in zip(graph.outputs[op], kind.left[choice[op]], strict=True):
+            for value, dim in zip(graph.outputs[op], kind.output_dims[choice[op]], strict=True):
                 self._offer(value, dim, queue)
-            for value, dim in zip(graph.inputs[op], kind.read[choice[op]], strict=True):
+            for value, dim in zip(graph.inputs[op], kind.input_dims[choice[op]], strict=True):
                 producer = graph.producer[value]
                 if producer is not None and self._follows(producer[0]):
                     choice[producer[0]] = self.following_output(*producer, dim)
@@ -125,7 +125,7 @@ class AxisLevel:
             if source is not None:
                 producer, slot = source
                 if self.choice[producer] != UNDECIDED:
-                    dim = graph.kinds[producer].left[self.choice[producer]][slot]
+                    dim = graph.kinds[producer].output_dims[self.choice[producer]][slot]
                     yield self.following_input(op, place, dim)
             elif graph.batch[value]:
                 factor = self._factor(op, graph.kinds[op].inputs[place], 0)
@@ -136,7 +136,7 @@ class AxisLevel:
         for slot, value in enumerate(graph.outputs[op]):
             for consumer, place in graph.consumers[value]:
                 if self.choice[consumer] != UNDECIDED:
-                    dim = graph.kinds[consumer].read[self.choice[consumer]][place]
+                    dim = graph.kinds[consumer].input_dims[self.choice[consumer]][place]
                     yield self.following_output(op, slot, dim)
 
 

@@ -135,7 +135,7 @@ class _Recursion:
         neighbors = _decided_neighbors(level, op, costs.elements)
 
         def redistribution(factor: int) -> float:
-            dims = (kind.read[factor], kind.left[factor])
+            dims = (kind.input_dims[factor], kind.output_dims[factor])
             return sum(
                 redistribution_cost(elements)
                 for side, place, dim, elements in neighbors
@@ -198,13 +198,13 @@ def _decided_neighbors(
         if (source := graph.producer[value]) is not None:
             producer, slot = source
             if graph.data[value] and choice[producer] != UNDECIDED:
-                dim = graph.kinds[producer].left[choice[producer]][slot]
+                dim = graph.kinds[producer].output_dims[choice[producer]][slot]
                 neighbors.append((_INPUT, place, dim, elements[place]))
         elif graph.batch[value] and level.following_input(op, place, 0) >= 0:
             neighbors.append((_INPUT, place, 0, elements[place]))
     for slot, value in enumerate(graph.outputs[op]):
         reads = {
-            (consumer, graph.kinds[consumer].read[choice[consumer]][place])
+            (consumer, graph.kinds[consumer].input_dims[choice[consumer]][place])
             for consumer, place in graph.consumers[value]
             if choice[consumer] != UNDECIDED
         }
