@@ -33,6 +33,10 @@ class CheckpointError(ShardwrightError):
     """A checkpoint that is missing, belongs to another model, or has an unknown version."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A file of a checkpoint is damaged, truncated or missing; the message names it."""
+
+
 class DeferredError(ShardwrightError):
     """A parameter created inside `no_init_parameters` has no values yet, or cannot be given any."""
 

@@ -222,6 +222,15 @@ PIPELINING = (
     ),
 )
 
+CHECKPOINTS = (
+    PrivateName(
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "may occur in the pickled metadata of a checkpoint",
+    ),
+    PrivateName("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "the same"),
+    PrivateName("torch.serialization._get_layout", "the same"),
+)
+
 PRIVATE_NAMES = (
     *PYTREE,
     *OPERATORS,
@@ -231,6 +240,7 @@ PRIVATE_NAMES = (
     *DISTRIBUTED,
     *DTENSOR,
     *PIPELINING,
+    *CHECKPOINTS,
 )
 
 ATEN_OPERATORS = (

@@ -1,87 +1,53 @@
 """Checkpoints in the format of torch.distributed.checkpoint, independent of plan and device count.
 
-A checkpoint is a subfolder `step-N` of the run's folder. It is written under a temporary name and
-renamed once every rank has written, so a folder of that name is always complete.
+A checkpoint is a subfolder `step-N` of the run's folder.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, DamagedCheckpointError
 from shardwright.parallel.module import ParallelModule
 from shardwright.plan import Plan
 from shardwright.runtime.devices import world_timeout
 from shardwright.train import checkpoint_state
+from shardwright.train.checkpoint_manifest import (
+    CheckpointInfo,
+    CheckpointWarning,
+    RunNumbers,
+    find_damage,
+)
+from shardwright.train.checkpoint_storage import (
+    CheckpointReader,
+    PublishingWriter,
+    clear_leftovers,
+    complete_steps,
+)
 from shardwright.train.parameter_names import match_saved_names
 from shardwright.train.position import Position
-
-VERSION = 1
-INFO_FILE = "checkpoint.json"
-NAME = re.compile(r"step-(\d+)")
 
 # Saving and loading in a single process, also in a thread, is intended.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
+Settings = Literal["saved", "own"]
+"""Whose settings an optimizer has after loading: the checkpoint's, or those it was built with."""
 
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """The contents of a checkpoint other than tensors.
-
-    Args:
-        position: the position of the run.
-        groups: the settings of the optimizer's parameter groups; None without an optimizer.
-        random: seed and step of the program's random operators; None if the model was not
-            parallelized.
-        fingerprint, devices: those of the plan; None if it is unknown.
-    """
-
-    position: Position
-    groups: list[dict[str, Any]] | None
-    random: tuple[int, int] | None
-    fingerprint: str | None
-    devices: int | None
-
-    def to_json(self) -> str:
-        return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
-
-    @staticmethod
-    def read(folder: Path) -> CheckpointInfo:
-        """Raises:
-        CheckpointError: if the folder is not a checkpoint, or has an unsupported version.
-        """
-        try:
-            content = json.loads((folder / INFO_FILE).read_text())
-        except FileNotFoundError:
-            raise CheckpointError(f"{folder} is not a checkpoint: it has no {INFO_FILE}") from None
-        version = content.pop("version")
-        if version != VERSION:
-            raise CheckpointError(
-                f"{folder}: unsupported checkpoint version {version}; this version of Shardwright"
-                f" reads version {VERSION}"
-            )
-        content["position"] = Position(**content["position"])
-        return CheckpointInfo(**content)
+Item = TypeVar("Item")
 
 
 class Checkpoints:
@@ -126,15 +92,41 @@ class Checkpoints:
         return complete_steps(self.folder)
 
     def newest(self) -> int | None:
-        """The step of the newest complete checkpoint that rank 0 sees; None if there is none.
+        """The step of the newest checkpoint that rank 0 sees; None if there is none.
 
         Collective: every rank must call it, and gets the same result.
         """
-        steps = self.steps()
-        newest = [steps[-1] if steps else None]
-        if dist.is_initialized():
-            dist.broadcast_object_list(newest, src=0)
-        return newest[0]
+        return max(_from_rank_0(self.steps()), default=None)
+
+    def select(self, step: int | None = None) -> tuple[int, CheckpointInfo]:
+        """The checkpoint of `step`, by default the newest intact one, and what it holds beside
+        tensors. The ranks share the verification of its checksums.
+
+        Collective: every rank must call it, and gets the same result. Damaged checkpoints that are
+        newer are named by a `CheckpointWarning`.
+
+        Raises:
+            CheckpointError: if there is none.
+            DamagedCheckpointError: if all are damaged, or that of `step` is; the message names the
+                file.
+        """
+        candidates = _from_rank_0(self.steps())[::-1] if step is None else [step]
+        if not candidates:
+            raise CheckpointError(f"{self.folder} contains no complete checkpoint")
+        problems: list[str] = []
+        for candidate in candidates:
+            folder = self.path(candidate)
+            info = _verified(folder)
+            if isinstance(info, CheckpointInfo):
+                break
+            problems.append(info)
+        else:
+            raise DamagedCheckpointError("; ".join(problems))
+        if problems:
+            _warn(f"{'; '.join(problems)}: {folder} is taken instead")
+        elif not info.files:
+            _warn(f"{folder} has no checksums (checkpoint version 1): damage may go unnoticed")
+        return candidate, info
 
     def save(
         self,
@@ -142,6 +134,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None,
         position: Position,
         plan: Plan | None = None,
+        run: RunNumbers | None = None,
     ) -> None:
         """Save model, optimizer, random states and position as the checkpoint of `position.step`.
 
@@ -163,17 +156,19 @@ class Checkpoints:
             random=(net.seed, net.steps) if isinstance(net, ParallelModule) else None,
             fingerprint=plan.fingerprint if plan is not None else None,
             devices=plan.devices if plan is not None else None,
+            optimizer=None if optimizer is None else type(optimizer).__name__,
+            run=run,
         )
         self.wait()
         if dist.is_initialized() and self._group is None:
             # Long timeout: ranks wait in this group while others write their files.
             self._group = dist.new_group(backend="gloo", timeout=world_timeout())
         if not dist.is_initialized() or dist.get_rank() == 0:
-            _clear_leftovers(self.folder)
+            clear_leftovers(self.folder)
         if self._group is not None:
             # Collective: no rank starts writing before rank 0 has cleared the leftovers.
             tensors = drop_tied_duplicates(tensors, self._group)
-        writer = _PublishingWriter(self.path(position.step), about, self._keep)
+        writer = PublishingWriter(self.path(position.step), about, self._keep)
         target: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
         target["no_dist"] = self._group is None
         with _convert_errors(self.path(position.step)):
@@ -199,27 +194,30 @@ class Checkpoints:
         net: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         step: int | None = None,
+        *,
+        settings: Settings = "saved",
+        random: bool = True,
     ) -> Position:
-        """Load the checkpoint of `step` (by default the newest) into `net` and `optimizer`.
+        """Load the checkpoint of `step` (by default the newest intact one) into `net` and
+        `optimizer`.
 
         The checkpoint may have been saved under another plan. Each rank reads only its own shards,
         in place. Without an optimizer, LoRA adapters that were not saved keep their values.
 
+        Args:
+            settings: whether the parameter groups of `optimizer` get the settings that were saved,
+                as with its `load_state_dict`, or keep their own.
+            random: whether random generators continue where they were.
+
         Raises:
             CheckpointError: if there is no complete checkpoint, it belongs to another model (the
                 message names the first parameter that differs), or its optimizer does not match.
+            DamagedCheckpointError: if a file of it is damaged, truncated or missing.
         """
-        step = self.newest() if step is None else step
-        if step is None:
-            raise CheckpointError(f"{self.folder} contains no complete checkpoint")
+        step, info = self.select(step)
         folder = self.path(step)
-        about = CheckpointInfo.read(folder)
-        reader = FileSystemReader(folder)
-        saved = {
-            key: entry
-            for key, entry in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        reader = CheckpointReader(folder)
+        saved = cast("dict[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata)
         prefix = f"{checkpoint_state.MODEL}."
         shapes = {k.removeprefix(prefix): e.size for k, e in saved.items() if k.startswith(prefix)}
         names = match_saved_names(net, shapes, str(folder), new_adapters=optimizer is None)
@@ -228,20 +226,22 @@ class Checkpoints:
             prefix + names[name]: held[prefix + name] for name in names if prefix + name in held
         }
         if optimizer is not None:
-            if about.groups is None:
-                raise CheckpointError(f"{folder} was saved without an optimizer")
+            _check_optimizer(optimizer, info, folder)
             optimized = checkpoint_state.allocate_optimizer_state(net, optimizer, saved)
         device = checkpoint_state.device_of(net)
-        random = {k: v for k, v in checkpoint_state.random_tensors(device).items() if k in saved}
-        places = {**model, **optimized, **random}
+        states = checkpoint_state.random_tensors(device) if random else {}
+        states = {key: state for key, state in states.items() if key in saved}
         with _convert_errors(folder):
+            places = {**model, **optimized, **states}
             state_dict_loader.load(places, storage_reader=reader, no_dist=True)
-        if optimizer is not None and about.groups is not None:
-            checkpoint_state.restore_optimizer(net, optimizer, optimized, about.groups)
-        checkpoint_state.restore_random(random, device)
-        if isinstance(net, ParallelModule) and about.random is not None:
-            net.seed, net.steps = about.random
-        return about.position
+        if optimizer is not None:
+            groups = info.groups if settings == "saved" else None
+            checkpoint_state.restore_optimizer(net, optimizer, optimized, groups)
+        checkpoint_state.restore_random(states, device)
+        if isinstance(net, ParallelModule) and info.random is not None:
+            seed, net.steps = info.random
+            net.seed = seed if random else net.seed
+        return info.position
 
 
 def save_checkpoint(
@@ -290,32 +290,48 @@ def load_checkpoint(
     return Checkpoints(folder).load(net, optimizer, step)
 
 
-def complete_steps(folder: Path) -> list[int]:
-    """The steps of all complete checkpoints in `folder`, in ascending order."""
-    matches = (NAME.fullmatch(path.parent.name) for path in folder.glob(f"step-*/{INFO_FILE}"))
-    return sorted(int(match[1]) for match in matches if match)
+def _verified(folder: Path) -> CheckpointInfo | str:
+    """What the checkpoint holds beside tensors, or what is damaged; the same on every rank."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    result: CheckpointInfo | Exception | str
+    try:
+        result = info = CheckpointInfo.read(folder)
+        result = find_damage(folder, sorted(info.files.items())[rank::size]) or info
+    except DamagedCheckpointError as error:
+        result = str(error)
+    except CheckpointError as error:
+        result = error
+    results = [result]
+    if dist.is_initialized():
+        results = [result] * size
+        dist.all_gather_object(results, result)
+    failed = next((each for each in results if not isinstance(each, CheckpointInfo)), result)
+    if isinstance(failed, Exception):
+        raise failed
+    return failed
 
 
-class _PublishingWriter(FileSystemWriter):
-    """Writes under a temporary name, and renames the folder when all ranks have written."""
+def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, folder: Path) -> None:
+    own = type(optimizer).__name__
+    if info.groups is None:
+        raise CheckpointError(f"{folder} was saved without an optimizer")
+    if info.optimizer not in (None, own):
+        raise CheckpointError(
+            f"{folder} was saved with {info.optimizer}, whose state {own} cannot continue: use"
+            f" {info.optimizer}, or start anew from the weights of the checkpoint"
+        )
 
-    def __init__(self, folder: Path, about: CheckpointInfo, keep: int | None) -> None:
-        super().__init__(folder.with_name(f"{folder.name}.partial"))
-        self._folder, self._about, self._keep = folder, about, keep
 
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        """Called on one rank once all have written."""
-        super().finish(metadata, results)
-        partial = Path(self.path)
-        with (partial / INFO_FILE).open("w") as file:
-            file.write(self._about.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        _remove(self._folder)
-        partial.rename(self._folder)
-        if self._keep is not None:
-            for step in complete_steps(self._folder.parent)[: -self._keep]:
-                _remove(self._folder.with_name(f"step-{step}"))
+def _from_rank_0(items: Sequence[Item]) -> list[Item]:
+    """The items of rank 0, on every rank."""
+    box = [list(items)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CheckpointWarning, stacklevel=4)
 
 
 @contextmanager
@@ -326,21 +342,6 @@ def _convert_errors(path: Path) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointError(f"{path}: rank {rank}: {type(cause).__name__}: {cause}") from error
-
-
-def _clear_leftovers(folder: Path) -> None:
-    """Removes the leftovers of crashed runs."""
-    for pattern in ("step-*.partial", "step-*.removed"):
-        for leftover in folder.glob(pattern):
-            shutil.rmtree(leftover)
-
-
-def _remove(folder: Path) -> None:
-    """Renames first, because a partially removed folder must not look complete."""
-    if folder.exists():
-        removed = folder.with_name(f"{folder.name}.removed")
-        folder.rename(removed)
-        shutil.rmtree(removed)
 
 
 def drop_tied_duplicates(

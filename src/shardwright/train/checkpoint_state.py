@@ -92,18 +92,16 @@ def restore_optimizer(
     net: nn.Module,
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, Tensor],
-    groups: list[dict[str, Any]],
+    groups: list[dict[str, Any]] | None,
 ) -> None:
     """Load the saved state into the optimizer.
+
+    Args:
+        groups: the settings that its parameter groups get; None if they keep their own.
 
     Raises:
         CheckpointError: if the optimizer has another number of parameter groups.
     """
-    if len(groups) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"the checkpoint's optimizer has {len(groups)} parameter groups, but this "
-            f"{type(optimizer).__name__} has {len(optimizer.param_groups)}"
-        )
     of_parameter: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, leaf = key.removeprefix(f"{OPTIMIZER}.").rpartition(".")
@@ -114,11 +112,22 @@ def restore_optimizer(
         if name in of_parameter
     }
     current = optimizer.state_dict()["param_groups"]
-    restored = [
-        {**group, **{key: _restore_type(value, group.get(key)) for key, value in saved.items()}}
-        for group, saved in zip(current, groups, strict=True)
-    ]
+    restored = current if groups is None else _restored_groups(optimizer, current, groups)
     optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+def _restored_groups(
+    optimizer: torch.optim.Optimizer, current: list[dict[str, Any]], saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    if len(saved) != len(current):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(saved)} parameter groups, but this "
+            f"{type(optimizer).__name__} has {len(current)}"
+        )
+    return [
+        {**group, **{key: _restore_type(value, group.get(key)) for key, value in each.items()}}
+        for group, each in zip(current, saved, strict=True)
+    ]
 
 
 def random_tensors(device: torch.device) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from torch import nn
 
 from shardwright.errors import CheckpointError
-from shardwright.train.checkpoint import INFO_FILE, NAME, complete_steps, load_checkpoint
+from shardwright.train.checkpoint import load_checkpoint
+from shardwright.train.checkpoint_storage import NAME, complete_steps
 from shardwright.train.state_dict_file import load_state_dict
 
 
@@ -37,7 +38,7 @@ def _checkpoint_at(path: Path) -> tuple[Path, int | None]:
         CheckpointError: if `path` is neither a checkpoint nor a folder with one.
     """
     name = NAME.fullmatch(path.name)
-    if name is not None and (path / INFO_FILE).is_file():
+    if name is not None:
         return path.parent, int(name[1])
     if not complete_steps(path):
         raise CheckpointError(f"{path} contains no complete checkpoint")

@@ -1,0 +1,67 @@
+"""Faults
+
+What is broken on purpose, and how each case ends: refused by one error of Shardwright's, or wrong.
+Bits are changed in all files of a checkpoint in turn, `.metadata` and `checkpoint.json` included.
+Goal: nothing is loaded silently or ends in an error from inside PyTorch.
+
+Checksums are computed while a checkpoint is written, and verified when it is loaded, each file by
+one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import shardwright as sw
+from benchmarks.bit_flips import RAW, REFUSED, SILENT, flip_bits
+from benchmarks.table import Table
+from shardwright.train.checkpoint_manifest import FileChecksum, find_damage
+
+FLIPS = 500
+MEGABYTES, FILES = 256, 4
+
+
+def run() -> list[Table]:
+    return [bit_flips(FLIPS), checksum_speed()]
+
+
+def bit_flips(flips: int) -> Table:
+    """One changed bit in a checkpoint, many times."""
+    table = Table("Checkpoints with one changed bit", ("flips", REFUSED, SILENT, RAW))
+    net = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(4, 16)).sum().backward()
+    optimizer.step()
+    with tempfile.TemporaryDirectory() as folder:
+        sw.save_checkpoint(folder, net, optimizer, position=sw.Position(1))
+        ends = flip_bits(
+            Path(folder) / "step-1", lambda: sw.load_checkpoint(folder, net, optimizer), flips
+        )
+    table.add(flips, ends[REFUSED], ends[SILENT], ends[RAW])
+    if ends[REFUSED] != flips:
+        table.missed.append(f"of {flips} changed bits {flips - ends[REFUSED]} were not refused")
+    return table
+
+
+def checksum_speed() -> Table:
+    """How fast files that were just written are verified by one process."""
+    table = Table("Verifying checksums, files in the page cache", ("files", "MB each", "MB/s"))
+    content = os.urandom(1 << 20) * MEGABYTES
+    checksum = FileChecksum(len(content), zlib.crc32(content))
+    with tempfile.TemporaryDirectory() as name:
+        folder, files = Path(name), [(f"{number}", checksum) for number in range(FILES)]
+        for file, _ in files:
+            (folder / file).write_bytes(content)
+        for count in (1, FILES):
+            started = time.perf_counter()
+            assert find_damage(folder, files[:count]) is None
+            speed = count * len(content) / (time.perf_counter() - started)
+            table.add(count, round(len(content) / 1e6), f"{speed / 1e6:,.0f}")
+    return table

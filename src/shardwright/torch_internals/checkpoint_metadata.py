@@ -1,0 +1,67 @@
+"""The pickled metadata of torch.distributed.checkpoint, read without running code in it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.serialization import _get_layout
+
+__all__ = ["METADATA_FILE", "loads_metadata"]
+
+METADATA_FILE = ".metadata"
+
+_CLASSES = (
+    *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta),
+    *(TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING, _StorageInfo, _get_layout),
+)
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): torch.Size,
+    **{(each.__module__, each.__qualname__): each for each in _CLASSES},
+    # Of the folder to which it was saved, under the names of each version of Python.
+    **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
+    **{(module, "WindowsPath"): PureWindowsPath for module in ("pathlib", "pathlib._local")},
+}
+
+
+def loads_metadata(content: bytes) -> Metadata:
+    """The metadata in the bytes of a `.metadata` file.
+
+    Raises:
+        ValueError: if the bytes are malformed, or refer to anything that metadata does not need,
+            which could run code.
+    """
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+    except Exception as error:  # Malformed bytes can raise anything.
+        raise ValueError(str(error) or type(error).__name__) from error
+    tables = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
+    if not isinstance(metadata, Metadata) or not all(isinstance(each, dict) for each in tables):
+        raise ValueError(f"it holds a {type(metadata).__name__}, not the metadata of a checkpoint")
+    return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(
+                f"it refers to {module}.{name}, which the metadata of a checkpoint does not need,"
+                " and which could run code"
+            )
+        return _ALLOWED[module, name]
