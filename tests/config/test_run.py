@@ -64,7 +64,7 @@ def test_weights_are_loaded_before_the_first_step(run: Run) -> None:
     sw.save_state_dict(given, run.folder / "weights.pt")
     run.check_resumes()
     net = run.model()
-    run.checkpoint_policy.begin(net, torch.optim.SGD(net.parameters()), None)
+    run.checkpoint_policy.begin(net, torch.optim.SGD(net.parameters()), None, run.numbers)
     for name, value in net.state_dict().items():
         assert torch.equal(value, given.state_dict()[name]), name
 

@@ -145,6 +145,9 @@ def test_tensors_that_give_no_batch_are_a_data_error() -> None:
         Batches((torch.zeros(3),), 4)
 
 
-def test_an_epoch_goes_on_from_any_batch() -> None:
+def test_an_epoch_goes_on_from_any_sample() -> None:
     batches = Batches((torch.arange(10),), batch_size=3)
-    torch.testing.assert_close(list(batches.epoch(2, first=1)), list(batches.epoch(2))[1:])
+    torch.testing.assert_close(list(batches.epoch(2, first=3)), list(batches.epoch(2))[1:])
+    order = torch.cat([rows for (rows,) in batches.epoch(2)])
+    (within,) = next(batches.epoch(2, first=4))
+    torch.testing.assert_close(within, order[4:7])

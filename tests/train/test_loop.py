@@ -127,7 +127,7 @@ def test_it_goes_on_from_any_position_as_if_it_had_never_stopped() -> None:
 
     where = {"epochs": 3, "device": torch.device("cpu")}
     train(net, optimizer, batches, on_step=every.append, after_step=after_step, **where)
-    assert places[2] == Position(step=3, epoch=1, batch=1)
+    assert places[2] == Position(step=3, epoch=1, batch=1, sample=4)
     for done, (place, copied) in enumerate(zip(places, copies, strict=True), 1):
         net.load_state_dict(copied)
         rest = list[StepRecord]()

@@ -54,6 +54,15 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
     assert list(sampler) == first
 
 
+def test_an_epoch_goes_on_from_any_sample() -> None:
+    sampler = BatchSampler(30, WHOLE, 0, 6)
+    order = [row for batch in sampler for row in batch]
+    sampler = BatchSampler(30, WHOLE, 0, 8)
+    sampler.set_epoch(0, sample=12)
+    assert len(sampler) == 2
+    assert list(sampler) == [order[12:20], order[20:28]]
+
+
 def test_an_uneven_last_batch_is_kept_if_asked_and_if_it_can_be_cut() -> None:
     assert [len(batch) for batch in epoch(WHOLE, 0, drop_last=False)] == [12, 12, 6]
     assert [len(batch) for batch in epoch(HALVES, 0, drop_last=False)] == [6, 6, 3]

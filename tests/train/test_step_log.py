@@ -33,8 +33,3 @@ def test_a_line_that_a_crash_has_cut_is_left_out(tmp_path: Path) -> None:
         file.write('{"epoch": 0, "st')
     write(path, Position(1, 0, 1), [(0, 1)])
     assert places(path) == [(0, 0), (0, 1)]
-
-
-def test_a_position_goes_on_to_the_next_epoch() -> None:
-    assert Position(4, 1, 0).next(batches=2) == Position(5, 1, 1)
-    assert Position(5, 1, 1).next(batches=2) == Position(6, 2, 0)

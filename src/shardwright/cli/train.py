@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -25,6 +26,7 @@ from shardwright.cli.options import (
 from shardwright.config import Run
 from shardwright.errors import LayoutError, PlanError, StrategyError
 from shardwright.plan import Plan
+from shardwright.train.checkpoint_manifest import CheckpointWarning
 from shardwright.train.launch import DeviceRange, LogFolder, StoppedError, launch, launch_elastic
 from shardwright.train.position import Position
 from shardwright.train.process_group import World, is_launched
@@ -172,6 +174,23 @@ def _train_one_rank(run: Run, plan: Plan, world: World, logs: LogFolder) -> None
                 progress.line(step.line)
 
         try:
+            stack.enter_context(_showing_warnings(progress.line))
             run.train(plan, world, on_step, on_start)
         except KeyboardInterrupt:
             raise StoppedError(signal.SIGINT) from None
+
+
+@contextmanager
+def _showing_warnings(line: Callable[[str], None]) -> Iterator[None]:
+    """Prints warnings about checkpoints where the user looks, not only in the log of the rank."""
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
+            if issubclass(category, CheckpointWarning):
+                line(f"warning: {message}")
+            else:
+                others(message, category, *where, **how)
+
+        warnings.showwarning = show
+        yield

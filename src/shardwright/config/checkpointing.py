@@ -11,6 +11,7 @@ from torch import nn
 from shardwright.config.schema import TrainSection
 from shardwright.errors import CheckpointError
 from shardwright.train.checkpoint import Checkpoints
+from shardwright.train.checkpoint_manifest import CheckpointInfo, RunNumbers
 from shardwright.train.position import BEGINNING, Position
 from shardwright.train.weights import load_weights
 
@@ -79,15 +80,48 @@ class CheckpointPolicy:
             )
 
     def begin(
-        self, net: nn.Module, optimizer: torch.optim.Optimizer, checkpoints: Checkpoints | None
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        checkpoints: Checkpoints | None,
+        numbers: RunNumbers,
     ) -> Position:
-        """Where the run starts: after its newest checkpoint; else at the beginning, with the
-        weights that the configuration names."""
+        """Where the run starts: after its newest intact checkpoint; else at the beginning, with the
+        weights that the configuration names.
+
+        The optimizer keeps the settings of the configuration, and random generators start anew if
+        `numbers.seed` is not that of the checkpoint.
+
+        Raises:
+            CheckpointError: if the checkpoint is of another model or optimizer, or in the middle of
+                an epoch whose samples now have another order.
+        """
         if checkpoints is not None and self.train.resume and checkpoints.newest() is not None:
-            return checkpoints.load(net, optimizer)
+            step, info = checkpoints.select()
+            self._check_order(checkpoints.path(step), info, numbers)
+            random = info.run is None or info.run.seed == numbers.seed
+            return checkpoints.restore(step, info, net, optimizer, settings="own", random=random)
         if self.weights is not None:
             load_weights(net, self.weights)
         return BEGINNING
+
+    def _check_order(self, folder: Path, info: CheckpointInfo, numbers: RunNumbers) -> None:
+        """Raises: CheckpointError: the rest of the epoch cannot be told from what was trained."""
+        position, saved = info.position, info.run
+        if saved is None or not (position.batch or position.sample):
+            return
+        changes = {
+            "data.seed": (saved.data_seed, numbers.data_seed),
+            "the number of samples": (saved.samples, numbers.samples),
+        }
+        for name, (before, after) in changes.items():
+            if before != after:
+                raise CheckpointError(
+                    f"{self.file}: {name} is {after}, but was {before} when {folder} was saved in"
+                    f" the middle of epoch {position.epoch}: in another order, samples would be"
+                    f" trained twice or never: resume with {before}, or start anew from its"
+                    f" weights, with {self.load_key}: {folder} and another folder for checkpoints"
+                )
 
     def saves_at(self, step: int, last: int) -> bool:
         """Every so many steps, and after the last."""

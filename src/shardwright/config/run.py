@@ -42,9 +42,10 @@ from shardwright.planner.options import FileOptions, PlanOptions
 from shardwright.progress import OnProgress, silent
 from shardwright.runtime.micro_batches import micro_batch
 from shardwright.train.checkpoint import Checkpoints
+from shardwright.train.checkpoint_manifest import RunNumbers
 from shardwright.train.data import Batches
 from shardwright.train.loop import LOSSES, train
-from shardwright.train.position import Position
+from shardwright.train.position import BEGINNING, Position
 from shardwright.train.process_group import World, process_group
 from shardwright.train.step_log import StepRecord
 
@@ -122,8 +123,14 @@ class Run:
     @property
     def num_steps(self) -> int:
         """Steps of the whole training run."""
-        steps = self.config.train.epochs * len(self.batches)
-        return steps if self.config.train.steps is None else min(steps, self.config.train.steps)
+        return self.last_step(BEGINNING)
+
+    def last_step(self, start: Position) -> int:
+        """The number of steps, from the beginning on, after which a run ends that goes on at
+        `start`; of earlier steps the batches may have had another size."""
+        settings = self.config.train
+        steps = start.step + self.batches.steps_from(start, settings.epochs)
+        return steps if settings.steps is None else min(steps, settings.steps)
 
     def model(self) -> nn.Module:
         """The model with its loss, with parameters that depend on `train.seed` only.
@@ -323,13 +330,14 @@ class Run:
         with process_group(world, timeout) as device, saving as checkpoints:
             net = parallelize(self.model().to(device), plan, device)
             optimizer = self.optimizer(net.parameters())
-            start = self.checkpoint_policy.begin(net, optimizer, checkpoints)
+            policy, numbers = self.checkpoint_policy, self.numbers
+            start = policy.begin(net, optimizer, checkpoints, numbers)
+            last = self.last_step(start)
             on_start(start)
 
             def after_step(place: Position) -> None:
-                saves = self.checkpoint_policy.saves_at(place.step, self.num_steps)
-                if saves and checkpoints is not None:
-                    checkpoints.save(net, optimizer, place, plan)
+                if policy.saves_at(place.step, last) and checkpoints is not None:
+                    checkpoints.save(net, optimizer, place, plan, numbers)
 
             train(
                 net,
@@ -341,7 +349,7 @@ class Run:
                 on_step=on_step,
                 start=start,
                 after_step=after_step,
-                rate=self._rate(),
+                rate=self._rate(last),
                 clip_norm=self.config.optimizer.clip_norm,
             )
 
@@ -358,10 +366,16 @@ class Run:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return build_optimizer(self.config.optimizer, parameters)
 
-    def _rate(self) -> Callable[[int], float] | None:
-        """The learning rate of each step, where it changes."""
-        schedule, steps = build_schedule(self.config.optimizer), self.num_steps
-        return None if schedule is None else lambda step: schedule.rate(step, steps)
+    def _rate(self, last: int) -> Callable[[int], float] | None:
+        """The learning rate of each step of a run of `last` steps, where it changes."""
+        schedule = build_schedule(self.config.optimizer)
+        return None if schedule is None else lambda step: schedule.rate(step, last)
+
+    @property
+    def numbers(self) -> RunNumbers:
+        """The numbers on which the order of samples and the random numbers depend."""
+        config = self.config
+        return RunNumbers(self.batches.samples, config.data.seed, config.train.seed)
 
     @property
     def _dtype(self) -> torch.dtype:

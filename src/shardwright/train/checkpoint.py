@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError, DamagedCheckpointError
 from shardwright.parallel.module import ParallelModule
@@ -167,7 +166,7 @@ class Checkpoints:
             clear_leftovers(self.folder)
         if self._group is not None:
             # Collective: no rank starts writing before rank 0 has cleared the leftovers.
-            tensors = drop_tied_duplicates(tensors, self._group)
+            tensors = checkpoint_state.drop_tied_duplicates(tensors, self._group)
         writer = PublishingWriter(self.path(position.step), about, self._keep)
         target: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
         target["no_dist"] = self._group is None
@@ -194,9 +193,6 @@ class Checkpoints:
         net: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         step: int | None = None,
-        *,
-        settings: Settings = "saved",
-        random: bool = True,
     ) -> Position:
         """Load the checkpoint of `step` (by default the newest intact one) into `net` and
         `optimizer`.
@@ -204,17 +200,33 @@ class Checkpoints:
         The checkpoint may have been saved under another plan. Each rank reads only its own shards,
         in place. Without an optimizer, LoRA adapters that were not saved keep their values.
 
+        Raises:
+            CheckpointError: if there is no complete checkpoint, it belongs to another model (the
+                message names the first parameter that differs), or its optimizer does not match.
+            DamagedCheckpointError: if a file of it is damaged, truncated or missing.
+        """
+        return self.restore(*self.select(step), net, optimizer)
+
+    def restore(
+        self,
+        step: int,
+        info: CheckpointInfo,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        settings: Settings = "saved",
+        random: bool = True,
+    ) -> Position:
+        """Load the checkpoint that `select` returned, without verifying it again.
+
         Args:
             settings: whether the parameter groups of `optimizer` get the settings that were saved,
                 as with its `load_state_dict`, or keep their own.
             random: whether random generators continue where they were.
 
         Raises:
-            CheckpointError: if there is no complete checkpoint, it belongs to another model (the
-                message names the first parameter that differs), or its optimizer does not match.
-            DamagedCheckpointError: if a file of it is damaged, truncated or missing.
+            CheckpointError: as `load`.
         """
-        step, info = self.select(step)
         folder = self.path(step)
         reader = CheckpointReader(folder)
         saved = cast("dict[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata)
@@ -318,7 +330,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, fol
     if info.optimizer not in (None, own):
         raise CheckpointError(
             f"{folder} was saved with {info.optimizer}, whose state {own} cannot continue: use"
-            f" {info.optimizer}, or start anew from the weights of the checkpoint"
+            f" {info.optimizer}, or start anew from the weights, with train.load: {folder}"
         )
 
 
@@ -342,25 +354,3 @@ def _convert_errors(path: Path) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointError(f"{path}: rank {rank}: {type(cause).__name__}: {cause}") from error
-
-
-def drop_tied_duplicates(
-    tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
-) -> dict[str, Tensor]:
-    """Drops the tensors that another pipeline stage saves.
-
-    A parameter that is tied across stages is stored on the devices of each, perhaps sharded
-    differently. The stage with the lowest rank saves it.
-    """
-
-    def lowest(tensor: Tensor) -> int:
-        return int(tensor.device_mesh.mesh.min()) if isinstance(tensor, DTensor) else 0
-
-    lowest_ranks = {key: lowest(tensor) for key, tensor in tensors.items()}
-    all_ranks: list[dict[str, int]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(all_ranks, lowest_ranks, group=group)
-    return {
-        key: tensor
-        for key, tensor in tensors.items()
-        if lowest_ranks[key] == min(ranks[key] for ranks in all_ranks if key in ranks)
-    }

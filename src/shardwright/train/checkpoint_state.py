@@ -7,15 +7,19 @@ own parameters, and a tied parameter goes by the first of its names.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
 from shardwright.parallel.module import ParallelModule
+from shardwright.train.checkpoint_manifest import CheckpointWarning
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 
@@ -50,6 +54,28 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
                 )
             tensors[f"{OPTIMIZER}.{name}.{key}"] = value
     return tensors
+
+
+def drop_tied_duplicates(
+    tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """Drops the tensors that another pipeline stage saves.
+
+    A parameter that is tied across stages is stored on the devices of each, perhaps sharded
+    differently. The stage with the lowest rank saves it.
+    """
+
+    def lowest(tensor: Tensor) -> int:
+        return int(tensor.device_mesh.mesh.min()) if isinstance(tensor, DTensor) else 0
+
+    lowest_ranks = {key: lowest(tensor) for key, tensor in tensors.items()}
+    all_ranks: list[dict[str, int]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(all_ranks, lowest_ranks, group=group)
+    return {
+        key: tensor
+        for key, tensor in tensors.items()
+        if lowest_ranks[key] == min(ranks[key] for ranks in all_ranks if key in ranks)
+    }
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -124,10 +150,24 @@ def _restored_groups(
             f"the checkpoint's optimizer has {len(saved)} parameter groups, but this "
             f"{type(optimizer).__name__} has {len(current)}"
         )
-    return [
+    restored = [
         {**group, **{key: _restore_type(value, group.get(key)) for key, value in each.items()}}
         for group, each in zip(current, saved, strict=True)
     ]
+    replaced = [
+        f"{key}={each[key]} replaces {group[key]}"
+        for group, each in zip(current, restored, strict=True)
+        for key in group
+        if each[key] != group[key] and not (key == "lr" and "initial_lr" in each)
+    ]
+    if replaced:
+        warnings.warn(
+            f"the checkpoint's settings of {type(optimizer).__name__} were restored:"
+            f" {', '.join(replaced)}; to change them, set them after loading",
+            CheckpointWarning,
+            stacklevel=5,
+        )
+    return restored
 
 
 def random_tensors(device: torch.device) -> dict[str, Tensor]:

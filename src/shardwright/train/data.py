@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwright.errors import DataError
+from shardwright.train.position import Position
 
 # Mean and standard deviation of the pixels of MNIST's training images, scaled to 0…1.
 MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
@@ -54,16 +55,39 @@ class Batches:
 
     def __len__(self) -> int:
         """Number of batches in an epoch."""
-        return len(self.tensors[0]) // self.batch_size
+        return self.samples // self.batch_size
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the dataset."""
+        return len(self.tensors[0])
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """The batches of epoch `epoch`, starting with number `first`."""
+        """The batches of epoch `epoch`, starting with sample `first` of its order."""
         seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(self.tensors[0]), generator=generator)
-        for number in range(first, len(self)):
-            rows = order[number * self.batch_size : (number + 1) * self.batch_size]
+        order = torch.randperm(self.samples, generator=generator)
+        for start in range(first, self.samples - self.batch_size + 1, self.batch_size):
+            rows = order[start : start + self.batch_size]
             yield tuple(tensor[rows] for tensor in self.tensors)
+
+    def first_sample(self, position: Position) -> int:
+        """The sample of its epoch with which the batch at `position` starts."""
+        return position.batch * self.batch_size if position.sample is None else position.sample
+
+    def after(self, position: Position) -> Position:
+        """The position after the batch at `position`."""
+        step, end = position.step + 1, self.first_sample(position) + self.batch_size
+        if end + self.batch_size > self.samples:
+            return Position(step, position.epoch + 1, 0, 0)
+        return Position(step, position.epoch, position.batch + 1, end)
+
+    def steps_from(self, position: Position, epochs: int) -> int:
+        """Number of batches from `position` to the end of `epochs` epochs."""
+        if position.epoch >= epochs:
+            return 0
+        rest = max(0, self.samples - self.first_sample(position)) // self.batch_size
+        return rest + (epochs - position.epoch - 1) * len(self)
 
 
 def digits(image_size: int = DIGITS_SIZE) -> tuple[Tensor, Tensor]:

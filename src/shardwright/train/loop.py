@@ -53,7 +53,7 @@ def train(
         speed = batches.batch_size / (perf_counter() - started)
         on_step(StepRecord(position.epoch, position.batch, loss.item(), speed))
         if after_step is not None:
-            after_step(position.next(len(batches)))
+            after_step(batches.after(position))
 
 
 def _with_gradients(net: nn.Module, batch: Sequence[Tensor], clip_norm: float | None) -> Tensor:
@@ -75,10 +75,12 @@ def _steps(
     batches: Batches, epochs: int, start: Position
 ) -> Iterator[tuple[Position, tuple[Tensor, ...]]]:
     position = start
-    while position.epoch < epochs:
-        for batch in batches.epoch(position.epoch, position.batch):
+    for epoch in range(start.epoch, epochs):
+        if position.epoch < epoch:  # What was left of the epoch is less than a batch.
+            position = Position(position.step, epoch)
+        for batch in batches.epoch(epoch, batches.first_sample(position)):
             yield position, batch
-            position = position.next(len(batches))
+            position = batches.after(position)
 
 
 class MeanAbsoluteError(nn.Module):

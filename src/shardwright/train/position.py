@@ -12,17 +12,14 @@ class Position:
     Args:
         step: number of completed steps, over all epochs.
         epoch, batch: the next batch, both counted from 0.
+        sample: its first sample in the order of the epoch, counted from 0; None if all batches of
+            the epoch have the same size, so that it follows from `batch`.
     """
 
     step: int = 0
     epoch: int = 0
     batch: int = 0
-
-    def next(self, batches: int) -> Position:
-        """The position after one more step, in epochs of `batches` batches."""
-        if self.batch + 1 < batches:
-            return Position(self.step + 1, self.epoch, self.batch + 1)
-        return Position(self.step + 1, self.epoch + 1, 0)
+    sample: int | None = None
 
 
 BEGINNING = Position()

@@ -72,7 +72,7 @@ class BatchSampler(Sampler[list[int]]):
     ) -> None:
         self.samples, self.batch_size = samples, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = 0
+        self.epoch = self.sample = 0
         self._arrival = _batch_layout(plan)
         self._place = rank % plan.mesh.num_devices
         if samples < batch_size:
@@ -84,13 +84,13 @@ class BatchSampler(Sampler[list[int]]):
         if not drop_last:
             self._check_divides(samples % batch_size, "the last batch")
 
-    def set_epoch(self, epoch: int) -> None:
-        """Selects the sample order of `epoch`."""
-        self.epoch = epoch
+    def set_epoch(self, epoch: int, sample: int = 0) -> None:
+        """Selects the order of the samples of `epoch`, from its sample number `sample` on."""
+        self.epoch, self.sample = epoch, sample
 
     def __len__(self) -> int:
-        """Number of batches per epoch."""
-        full, remainder = divmod(self.samples, self.batch_size)
+        """Number of batches in what is left of the epoch."""
+        full, remainder = divmod(max(0, self.samples - self.sample), self.batch_size)
         return full + (remainder > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -98,6 +98,7 @@ class BatchSampler(Sampler[list[int]]):
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(self.samples, generator=generator)
+        order = order[self.sample :]
         for number in range(len(self)):
             rows = order[number * self.batch_size : (number + 1) * self.batch_size]
             yield rows[self._arrival.slices(self._place, (len(rows),))].tolist()

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from shardwright.errors import CheckpointError
 from shardwright.torch_internals.dtensor import held_chunks
 from shardwright.train import checkpoint_state
-from shardwright.train.checkpoint import drop_tied_duplicates
 from shardwright.train.parameter_names import match_saved_names
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
@@ -48,7 +47,8 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
         shutil.rmtree(shards, ignore_errors=True)
     dist.barrier()
     state_dict_saver.save(
-        dict(drop_tied_duplicates(tensors)), storage_writer=FileSystemWriter(shards)
+        dict(checkpoint_state.drop_tied_duplicates(tensors)),
+        storage_writer=FileSystemWriter(shards),
     )
     if dist.get_rank() == 0:
         reader = FileSystemReader(shards)
