@@ -60,9 +60,9 @@ class ThroughData(nn.Module):
 
 class IntoOut(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.ones_like(x)
-        torch.add(x, 1, out=y)
-        return y
+        values, indices = torch.empty_like(x[0]), torch.empty(4, dtype=torch.long)
+        torch.max(x, 1, out=(values, indices))
+        return values
 
 
 class Diagonal(nn.Module):
@@ -84,7 +84,11 @@ class Raising(nn.Module):
         (CustomBackward(), "return Doubled.apply(x)", "torch.library.custom_op"),
         (Expanded(), "y.expand(2, 4, 4)[0].add_(1)", "returns a new tensor"),
         (ThroughData(), "y.detach().add_(1)", "Compute a new tensor"),
-        (IntoOut(), "torch.add(x, 1, out=y)", "Use the operator that returns a new tensor"),
+        (
+            IntoOut(),
+            "torch.max(x, 1, out=(values, indices))",
+            "Use the operator that returns a new tensor",
+        ),
         (Diagonal(), "return (x * 2).fill_diagonal_(1)", "works in place and has no variant"),
         (Raising(), 'raise ValueError("no such head")', "ValueError: no such head"),
     ],
@@ -101,10 +105,13 @@ def test_the_error_names_the_users_line_and_what_to_change(
     assert advice in message
 
 
-def test_the_data_of_a_parameter_cannot_be_read() -> None:
-    net = Function(lambda net, x: x @ net.weight.data)
-    with pytest.raises(CaptureError, match="Use the parameter itself"):
-        capture(net, (x(),))
+def test_data_cannot_become_a_tensor_of_another_shape() -> None:
+    def shrink(net: nn.Module, x: Tensor) -> Tensor:
+        net.weight.data = net.weight.data[:2]
+        return x @ net.weight.t()
+
+    with pytest.raises(CaptureError, match=r"`.data` of \(4, 4\) torch.float64 becomes \(2, 4\)"):
+        capture(Function(shrink), (x(),))
 
 
 def test_a_lazy_parameter_must_be_initialized_first() -> None:

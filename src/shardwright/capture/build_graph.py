@@ -89,7 +89,7 @@ def build_graph(
         updates=tuple(
             (values.of(nodes[name]), values.of(new))
             for name, new in updates.items()
-            if name in signature.buffers.values()
+            if name in (*signature.buffers.values(), *signature.parameters.values())
         ),
         loss=values.of(loss),
     )

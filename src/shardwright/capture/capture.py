@@ -14,7 +14,12 @@ from torch import fx, nn
 from shardwright.capture.annotations import call_tags, module_tags, preserve_tags
 from shardwright.capture.build_graph import CapturedCall, build_graph
 from shardwright.capture.canonicalize import canonicalize
-from shardwright.capture.fake_copy import LossesInSinglePrecision, fake_copy, isolate_capture
+from shardwright.capture.fake_copy import (
+    LossesInSinglePrecision,
+    RecordedData,
+    fake_copy,
+    isolate_capture,
+)
 from shardwright.capture.functionalize import functionalize
 from shardwright.capture.inline_regions import inline_regions
 from shardwright.capture.naming import line_of, line_of_error
@@ -24,6 +29,7 @@ from shardwright.capture.signature import (
     drop_redundant_detach,
     gradient_sources,
     merge_tied,
+    take_as_buffers,
 )
 from shardwright.capture.unflatten import move_flattening_down
 from shardwright.errors import CaptureError
@@ -69,10 +75,13 @@ def _capture(
     calls = call_tags(exported.graph)
     check_static(exported.graph)
     tied = merge_tied(module, exported.graph, signature)
-    graph, changed = functionalize(exported.graph)
+    leaves = pytree.tree_leaves((args, kwargs))
+    trained = gradient_sources(module, leaves, signature, exported.graph)
+    graph, changed = functionalize(exported.graph, trained)
     add_updates(graph, changed)
+    take_as_buffers(module, signature, changed, trained)
     canonicalize(graph)
-    sources = gradient_sources(module, pytree.tree_leaves((args, kwargs)), signature, graph)
+    sources = gradient_sources(module, leaves, signature, graph)
     drop_redundant_detach(graph, sources)
     remove_dead(graph)
     move_flattening_down(graph)
@@ -99,7 +108,7 @@ def _export(
     twin, fake_args, fake_kwargs = fake_copy(module, args, kwargs, compute_dtype)
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:
-        with preserve_tags(), losses:
+        with preserve_tags(), RecordedData(), losses:
             return torch.export.export(twin, fake_args, fake_kwargs, strict=False)
     except CaptureError as error:
         raise CaptureError(f"{line_of_error(error)}: {error}") from error

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from shardwright.deferred import deferred_attributes, value_of
 from shardwright.errors import CaptureError
 from shardwright.torch_internals import pytree
-from shardwright.torch_internals.tensors import FakeTensorMode
+from shardwright.torch_internals.tensors import FakeTensorMode, data_getter, data_setter
 
 
 def fake_copy(
@@ -110,7 +110,7 @@ def _forbid_custom_backward() -> Iterator[None]:
         if cls is CheckpointFunction:
             function, _, *inputs = args
             return function(*inputs)
-        if cls.__module__.startswith("torch."):
+        if cls.__module__.partition(".")[0] in ("torch", "shardwright"):
             return original.__get__(None, cls)(*args, **kwargs)
         raise CaptureError(
             f"cannot capture the custom backward of the autograd function `{cls.__qualname__}`. "
@@ -160,6 +160,31 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> frozenset[i
         if not any(buffer.is_floating_point() for buffer in child.buffers(recurse=False)):
             cast.update(id(p) for p in child.parameters(recurse=False) if p.dtype == STORED)
     return frozenset(cast)
+
+
+class RecordedData(TorchFunctionMode):
+    """A context in which tracing sees what is read from and written to `tensor.data`: a detached
+    tensor, and a copy into it."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func == data_getter:
+            return args[0].detach()
+        if func == data_setter:
+            target, value = args
+            if (target.shape, target.dtype) == (value.shape, value.dtype):
+                return target.detach().copy_(value)
+            raise CaptureError(
+                f"cannot capture that `.data` of {tuple(target.shape)} {target.dtype} becomes"
+                f" {tuple(value.shape)} {value.dtype}: a new tensor must have the old one's shape"
+                " and dtype"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class LossesInSinglePrecision(TorchFunctionMode):

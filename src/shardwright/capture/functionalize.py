@@ -8,6 +8,7 @@ base repeats the view on the new base.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardwright.capture.fx_nodes import call, node_arguments, node_shape, tenso
 from shardwright.capture.naming import line_of
 from shardwright.capture.views import IN_PLACE, replay_view, view_base, write_through
 from shardwright.errors import CaptureError
-from shardwright.graph.custom_ops import batch_norm_train, instance_norm_train
+from shardwright.graph.custom_ops import assigned, batch_norm_train, instance_norm_train
 from shardwright.torch_internals.operators import OpOverload, overload_name, schema_of
 
 aten = torch.ops.aten
@@ -54,8 +55,13 @@ def mutated_arguments(node: fx.Node) -> list[str]:
     ]
 
 
-def functionalize(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+def functionalize(
+    graph: fx.Graph, trained: Collection[fx.Node] = ()
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """The graph without mutations.
+
+    Args:
+        trained: placeholders that require a gradient; it is theirs after a change as before.
 
     Returns:
         The functional graph, and for each of its mutated placeholders the node of the final value.
@@ -65,7 +71,7 @@ def functionalize(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """
     if not any(mutated_arguments(node) for node in graph.nodes):
         return graph, {}
-    program = _Program()
+    program = _Program(frozenset(trained))
     for node in graph.nodes:
         program.run(node)
     return program.graph, program.mutated_placeholders()
@@ -74,8 +80,10 @@ def functionalize(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 class _Program:
     """The functional graph under construction, and the current value of every original node."""
 
-    def __init__(self) -> None:
+    def __init__(self, trained: frozenset[fx.Node]) -> None:
+        self.trained = trained
         self.graph = fx.Graph()
+        self.leaf: dict[fx.Node, fx.Node] = {}
         self.view_of: dict[fx.Node, fx.Node] = {}
         self.version: dict[fx.Node, int] = {}
         self.holds: dict[fx.Node, tuple[int, fx.Node]] = {}
@@ -106,8 +114,15 @@ class _Program:
         for view, source in pairwise(path):
             updated = write_through(self.graph, view, self.read(source), updated)
         version = self.version[base] = self.version.get(base, 0) + 1
+        if base in self.trained:
+            # The gradient of what is read from here on is the parameter's, whatever was written;
+            # views of it are repeated, so that theirs flows there too.
+            updated = call(self.graph, aten.detach.default, (updated,), like=by)
+            updated = new = call(self.graph, assigned, (self.leaf[base], updated), like=by)
+            updated.meta["no_grad"] = False
         self.holds[base] = (version, updated)
-        self.holds[node] = (version, new)
+        if base not in self.trained or node is base:
+            self.holds[node] = (version, new)
 
     def _without_gradient(self, base: fx.Node, new: fx.Node, by: fx.Node) -> fx.Node:
         if not tensor(new).is_floating_point():
@@ -135,6 +150,7 @@ class _Program:
             return
         copied = self.graph.node_copy(node, self.read)
         if node.op == "placeholder":
+            self.leaf[node] = copied
             # A copy that is called like a Python function (`input`) would be renamed.
             copied.name = node.name
         self.holds[node] = (0, copied)
@@ -145,7 +161,9 @@ class _Program:
 
     def _change(self, node: fx.Node, changed: list[str]) -> None:
         arguments = node_arguments(node)
-        if changed != [next(iter(arguments))] or not isinstance(arguments[changed[0]], fx.Node):
+        function = _without_out(node.target) if changed == ["out"] else None
+        known = function is not None or changed == [next(iter(arguments))]
+        if not known or not isinstance(arguments[changed[0]], fx.Node):
             raise CaptureError(
                 f"{line_of(node)}: cannot capture `{node.target}`, which writes into its argument "
                 f"{changed[0]!r}. Use the operator that returns a new tensor."
@@ -156,7 +174,13 @@ class _Program:
             version = self.version.get(self.base(node), 0)
             self.holds[node] = (version, replay_view(self.graph, node, self.read(target)))
             return
-        self.write(target, self._functional(node, self.read(target)), node)
+        if function is not None:
+            kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
+            args, kwargs = fx.map_arg((node.args, kwargs), self.read)
+            new = call(self.graph, function, args, kwargs, like=node)
+            self.write(target, self._fit(new, self.read(target), node), node)
+        else:
+            self.write(target, self._functional(node, self.read(target)), node)
         self.holds[node] = self.holds[target]
 
     def _functional(self, node: fx.Node, old: fx.Node) -> fx.Node:
@@ -224,3 +248,18 @@ def _out_of_place(target: OpOverload) -> Any:
     name = schema_of(target).name.removeprefix("aten::").removesuffix("_")
     packet = getattr(aten, name.strip("_") if name.startswith("__i") else name, None)
     return getattr(packet, overload_name(target), None)
+
+
+def _without_out(target: Any) -> Any:
+    """`div.out` → `div.Tensor`; None if there is none."""
+
+    def described(overload: OpOverload) -> list[tuple[str, str]]:
+        arguments = ((a.name, str(a.type)) for a in schema_of(overload).arguments)
+        return [argument for argument in arguments if argument[0] != "out"]
+
+    packet = getattr(aten, schema_of(target).name.removeprefix("aten::"))
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    return next(
+        (o for o in overloads if not schema_of(o).is_mutable and described(o) == described(target)),
+        None,
+    )

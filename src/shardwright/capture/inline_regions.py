@@ -11,7 +11,7 @@ from torch import fx
 from shardwright.capture.fx_nodes import evaluate, insert, is_tensor, tensor
 from shardwright.capture.naming import line_of
 from shardwright.errors import CaptureError
-from shardwright.torch_internals.operators import HigherOrderOperator
+from shardwright.torch_internals.operators import HigherOrderOperator, OpOverload, schema_of
 
 aten = torch.ops.aten
 _SET_GRAD = "wrap_with_set_grad_enabled"
@@ -91,7 +91,7 @@ def _splice(
                 if autocast is not None:
                     _cast_arguments(copy, autocast)
     if no_grad:
-        results = fx.map_arg(results, lambda n: _detach_output(n, call))
+        results = fx.map_arg(results, lambda n: _detach_output(n, call, args))
     for getitem in list(call.users):
         assert getitem.target is operator.getitem
         getitem.replace_all_uses_with(results[getitem.args[1]])
@@ -99,10 +99,24 @@ def _splice(
     call.graph.erase_node(call)
 
 
-def _detach_output(node: fx.Node, call: fx.Node) -> fx.Node:
+def _detach_output(node: fx.Node, call: fx.Node, args: list[Any]) -> fx.Node:
     if not is_tensor(node) or not tensor(node).is_floating_point():
         return node
+    changed = node
+    while _is_in_place(changed):
+        changed = changed.args[0]  # type: ignore[assignment]
+    if changed in args:
+        # The very tensor that the region was given, still part of autograd's graph.
+        return node
     return insert(call, aten.detach.default, (node,), like=node)
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    """Whether an operator changes its first argument and returns it."""
+    if not isinstance(node.target, OpOverload) or not node.args:
+        return False
+    first = schema_of(node.target).arguments[0].alias_info
+    return first is not None and first.is_write and is_tensor(node.args[0])
 
 
 def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:

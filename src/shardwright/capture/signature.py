@@ -115,6 +115,35 @@ def add_updates(graph: fx.Graph, changed: Mapping[fx.Node, fx.Node]) -> None:
     output.args = (output.args[0], {node.name: new for node, new in changed.items()})
 
 
+def take_as_buffers(
+    module: nn.Module,
+    signature: Signature,
+    changed: Mapping[fx.Node, fx.Node],
+    trained: Iterable[fx.Node],
+) -> None:
+    """Makes buffers of the parameters that `forward` changes and that need no gradient, such as
+    those of an averaged teacher.
+
+    Raises:
+        CaptureError: if a parameter that is changed is computed in another dtype than it is stored.
+    """
+    dtypes = {name: p.dtype for name, p in module.named_parameters(remove_duplicate=False)}
+    sources = {node.name for node in trained}
+    new = {node.name: value for node, value in changed.items()}
+    for name, node in list(signature.parameters.items()):
+        if node not in new:
+            continue
+        dtype = new[node].meta["val"].dtype
+        if dtype != dtypes[name]:
+            raise CaptureError(
+                f"{line_of(new[node])}: this changes parameter {name!r}, which is stored in "
+                f"{dtypes[name]} but computed in {dtype}, so the change would be rounded. Make it "
+                f"a buffer, or plan without a compute dtype."
+            )
+        if node not in sources:
+            signature.buffers[name] = signature.parameters.pop(name)
+
+
 def gradient_sources(
     module: nn.Module, leaves: list[Any], signature: Signature, graph: fx.Graph
 ) -> list[fx.Node]:

@@ -5,6 +5,9 @@ All are pure functions of tensors and run in eager mode and under `torch.compile
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -86,3 +89,20 @@ def instance_norm_train(
     mean, variance = running_mean.detach().clone(), running_var.detach().clone()
     y = F.instance_norm(x, mean, variance, weight, bias, True, momentum, eps)
     return y, mean, variance
+
+
+class _Assigned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def assigned(parameter: Tensor, value: Tensor) -> Tensor:
+    """What a parameter is after a change that autograd did not record: `value`, whose gradient is
+    the parameter's. All have the same shape."""
+    result: Tensor = _Assigned.apply(parameter, value)  # type: ignore[no-untyped-call]
+    return result

@@ -139,7 +139,8 @@ class Graph:
         parameters, buffers: the distinct ones that the graph reads or updates.
         constants: tensors that the model's code created during capture.
         outputs: the leaves of the model's result: a `Value` for a tensor, otherwise a constant.
-        updates: pairs of a buffer and its value after the forward pass.
+        updates: pairs of a buffer, or a trained parameter that is changed without autograd, and
+            its value after the forward pass.
         tied: maps the other names of a tied parameter or buffer to the name of its value.
         loss: the output from which gradients start; None if there is no differentiable scalar.
         module_tags: the user's annotations of modules, by path.

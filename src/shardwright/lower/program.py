@@ -80,7 +80,8 @@ class Program:
             seed: of the random operators; the same on every rank, another one for each step.
 
         Returns:
-            The leaves of the model's outputs, and the new values of the graph's `updates`.
+            The leaves of the model's outputs, and the new values of the graph's `updates`, as the
+            old ones lie.
         """
         if self.again is None or not torch.is_grad_enabled():
             return self.function(parameters, buffers, inputs, seed)
@@ -118,6 +119,7 @@ class _Lowering:
     fused: dict[Value, Op] = field(default_factory=dict)
     kernels: Kernels = field(init=False)
     started: dict[Op, str] = field(default_factory=dict)
+    recomputed: frozenset[Value] = frozenset()
     _bound: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -137,6 +139,8 @@ class _Lowering:
             self.source.name(name)
         self.buckets = BucketLines(self.flow, self.devices, self.unsharded, self.source)
         self.kernels = Kernels(self.devices, self.cuts, self.flow)
+        again = (self.graph.by_name[name] for name in self.flow.segment_of)
+        self.recomputed = frozenset(value for op in again for value in op.inputs)
         early = self._start_ahead()
         self.buckets.enter()
         for op in self.graph.ops:
@@ -152,8 +156,8 @@ class _Lowering:
             for leaf in self.graph.outputs
         ]
         updates = [
-            self._converted(value, self.flow.update_routes[value])
-            for _, value in self.graph.updates
+            self._converted(value, self.flow.update_routes[before])
+            for before, value in self.graph.updates
         ]
         returns = f"[{', '.join(outputs)}], [{', '.join(updates)}]"
         text = self.source.text(HEADER, returns, [*outputs, *updates], self._again())
@@ -186,10 +190,13 @@ class _Lowering:
         if value not in self.variables:
             name = self.variables[value] = self.source.name(value.name)
             cast = "" if value.outer_dtype in (None, value.dtype) else f".to({value.dtype})"
+            if value in self.flow.update_routes and value in self.recomputed:
+                # The backward pass reads it once more, after it has its new value.
+                cast = ".clone()"
             if value.kind is Kind.PARAMETER:
                 self.source.add([name], f"parameters[{value.name!r}]{cast}", [])
             elif value.kind is Kind.BUFFER:
-                self.source.add([name], f"buffers[{value.name!r}]", [])
+                self.source.add([name], f"buffers[{value.name!r}]{cast}", [])
             elif value.kind is Kind.INPUT:
                 number = next(i for i, leaf in enumerate(self.graph.inputs) if leaf is value)
                 self.source.add([name], f"inputs[{number}]{cast}", [])

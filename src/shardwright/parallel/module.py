@@ -25,6 +25,7 @@ from shardwright.runtime.dtensor import (
     add_gradients,
     as_dtensor,
     local_shards,
+    own_tensor,
     stored_shards,
     with_stored_parameters,
 )
@@ -59,18 +60,20 @@ class TensorPlaces:
         return cls(tuple(map(owner, parameters)), tuple(map(owner, buffers)))
 
     def read(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The parameters and the buffers, by name."""
+        """The parameters and the buffers, by name; of parameters that are updated like buffers the
+        local tensors."""
         return (
             {name: getattr(owner, leaf) for name, owner, leaf in self.parameters},
-            {name: getattr(owner, leaf) for name, owner, leaf in self.buffers},
+            {name: own_tensor(getattr(owner, leaf)) for name, owner, leaf in self.buffers},
         )
 
     def write(self, changed: Mapping[str, Tensor]) -> None:
-        """Copies new values into buffers, by name."""
+        """Copies new values into buffers and parameters, by name."""
         if changed:
-            buffers = {name: getattr(owner, leaf) for name, owner, leaf in self.buffers}
+            places = {n: (owner, leaf) for n, owner, leaf in (*self.parameters, *self.buffers)}
             with torch.no_grad():
-                copy_all_([buffers[name] for name in changed], list(changed.values()))
+                tensors = [own_tensor(getattr(*places[name])) for name in changed]
+                copy_all_(tensors, list(changed.values()))
 
 
 @dataclass(frozen=True)

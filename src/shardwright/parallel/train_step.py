@@ -132,7 +132,9 @@ class GradientAccumulation:
                 loss.backward(torch.ones_like(loss) * weight)  # type: ignore[no-untyped-call]
             losses.append((loss.detach(), weight))
             state.update((b.name, t) for (b, _), t in zip(buffer_updates, updates, strict=True))
-        changed = {name: tensor for name, tensor in state.items() if tensor is not buffers[name]}
+        changed = {
+            name: tensor for name, tensor in state.items() if tensor is not buffers.get(name)
+        }
         # All ranks meet here first: no backward pass waits for the loss of others.
         return torch.stack([wait(loss) * weight for loss, weight in losses]).sum(), changed
 

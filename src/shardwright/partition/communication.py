@@ -60,7 +60,7 @@ class Communication:
         input_layouts: for each operator the layouts in which it reads its inputs.
         routes: for each input of an operator, `(operator name, index)`, the transfers on the way.
         output_routes: for each of the graph's output values the transfers to what is returned.
-        update_routes: likewise for the new values of buffers.
+        update_routes: for what is updated the transfers of the new value to where the old one lies.
         reductions: all-reduces inside kernels, by operator name.
         segments: operators that are computed again together in the backward pass.
         buckets: the first steps of parameters, joined.
@@ -133,9 +133,9 @@ def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communica
         elif ends or not value.shape:
             target = mesh.replicated(len(value.shape))
         result.output_routes[value] = _route(result, value, target, shared, ends)
-    for _, value in graph.updates:
-        target = mesh.replicated(len(value.shape))
-        result.update_routes[value] = _route(result, value, target, shared, False)
+    for before, value in graph.updates:
+        target = result.initial_layouts[before]
+        result.update_routes[before] = _route(result, value, target, shared, False)
     result.transfers = join_transfers(
         result.transfers,
         (result.routes, result.output_routes, result.update_routes),

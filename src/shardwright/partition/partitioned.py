@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from shardwright.graph.graph import Graph, Value
+from shardwright.errors import PlanError
+from shardwright.graph.graph import Graph, Kind, Value
 from shardwright.graph.split import GraphChunk, split_graph
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.chunk import Chunk
@@ -45,6 +46,7 @@ class Partitioned:
             PlanError: if the operators cannot be divided so.
         """
         graph, mesh, decisions = self.graph, self.mesh, self.decisions
+        self._check_updates()
         if self.pipeline.num_chunks == 1:
             outputs = tuple(dict.fromkeys(graph.output_values))
             return (Chunk(0, 0, graph, mesh, decisions, returned=outputs),)
@@ -104,6 +106,26 @@ class Partitioned:
                 for stage in stages:
                     sent[stage][1] += -(-2 * (len(stages) - 1) * local // len(stages))
         return tuple((forward, backward) for forward, backward in sent)
+
+    def _check_updates(self) -> None:
+        """A trained parameter is updated at the end of a call: what reads it later must be another
+        call, which begins with the new value.
+
+        Raises:
+            PlanError: if it is read in between.
+        """
+        sharding, pipeline = self.decisions.sharding, self.pipeline
+        for value, _ in self.graph.updates:
+            if value.kind is Kind.PARAMETER and (
+                pipeline.num_chunks * pipeline.micro_batches > 1
+                or (sharding is not None and sharding.level == "level3")
+            ):
+                raise PlanError(
+                    f"parameter {value.name!r} is trained, and `forward` changes it without"
+                    " autograd: it cannot be planned with several stages or micro-batches, or"
+                    " optimizer parallel of level3; use one of each and level1 or level2, or make"
+                    " the change after the optimizer's step"
+                )
 
     def _chunk(self, number: int, piece: GraphChunk, crossing: dict[str, CutAxes]) -> Chunk:
         graph, decisions = self.graph, self.decisions

@@ -153,16 +153,16 @@ def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) 
 
 
 def _returned(partitioned: Partitioned, seen: set[int]) -> tuple[RedistributionRow, ...]:
-    """What becomes of the model's outputs, then of the new values of its buffers."""
+    """What becomes of the model's outputs, then of the new values of what it changes."""
     routes = [
         (value, chunk.communication.output_routes[value])
         for chunk in partitioned.chunks
         for value in chunk.graph.output_values
     ]
     routes += [
-        (value, chunk.communication.update_routes[value])
+        (value, chunk.communication.update_routes[before])
         for chunk in partitioned.chunks
-        for _, value in chunk.graph.updates
+        for before, value in chunk.graph.updates
     ]
     return tuple(_redistribution(value, route, seen) for value, route in routes if route)
 

@@ -5,6 +5,7 @@ Most are recognized by ATen's tag `pointwise`; those that lack it are registered
 
 from __future__ import annotations
 
+from shardwright.graph.custom_ops import assigned
 from shardwright.graph.graph import Op
 from shardwright.rules.notation import (
     aligned,
@@ -20,6 +21,7 @@ from shardwright.torch_internals.operators import OpOverload, schema_of
 
 
 @rule_for(
+    assigned,
     *overloads("_to_copy", "alias", "clone", "contiguous", "detach", "lift_fresh_copy"),
     *overloads("fill", "zero", "masked_fill", "where", "isclose", "log_sigmoid", "hardswish"),
     *overloads("__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or", "bitwise_xor"),

@@ -122,12 +122,14 @@ def local_shards(parameters: Mapping[str, Tensor], layout: Layout) -> dict[str, 
     return dict(zip(parameters, shards, strict=True))
 
 
+def own_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, or of a plain tensor all, apart from autograd."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def stored_shards(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """This rank's shards, apart from autograd."""
-    return {
-        name: local_tensor(parameter) if isinstance(parameter, DTensor) else parameter.detach()
-        for name, parameter in parameters.items()
-    }
+    return {name: own_tensor(parameter) for name, parameter in parameters.items()}
 
 
 def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "as_subclass",
     "conjugated",
     "copy_all_",
+    "data_getter",
     "data_setter",
     "device_below",
     "each_norm",
@@ -25,6 +26,9 @@ __all__ = [
 ]
 
 Subclass = TypeVar("Subclass", bound=Tensor)
+
+data_getter = Tensor.data.__get__  # type: ignore[attr-defined]
+"""What `tensor.data` calls, as a mode for functions sees it."""
 
 data_setter = Tensor.data.__set__  # type: ignore[attr-defined]
 """What `tensor.data = value` calls, as a mode for functions sees it."""
