@@ -3,52 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwright.api.agreement import check_ranks_agree, several_ranks, take_state_of_rank_0
 from shardwright.capture.capture import capture
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, ShardwrightError
+from shardwright.graph.graph import Graph
 from shardwright.parallel.module import ParallelModule, parallel_module
 from shardwright.parallel.pipeline_module import pipeline_module
 from shardwright.partition.partitioned import Partitioned
 from shardwright.plan import Plan
 from shardwright.planner.pipeline import Pipeline
+from shardwright.runtime.agreement import check_description
 from shardwright.runtime.devices import Devices
 from shardwright.torch_internals import pytree
 
 
-def parallelize(net: nn.Module, plan: Plan, device: str | torch.device | None = None) -> nn.Module:
+def parallelize(
+    net: nn.Module,
+    plan: Plan,
+    device: str | torch.device | None = None,
+    *,
+    sync: bool = True,
+) -> nn.Module:
     """`net`, run as planned on the running process group: a module whose parameters are DTensors.
 
-    Every rank must hold the same parameters when it calls this (build the model from one seed, or
-    load it), and give the module the whole batch. On one device no process group is needed and the
-    parameters stay plain. In eval mode, or for a batch of another size, the module captures the
-    model once more and keeps the plan's cuts as far as they divide.
+    Every rank must call this, with the same model and plan, and give the module the whole batch. As
+    with `DistributedDataParallel`, `net` takes rank 0's parameters and buffers on all ranks. On one
+    device no process group is needed and the parameters stay plain. In eval mode, or for a batch of
+    another size, the module captures the model once more and keeps the plan's cuts as far as they
+    divide.
 
     Args:
         device: where this rank computes; by default the current accelerator if its process group
             is one, else the CPU.
+        sync: False where the values are known to be the same on all ranks; they are then not
+            compared.
 
     Raises:
-        PlanError: if the plan is for another model or another number of devices.
+        PlanError: if the plan is for another model or another number of devices, or the ranks have
+            different models or plans.
     """
     net = net.net if isinstance(net, Pipeline) else net
     where = torch.device(device) if device is not None else _own_device()
-    devices = Devices.of_process(plan.mesh, where, plan.pipeline.stages)
     with _in_mode(net, plan.training):
+        graph = _agreed_graph(net, plan, where)
+        devices = Devices.of_process(plan.mesh, where, plan.pipeline.stages)
+        if sync and devices.several:
+            take_state_of_rank_0(net, where)
+        make: Callable[[nn.Module, Partitioned, Devices], ParallelModule]
+        make = pipeline_module if plan.pipeline.stages > 1 else parallel_module
+        parallel = make(net, plan.partition(graph), devices)
+    return parallel if parallel.training == net.training else parallel.train(net.training)
+
+
+def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
+    """The graph of `net`, which the plan fits, on all ranks.
+
+    Raises:
+        PlanError: if models or plans differ.
+    """
+    alone = not several_ranks(plan)
+    try:
         graph = plan.graph
         if graph is None:
             graph = capture(net, *_example(plan), compute_dtype=plan.computed_in)
         plan.check_fits(graph)
         _check_parameters(net, plan)
-        make: Callable[[nn.Module, Partitioned, Devices], ParallelModule]
-        make = pipeline_module if plan.pipeline.stages > 1 else parallel_module
-        parallel = make(net, plan.partition(graph), devices)
-    return parallel if parallel.training == net.training else parallel.train(net.training)
+    except ShardwrightError as error:
+        if not alone:
+            # The others wait for this rank's description; if they fail alike, nobody waits.
+            with suppress(PlanError):
+                check_description([f"an error, {error}"], device)
+        raise
+    if not alone:
+        check_ranks_agree(net, graph, plan, device)
+    return graph
 
 
 @contextmanager

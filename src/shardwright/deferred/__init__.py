@@ -1,13 +1,16 @@
 """Models built without memory for their parameters, which are initialized later, bit for bit."""
 
+from shardwright.deferred.agreement import init_record_lines, share_starts
 from shardwright.deferred.module import deferred_attributes, materialize
 from shardwright.deferred.tensor import Deferred, no_init_parameters, value_of, values_of
 
 __all__ = [
     "Deferred",
     "deferred_attributes",
+    "init_record_lines",
     "materialize",
     "no_init_parameters",
+    "share_starts",
     "value_of",
     "values_of",
 ]

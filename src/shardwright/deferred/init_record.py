@@ -204,6 +204,10 @@ class Record:
         states = self._draws_by_state.setdefault(generator, {})
         states[_digest(generator.get_state())] = draw
 
+    def leave_generators(self) -> None:
+        """Lets generators stay in the state in which they are after a replay."""
+        self._draws_by_state = {generator: {} for generator in self._draws_by_state}
+
     def _draw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
         generators = [
             x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)

@@ -19,6 +19,7 @@ from shardwright.lower.program import Program, lower
 from shardwright.parallel.train_step import GradientAccumulation, TrainStep, loss_of
 from shardwright.partition.decisions import adapt_decisions
 from shardwright.partition.partitioned import Partitioned
+from shardwright.runtime.batch_guard import BatchGuard
 from shardwright.runtime.clip_grad import clip_grad_norm_
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.dtensor import (
@@ -134,6 +135,7 @@ class ParallelModule(nn.Module):
         self._planned_situation = self._situation(partitioned.graph.in_spec, leaves)
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
+        self._guard = BatchGuard(devices, partitioned.graph, partitioned.decisions.arrivals)
         self._bind_planned()
 
     @property
@@ -155,6 +157,8 @@ class ParallelModule(nn.Module):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         whole = self._whole_leaves(leaves)
         situation = self._situation(spec, [key_of(leaf) for leaf in whole])
+        inputs = self._on_device(leaves)
+        self._guard.begin(("forward", torch.is_grad_enabled(), *situation), inputs)
         if situation not in self._forwards:
             captured = self._capture(*pytree.tree_unflatten(whole, spec))
             self._forwards[situation] = self._compiled(self._bind_program(captured))
@@ -163,8 +167,8 @@ class ParallelModule(nn.Module):
         shards = local_shards(parameters, self.devices.layout)
         if self.training:
             self.steps += 1
-        inputs, seed = self._on_device(leaves), self.seed + self.steps
-        outputs, updates = bound.program(shards, buffers, inputs, seed)
+        with self._guard.explaining_errors():
+            outputs, updates = bound.program(shards, buffers, inputs, self.seed + self.steps)
         names = (buffer.name for buffer, _ in bound.graph.updates)
         bound.places.write(dict(zip(names, updates, strict=True)))
         return pytree.tree_unflatten(self._returned(bound, outputs), bound.graph.out_spec)
@@ -183,9 +187,10 @@ class ParallelModule(nn.Module):
         loss_of(bound.step.partitioned.graph)
         parameters, buffers = bound.places.read()
         self.steps += 1
-        loss, gradients, changed = bound.step.train(
-            stored_shards(parameters), buffers, leaves, self.seed + self.steps
-        )
+        with self._guard.explaining_errors():
+            loss, gradients, changed = bound.step.train(
+                stored_shards(parameters), buffers, leaves, self.seed + self.steps
+            )
         add_gradients(parameters, gradients)
         bound.places.write(changed)
         return loss
@@ -230,6 +235,8 @@ class ParallelModule(nn.Module):
         piece = self._whole_leaves(micro_batch(leaves, 0, count))
         situation = self._situation(spec, [key_of(leaf) for leaf in piece])
         key = (*situation, count)
+        inputs = self._on_device(leaves)
+        self._guard.begin(key, inputs)
         if key not in self._train_steps:
             partitioned = self.partitioned
             if situation != self._planned_situation:
@@ -238,7 +245,7 @@ class ParallelModule(nn.Module):
                 pipeline = replace(partitioned.pipeline, micro_batches=count)
                 partitioned = replace(partitioned, pipeline=pipeline)
             self._train_steps[key] = self._bind_step(partitioned)
-        return self._train_steps[key], self._on_device(leaves)
+        return self._train_steps[key], inputs
 
     def _bind_step(self, partitioned: Partitioned) -> BoundStep:
         places = TensorPlaces.of(self, *partitioned.tensors_of(self.devices.stage))

@@ -1,0 +1,28 @@
+"""Ranks that are not alike are made so, or refused on all of them; one launch of four processes."""
+
+from pathlib import Path
+
+import pytest
+
+from features.agreement_ranks import CHECKS, ENDINGS
+from torchrun import torchrun
+
+SCRIPT = Path(__file__).with_name("agreement_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    return torchrun(SCRIPT, 4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+def test_ranks_agree_or_all_say_why_not(check: str, output: str) -> None:
+    assert f"passed {check}" in output, output
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ending", [ending.__name__ for ending in ENDINGS])
+def test_ranks_in_different_collectives_all_name_the_call_that_differs(ending: str) -> None:
+    output = torchrun(SCRIPT, 4, ending)
+    assert all(f"rank {rank} says: call 15: rank 2" in output for rank in range(4)), output
