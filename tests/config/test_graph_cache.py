@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +57,54 @@ def test_a_damaged_file_is_made_anew(caplog: pytest.LogCaptureFixture) -> None:
         cached_graph("one", _small)
     assert "capturing again" in caplog.text
     cached_graph("one", _never)
+
+
+def test_code_in_a_file_is_not_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cached_graph("one", _small)
+    (file,) = graphs_folder().iterdir()
+    file.write_bytes(pickle.dumps(Planted(tmp_path / "run")))
+    cached_graph("one", _small)
+    assert "capturing again" in caplog.text
+    assert not (tmp_path / "run").exists()
+
+
+class Planted:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_only_this_user_can_write_to_a_new_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0)
+    try:
+        cached_graph("one", _small)
+    finally:
+        os.umask(before)
+    assert graphs_folder().stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
+def test_a_folder_that_others_can_write_to_is_not_used(
+    mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cached_graph("one", _small)
+    graphs_folder().chmod(mode)
+    with pytest.raises(AssertionError, match="captured"):
+        cached_graph("one", _never)
+    assert f"{graphs_folder()} is not used" in caplog.text
+    cached_graph("two", _small)
+    assert len(list(graphs_folder().iterdir())) == 1
+
+
+def test_a_folder_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached_graph("one", _small)
+    monkeypatch.setattr(os, "getuid", lambda: graphs_folder().stat().st_uid + 1)
+    with pytest.raises(AssertionError, match="captured"):
+        cached_graph("one", _never)
 
 
 def test_only_the_newest_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

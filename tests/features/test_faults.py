@@ -118,6 +118,28 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not_stopped(
     assert_same_steps("two", "one", tolerance=0)
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], devices: str
+) -> None:
+    on = ("--devices", devices)
+    assert train(monkeypatch, configure("a", 20, 7), *on, "--log-dir", "one") == 0
+    assert train(monkeypatch, configure("b", 11, 7), *on, "--log-dir", "two") == 0
+    damaged = sorted(Path("b/step-11").glob("*.distcp"), key=lambda file: file.stat().st_size)[-1]
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    capfd.readouterr()
+    assert train(monkeypatch, configure("b", 20, 7), *on, "--log-dir", "two", "--resume") == 0
+    first, second, *_ = capfd.readouterr().out.splitlines()
+    assert first.startswith(f"warning: {damaged} is damaged: its checksum does not match")
+    assert first.endswith("step-7 is taken instead")
+    assert second == "resuming after step 7"
+    assert_same_steps("two", "one", tolerance=0)
+    torch.testing.assert_close(final("b.yaml"), final("a.yaml"), rtol=0, atol=0)
+
+
 def test_another_runs_checkpoints_are_neither_taken_nor_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,7 +116,10 @@ def _example(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
         else leaf
         for leaf in plan.inputs
     ]
-    args, kwargs = pytree.tree_unflatten(leaves, pytree.treespec_loads(plan.structure))
+    try:
+        args, kwargs = pytree.tree_unflatten(leaves, pytree.treespec_loads(plan.structure))
+    except ValueError as error:
+        raise PlanError(f"the plan's inputs are malformed: {error}") from None
     return args, kwargs
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwright.capture.pickling import dumps
 from shardwright.compare.alternatives import (
     AUTO,
     DATA_PARALLEL,
@@ -27,6 +26,7 @@ from shardwright.cost.cluster import Cluster
 from shardwright.cost.clusters import load_cluster
 from shardwright.errors import ConfigError
 from shardwright.graph.graph import Graph
+from shardwright.graph.serialize import dumps
 from shardwright.plan import Plan
 from shardwright.progress import OnProgress, silent
 from shardwright.train.launch import LogFolder, launch

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwright.api import parallelize
-from shardwright.capture.pickling import loads
 from shardwright.config.run import Run
 from shardwright.errors import ConfigError, PlanError, ShardwrightError
+from shardwright.graph.serialize import loads
 from shardwright.models.sizes import Dimensions
 from shardwright.parallel.module import ParallelModule
 from shardwright.plan import Plan

@@ -1,9 +1,9 @@
 """Captured graphs of language models, cached on disk, so that a model is captured once.
 
 They are in `$XDG_CACHE_HOME/shardwright/graphs`, by default in `~/.cache`, one file for each model,
-shape of its inputs, and version of all that takes part. They are pickles, which run code when they
-are read: the folder is the user's own, created so that nobody else can write there.
-`SHARDWRIGHT_GRAPH_CACHE=off` in the environment captures each time.
+shape of its inputs, and version of all that takes part. Reading them runs no code, but a graph is
+what is trained: a folder that others can write to is not used. `SHARDWRIGHT_GRAPH_CACHE=off` in the
+environment captures each time.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import hashlib
 import logging
 import os
 import platform
+import stat
 import tempfile
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from shardwright.capture.pickling import dumps, loads
 from shardwright.graph.graph import Graph
+from shardwright.graph.serialize import dumps, loads
 
 logger = logging.getLogger("shardwright.capture")
 
@@ -32,7 +33,8 @@ PACKAGES = ("torch", "transformers", "peft")
 def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
     """The cached graph for `description`, else what `capture` returns, which is then cached.
 
-    A file that cannot be read is replaced; a folder that cannot be written is ignored.
+    A file that cannot be read is replaced; a folder that cannot be written, or that others can
+    write to, is ignored.
 
     Args:
         description: of all that decides the graph beside the versions of packages; its `repr` must
@@ -40,7 +42,14 @@ def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
     """
     if os.environ.get("SHARDWRIGHT_GRAPH_CACHE") == "off":
         return capture()
-    path = graphs_folder() / f"{_key(description)}.pickle"
+    path = graphs_folder() / f"{_key(description)}.json"
+    if path.parent.exists() and not _is_private(path.parent):
+        logger.warning(
+            "%s is not used: it belongs to another user, or others can write to it (its owner can"
+            " `chmod 700` it)",
+            path.parent,
+        )
+        return capture()
     graph = _read(path)
     if graph is None:
         graph = capture()
@@ -52,6 +61,12 @@ def graphs_folder() -> Path:
     """The folder of the cache."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "shardwright" / "graphs"
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether only this user can write to it."""
+    status = folder.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _read(path: Path) -> Graph | None:
@@ -68,16 +83,17 @@ def _read(path: Path) -> Graph | None:
 
 def _write(path: Path, graph: Graph) -> None:
     try:
+        content = dumps(graph)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as temporary:
-            temporary.write(dumps(graph))
+            temporary.write(content)
         Path(temporary.name).replace(path)
         newest_first = sorted(
-            path.parent.glob("*.pickle"), key=lambda each: each.stat().st_mtime, reverse=True
+            path.parent.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True
         )
         for old in newest_first[MAX_GRAPHS:]:
             old.unlink(missing_ok=True)
-    except OSError as error:
+    except (OSError, TypeError) as error:
         logger.warning("the captured graph is not cached: %s", error)
 
 

@@ -3,6 +3,13 @@
 PyTorch exports models with these structures, so no other library's would do.
 """
 
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from torch.utils import _pytree
 from torch.utils._pytree import (
     SequenceKey,
     TreeSpec,
@@ -15,7 +22,6 @@ from torch.utils._pytree import (
     tree_structure,
     tree_unflatten,
     treespec_dumps,
-    treespec_loads,
 )
 
 __all__ = [
@@ -32,3 +38,40 @@ __all__ = [
     "treespec_dumps",
     "treespec_loads",
 ]
+
+
+_TYPES = (bool, dict, float, int, list, set, str, tuple)
+_FACTORIES = {(each.__module__, each.__name__) for each in _TYPES}
+
+
+def treespec_loads(text: str) -> TreeSpec:
+    """The structure that `treespec_dumps` wrote.
+
+    Raises:
+        ValueError: if the text is malformed, or names code: default factories other than types of
+            Python, or enumerations of modules that are not imported.
+    """
+    try:
+        _, structure = json.loads(text)
+        _check_names(structure)
+        return _pytree.treespec_loads(text)
+    except Exception as error:  # Malformed text can raise anything.
+        raise ValueError(f"not the structure of a call: {error}") from error
+
+
+def _check_names(structure: dict[str, Any]) -> None:
+    """PyTorch imports the modules that it finds in a structure."""
+    context = structure["context"]
+    if isinstance(context, dict) and "default_factory_name" in context:
+        factory = context["default_factory_module"], context["default_factory_name"]
+        if factory not in _FACTORIES:
+            raise ValueError(f"it refers to the function {'.'.join(factory)}")
+    if isinstance(context, str) and structure["type"] is not None:
+        json.loads(context, object_hook=_check_enumeration)
+    for part in structure["children_spec"]:
+        _check_names(part)
+
+
+def _check_enumeration(context: dict[str, Any]) -> None:
+    if "__enum__" in context and context["fqn"].partition(":")[0] not in sys.modules:
+        raise ValueError(f"it refers to the enumeration {context['fqn']}")
