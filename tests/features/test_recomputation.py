@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import shardwright as sw
 from random_graphs import random_net
 from random_plans import check_random_plan, random_plan, random_recompute
 from sample_models import Model, bert, encoder, gpt2, llama, mlp, resnet
 from shardwright.api.save_graphs import program_text
+from shardwright.constraints.recompute import recompute_of
 from shardwright.lower.emit import Line, nested, write_body
 from shardwright.partition.decisions import OptimizerParallel
 
@@ -226,3 +228,73 @@ def test_lines_between_go_before_a_segment_or_after_it() -> None:
         "    b = f(a); del a",
         "    d = f(b, c); del b, c",
     ]
+
+
+class Checkpointed(Stack):
+    """A stack that checkpoints its layers by itself."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=self.reentrant)
+        return F.mse_loss(x, torch.zeros_like(x))
+
+
+class CheckpointedSequence(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        layers = nn.Sequential(*self.layers)
+        x = checkpoint_sequential(layers, 2, x, use_reentrant=False)
+        return F.mse_loss(x, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_inside_the_model_is_recomputation_in_the_plan(reentrant: bool) -> None:
+    net = Checkpointed(reentrant).eval()
+    plan = sw.plan(net, (BATCH,), devices=1)
+    marked = Checkpointed(reentrant).eval()
+    marked.load_state_dict(net.state_dict())
+    for layer in marked.layers:
+        sw.recompute(layer)
+    wanted = sw.plan(marked, (BATCH,), devices=1)
+    assert set(plan.recompute) == set(wanted.recompute) != set()
+    assert len({each.segment for each in plan.recompute.values()}) == len(net.layers)
+    assert plan.memory.peak == wanted.memory.peak
+    parallel = sw.parallelize(net, plan)
+    assert str(parallel.program).count("recomputed in the backward pass") == len(net.layers)
+    for each in (net, parallel):
+        each(BATCH).backward()
+    for (name, one), other in zip(net.named_parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+def test_a_random_plan_of_checkpointed_calls_equals_one_device() -> None:
+    for net in (Checkpointed(True).eval(), CheckpointedSequence().eval()):
+        graph = sw.capture(net, (BATCH,))
+        plan = replace(random_plan(graph, 6, seed=3), recompute=recompute_of(graph))
+        assert plan.recompute
+        check_random_plan(net, (BATCH,), {}, graph, plan)
+
+
+def test_reentrant_checkpoint_of_inputs_without_gradient_is_refused() -> None:
+    net = Checkpointed(True)
+    net.first.requires_grad_(False)
+    with pytest.raises(sw.CaptureError, match="gives no gradients to the parameters"):
+        sw.plan(net, (BATCH,), devices=1)
+
+
+def test_recomputed_buffers_are_read_as_they_were() -> None:
+    net = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 16))
+    sw.recompute(net)
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    for each in (net, parallel):
+        for scale in (1.0, 2.0):
+            each(BATCH * scale).square().mean().backward()
+    for (name, one), other in zip(net.named_parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
+    for (name, one), other in zip(net.named_buffers(), parallel.buffers(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)

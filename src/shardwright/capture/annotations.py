@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
@@ -13,6 +14,21 @@ from shardwright.capture.naming import source_of
 
 _KEY = "shardwright"
 """Name of the attribute of modules, and prefix of the keys in a node's custom metadata."""
+
+
+@dataclass(frozen=True, eq=False)
+class RecomputeMark:
+    """A request to recompute one module or function.
+
+    Args:
+        communication: whether collectives between layouts are run again too.
+        kinds: names of the operators to recompute (`softmax`); None for all.
+        checkpoint: whether it stands for a call of `torch.utils.checkpoint` in the model.
+    """
+
+    communication: bool = True
+    kinds: tuple[str, ...] | None = None
+    checkpoint: bool = False
 
 
 def attach(module: nn.Module, tag: Any) -> None:
@@ -35,6 +51,11 @@ def tagging(tag: Any) -> Iterator[None]:
     the same type from an outer context."""
     with traceback.annotate({f"{_KEY}.{type(tag).__name__}": tag}):
         yield
+
+
+def tagging_checkpoint() -> AbstractContextManager[None]:
+    """A context that tags the operators of one call of `torch.utils.checkpoint`."""
+    return tagging(RecomputeMark(checkpoint=True))
 
 
 def preserve_tags() -> AbstractContextManager[None]:

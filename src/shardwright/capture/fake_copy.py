@@ -21,9 +21,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from shardwright.capture.annotations import tagging_checkpoint
 from shardwright.deferred import deferred_attributes, value_of
 from shardwright.errors import CaptureError
 from shardwright.torch_internals import pytree
+from shardwright.torch_internals.activation_checkpoint import checkpointed_calls_in
 from shardwright.torch_internals.tensors import FakeTensorMode, data_getter, data_setter
 
 
@@ -91,6 +93,7 @@ def isolate_capture() -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),
         _forbid_custom_backward(),
+        checkpointed_calls_in(tagging_checkpoint),
         _silence_export(),
     ):
         yield
@@ -101,15 +104,22 @@ def _forbid_custom_backward() -> Iterator[None]:
     """Raises CaptureError for custom autograd functions: export traces only their forward pass, so
     their gradients would be lost.
 
-    Reentrant checkpointing is such a function too; the function that it checkpoints is traced as if
-    it were called directly.
+    Reentrant checkpointing is such a function too; the operators of the function that it
+    checkpoints are tagged to be recomputed.
     """
     original = Function.__dict__["apply"]
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             function, _, *inputs = args
-            return function(*inputs)
+            trained = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+            if torch.is_grad_enabled() and not trained:
+                raise CaptureError(
+                    "`checkpoint(…, use_reentrant=True)` gives no gradients to the parameters of a "
+                    "function whose inputs require none. Use `use_reentrant=False`."
+                )
+            with tagging_checkpoint():
+                return function(*inputs)
         if cls.__module__.partition(".")[0] in ("torch", "shardwright"):
             return original.__get__(None, cls)(*args, **kwargs)
         raise CaptureError(

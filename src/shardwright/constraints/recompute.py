@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwright.capture.annotations import attach, tagging
+from shardwright.capture.annotations import RecomputeMark, attach, tagging
 from shardwright.capture.naming import local_operator_name
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph, Op
@@ -25,19 +25,6 @@ from shardwright.rules import rule_of
 from shardwright.torch_internals.operators import OpOverload
 
 RecomputeTarget = TypeVar("RecomputeTarget", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, eq=False)
-class Mark:
-    """A request to recompute one module or function.
-
-    Args:
-        communication: whether collectives between layouts are run again too.
-        kinds: names of the operators to recompute (`softmax`); None for all.
-    """
-
-    communication: bool = True
-    kinds: tuple[str, ...] | None = None
 
 
 def recompute(
@@ -73,7 +60,7 @@ def recompute(
             " ('softmax', 'aten.gelu')"
         )
     kinds = None if operators is None else tuple(_kind(name) for name in operators)
-    mark = Mark(communication, kinds)
+    mark = RecomputeMark(communication, kinds)
     if isinstance(target, nn.ModuleList | nn.ModuleDict):
         for module in target.children():
             recompute(module, communication, operators=operators)
@@ -90,7 +77,7 @@ def _kind(operator: str) -> str:
     return operator.replace("::", ".").removeprefix("aten.").partition(".")[0].strip("_")
 
 
-def _marked_function(function: Any, mark: Mark) -> Any:
+def _marked_function(function: Any, mark: RecomputeMark) -> Any:
     inner = getattr(function, "_without_mark", function)
 
     @wraps(inner)
@@ -107,7 +94,7 @@ def _marked_function(function: Any, mark: Mark) -> Any:
 class _Place:
     """A mark, and the segment of one call of its module or function."""
 
-    mark: Mark
+    mark: RecomputeMark
     segment: str
 
 
@@ -122,7 +109,7 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
     _check_modules(graph, modules)
     recomputed: dict[str, Recompute] = {}
     members: dict[str, list[Op]] = {}
-    selected: dict[Mark, list[Op]] = {}
+    selected: dict[RecomputeMark, list[Op]] = {}
     for op in graph.ops:
         place = _innermost_mark(op, modules, functions)
         if place is None:
@@ -169,7 +156,7 @@ def _positions(graph: Graph) -> dict[str, int]:
 
 
 def _is_mark(tag: Any) -> bool:
-    return isinstance(tag, Mark)
+    return isinstance(tag, RecomputeMark)
 
 
 def _marked_calls(graph: Graph) -> Iterator[tuple[int, _MarkedCall]]:
@@ -179,9 +166,11 @@ def _marked_calls(graph: Graph) -> Iterator[tuple[int, _MarkedCall]]:
         StrategyError: if one has no operator.
     """
     for mark, source in graph.call_tags:
-        if not isinstance(mark, Mark):
+        if not isinstance(mark, RecomputeMark):
             continue
         ops = [op for op in graph.ops if any(tag is mark for tag in op.tags)]
+        if not ops and mark.checkpoint:
+            continue
         if not ops:
             raise StrategyError(
                 f"the function called at {source or 'an unknown line'} is marked by recompute, but"
@@ -209,7 +198,7 @@ def _common_depth(calls: Sequence[tuple[str, ...]]) -> int:
 
 
 def _innermost_mark(
-    op: Op, modules: Mapping[str, Mark], functions: Mapping[int, _MarkedCall]
+    op: Op, modules: Mapping[str, RecomputeMark], functions: Mapping[int, _MarkedCall]
 ) -> _Place | None:
     """The innermost mark around an operator."""
     function = next((functions[id(tag)] for tag in op.tags if id(tag) in functions), None)
@@ -220,7 +209,7 @@ def _innermost_mark(
     return function.place if function else None
 
 
-def _check_modules(graph: Graph, modules: Mapping[str, Mark]) -> None:
+def _check_modules(graph: Graph, modules: Mapping[str, RecomputeMark]) -> None:
     """Raises:
     StrategyError: if the module of a mark has no operator, or none with a name that it lists.
     """
@@ -241,7 +230,7 @@ def _check_modules(graph: Graph, modules: Mapping[str, Mark]) -> None:
         _check_kinds(where, mark, ops)
 
 
-def _check_kinds(where: str, mark: Mark, ops: Sequence[Op]) -> None:
+def _check_kinds(where: str, mark: RecomputeMark, ops: Sequence[Op]) -> None:
     known = dict.fromkeys(local_operator_name(op.target) for op in ops)
     for kind in mark.kinds or ():
         if kind not in known:

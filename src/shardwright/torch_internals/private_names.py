@@ -137,6 +137,11 @@ MODULES = (
         "`flatten_parameters()`, which makes no references",
     ),
     PrivateName(
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        "finds the calls of `checkpoint` in a model",
+        "a replacement of `checkpoint`, of which the model's files hold their own references",
+    ),
+    PrivateName(
         "torch._logging.set_logs",
         "keeps what PyTorch logs while it captures off the command line",
         "the environment variable `TORCH_LOGS`, read when torch is imported",
