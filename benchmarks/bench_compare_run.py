@@ -19,7 +19,7 @@ from benchmarks.page import ROOT
 from benchmarks.table import Table
 from benchmarks.timing import Sample
 from shardwright.compare import AUTO, RealComparison, compare_measured
-from shardwright.train.launch import LogFolder
+from shardwright.train.log_folder import LogFolder
 
 MODELS = ("llama2_7b", "qwen_7b", "pangualpha_13b")
 PROCESSES, ROUNDS = 8, 10

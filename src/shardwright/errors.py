@@ -37,6 +37,10 @@ class DamagedCheckpointError(CheckpointError):
     """A file of a checkpoint is damaged, truncated or missing; the message names it."""
 
 
+class LockError(ShardwrightError):
+    """A folder that another run is writing; the message says which process has locked it."""
+
+
 class DeferredError(ShardwrightError):
     """A parameter created inside `no_init_parameters` has no values yet, or cannot be given any."""
 

@@ -16,7 +16,7 @@ from shardwright.compare.predicted import GridComparison, expert_run
 from shardwright.compare.worker import in_turn, tiny_run
 from shardwright.cost.clusters import load_cluster
 from shardwright.errors import ConfigError
-from shardwright.train.launch import LogFolder
+from shardwright.train.log_folder import LogFolder
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

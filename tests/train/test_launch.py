@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shardwright.train.launch import LogFolder, RankFailedError, first_failure, launch
+from shardwright.train.launch import launch
+from shardwright.train.log_folder import LogFolder
+from shardwright.train.rank_failure import RankFailedError
 
 pytestmark = pytest.mark.distributed
 
@@ -107,7 +108,8 @@ def test_a_signal_to_the_launching_process_ends_all_ranks(
     program = RANK + "print(os.getpid(), flush=True); time.sleep(100)"
     launcher = (
         "from pathlib import Path\n"
-        "from shardwright.train.launch import LogFolder, StoppedError, launch\n"
+        "from shardwright.train.launch import StoppedError, launch\n"
+        "from shardwright.train.log_folder import LogFolder\n"
         "try:\n"
         f"    launch(['-c', {program!r}], 2, LogFolder(Path({str(logs.root)!r})))\n"
         "except StoppedError as error:\n"
@@ -156,22 +158,3 @@ def test_the_record_of_steps_is_kept_where_a_run_goes_on(logs: LogFolder) -> Non
     assert logs.steps(0).read_text() == "a step\n"
     logs.clear(1)
     assert not logs.steps(0).exists()
-
-
-def test_a_rank_that_hears_no_signal_is_not_taken_for_the_one_that_failed() -> None:
-    """The launcher ends it by SIGKILL, half a minute later."""
-
-    def failure(rank: int, status: int, timestamp: int) -> ProcessFailure:
-        failed = ProcessFailure(local_rank=rank, pid=1, exitcode=status, error_file="")
-        failed.timestamp = timestamp
-        return failed
-
-    logs = LogFolder(Path("logs"))
-    hung = {0: failure(0, -9, 130), 1: failure(1, -15, 130), 2: failure(2, 1, 100)}
-    error = first_failure(hung, logs)
-    assert str(error).startswith("rank 2 exited with status 1")
-    assert error.lost == frozenset()
-    killed = {0: failure(0, 1, 100), 2: failure(2, -9, 101), 1: failure(1, -15, 102)}
-    error = first_failure(killed, logs)
-    assert str(error).startswith("rank 2 (process 1) was killed by SIGKILL")
-    assert error.lost == frozenset({2})

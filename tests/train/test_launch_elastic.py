@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import ConfigError
-from shardwright.train.launch import DeviceRange, LogFolder, RankFailedError, launch_elastic
+from shardwright.train.launch import DeviceRange, launch_elastic
+from shardwright.train.log_folder import LogFolder
+from shardwright.train.rank_failure import RankFailedError
 
 RANK = (
     "import os, sys, time, signal\n"

@@ -12,7 +12,8 @@ import typer
 from shardwright import __version__, errors
 from shardwright.errors import ShardwrightError
 from shardwright.torch_internals.modules import log_only
-from shardwright.train.launch import RankFailedError, StoppedError
+from shardwright.train.launch import StoppedError
+from shardwright.train.rank_failure import RankFailedError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 

@@ -30,7 +30,8 @@ from shardwright.compare import (
 from shardwright.compare.measured import ROUNDS
 from shardwright.cost.memory import binary
 from shardwright.progress import within
-from shardwright.train.launch import LogFolder
+from shardwright.train.folder_lock import lock_folders
+from shardwright.train.log_folder import LogFolder
 
 WIDTH, CLUSTER, PROCESSES = 140, "ascend910b", 8
 
@@ -70,7 +71,7 @@ def compare_command(
     fits into memory is faster."""
     if run is not None:
         logs, processes = LogFolder(log_dir), devices or PROCESSES
-        with progress(show_progress) as on_progress:
+        with lock_folders(logs.root), progress(show_progress) as on_progress:
             measured = compare_measured(
                 configs,
                 logs,

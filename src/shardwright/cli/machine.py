@@ -17,7 +17,9 @@ from shardwright.cli.options import LOG_DIR, DevicesOption, LogDirOption
 from shardwright.cost.calibrate import cache_file, calibrate
 from shardwright.cost.cluster import cluster_to_yaml
 from shardwright.models import MODELS, build
-from shardwright.train.launch import LogFolder, launch
+from shardwright.train.folder_lock import lock_folders
+from shardwright.train.launch import launch
+from shardwright.train.log_folder import LogFolder
 
 WIDTH = 140
 COLUMNS = {
@@ -44,8 +46,9 @@ def launch_command(
     """Run a script as local processes, one per device, with the environment that torchrun sets.
     Rank N writes to LOG_DIR/1/rank.N/stdout and stderr. Arguments after SCRIPT are passed to it."""
     logs = LogFolder(log_dir)
-    logs.clear(num_ranks=devices)
-    launch([str(script), *context.args], devices, logs)
+    with lock_folders(logs.root) as locks:
+        logs.clear(num_ranks=devices)
+        launch([str(script), *context.args], devices, logs, locks=locks)
 
 
 @app.command("calibrate")

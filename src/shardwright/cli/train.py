@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -27,7 +28,9 @@ from shardwright.config import Run
 from shardwright.errors import LayoutError, PlanError, StrategyError
 from shardwright.plan import Plan
 from shardwright.train.checkpoint_manifest import CheckpointWarning
-from shardwright.train.launch import DeviceRange, LogFolder, StoppedError, launch, launch_elastic
+from shardwright.train.folder_lock import lock_folders
+from shardwright.train.launch import DeviceRange, StoppedError, launch, launch_elastic
+from shardwright.train.log_folder import LogFolder
 from shardwright.train.position import Position
 from shardwright.train.process_group import World, is_launched
 from shardwright.train.progress_bar import Follower, LiveProgress
@@ -60,61 +63,103 @@ def train_command(
 ) -> None:
     """Train on local processes, one per device, or under torchrun on the processes it started."""
     world, bounds = World.from_environment(), DeviceRange.parse(elastic) if elastic else None
-    run = run_of(config, mem_coeff, resume=resume or world.restarts > 0)
-    if world.restarts == 0:
-        run.check_resumes()
-    saved = Plan.load(plan) if plan is not None else None
+    run, logs = run_of(config, mem_coeff, resume=resume or world.restarts > 0), LogFolder(log_dir)
+    # Under torchrun rank 0 locks them; ranks of this command find that their launcher has.
+    with lock_folders(*(_written(run, logs) if world.rank == 0 else ())) as locks:
+        if world.restarts == 0:
+            run.check_resumes()
+        run, chosen = _planned(run, config, devices, plan, bounds, world)
+        if run.language is not None and run.language.only_strategies:
+            return
+        if is_launched():
+            record(_train_one_rank)(run, chosen, world, logs)
+            return
+        logs.clear(num_ranks=chosen.devices, keep_steps=run.resumes)
+        if chosen.devices == 1 and max_restarts == 0 and bounds is None:
+            _train_one_rank(run, chosen, world, logs)
+        else:
+            _Ranks(config, run, logs, locks).train(chosen, max_restarts, bounds)
+
+
+def _written(run: Run, logs: LogFolder) -> list[Path]:
+    """The folders that a run writes."""
+    checkpoints = run.checkpoints()
+    return [logs.root] if checkpoints is None else [logs.root, checkpoints.folder]
+
+
+def _planned(
+    run: Run,
+    config: Path,
+    devices: int | None,
+    file: Path | None,
+    bounds: DeviceRange | None,
+    world: World,
+) -> tuple[Run, Plan]:
+    """The run on its number of devices, and its plan: that of `file`, or a search."""
+    saved = Plan.load(file) if file is not None else None
     if devices is None:
         devices = saved.devices if saved else bounds.maximum if bounds else world.size
     if saved is not None and saved.devices != devices:
-        raise PlanError(f"{plan} is for {saved.devices} devices, not for {devices}")
+        raise PlanError(f"{file} is for {saved.devices} devices, not for {devices}")
     if bounds is not None and not bounds.minimum <= devices <= bounds.maximum:
-        raise PlanError(f"--elastic {elastic} does not allow {devices} devices")
-    logs, run = LogFolder(log_dir), run.on(devices)
+        raise PlanError(
+            f"--elastic {bounds.minimum}:{bounds.maximum} does not allow {devices} devices"
+        )
+    run = run.on(devices)
     report_batch(run, config, devices)
-    chosen = saved or run.plan(devices)
-    if world.rank == 0 and plan is None:
-        strategies = run.save_strategies(chosen)
+    plan = saved or run.plan(devices)
+    if world.rank == 0 and saved is None:
+        strategies = run.save_strategies(plan)
         if strategies is not None:
             typer.echo(f"the strategies of the plan are saved in {strategies}", err=True)
-    if run.language is not None and run.language.only_strategies:
-        return
-    if is_launched():
-        record(_train_one_rank)(run, chosen, world, logs)
-        return
-    logs.clear(num_ranks=devices, keep_steps=run.resumes)
-    if devices == 1 and max_restarts == 0 and bounds is None:
-        _train_one_rank(run, chosen, world, logs)
-        return
-    ranks = _Ranks(config, run, logs)
-    with ranks.progress() as progress:
-        if bounds is not None:
-            launch_elastic(
-                lambda remaining: ranks.replan(remaining, bounds.minimum),
-                ranks.command(chosen, run.resumes),
-                devices,
-                bounds.minimum,
-                logs,
-                max_restarts=max_restarts,
-                on_restart=progress.line,
-            )
-            return
-
-        def on_restart(number: int) -> None:
-            log = f"{logs.run}/rank.*/stderr.attempt-{number - 1}"
-            progress.line(f"a rank failed: restart {number} of {max_restarts}; its log: {log}")
-
-        command = ranks.command(chosen, run.resumes)
-        launch(command, devices, logs, max_restarts=max_restarts, on_restart=on_restart)
+    return run, plan
 
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The processes that this one starts, and the display of their progress."""
+    """The processes that this one starts, and the display of their progress.
+
+    Args:
+        locks: file descriptors of the locked folders.
+    """
 
     config: Path
     run: Run
     logs: LogFolder
+    locks: Collection[int]
+
+    def train(self, plan: Plan, max_restarts: int, bounds: DeviceRange | None) -> None:
+        """Starts them, and again as often as is allowed."""
+        timeout = timedelta(seconds=self.run.config.train.timeout_seconds)
+        command = self.command(plan, self.run.resumes)
+        with self.progress() as progress:
+            if bounds is not None:
+                launch_elastic(
+                    lambda remaining: self.replan(remaining, bounds.minimum),
+                    command,
+                    plan.devices,
+                    bounds.minimum,
+                    self.logs,
+                    max_restarts=max_restarts,
+                    on_restart=progress.line,
+                    timeout=timeout,
+                    locks=self.locks,
+                )
+                return
+
+            def on_restart(number: int) -> None:
+                log = f"{self.logs.run}/rank.*/stderr.attempt-{number - 1}"
+                progress.line(f"a rank failed: restart {number} of {max_restarts}; its log: {log}")
+
+            launch(
+                command,
+                plan.devices,
+                self.logs,
+                max_restarts=max_restarts,
+                on_restart=on_restart,
+                timeout=timeout,
+                locks=self.locks,
+            )
 
     def command(self, plan: Plan, resume: bool) -> list[str]:
         """The command of each process, to train with `plan`."""

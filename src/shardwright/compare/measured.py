@@ -29,7 +29,8 @@ from shardwright.graph.graph import Graph
 from shardwright.graph.serialize import dumps
 from shardwright.plan import Plan
 from shardwright.progress import OnProgress, silent
-from shardwright.train.launch import LogFolder, launch
+from shardwright.train.launch import launch
+from shardwright.train.log_folder import LogFolder
 
 ROUNDS = 12
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from shardwright.cost.cluster import (
     cluster_to_yaml,
     read_cluster,
 )
+from shardwright.runtime.loopback import loopback_interfaces
 
 logger = logging.getLogger("shardwright.cost")
 
@@ -108,15 +108,16 @@ def measure_cluster(processes: int) -> Cluster:
         raise ValueError(f"links join at least 2 processes, not {processes}")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "cluster.yaml"
-        spawn(_measure, (processes, _free_port(), result), nprocs=processes)  # type: ignore[no-untyped-call]
+        spawn(_measure, (processes, result), nprocs=processes)  # type: ignore[no-untyped-call]
         return read_cluster(result.read_text(encoding="utf-8"), str(result))
 
 
-def _measure(rank: int, processes: int, port: int, result: Path) -> None:
+def _measure(rank: int, processes: int, result: Path) -> None:
     """One process of the measurement; rank 0 writes the average of all."""
     torch.set_num_threads(max(1, torch.get_num_threads() // processes))
-    address = f"tcp://localhost:{port}"
-    dist.init_process_group("gloo", address, rank=rank, world_size=processes)
+    os.environ |= {**loopback_interfaces(), **os.environ}
+    store = result.with_name("store").as_uri()
+    dist.init_process_group("gloo", store, rank=rank, world_size=processes)
     device = measure_device(processes, dist.barrier)
     short, long = (
         _seconds(partial(_all_reduces, elements), processes, dist.barrier) / BURST
@@ -207,10 +208,3 @@ def _seconds(work: Callable[[], object], processes: int, together: Callable[[], 
         work()
         times.append(clock() - started)
     return share * median(times[1:])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from textwrap import shorten
@@ -98,7 +98,7 @@ def naming_redistributions() -> Iterator[None]:
         if where is None:
             raise
         # Gloo begins with the place in its own source.
-        reason = re.sub(r"^\[[^\]]*\] ", "", str(first))
+        reason = re.sub(r"^\[[^\]]*\] ", "", str(first)).partition("\n")[0]
         raise CommunicationError(
             f"communication failed in {where}: {reason} (another rank is gone or stuck)"
         ) from error
@@ -122,7 +122,20 @@ def _where(error: BaseException) -> str | None:
             words.append(_described(bound.bucket))
     if not words and _STAGES.intersection(rooms):
         words = ["an exchange between pipeline stages"]
+    if not words and _GONE.search(str(error)):
+        words = [_caller(frames)]
     return ", ".join(dict.fromkeys(words)) or None
+
+
+def _caller(frames: Sequence[tuple[FrameType, int]]) -> str:
+    """Who called torch.distributed."""
+    for frame, line in reversed(frames):
+        code, room = frame.f_code, frame.f_globals.get("__name__", "")
+        if room.startswith("shardwright.train.checkpoint"):
+            return "saving or loading a checkpoint"
+        if not room.startswith(("torch.", "concurrent.")):
+            return f"`{code.co_name}` ({code.co_filename}, line {line})"
+    return "a collective"
 
 
 def _described(bucket: Bucket) -> str:
@@ -133,4 +146,6 @@ def _described(bucket: Bucket) -> str:
 
 _BUCKETS = "shardwright.runtime.buckets"
 _CONVERTING = {"shardwright.runtime.collectives", _BUCKETS}
+_GONE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
+"""What gloo and stores say of another process that is gone, or does not answer."""
 _STAGES = {"shardwright.parallel.pipeline_stage", "shardwright.parallel.pipeline_module"}

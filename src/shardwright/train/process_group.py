@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,8 +75,8 @@ def process_group(world: World, timeout: timedelta = TIMEOUT) -> Iterator[torch.
         The device of this process.
 
     Raises:
-        CommunicationError: if a collective of a planned program fails; the message names the
-            redistribution.
+        CommunicationError: if another rank is gone or stuck; the message names the redistribution,
+            or who else waited for it.
     """
     device = local_device(world)
     if device.type != "cpu":
@@ -81,18 +84,26 @@ def process_group(world: World, timeout: timedelta = TIMEOUT) -> Iterator[torch.
     if world.size == 1:
         yield device
         return
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device),
-        store=_store(world, timeout),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timeout,
-        device_id=None if device.type == "cpu" else device,
-    )
+    _die_with_launcher()
     with naming_redistributions():
+        dist.init_process_group(
+            dist.get_default_backend_for_device(device),
+            store=_store(world, timeout),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+            device_id=None if device.type == "cpu" else device,
+        )
         yield device
     # Not after an error: this would block while other ranks wait in a collective.
     dist.destroy_process_group()
+
+
+def _die_with_launcher() -> None:
+    """Has the kernel kill this process when the elastic agent that started it is gone: nobody else
+    would end it if the others continue."""
+    if dist.is_torchelastic_launched() and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _store(world: World, timeout: timedelta) -> Store:

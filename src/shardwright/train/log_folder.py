@@ -1,0 +1,62 @@
+"""The log folder of a run."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class LogFolder:
+    """The log folder of one run: `<root>/1/rank.N/…`."""
+
+    root: Path
+
+    @property
+    def run(self) -> Path:
+        return self.root / "1"
+
+    def rank(self, rank: int) -> Path:
+        return self.run / f"rank.{rank}"
+
+    def stdout(self, rank: int) -> Path:
+        return self.rank(rank) / "stdout"
+
+    def stderr(self, rank: int) -> Path:
+        return self.rank(rank) / "stderr"
+
+    def error(self, rank: int) -> Path:
+        """The exception that terminated the rank, as written by torch.distributed's `record`."""
+        return self.rank(rank) / "error.json"
+
+    def steps(self, rank: int) -> Path:
+        """One JSON line per training step."""
+        return self.rank(rank) / "steps.jsonl"
+
+    @property
+    def plan(self) -> Path:
+        return self.run / "plan.json"
+
+    def clear(self, num_ranks: int, keep_steps: bool = False) -> None:
+        """Remove the logs of an earlier run, and create a folder for each of `num_ranks` ranks.
+
+        Args:
+            keep_steps: keep the step log, which a resumed run continues.
+        """
+        steps = self.steps(0)
+        record = steps.read_bytes() if keep_steps and steps.exists() else None
+        for old in self.run.glob("rank.[0-9]*"):
+            shutil.rmtree(old)
+        for rank in range(num_ranks):
+            self.rank(rank).mkdir(parents=True)
+        if record is not None:
+            steps.write_bytes(record)
+
+    def archive_attempt(self) -> None:
+        """Rename the logs of all ranks, to `stdout.attempt-0` for example, before a restart."""
+        for folder in self.run.glob("rank.[0-9]*"):
+            attempt = len(list(folder.glob("stdout.attempt-*")))
+            for name in ("stdout", "stderr", "error.json"):
+                if (folder / name).exists():
+                    (folder / name).rename(folder / f"{name}.attempt-{attempt}")
