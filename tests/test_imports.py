@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "shardwright"
 PAGE = ROOT / "docs" / "architecture.md"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-WITHOUT_TORCH = ["errors", "progress", "layout"]
+WITHOUT_TORCH = ["errors", "text_files", "progress", "layout"]
 OPTIONAL = {"peft", "sklearn", "transformers"}
 """Dependencies that are imported where they are needed, because they may be missing."""
 

@@ -120,7 +120,7 @@ def test_devices_that_share_a_processor_are_slower_in_proportion(tiny: Cluster) 
         ),
         ("devices: 16", "devices: many", r"levels\[1\].devices must be a positive whole number"),
         (TEXT, "[1, 2]", "the file must be a mapping"),
-        (TEXT, "a: [", "not valid YAML"),
+        (TEXT, "a: [", "expected the node content"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(old: str, new: str, message: str) -> None:

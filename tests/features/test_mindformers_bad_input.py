@@ -415,7 +415,7 @@ def test_a_mistake_is_one_error_with_its_place_and_what_is_valid(
         ),
         (
             "parallel_config: {data_parallel: 1, data_parallel: 2}\n",
-            "line 1, column 37: duplicate key data_parallel",
+            "line 1, column 37: duplicate key 'data_parallel'",
         ),
         ("parallel_config: {data_parallel: 1\nmodel: {\n", "line 2, column 6: expected ',' or '}'"),
         ("parallel_config:\n\tdata_parallel: 1\n", "line 2, column 1: found character '\\t'"),

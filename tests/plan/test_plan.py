@@ -113,7 +113,7 @@ def test_a_plan_of_another_version_or_none_at_all_is_refused(tmp_path: Path) -> 
         sw.Plan.load(path)
     del data["cuts"]
     path.write_text(json.dumps(data))
-    with pytest.raises(sw.PlanError, match="incomplete plan: KeyError"):
+    with pytest.raises(sw.PlanError, match="incomplete plan: cuts: Field required"):
         sw.Plan.load(path)
 
 

@@ -20,7 +20,7 @@ from shardwright.capture.annotations import module_tags
 from shardwright.capture.capture import capture
 from shardwright.config.checkpointing import CheckpointPolicy
 from shardwright.config.graph_cache import cached_graph
-from shardwright.config.load import parse_yaml, read_text, validated
+from shardwright.config.load import validated
 from shardwright.config.mindformers import LanguageRun, is_mindformers, language_run, translate_run
 from shardwright.config.objects import (
     build_model,
@@ -41,6 +41,7 @@ from shardwright.plan import Plan
 from shardwright.planner.options import FileOptions, PlanOptions
 from shardwright.progress import OnProgress, silent
 from shardwright.runtime.micro_batches import micro_batch
+from shardwright.text_files import parse_yaml, read_text
 from shardwright.train.checkpoint import Checkpoints
 from shardwright.train.checkpoint_manifest import RunNumbers
 from shardwright.train.data import Batches
@@ -80,7 +81,7 @@ class Run:
             ConfigError: as `shardwright.config.load.load`.
         """
         name, folder = str(path), Path(path).parent
-        content = parse_yaml(read_text(path), name)
+        content = parse_yaml(read_text(path, ConfigError), name, ConfigError)
         if not is_mindformers(content):
             return Run(validated(content, name), folder, file=name)
         language = language_run(content, name)

@@ -16,6 +16,7 @@ from shardwright.constraints.shard import Pin, validate_parameter_plan
 from shardwright.constraints.strategy_file import FileEntry, parse_strategies
 from shardwright.errors import StrategyError
 from shardwright.rules.rule import registry
+from shardwright.text_files import read_text
 
 _CALL = re.compile(r"@\d+")
 """Suffix of the second and later calls of a module."""
@@ -38,7 +39,7 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
             `net` does not have. What depends on shapes and devices is checked by `plan`.
         LayoutError: if a layout is invalid.
     """
-    text = _read_text(Path(path))
+    text = read_text(path, StrategyError)
     modules = dict(net.named_modules(remove_duplicate=False))
     entries: dict[str, dict[str, FileEntry]] = {}
     for name, entry in parse_strategies(text, str(path)).items():
@@ -58,17 +59,6 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
     for owner, pin in pins.items():
         earlier = next((tag for tag in tags.get(owner, ()) if isinstance(tag, Pin)), None)
         attach(modules[owner], _merge(earlier, pin))
-
-
-def _read_text(path: Path) -> str:
-    if not path.is_file():
-        raise StrategyError(f"{path}: no such file")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise StrategyError(
-            f"{path}: not a text file; a strategy file is JSON, as Plan.save_strategies writes it"
-        ) from None
 
 
 def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 from shardwright.constraints.strategy import Entry, OperatorStrategy, check_entry
 from shardwright.errors import LayoutError, StrategyError
 from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.text_files import parse_json, shown
 
 VERSION = 1
 
@@ -94,12 +95,7 @@ def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
         StrategyError: if the file or an entry is malformed; the message says where.
         LayoutError: if a layout is invalid.
     """
-    try:
-        data = json.loads(text, object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
-        raise StrategyError(f"{where}: not JSON: {error}") from None
-    except StrategyError as error:
-        raise StrategyError(f"{where}: {error}") from None
+    data = parse_json(text, where, StrategyError)
     version = data.get("version") if isinstance(data, dict) else None
     if version != VERSION:
         raise StrategyError(
@@ -119,18 +115,9 @@ def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
     }
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise StrategyError(f"duplicate key {twice!r}")
-    return unique
-
-
 def _object(where: str, data: Any) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise StrategyError(f"{where}: must be a JSON object, not {data!r}")
+        raise StrategyError(f"{where}: must be a JSON object, not {shown(data)}")
     return data
 
 
@@ -146,7 +133,7 @@ def _parse_layout(where: str, data: Any) -> Layout:
     _check_keys(where, _object(where, data), ("device_matrix", "alias_names", "rank_list"))
     for key in ("device_matrix", "alias_names", "rank_list"):
         if not isinstance(data.get(key, None if key != "rank_list" else []), list):
-            raise StrategyError(f"{where}: {key} must be a list, not {data.get(key)!r}")
+            raise StrategyError(f"{where}: {key} must be a list, not {shown(data.get(key))}")
     try:
         return Layout.from_dict(data)
     except LayoutError as error:
@@ -182,7 +169,7 @@ def _parse_entries(
     if data is None:
         return None
     if not isinstance(data, list):
-        raise StrategyError(f"{where}: must be a list with one entry per tensor, not {data!r}")
+        raise StrategyError(f"{where}: must be a list with one entry per tensor, not {shown(data)}")
     return tuple(_parse_entry(where, entry, layouts) for entry in data)
 
 
@@ -202,7 +189,7 @@ def _parse_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> Entry:
                 raise LayoutError(f"{where}: {error}") from None
     if not isinstance(data, list):
         raise StrategyError(
-            f"{where}: {json.dumps(data)} is not a valid entry; valid are a list of shard counts"
+            f"{where}: {shown(data)} is not a valid entry; valid are a list of shard counts"
             ' such as [2, 4], a layout such as {"layout": ["dp", "None"]}, or null'
         )
     counts = tuple(data)

@@ -20,6 +20,7 @@ import yaml
 from shardwright.cost.units import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, SHARE, quantity
 from shardwright.errors import ConfigError
 from shardwright.layout.layout import Layout
+from shardwright.text_files import parse_yaml, shown
 
 LOCAL = "local"
 """The name of the cluster that is this machine: processes on its CPU."""
@@ -159,10 +160,7 @@ def read_cluster(text: str, where: str) -> Cluster:
     Raises:
         ConfigError: names `where`, the key, what stands there and what should.
     """
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not valid YAML: {error}") from None
+    content = parse_yaml(text, where, ConfigError)
     entries = _Entries(content, where, "")
     entries.only("name", "device", "levels")
     name = str(content.get("name", Path(where).stem))
@@ -207,7 +205,7 @@ class _Entries:
         self.where, self.prefix = where, prefix
         if not isinstance(mapping, dict):
             name = prefix.rstrip(".") or "the file"
-            raise ConfigError(f"{where}: {name} must be a mapping, not {mapping!r}")
+            raise ConfigError(f"{where}: {name} must be a mapping, not {shown(mapping)}")
         self.mapping: dict[Any, Any] = mapping
 
     def only(self, *known: str) -> None:
@@ -233,7 +231,7 @@ class _Entries:
             example = ", ".join(unit for unit in units if unit)
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} must be a positive number (units: {example}),"
-                f" not {value!r}"
+                f" not {shown(value)}"
             )
         return number
 
@@ -251,7 +249,7 @@ class _Entries:
         if choice not in valid:
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} must be one of {', '.join(valid)},"
-                f" not {choice!r}"
+                f" not {shown(choice)}"
             )
         return str(choice)
 
@@ -261,7 +259,8 @@ class _Entries:
             return None
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
-                f"{self.where}: {self.prefix}{key} must be a positive whole number, not {count!r}"
+                f"{self.where}: {self.prefix}{key} must be a positive whole number,"
+                f" not {shown(count)}"
             )
         return count
 

@@ -36,6 +36,7 @@ def quantity(text_or_number: Any, units: dict[str, float]) -> float | None:
     if unit and unit not in units:
         return None
     try:
-        return float(number) * units.get(unit, 1.0)
+        size = float(number) * units.get(unit, 1.0)
     except ValueError:
         return None
+    return size if math.isfinite(size) else None

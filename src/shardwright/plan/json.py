@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields
-from typing import Any
+from math import prod
+from typing import Any, TypeVar
 
 from shardwright.constraints import OperatorStrategy
-from shardwright.errors import PlanError
+from shardwright.errors import LayoutError, PlanError, StrategyError
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.decisions import OptimizerParallel, Recompute
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.plan.data import PlanData
+from shardwright.plan.file_schema import MAX_DEVICES, check_agreement, check_types
 from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow
+from shardwright.text_files import parse_json, shown
+
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 VERSION = 3
 
@@ -46,22 +51,24 @@ def plan_to_json(plan: PlanData) -> str:
     return json.dumps({"version": VERSION, "devices": plan.devices, **data}, indent=1)
 
 
-def plan_fields(text: str, where: str) -> dict[str, Any]:
-    """The fields of the plan in `text`; see `Plan.from_json`."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"{where}: not a plan: invalid JSON: {error}") from None
-    if not isinstance(data, dict) or data.get("version") != VERSION:
-        version = data.get("version") if isinstance(data, dict) else None
+def plan_from_json(kind: type[AnyPlan], text: str, where: str) -> AnyPlan:
+    """The plan in `text`; see `Plan.from_json`."""
+    data = parse_json(text, f"{where}: not a plan", PlanError)
+    version = data.get("version") if isinstance(data, dict) else None
+    if version != VERSION:
         raise PlanError(
-            f"{where}: plan version {version!r} is not supported, only version {VERSION} is; "
+            f"{where}: plan version {shown(version)} is not supported, only version {VERSION} is; "
             "run `shardwright plan` again"
         )
+    check_types(text, where)
+    if prod(data["mesh"]["device_matrix"]) > MAX_DEVICES:
+        raise PlanError(f"{where}: mesh: more than {MAX_DEVICES} devices")
     try:
-        return _fields(data)
-    except (KeyError, TypeError) as error:
-        raise PlanError(f"{where}: incomplete plan: {error!r}") from None
+        plan = kind(**_fields(data))
+    except (LayoutError, StrategyError) as error:
+        raise PlanError(f"{where}: {error}") from None
+    check_agreement(plan, data["devices"], where)
+    return plan
 
 
 def _fields(data: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph
 from shardwright.plan.data import PlanData, dtype_name, target_text
 from shardwright.plan.describe import dump, explanation
-from shardwright.plan.json import plan_fields, plan_to_json
+from shardwright.plan.json import plan_from_json, plan_to_json
 from shardwright.plan.strategies import strategies
 from shardwright.plan.table import plan_text
+from shardwright.text_files import read_text
 
 
 class Plan(PlanData):
@@ -54,11 +55,11 @@ class Plan(PlanData):
         Raises:
             PlanError: if the text is not a plan, or one of another version.
         """
-        return cls(**plan_fields(text, where))
+        return plan_from_json(cls, text, where)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
-        Path(path).write_text(self.to_json() + "\n")
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -67,9 +68,7 @@ class Plan(PlanData):
         Raises:
             PlanError: if the file does not exist or is not a plan of this version.
         """
-        if not Path(path).is_file():
-            raise PlanError(f"{path}: no such file")
-        return cls.from_json(Path(path).read_text(), str(path))
+        return cls.from_json(read_text(path, PlanError), str(path))
 
     def save_strategies(self, path: str | Path) -> None:
         """Writes the strategy of every operator to a file that people can edit.

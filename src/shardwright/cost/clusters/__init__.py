@@ -8,6 +8,7 @@ from pathlib import Path
 from shardwright.cost.calibrate import local_cluster
 from shardwright.cost.cluster import LOCAL, Cluster, read_cluster
 from shardwright.errors import ConfigError
+from shardwright.text_files import read_text
 
 _FOLDER = resources.files(__name__)
 
@@ -35,4 +36,4 @@ def load_cluster(name: str | Path) -> Cluster:
         raise ConfigError(
             f"cluster {str(name)!r}: there is no such file, and the built-in clusters are {names}"
         )
-    return read_cluster(path.read_text(encoding="utf-8"), str(path))
+    return read_cluster(read_text(path, ConfigError), str(path))

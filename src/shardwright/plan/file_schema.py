@@ -1,0 +1,221 @@
+"""What the JSON file of a plan must hold: the types of its fields, and what must agree in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from types import GenericAlias
+from typing import Annotated, Any, Literal, get_type_hints
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from shardwright.errors import LayoutError, PlanError
+from shardwright.layout.axes import Shape
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.partition.decisions import CutAxes, OptimizerParallel, Recompute
+from shardwright.partition.pipeline_spec import REDUCTIONS, PipelineSpec
+from shardwright.partition.schedules import SCHEDULES
+from shardwright.plan.data import PlanData
+from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow
+from shardwright.text_files import shown
+
+MAX_DEVICES = 2**20
+
+Natural = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Sizes = tuple[Natural, ...]
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+def _schema(of: type, without: Iterable[str] = (), **changed: Any) -> Any:
+    """A model of what a file holds of the dataclass `of`: all its fields but those in `without`,
+    with the types of `changed` where the file holds another; other numbers are at least 0."""
+    numbers: dict[Any, Any] = {int: Natural, float: NotNegative, Shape: Sizes}
+    hints = get_type_hints(of)
+    kinds = {f.name: numbers.get(hints[f.name], hints[f.name]) for f in fields(of)} | changed
+    definitions: Any = {name: (kind, ...) for name, kind in kinds.items() if name not in without}
+    return create_model(of.__name__, __config__=_STRICT, **definitions)
+
+
+def _many(kind: Any) -> Any:
+    """A list of them in the file."""
+    return GenericAlias(tuple, (kind, ...))
+
+
+def _named(kind: Any) -> Any:
+    return GenericAlias(dict, (str, kind))
+
+
+class _Mesh(BaseModel, extra="forbid", strict=True):
+    device_matrix: tuple[Count, ...]
+    alias_names: tuple[str, ...]
+
+
+class _LayoutOnMesh(BaseModel, extra="forbid", strict=True):
+    """A layout on the mesh of the plan, as axes."""
+
+    axes: tuple[Sizes, ...]
+    partial: Sizes = ()
+    varying: Sizes = ()
+
+
+class _OwnLayout(_Mesh):
+    """A layout on a mesh of its own, as `TensorLayout.to_dict` writes it."""
+
+    tensor_map: tuple[int | tuple[int, ...], ...]
+    rank_list: Sizes | None = None
+    partial: tuple[str, ...] = ()
+    varying: tuple[str, ...] = ()
+
+
+class _Pin(BaseModel, extra="forbid", strict=True):
+    inputs: tuple[tuple[Count, ...] | _OwnLayout | None, ...]
+    outputs: tuple[tuple[Count, ...] | _OwnLayout | None, ...] | None
+
+
+class _Input(BaseModel, extra="forbid", strict=True):
+    name: str
+    shape: Sizes
+    dtype: str
+
+
+_Redistribution = _schema(RedistributionRow, input=Natural | None)
+_PlanFile: type[BaseModel] = _schema(
+    PlanData,
+    without=("optimizer", "graph", "dry_runs", "memory_limit"),
+    version=int,
+    devices=Count,
+    mesh=_Mesh,
+    parameters=dict[str, tuple[Sizes, str]],
+    inputs=tuple[_Input | str | int | float | bool | None, ...],
+    operators=_many(
+        _schema(
+            OperatorRow,
+            without=("input_layouts", "output_layouts", "redistributions"),
+            inputs=tuple[tuple[str, Sizes, str], ...],
+            outputs=tuple[Sizes, ...],
+            read=tuple[_LayoutOnMesh, ...],
+            made=tuple[_LayoutOnMesh, ...],
+            conversions=_many(_Redistribution),
+        )
+    ),
+    returned=_many(_Redistribution),
+    crossings=_many(_schema(CrossingRow)),
+    sharding=_schema(OptimizerParallel, shard_size=int) | None,
+    recompute=_named(_schema(Recompute)),
+    pipeline=_schema(
+        PipelineSpec,
+        without=("chunk_of",),
+        stages=Count,
+        micro_batches=Count,
+        schedule=Literal[tuple(SCHEDULES)],
+        chunks=Count,
+        part_of=dict[str, Natural],
+        loss_reduction=Literal[REDUCTIONS],
+    ),
+    step=_schema(StepRow) | None,
+    pins=dict[str, _Pin],
+)
+
+
+class PlanFile(_PlanFile):  # type: ignore[valid-type, misc]
+    memory_limit: Count | None = None
+
+
+def check_types(text: str, where: str) -> None:
+    """Raises: PlanError: a field is missing, unknown or of another type; names the first one."""
+    try:
+        PlanFile.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        details = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in details["loc"])
+        got = "" if details["type"] == "missing" else f", not {shown(details['input'])}"
+        raise PlanError(f"{where}: incomplete plan: {key}: {details['msg']}{got}") from None
+
+
+def check_agreement(plan: PlanData, devices: int, where: str) -> None:
+    """Raises: PlanError: parts of the plan that contradict each other; names the first."""
+    try:
+        problem = next(_contradictions(plan, devices), None)
+    except LayoutError as error:
+        problem = str(error)
+    if problem is not None:
+        raise PlanError(f"{where}: {problem}")
+
+
+def _contradictions(plan: PlanData, devices: int) -> Iterator[str]:
+    pipeline, names = plan.pipeline, {row.name for row in plan.operators}
+    if plan.devices != devices:
+        yield f"devices is {devices}, but mesh and stages are of {plan.devices}"
+    for key, known in (
+        ("cuts", plan.cuts),
+        ("outputs", plan.outputs),
+        ("recompute", plan.recompute),
+        ("pipeline.part_of", pipeline.chunk_of),
+    ):
+        for name in known:
+            if name not in names:
+                yield f"{key}: there is no operator {shown(name)}"
+    for name, chunk in pipeline.chunk_of.items():
+        if chunk >= pipeline.num_chunks:
+            yield f"pipeline.part_of: {name} is in part {chunk} of {pipeline.num_chunks}"
+    for name, factors in plan.cuts.items():
+        _ = TensorLayout(plan.mesh, tuple(factors.values()))
+        if not all(factors.values()):
+            yield f"cuts: {name}: a factor without axes"
+    yield from _contradictions_of_tensors(plan)
+    for row in plan.operators:
+        yield from _contradictions_of_row(row, plan)
+
+
+def _contradictions_of_tensors(plan: PlanData) -> Iterator[str]:
+    if set(plan.storage) != set(plan.parameters):
+        yield "storage and parameters are of different names"
+        return
+    for name, (shape, dtype) in plan.parameters.items():
+        yield from _misfit(f"storage: {name}", plan.storage[name], shape, plan.mesh)
+        yield from _no_dtype(f"parameters: {name}", dtype)
+    inputs = {leaf["name"]: leaf for leaf in plan.inputs if isinstance(leaf, dict)}
+    for name, axes in plan.arrivals.items():
+        if name not in inputs:
+            yield f"arrivals: there is no input {shown(name)}"
+        else:
+            yield from _misfit(f"arrivals: {name}", axes, inputs[name]["shape"], plan.mesh)
+    for name, leaf in inputs.items():
+        yield from _no_dtype(f"inputs: {name}", leaf["dtype"])
+    if plan.compute_dtype is not None:
+        yield from _no_dtype("compute_dtype", plan.compute_dtype)
+
+
+def _contradictions_of_row(row: OperatorRow, plan: PlanData) -> Iterator[str]:
+    where = f"operators: {row.name}"
+    if row.stage >= plan.pipeline.stages:
+        yield f"{where}: is on stage {row.stage} of {plan.pipeline.stages}"
+    for axes in row.cuts.values():
+        for axis in axes:
+            _ = plan.mesh.axis(axis)
+    if any((each.input or 0) >= max(1, len(row.inputs)) for each in row.redistributions):
+        yield f"{where}: a redistribution of an input that it does not have"
+    if len(row.input_layouts) != len(row.inputs) or len(row.output_layouts) != len(row.outputs):
+        yield f"{where}: does not say the layout of each input and output"
+        return
+    layouts = (*row.input_layouts, *row.output_layouts)
+    shapes = (*(shape for _, shape, _ in row.inputs), *row.outputs)
+    for layout, shape in zip(layouts, shapes, strict=True):
+        yield from _misfit(where, layout.axes, shape, plan.mesh)
+    for axes_of_each, shape in zip(plan.outputs.get(row.name, ()), row.outputs, strict=False):
+        if axes_of_each is not None:
+            yield from _misfit(f"outputs: {row.name}", axes_of_each, shape, plan.mesh)
+
+
+def _misfit(where: str, axes: CutAxes, shape: Shape, mesh: Layout) -> Iterator[str]:
+    counts = TensorLayout(mesh, axes).shard_counts
+    if len(counts) != len(shape) or any(n % c for n, c in zip(shape, counts, strict=False)):
+        yield f"{where}: shards {shown(counts)} do not divide the shape {shown(shape)}"
+
+
+def _no_dtype(where: str, name: str) -> Iterator[str]:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        yield f"{where}: {shown(name)} is not a torch dtype"
