@@ -93,17 +93,61 @@ class RandomNet(nn.Module):
             return sw.Op(gram)
         return sw.Op(draw.choice(UNARY))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def values(self, x: Tensor) -> list[Tensor]:
         values = [x]
         for layer, reads in zip(self.layers, self.reads, strict=True):
             values.append(layer(*(values[i] for i in reads)))
+        return values
+
+    def forward(self, x: Tensor) -> Any:
         read = {i for reads in self.reads for i in reads}
-        ends = [v for i, v in enumerate(values) if i not in read]
+        ends = [v for i, v in enumerate(self.values(x)) if i not in read]
         return torch.stack([F.mse_loss(v, torch.ones_like(v)) for v in ends]).sum()
+
+
+class RandomOutputs(RandomNet):
+    """Returns any of its values, numbers made of them, parameters and what has no gradient, some of
+    them twice; in half of all cases with a loss."""
+
+    def __init__(self, seed: int, steps: int = 6) -> None:
+        super().__init__(seed, steps)
+        self.seed = seed
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        draw = random.Random(self.seed)
+        values = self.values(x)
+        outputs: dict[str, Tensor] = {}
+        for number in range(draw.randrange(2, 6)):
+            value = draw.choice(values)
+            kind = draw.choice(("value", "value", "number", "parameter", "rank", "detached"))
+            if kind == "number":
+                value = value.cos().mean()
+            elif kind == "parameter":
+                value = draw.choice([*self.parameters(), value])
+            elif kind == "rank":
+                value = value.argmax(-1)
+            elif kind == "detached":
+                value = value.detach()
+            outputs[f"{kind} {number}"] = value
+        outputs["again"] = draw.choice(list(outputs.values()))
+        if draw.random() < 0.5:
+            outputs["loss"] = super().forward(x)
+        names = list(outputs)
+        draw.shuffle(names)
+        return {name: outputs[name] for name in names}
 
 
 def gram(x: Tensor) -> Tensor:
     return torch.matmul(x, x.transpose(-1, -2)) / x.shape[-1]
+
+
+def random_outputs_net(seed: int) -> tuple[nn.Module, tuple[Any, ...]]:
+    """In double precision, with parameters and something to train."""
+    for number in range(1000):
+        net, x = RandomOutputs(1000 * seed + number).double(), torch.randn(SHAPE).double()
+        if any(value.requires_grad for value in net(x).values()):
+            return net, (x,)
+    raise AssertionError("no such model")
 
 
 def random_net(seed: int) -> tuple[nn.Module, tuple[Any, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,9 +46,10 @@ def build_graph(
     leaves, in_spec = pytree.tree_flatten((call.args, call.kwargs))
     nodes = placeholders(graph)
     outputs, updates = results(graph)
-    loss = _loss(outputs, differentiable_from(graph, sources))
-    ends = [loss] if loss is not None else [n for n in outputs if is_tensor(n)]
-    values = _Values(signature, nodes_with_gradients(graph, sources, ends))
+    tensors = [leaf for leaf in outputs if is_tensor(leaf)]
+    losses = _losses(graph, signature, sources, outputs)
+    trained = nodes_with_gradients(graph, sources, losses or tensors)
+    values = _Values(signature, trained, nodes_with_gradients(graph, sources, tensors))
 
     stored = {name: p.dtype for name, p in call.module.named_parameters(remove_duplicate=False)}
 
@@ -91,20 +92,47 @@ def build_graph(
             for name, new in updates.items()
             if name in (*signature.buffers.values(), *signature.parameters.values())
         ),
-        loss=values.of(loss),
+        loss=values.of(losses[0]) if losses else None,
+        other_losses=tuple(values.of(node) for node in losses[1:]),
     )
 
 
-def _loss(outputs: Sequence[Any], differentiable: frozenset[fx.Node]) -> fx.Node | None:
-    scalars = (leaf for leaf in outputs if is_tensor(leaf) and node_shape(leaf) == ())
-    return next((leaf for leaf in scalars if leaf in differentiable), None)
+def _losses(
+    graph: fx.Graph, signature: Signature, sources: Sequence[fx.Node], outputs: Sequence[Any]
+) -> list[fx.Node]:
+    """The loss, then the scalars that gradients may start from apart from it.
+
+    The loss is the differentiable scalar that the model returns under the name `loss`, of a dict,
+    a named tuple or a dataclass; without one the first. Then others are apart from it that neither
+    it is made of (the terms of a sum) nor are made of it alone (its exponential).
+    """
+    differentiable = differentiable_from(graph, sources)
+    leaves = (leaf for leaf in outputs if is_tensor(leaf) and node_shape(leaf) == ())
+    scalars = list(dict.fromkeys(leaf for leaf in leaves if leaf in differentiable))
+    fakes = [tensor(leaf) if is_tensor(leaf) else leaf for leaf in outputs]
+    result = pytree.tree_unflatten(fakes, signature.out_spec)
+    named = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if not scalars:
+        return []
+    first, *others = [*(n for n in scalars if tensor(n) is named), *scalars]
+    if tensor(first) is named:
+        return [first]
+    terms = nodes_with_gradients(graph, sources, [first])
+    beside = differentiable_from(graph, sources, without=first)
+    return [first, *(node for node in others if node not in terms and node in beside)]
 
 
 class _Values:
     """The `Value` of every node."""
 
-    def __init__(self, signature: Signature, requires_grad: frozenset[fx.Node]) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        requires_grad: frozenset[fx.Node],
+        differentiable: frozenset[fx.Node],
+    ) -> None:
         self.requires_grad = requires_grad
+        self.differentiable = differentiable
         self.values: dict[fx.Node, Value] = {}
         self.names: set[str] = {*signature.parameters, *signature.buffers}
 
@@ -113,7 +141,10 @@ class _Values:
     ) -> Value:
         if kind not in (Kind.PARAMETER, Kind.BUFFER):
             name = self._unique(name, "input" if kind is Kind.INPUT else "output")
-        value = self._value(name, tensor(node), kind, node in self.requires_grad)
+        fake, requires_grad = tensor(node), node in self.requires_grad
+        requires_other_grad = node in self.differentiable and not requires_grad
+        shape, dtype = tuple(fake.shape), fake.dtype
+        value = Value(name, shape, dtype, kind, requires_grad, requires_other_grad)
         if outer_dtype not in (None, value.dtype):
             value = replace(value, outer_dtype=outer_dtype)
         self.values[node] = value
@@ -124,10 +155,6 @@ class _Values:
             name = f"{name}.{suffix}"
         self.names.add(name)
         return name
-
-    @staticmethod
-    def _value(name: str, fake: torch.Tensor, kind: Kind, requires_grad: bool) -> Value:
-        return Value(name, tuple(fake.shape), fake.dtype, kind, requires_grad)
 
     def of(self, leaf: Any) -> Any:
         """The value of a node; anything else is returned unchanged."""
@@ -155,7 +182,7 @@ class _Values:
                 results.append(self.add(getitems[index], label, Kind.ACTIVATION))
             else:
                 unread = self._unique(label, "output")
-                results.append(self._value(unread, fake, Kind.ACTIVATION, False))
+                results.append(Value(unread, tuple(fake.shape), fake.dtype))
         return tuple(results)
 
 

@@ -199,15 +199,21 @@ def drop_redundant_detach(graph: fx.Graph, sources: Iterable[fx.Node]) -> None:
 
 
 def differentiable_from(
-    graph: fx.Graph, sources: Iterable[fx.Node], no_grad: bool = False
+    graph: fx.Graph,
+    sources: Iterable[fx.Node],
+    no_grad: bool = False,
+    without: fx.Node | None = None,
 ) -> frozenset[fx.Node]:
     """The floating-point nodes that depend differentiably on one of the `sources`.
 
     Args:
         no_grad: whether to follow no-grad regions, which are differentiable once inlined.
+        without: a node through which no path counts.
     """
-    dependent = set(sources)
+    dependent = set(sources) - {without}
     for node in graph.nodes:
+        if node is without:
+            continue
         inputs = (n for n in node.all_input_nodes if n in dependent)
         if node.op == "call_function" and any(_passes(node, n, no_grad) for n in inputs):
             dependent.add(node)

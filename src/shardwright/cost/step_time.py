@@ -254,14 +254,14 @@ def step_time(
     forward = backward = 0.0
     for op in graph.ops:
         there, back = model.operator(op, cuts.get(op.name, {}))
-        again = there if op.name in flow.segment_of else 0.0
+        again = there if op.name in flow.computed_again else 0.0
         forward, backward = forward + there, backward + back + again
     there, back = _inside(graph, flow, model)
     bucketed = {id(t) for b in flow.buckets for member in b.members for t in member.transfers}
     for transfer in flow.transfers:
         if id(transfer) not in bucketed:
-            sent, returned = model.step(transfer.step, transfer.value, transfer.differentiable)
-            again = 0.0 if transfer.segment is None else sent
+            sent, returned = model.step(transfer.step, transfer.value, transfer.trained)
+            again = sent if transfer.again else 0.0
             there, back = there + sent, back + returned + again
     once, each = _parameters(flow, model)
     stored = sum(_stored_bytes(flow, value) for value in graph.parameters if value.requires_grad)
@@ -288,7 +288,7 @@ def _inside(graph: Graph, flow: Communication, model: TimeModel) -> ComputeAndEx
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         for one in inner:
             there, back = model.inside(one.reduction, one.axes, differentiable)
-            again = there if name in flow.segment_of else 0.0
+            again = there if name in flow.computed_again else 0.0
             forward, backward = forward + there, backward + back + again
     return forward, backward
 
@@ -310,12 +310,11 @@ def _bucket(bucket: Bucket, model: TimeModel) -> ComputeAndExposed:
     """Gathering a bucket once, and reducing its gradients once."""
     gather = reduce = 0.0
     local = bucket.numel * bucket.members[0].value.itemsize
-    differentiable = any(t.differentiable for t in bucket.members[0].transfers)
     for step in bucket.steps:
         if step.kind == "all_gather":
             local *= step.group_size
             gather += model.links.seconds("all_gather", step.axes, local)
-        if step.backward is not None and differentiable:
+        if step.backward is not None and bucket.trained:
             reduce += model.links.seconds(step.backward, step.axes, local)
     return gather, reduce
 

@@ -41,6 +41,7 @@ def graph_in_float64(graph: Graph) -> Graph:
         constants={new[v]: in_float64(tensor) for v, tensor in graph.constants.items()},
         updates=tuple((new[a], new[b]) for a, b in graph.updates),
         loss=None if graph.loss is None else new[graph.loss],
+        other_losses=tuple(new[v] for v in graph.other_losses),
     )
 
 

@@ -37,8 +37,9 @@ class Value:
     Args:
         name: unique in its graph: the `state_dict()` name of a parameter or buffer, the path of an
             input in the call, the operator name of an activation.
-        requires_grad: whether a gradient of the loss flows into it (false for values that are not
-            on a differentiable path from a parameter to the loss).
+        requires_grad: whether a gradient of the graph's `trained` outputs flows into it, which
+            search and prediction count.
+        requires_other_grad: whether a gradient of its other outputs may.
         outer_dtype: for parameters and inputs, the dtype in which they are stored or passed, if it
             differs from `dtype`, in which they are computed.
     """
@@ -48,7 +49,13 @@ class Value:
     dtype: torch.dtype
     kind: Kind = Kind.ACTIVATION
     requires_grad: bool = False
+    requires_other_grad: bool = False
     outer_dtype: torch.dtype | None = None
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether a gradient of any output may flow into it, for which programs are made."""
+        return self.requires_grad or self.requires_other_grad
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -142,7 +149,8 @@ class Graph:
         updates: pairs of a buffer, or a trained parameter that is changed without autograd, and
             its value after the forward pass.
         tied: maps the other names of a tied parameter or buffer to the name of its value.
-        loss: the output from which gradients start; None if there is no differentiable scalar.
+        loss: the differentiable scalar that a training step trains; None if there is none.
+        other_losses: differentiable scalars that are trained apart from it, if at all.
         module_tags: the user's annotations of modules, by path.
         call_tags: the user's annotations of function calls, each with the line of the call, even if
             no operator of the call is left.
@@ -161,6 +169,7 @@ class Graph:
     updates: tuple[tuple[Value, Value], ...] = ()
     tied: dict[str, str] = field(default_factory=dict)
     loss: Value | None = None
+    other_losses: tuple[Value, ...] = ()
     capture_seconds: float = 0.0
     module_tags: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     call_tags: tuple[tuple[Any, str], ...] = ()
@@ -191,6 +200,11 @@ class Graph:
     @property
     def output_values(self) -> tuple[Value, ...]:
         return tuple(leaf for leaf in self.outputs if isinstance(leaf, Value))
+
+    @property
+    def trained(self) -> tuple[Value, ...]:
+        """The outputs whose gradients search and prediction count: the losses, or else all."""
+        return (self.loss, *self.other_losses) if self.loss is not None else self.output_values
 
     def values(self) -> Iterator[Value]:
         """Every value once: inputs, parameters, buffers, constants, then activations in order."""

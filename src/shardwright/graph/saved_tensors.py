@@ -40,7 +40,7 @@ def saved_tensors(op: Op) -> SavedTensors:
     and CUDA have a fused kernel that saves far less. Saved parameters are included, although they
     take no additional memory. Operators with equal arguments are run once.
     """
-    if not any(value.requires_grad for value in op.inputs):
+    if not any(value.differentiable for value in op.inputs):
         return SavedTensors()
     return _run_on_fakes(_SavedKey(op))
 
@@ -61,7 +61,7 @@ class _SavedKey:
 
 
 def _abstract(value: Value) -> tuple[Any, ...]:
-    return value.shape, value.dtype, value.requires_grad
+    return value.shape, value.dtype, value.differentiable
 
 
 @lru_cache(maxsize=1 << 12)
@@ -71,7 +71,7 @@ def _run_on_fakes(key: _SavedKey) -> SavedTensors:
 
     def tensor(value: Value) -> Tensor:
         fake_input = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-        inputs.append(fake_input.requires_grad_(value.requires_grad))
+        inputs.append(fake_input.requires_grad_(value.differentiable))
         return fake_input
 
     packed: list[Tensor] = []
@@ -144,7 +144,7 @@ def _saved(op: Op, known: dict[Any, SavedTensors]) -> SavedTensors:
     """`saved_tensors(op)`, cached in `known` for equal operators."""
 
     def described(value: Value) -> tuple[Any, ...]:
-        return value.shape, value.dtype, value.requires_grad
+        return value.shape, value.dtype, value.differentiable
 
     key = repr((op.target, pytree.tree_map_only(Value, described, (op.args, op.kwargs))))
     if key not in known:

@@ -99,8 +99,10 @@ class ParallelModule(nn.Module):
 
     It has the parameters, buffers and names of the model that it was made from; on more than one
     device its parameters are DTensors. Called with the whole batch on every rank, it returns what
-    the model returns: its loss replicated; other tensors replicated if there is no loss, else as
-    DTensors, which communicate only when they are asked to (`full_tensor()`).
+    the model returns: numbers replicated; other tensors replicated if there is no loss, else as
+    DTensors, which communicate only when they are asked to (`full_tensor()`). Each takes its
+    gradient as it was handed out, so any of them can be trained, together or apart, by what is
+    computed from them: the same on all ranks.
 
     `train_step` runs forward and backward over all micro-batches of a batch, `clip_grad_norm_` is
     that of all devices.
@@ -180,8 +182,8 @@ class ParallelModule(nn.Module):
             The loss of the whole batch, on every rank.
 
         Raises:
-            PlanError: if the model returns no loss, a call has other arguments than planned, or the
-                batch cannot be divided as planned.
+            PlanError: if the model returns no loss or several, a call has other arguments than
+                planned, or the batch cannot be divided as planned.
         """
         bound, leaves = self._step_for(args, kwargs)
         loss_of(bound.step.partitioned.graph)
@@ -293,8 +295,7 @@ class ParallelModule(nn.Module):
         result = []
         for value, tensor in zip(bound.graph.outputs, outputs, strict=True):
             if isinstance(value, Value):
-                route = flow.output_routes[value]
-                where = route[-1].step.target if route else flow.layout(value)
+                where = flow.returned(value)
                 if where.sharded or where.partial:
                     like = torch.empty(value.shape, device="meta")
                     tensor = as_dtensor(tensor, like, where, self.devices)
@@ -328,9 +329,9 @@ def template_of(module: nn.Module) -> nn.Module:
 def key_of(leaf: Any) -> Any:
     """What the program depends on of one argument."""
     if isinstance(leaf, Value):
-        return leaf.shape, leaf.stored_dtype
+        return leaf.shape, leaf.stored_dtype, leaf.differentiable
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad and torch.is_grad_enabled()
     return type(leaf), leaf
 
 

@@ -86,6 +86,12 @@ class PipelineModule(ParallelModule):
 
     def _make_step(self, partitioned: Partitioned) -> RankStages:
         stage = self.devices.stage
+        for value in partitioned.graph.input_values:
+            if value.differentiable:
+                raise PlanError(
+                    f"input {value.name!r} requires a gradient, which a model in pipeline stages"
+                    " does not give back: pass detach() of it, or plan without stages"
+                )
         for values in partitioned.tensors_of(stage):
             for name, owner, leaf in TensorPlaces.of(self, values, ()).parameters:
                 if getattr(owner, leaf) is None:

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import PlanError
-from shardwright.graph.graph import Value
+from shardwright.graph.graph import Graph, Value
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.lower.program import lower
 from shardwright.parallel.train_step import GradientAccumulation
-from shardwright.partition.communication import initial_layout
+from shardwright.partition.communication import Communication, initial_layout
 from shardwright.partition.partitioned import Partitioned
 from shardwright.runtime.devices import Devices, Index, device_mesh
 from shardwright.torch_internals.dispatch import TorchDispatchMode, in_backward_pass
@@ -199,25 +199,32 @@ def simulate(
         parameters, buffers: whole tensors by name.
         inputs: leaves of the call's arguments.
         output_gradients: one for each output value, None for those without; by default 1 for the
-            graph's loss.
+            graph's loss. Bytes are counted with those of `graph.trained` only.
     """
+    # Made outside of the simulation, where a tensor is one tensor.
+    starts = _of_loss(partitioned.graph) if output_gradients is None else output_gradients
     with simulated_ranks(partitioned) as ranks:
         graph, (chunk,) = ranks.partitioned.graph, ranks.partitioned.chunks
         program, communication = lower(chunk, ranks.devices), chunk.communication
         shards, state, leaves = ranks.place_all(parameters, buffers, inputs)
         for value in graph.parameters:
-            shards[value.name].requires_grad_(value.requires_grad)
+            shards[value.name].requires_grad_(value.differentiable)
         with ByteCounter() as forward:  # type: ignore[no-untyped-call]
             results, updates = program(shards, state, leaves, seed)
+        ends = _ends(ranks, communication, results, starts)
+        trained = [end for end in ends if end.value in graph.trained]
         with ByteCounter() as backward:  # type: ignore[no-untyped-call]
-            _backward(ranks, results, output_gradients)
-        outputs = []
-        for value, tensor in zip(graph.outputs, results, strict=True):
-            if isinstance(value, Value):
-                route = communication.output_routes[value]
-                layout = route[-1].step.target if route else communication.layout(value)
-                tensor = ranks.whole(tensor.detach(), layout, value.shape)
-            outputs.append(tensor)
+            _backward(trained, retain_graph=len(trained) < len(ends))
+        if len(trained) < len(ends):
+            for shard in shards.values():
+                shard.grad = None
+            _backward(ends)
+        outputs = [
+            ranks.whole(tensor.detach(), communication.returned(value), value.shape)
+            if isinstance(value, Value)
+            else tensor
+            for value, tensor in zip(graph.outputs, results, strict=True)
+        ]
         gradients = {name: t.grad for name, t in shards.items() if t.grad is not None}
         changed = {b.name: t for (b, _), t in zip(graph.updates, updates, strict=True)}
         return ranks.outcome(outputs, gradients, changed, [(forward.sent, backward.sent)])
@@ -279,20 +286,43 @@ def rank_at(layout: Layout, place: tuple[int, ...]) -> int:
     return layout.ranks[number]
 
 
-def _backward(
-    ranks: Ranks, outputs: Sequence[Any], gradients: Sequence[Tensor | None] | None
-) -> None:
-    graph = ranks.partitioned.graph
-    if gradients is None:
-        losses = [t for v, t in zip(graph.outputs, outputs, strict=True) if v is graph.loss]
-        if graph.loss is not None and graph.loss.requires_grad:
-            losses[0].backward()
-        return
-    tensors = [t for v, t in zip(graph.outputs, outputs, strict=True) if isinstance(v, Value)]
-    for tensor, gradient in zip(tensors, gradients, strict=True):
+def _of_loss(graph: Graph) -> list[Tensor | None]:
+    """The gradients of the outputs where the loss alone is trained, be it returned twice."""
+    outputs = graph.output_values
+    place = outputs.index(graph.loss) if graph.loss is not None else None
+    return [torch.ones((), dtype=v.dtype) if n == place else None for n, v in enumerate(outputs)]
+
+
+@dataclass(frozen=True)
+class _GradientStart:
+    """An output with the gradient that starts there, in the layout of the output."""
+
+    value: Value
+    tensor: Tensor
+    gradient: Tensor
+
+
+def _ends(
+    ranks: Ranks,
+    communication: Communication,
+    outputs: Sequence[Any],
+    gradients: Sequence[Tensor | None],
+) -> list[_GradientStart]:
+    """Where gradients start; that of a partial sum is whole on each rank."""
+    graph, mesh = ranks.partitioned.graph, ranks.partitioned.mesh
+    pairs = [(v, t) for v, t in zip(graph.outputs, outputs, strict=True) if isinstance(v, Value)]
+    ends = []
+    for (value, tensor), gradient in zip(pairs, gradients, strict=True):
         if gradient is not None and tensor.requires_grad:
-            layout = ranks.partitioned.mesh.replicated(gradient.ndim)
-            tensor.backward(ranks.place(gradient, layout), retain_graph=True)
+            layout = TensorLayout(mesh, communication.returned(value).axes)
+            ends.append(_GradientStart(value, tensor, ranks.place(gradient, layout)))
+    return ends
+
+
+def _backward(ends: Sequence[_GradientStart], retain_graph: bool = False) -> None:
+    tensors, gradients = [end.tensor for end in ends], [end.gradient for end in ends]
+    if ends:
+        torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
 
 
 @contextmanager

@@ -66,14 +66,27 @@ class TrainStep(Protocol):
 
 
 def loss_of(graph: Graph) -> Value:
-    """The value from which gradients start.
+    """The value from which the gradients of a training step start.
 
     Raises:
-        PlanError: if the model returns no loss.
+        PlanError: if the model returns no loss, or several.
     """
     if graph.loss is None:
         raise PlanError("the model returns no loss, one number that a gradient starts from")
+    if graph.other_losses:
+        places = [_described(graph, value) for value in (graph.loss, *graph.other_losses)]
+        raise PlanError(
+            f"a training step trains one loss, but the model returns {len(places)} numbers that"
+            f" gradients can start from: {', '.join(places)}; return their sum, or the one to train"
+            " under the name 'loss', or detach() the others; or, without stages and micro-batches,"
+            " call the model and then backward() of any of its outputs"
+        )
     return graph.loss
+
+
+def _described(graph: Graph, value: Value) -> str:
+    op = graph.producer.get(value)
+    return f"{value.name!r} ({op.source})" if op is not None and op.source else repr(value.name)
 
 
 class GradientAccumulation:

@@ -101,10 +101,20 @@ class Communication:
         """For operators that are computed again, with which others."""
         return {name: segment for segment in self.segments for name in segment.ops}
 
+    @cached_property
+    def computed_again(self) -> frozenset[str]:
+        """The operators that the backward pass of the `trained` outputs computes again."""
+        return frozenset(name for name, segment in self.segment_of.items() if segment.trained)
+
     def layout(self, value: Value) -> TensorLayout:
         """The layout in which consumers find `value`: as made, or as its operator leaves it."""
         route = self.leading_transfers.get(value)
         return route[-1].step.target if route else self.initial_layouts[value]
+
+    def returned(self, value: Value) -> TensorLayout:
+        """The layout in which an output of the model is handed out."""
+        route = self.output_routes[value]
+        return route[-1].step.target if route else self.layout(value)
 
 
 def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communication:
@@ -112,7 +122,8 @@ def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communica
 
     The model's inputs arrive whole on every device unless `decisions` let them arrive sharded. Its
     loss is left replicated, and so are other outputs if there is no loss; else they stay in the
-    layout in which they are computed, unless `decisions` name their departure.
+    layout in which they are computed, unless `decisions` name their departure. A gradient may come
+    back from each of them; the bytes are those of the gradients of `graph.trained`.
     """
     result = Communication(mesh)
     for value in (*graph.input_values, *graph.buffers, *graph.constants, *graph.parameters):
@@ -123,19 +134,20 @@ def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communica
         for value, axes in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
             if axes is not None:
                 target = TensorLayout(mesh, axes)
-                result.leading_transfers[value] = _route(result, value, target, shared, True)
+                route = _route(result, value, target, shared, True, True)
+                result.leading_transfers[value] = route
     for value in graph.output_values:
         departure = decisions.departures.get(value.name)
-        ends = departure is not None or graph.loss is None or value is graph.loss
         target = result.layout(value)
         if departure is not None:
             target = TensorLayout(mesh, departure)
-        elif ends or not value.shape:
+        elif graph.loss is None or not value.shape:
             target = mesh.replicated(len(value.shape))
-        result.output_routes[value] = _route(result, value, target, shared, ends)
+        trained = departure is not None or value in graph.trained
+        result.output_routes[value] = _route(result, value, target, shared, True, trained)
     for before, value in graph.updates:
         target = result.initial_layouts[before]
-        result.update_routes[before] = _route(result, value, target, shared, False)
+        result.update_routes[before] = _route(result, value, target, shared, False, False)
     result.transfers = join_transfers(
         result.transfers,
         (result.routes, result.output_routes, result.update_routes),
@@ -144,9 +156,11 @@ def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communica
     transfers = OperatorTransfers(graph, result.routes, result.reductions)
     result.segments = recompute_segments(graph, decisions.recompute, transfers)
     assign_recomputed_transfers(result.segments, transfers, decisions)
+    returned = [*result.output_routes.items()]
+    returned += [(value, result.update_routes[before]) for before, value in graph.updates]
     recomputed = {name: Recompute(s.name) for name, s in result.segment_of.items()}
     together = replace(decisions, recompute=recomputed)
-    result.buckets = buckets(graph, mesh, together, result.routes, result.initial_layouts)
+    result.buckets = buckets(graph, mesh, together, result.routes, result.initial_layouts, returned)
     _count(result, graph)
     return result
 
@@ -194,9 +208,11 @@ def _operator(
     result.input_layouts[op.name] = inputs
     for value, layout in zip(op.outputs, outputs, strict=True):
         result.initial_layouts[value] = layout
-    differentiable = any(value.requires_grad for value in op.outputs)
+    differentiable = any(value.differentiable for value in op.outputs)
+    trained = any(value.requires_grad for value in op.outputs)
     for index, (value, layout) in enumerate(zip(op.inputs, inputs, strict=True)):
-        result.routes[op.name, index] = _route(result, value, layout, shared, differentiable)
+        route = _route(result, value, layout, shared, differentiable, trained)
+        result.routes[op.name, index] = route
 
 
 def _route(
@@ -205,21 +221,24 @@ def _route(
     target: TensorLayout,
     shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer],
     differentiable: bool,
+    trained: bool,
 ) -> tuple[Transfer, ...]:
     """The transfers of `value` to `target`; those that exist already are taken over.
 
-    `differentiable` says of this consumer whether it sends a gradient back.
+    `differentiable` says of this consumer whether it may send a gradient back, `trained` whether
+    it does where the `trained` outputs of the graph are.
     """
-    differentiable = differentiable and value.requires_grad
+    differentiable = differentiable and value.differentiable
+    trained = trained and value.requires_grad
     path = redistribution_steps(result.layout(value), target, value.shape, differentiable)
     route = list(result.leading_transfers.get(value, ()))
     for length, step in enumerate(path, start=1):
         key = (value, path[:length])
         if key not in shared:
             before = route[-1] if route else None
-            shared[key] = Transfer(value, step, before, differentiable)
+            shared[key] = Transfer(value, step, before, trained)
             result.transfers.append(shared[key])
-        shared[key].differentiable |= differentiable
+        shared[key].trained |= trained
         route.append(shared[key])
     return tuple(route)
 
@@ -238,6 +257,6 @@ def _count(result: Communication, graph: Graph) -> None:
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         for reduction in inner:
             forward, backward = reduction.bytes(result.mesh, differentiable)
-            again = forward if name in result.segment_of else 0
+            again = forward if name in result.computed_again else 0
             result.forward_bytes += forward
             result.backward_bytes += backward + again

@@ -57,6 +57,7 @@ class Bucket:
         level: of optimizer parallel; empty without.
         segment: the operators that are computed again together and read all of it (`level3`).
         again: whether it is gathered again in the backward pass.
+        trained: whether gradients of the graph's `trained` outputs flow into it.
     """
 
     number: int
@@ -64,6 +65,7 @@ class Bucket:
     level: str = ""
     segment: str | None = None
     again: bool = False
+    trained: bool = True
 
     @property
     def steps(self) -> tuple[RedistributionStep, ...]:
@@ -100,7 +102,9 @@ class Bucket:
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes that one device sends to reduce its gradients once."""
+        """Bytes that one device sends to reduce its gradients once, if they are trained."""
+        if not self.trained:
+            return 0
         total, local = 0, self.numel * self.members[0].value.itemsize
         for step in self.steps:
             if step.kind == "vary":
@@ -137,6 +141,7 @@ def buckets(
     decisions: Decisions,
     routes: Mapping[tuple[str, int], tuple[Transfer, ...]],
     stored: Mapping[Value, TensorLayout],
+    returned: Iterable[tuple[Value, tuple[Transfer, ...]]] = (),
 ) -> tuple[Bucket, ...]:
     """Joins what parameters need on their way to use, in the order of use, up to
     `decisions.bucket_bytes` of parameters as they are used.
@@ -144,6 +149,7 @@ def buckets(
     Args:
         routes: for each input of an operator the steps on its way.
         stored: how parameters are stored.
+        returned: likewise what the program returns, which may be a parameter itself.
     """
     level = decisions.sharding.level if decisions.sharding is not None else ""
     uses: dict[tuple[Value, tuple[int, ...]], _OpenBucket] = {}
@@ -163,6 +169,13 @@ def buckets(
             if use.segment != segment:
                 use.segment = None
             use.needed |= (op.name, index) in needed
+            use.trained |= value.requires_grad and any(v.requires_grad for v in op.outputs)
+    for value, route in returned:
+        route = route[: bucketed_steps(route)]
+        if value.kind is Kind.PARAMETER and route:
+            key = (value, tuple(id(transfer) for transfer in route))
+            use = uses.setdefault(key, _OpenBucket(value, route, None))
+            use.segment, use.trained = None, use.trained or route[-1].trained
     return _joined(uses.values(), stored, level, decisions.bucket_bytes)
 
 
@@ -174,6 +187,7 @@ class _OpenBucket:
     route: tuple[Transfer, ...]
     segment: str | None
     needed: bool = False
+    trained: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -181,7 +195,8 @@ class _OpenBucket:
         steps = tuple((t.step.kind, t.step.axes, t.step.backward) for t in self.route)
         value = self.value
         segment = self.segment if any(kind == "all_gather" for kind, _, _ in steps) else None
-        return steps, value.dtype, value.stored_dtype, value.requires_grad, segment
+        gradients = value.differentiable, self.trained
+        return steps, value.dtype, value.stored_dtype, gradients, segment
 
 
 def _joined(
@@ -208,9 +223,10 @@ def _joined(
     for number, group in enumerate(groups):
         gathers = any(t.step.kind == "all_gather" for t in group[0].route)
         segment = group[0].segment if gathers else None
-        again = level == "level3" and gathers
+        trained = group[0].trained
+        again = level == "level3" and gathers and trained
         again = again and (segment is not None or any(use.needed for use in group))
-        result.append(Bucket(number, tuple(map(member, group)), level, segment, again))
+        result.append(Bucket(number, tuple(map(member, group)), level, segment, again, trained))
     return tuple(result)
 
 

@@ -28,11 +28,13 @@ class Segment:
         name: as it was decided; with `/2`, `/3` where it is divided.
         ops: names of the operators, in their order.
         communication: whether redistributions inside are made again too.
+        trained: whether gradients of the graph's `trained` outputs flow through it.
     """
 
     name: str
     ops: tuple[str, ...]
     communication: bool
+    trained: bool
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ def recompute_segments(
         if ops:
             number = counts[run.mark.segment] = counts.get(run.mark.segment, 0) + 1
             name = run.mark.segment if number == 1 else f"{run.mark.segment}/{number}"
-            result.append(Segment(name, tuple(op.name for op in ops), run.mark.communication))
+            names, again = tuple(op.name for op in ops), run.mark.communication
+            trained = any(value.requires_grad for op in ops for value in op.outputs)
+            result.append(Segment(name, names, again, trained))
     return tuple(result)
 
 
@@ -192,7 +196,7 @@ def assign_recomputed_transfers(
                     if value not in inside:
                         again = again[_smallest(again, segment) :]
                 for transfer in again:
-                    transfer.segment = segment.name
+                    transfer.segment, transfer.again = segment.name, segment.trained
 
 
 def _smallest(route: Sequence[Transfer], segment: Segment) -> int:

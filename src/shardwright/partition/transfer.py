@@ -14,15 +14,17 @@ class Transfer:
 
     Args:
         before: the transfer whose result this one converts; None if it starts at the value itself.
-        differentiable: whether a gradient comes back through it from any consumer.
+        trained: whether a gradient of the graph's `trained` outputs comes back through it.
         segment: with which operators it is made again in the backward pass, if it is.
+        again: whether that backward pass is one of the `trained` outputs.
     """
 
     value: Value
     step: RedistributionStep
     before: Transfer | None
-    differentiable: bool
+    trained: bool
     segment: str | None = None
+    again: bool = False
 
     @property
     def forward_bytes(self) -> int:
@@ -32,7 +34,7 @@ class Transfer:
     @property
     def backward_bytes(self) -> int:
         """Bytes that one device sends for the gradient, and to make it again."""
-        again = 0 if self.segment is None else self.forward_bytes
-        if not self.differentiable:
+        again = self.forward_bytes if self.again else 0
+        if not self.trained:
             return again
         return again + self.step.backward_bytes(self.value.shape, self.value.itemsize)

@@ -184,7 +184,7 @@ def _inside(op: Op, flow: Communication) -> RedistributionRow:
         over = "".join(flow.mesh.alias_names[a] for a in inner.axes)
         steps.append(f"all_reduce {inner.reduction.kind} over {over}")
         there, back = inner.bytes(flow.mesh, op.output.requires_grad)
-        again = there if op.name in flow.segment_of else 0
+        again = there if op.name in flow.computed_again else 0
         forward, backward = forward + there, backward + back + again
     return RedistributionRow("", tuple(steps), forward, backward, False)
 
@@ -211,6 +211,6 @@ def describe(transfer: Transfer) -> str:
     if step.to_dim is not None:
         words.append(f"to dim {step.to_dim}")
     words.append(f"over {''.join(names[a] for a in step.axes)}")
-    if transfer.differentiable and step.backward is not None:
+    if transfer.trained and step.backward is not None:
         words.append(f"/ {step.backward}")
     return " ".join(words)

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
+from shardwright.parallel.train_step import loss_of
 from shardwright.partition.pipeline_spec import REDUCTIONS, PipelineSpec
 from shardwright.partition.schedules import SCHEDULES
 from shardwright.planner.options import COUNT, PlanOptions
@@ -131,7 +132,10 @@ def pipeline_spec(
 
     Raises:
         StrategyError: if the stages cannot be as requested.
+        PlanError: if the model returns several losses, of which micro-batches train one.
     """
+    if options.micro_batches > 1 and graph.loss is not None:
+        loss_of(graph)
     if options.stage_config is not None:
         stages, chunks, chunk_of = named_stages(
             graph, options.stage_config, options.schedule, modules

@@ -25,10 +25,12 @@ from shardwright.runtime.regather import BackwardRegather
 
 
 class EnteredBucket(NamedTuple):
-    """A bucket in a program: what its gradient flows through, and the stored shards."""
+    """A bucket in a program: what its gradient flows through, the stored shards, and the members to
+    which the backward pass that is under way gives no gradient."""
 
     token: Tensor
     shards: tuple[Tensor, ...]
+    without_gradient: set[int]
 
 
 class StartedGather(NamedTuple):
@@ -36,6 +38,7 @@ class StartedGather(NamedTuple):
 
     token: Tensor
     shards: tuple[Tensor, ...]
+    without_gradient: set[int]
     pending: Tensor
 
 
@@ -46,8 +49,9 @@ class EnterBucket:
     bound: BoundBucket
 
     def __call__(self, *shards: Tensor) -> EnteredBucket:
-        token = _Enter.apply(self.bound, *shards)  # type: ignore[no-untyped-call]
-        return EnteredBucket(token, tuple(shard.detach() for shard in shards))
+        without_gradient = set[int]()
+        token = _Enter.apply(self.bound, without_gradient, *shards)  # type: ignore[no-untyped-call]
+        return EnteredBucket(token, tuple(shard.detach() for shard in shards), without_gradient)
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class StartGather:
 
     def __call__(self, entered: EnteredBucket) -> StartedGather:
         token = _Start.apply(self.bound, entered.token)  # type: ignore[no-untyped-call]
-        return StartedGather(token, entered.shards, self.bound.gather(entered.shards))
+        pending = self.bound.gather(entered.shards)
+        return StartedGather(token, entered.shards, entered.without_gradient, pending)
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class ReuseGathered:
 
     def __call__(self, entered: EnteredBucket, held: Sequence[Tensor]) -> EnteredBucket:
         token = _Start.apply(self.bound, entered.token)  # type: ignore[no-untyped-call]
-        return EnteredBucket(token, tuple(held))
+        return EnteredBucket(token, tuple(held), entered.without_gradient)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class FinishGather:
         tensors = self.bound.gathered(started.pending)
         if self.again is not None:
             self.again.gathered(self.bound, started.shards, tensors)
-        return _finish(self.bound, started.token, tensors)
+        return _finish(self.bound, started, tensors)
 
 
 @dataclass(frozen=True)
@@ -99,11 +104,13 @@ class UseAsStored:
 
     def __call__(self, entered: EnteredBucket) -> tuple[Tensor, ...]:
         tensors = entered.shards if self.held else self.bound.unsharded(entered.shards)
-        return _finish(self.bound, entered.token, tensors)
+        return _finish(self.bound, entered, tensors)
 
 
-def _finish(bound: BoundBucket, token: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return _Finish.apply(bound, token, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+def _finish(
+    bound: BoundBucket, bucket: EnteredBucket | StartedGather, tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    return _Finish.apply(bound, bucket.without_gradient, bucket.token, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Enter(torch.autograd.Function):
@@ -111,13 +118,16 @@ class _Enter(torch.autograd.Function):
     together, through which their gradient flows."""
 
     @staticmethod
-    def forward(ctx: Any, bound: BoundBucket, *shards: Tensor) -> Tensor:
-        ctx.bound = bound
+    def forward(
+        ctx: Any, bound: BoundBucket, without_gradient: set[int], *shards: Tensor
+    ) -> Tensor:
+        ctx.bound, ctx.without_gradient = bound, without_gradient
         return shards[0].new_empty(1, dtype=bound.dtype).expand(bound.numel)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.bound.shard_gradients(gradients[0])
+        shards = enumerate(ctx.bound.shard_gradients(gradients[0]))
+        return None, None, *(None if n in ctx.without_gradient else shard for n, shard in shards)
 
 
 class _Start(torch.autograd.Function):
@@ -134,16 +144,23 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """From members' gradients to the bucket's."""
+    """From members' gradients to the bucket's.
+
+    A backward pass may start from some outputs and reach some members only. The others have no
+    gradient then, rather than zeros, on which an optimizer would act.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, bound: BoundBucket, token: Tensor, *tensors: Tensor
+        ctx: Any, bound: BoundBucket, without_gradient: set[int], token: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.bound = bound
+        ctx.bound, ctx.without_gradient = bound, without_gradient
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, ctx.bound.reduce(gradients), *(None for _ in gradients)
+        if not torch.compiler.is_compiling():
+            ctx.without_gradient.clear()
+            ctx.without_gradient.update(n for n, g in enumerate(gradients) if g is None)
+        return None, None, ctx.bound.reduce(gradients), *(None for _ in gradients)

@@ -1,0 +1,221 @@
+"""What `test_module_outputs.py` runs on every rank: several outputs, trained in many ways."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import shardwright as sw
+from random_plans import random_plan
+
+Outputs = dict[str, Any]
+Train = Callable[[Outputs], None]
+
+
+class ActorCritic(nn.Module):
+    """A policy with a loss, values without one, and what else a model may return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(8, 16)
+        self.policy = nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(16)
+        self.value = nn.Linear(16, 4)
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor, actions: Tensor) -> Outputs:
+        hidden = torch.tanh(self.trunk(x))
+        logits = self.policy(hidden)
+        values = self.value(self.norm(hidden)) * self.scale
+        return {
+            "entropy": -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean(),
+            "values": values,
+            "loss": F.cross_entropy(logits, actions),
+            "logits": logits,
+            "again": values,
+            "scale": self.scale,
+            "x": x,
+            "best": logits.argmax(-1),
+        }
+
+
+class Losses(ActorCritic):
+    """Two losses, none of which is called so."""
+
+    def forward(self, x: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        outputs = super().forward(x, actions)
+        return outputs["loss"], outputs["values"].square().mean()
+
+
+class NoLoss(ActorCritic):
+    def forward(self, x: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        outputs = super().forward(x, actions)
+        return outputs["logits"], outputs["values"], self.scale
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(8, 8, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 8, (8,), generator=generator)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def everything(outputs: Outputs) -> None:
+    numbers = outputs["loss"] + 0.1 * outputs["entropy"] + whole(outputs["values"]).cos().sum()
+    (
+        numbers + whole(outputs["logits"]).sin().mean() + whole(outputs["scale"]).exp().sum()
+    ).backward()
+
+
+def in_turn(outputs: Outputs) -> None:
+    outputs["loss"].backward(retain_graph=True)
+    whole(outputs["values"]).square().mean().backward(retain_graph=True)
+    (outputs["entropy"] + outputs["loss"]).backward()
+
+
+TRAINED: dict[str, Train] = {
+    "the loss": lambda o: o["loss"].backward(),
+    "a metric": lambda o: o["entropy"].backward(),
+    "numbers together": lambda o: (o["loss"] - 0.1 * o["entropy"]).backward(),
+    "an own loss of whole logits": lambda o: whole(o["logits"]).cos().mean().backward(),
+    "an own loss of DTensors": lambda o: whole((o["values"] * o["again"]).mean()).backward(),
+    "a part of the values": lambda o: whole(o["values"])[:3, 1].sum().backward(),
+    "loss and values": lambda o: (o["loss"] + whole(o["values"]).square().mean()).backward(),
+    "a parameter that is returned": lambda o: whole(o["scale"]).square().sum().backward(),
+    "everything": everything,
+    "one after the other": in_turn,
+}
+
+
+def built(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(make().double())
+    return nets[0], nets[1]
+
+
+def plans(net: nn.Module) -> list[sw.Plan]:
+    """Searched ones, with optimizer parallel and recomputed, and random ones; all when slow."""
+    level1, level2, level3 = ({"level": f"level{n}", "threshold": 0} for n in (1, 2, 3))
+    searched: list[dict[str, Any]] = [{"hsdp": level3}, {"mem_coeff": 10.0}, {"hsdp": level1}]
+    made = [
+        sw.plan(net, batch(), devices=4, **options) for options in (*searched, {"hsdp": level2})
+    ]
+    for module in net.children():
+        sw.recompute(module)
+    made.append(sw.plan(net, batch(), devices=4, mem_coeff=10.0, hsdp=level3))
+    made += [random_plan(sw.capture(net, batch()), 4, seed) for seed in range(8)]
+    return made if "slow" in sys.argv else made[:1] + made[4:7]
+
+
+def compare(parallel: nn.Module, net: nn.Module, name: str) -> None:
+    """Gradients, and which parameters have none."""
+    for path, parameter in parallel.named_parameters():
+        wanted = net.get_parameter(path).grad
+        assert (parameter.grad is None) == (wanted is None), (name, path)
+        if wanted is not None:
+            torch.testing.assert_close(whole(parameter.grad), wanted, msg=f"{name}: {path}")
+
+
+def check_any_outputs_may_be_trained() -> None:
+    for plan in plans(built(ActorCritic)[0]):
+        net, other = built(ActorCritic)
+        parallel = sw.parallelize(net, plan)
+        for name, train in TRAINED.items():
+            for module in (parallel, other):
+                module.zero_grad()
+                train(module(*batch()))
+            compare(parallel, other, name)
+
+
+def check_outputs_trained_by_turns_with_an_optimizer() -> None:
+    """Weight decay and momentum leave alone what has no gradient."""
+    for plan in plans(built(ActorCritic)[0])[::2]:
+        net, other = built(ActorCritic)
+        parallel = sw.parallelize(net, plan)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (parallel, other)]
+        for train in TRAINED.values():
+            for module, optimizer in zip((parallel, other), optimizers, strict=True):
+                optimizer.zero_grad()
+                train(module(*batch()))
+                optimizer.step()
+        for path, parameter in parallel.named_parameters():
+            torch.testing.assert_close(whole(parameter), other.get_parameter(path))
+
+
+def check_several_losses_and_none() -> None:
+    for make in (Losses, NoLoss):
+        for plan in plans(built(make)[0])[::2]:
+            net, other = built(make)
+            parallel = sw.parallelize(net, plan)
+            for chosen in ((0,), (1,), (0, 1)):
+                for module in (parallel, other):
+                    module.zero_grad()
+                    outputs = module(*batch())
+                    sum(outputs[n].square().sum() for n in chosen).backward()  # type: ignore[union-attr]
+                compare(parallel, other, f"{make.__name__} {chosen}")
+
+
+def check_gradients_of_inputs() -> None:
+    """An input that is trained, as the output of another model, was none in the plan."""
+    for plan in plans(built(ActorCritic)[0])[::3]:
+        net, other = built(ActorCritic)
+        parallel = sw.parallelize(net, plan)
+        gradients = []
+        for module in (parallel, other):
+            x, actions = batch()
+            x.requires_grad_()
+            everything(module(x, actions))
+            gradients.append(x.grad)
+        torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def check_a_step_of_several_losses_is_refused() -> None:
+    net, _ = built(Losses)
+    for call in (
+        lambda: sw.plan(net, batch(), devices=4, micro_batches=2),
+        lambda: sw.parallelize(net, sw.plan(net, batch(), devices=4)).train_step(*batch()),
+    ):
+        try:
+            call()
+        except sw.PlanError as error:
+            assert "trains one loss, but the model returns 2 numbers" in str(error), error
+        else:
+            raise AssertionError("one of two losses was trained")
+
+
+CHECKS = (
+    check_a_step_of_several_losses_is_refused,
+    check_any_outputs_may_be_trained,
+    check_outputs_trained_by_turns_with_an_optimizer,
+    check_several_losses_and_none,
+    check_gradients_of_inputs,
+)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    for check in CHECKS:
+        check()
+        if dist.get_rank() == 0:
+            print(f"passed {check.__name__}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
