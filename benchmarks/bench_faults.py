@@ -4,6 +4,11 @@ What is broken on purpose, and how each case ends: refused by one error of Shard
 Bits are changed in all files of a checkpoint in turn, `.metadata` and `checkpoint.json` included.
 Goal: nothing is loaded silently or ends in an error from inside PyTorch.
 
+Programs are ones that users write, in `benchmarks/programs/`: several losses, hooks, parameters
+and attributes that change, ranks with seeds or batches of their own. Each trains on one device and,
+once data parallel and once model parallel, on 4 processes with gloo; losses and final parameters
+are compared. Goal: exact, or refused by name.
+
 Checksums are computed while a checkpoint is written, and verified when it is loaded, each file by
 one rank.
 """
@@ -21,6 +26,8 @@ from torch import nn
 
 import shardwright as sw
 from benchmarks.bit_flips import RAW, REFUSED, SILENT, flip_bits
+from benchmarks.program_ranks import ENDS, EXACT, WRONG
+from benchmarks.programs.outcomes import outcomes
 from benchmarks.table import Table
 from shardwright.train.checkpoint_manifest import FileChecksum, find_damage
 
@@ -29,7 +36,21 @@ MEGABYTES, FILES = 256, 4
 
 
 def run() -> list[Table]:
-    return [bit_flips(FLIPS), checksum_speed()]
+    return [user_programs(), bit_flips(FLIPS), checksum_speed()]
+
+
+def user_programs() -> Table:
+    """How programs end that users write; those that are refused by name."""
+    ends = outcomes()
+    table = Table("Programs under two plans each", ("ended", "programs × plans", "which"))
+    for end in ENDS:
+        ended = [one for one in ends if one.end == end]
+        names = dict.fromkeys(one.program for one in ended) if end != EXACT else {}
+        table.add(end, len(ended), "; ".join(names))
+    table.missed += [
+        f"{o.program}, {o.plan}: {o.end}: {o.why}" for o in ends if o.end in (WRONG, RAW)
+    ]
+    return table
 
 
 def bit_flips(flips: int) -> Table:

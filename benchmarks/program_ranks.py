@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwright as sw
+from benchmarks.bit_flips import RAW, REFUSED
 from benchmarks.programs import PROGRAMS, Parallel, Program
 
-EXACT, REFUSED, WRONG, RAW = "exact", "refused", "wrong", "raw error"
+EXACT, WRONG = "exact", "wrong"
 ENDS = (EXACT, REFUSED, WRONG, RAW)
 TOLERANCE = 1e-4
 

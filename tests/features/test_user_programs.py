@@ -1,0 +1,22 @@
+"""Training programs as users write them, on real processes."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.program_ranks import EXACT, REFUSED
+from benchmarks.programs.outcomes import outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_every_program_trains_as_on_one_device_or_is_refused() -> None:
+    ends = outcomes()
+    assert [one for one in ends if one.end not in (EXACT, REFUSED)] == []
+    assert sum(one.end == EXACT for one in ends) > len(ends) / 2
+
+
+@pytest.mark.distributed
+def test_a_program_whose_ranks_have_other_batches_is_refused_with_both_remedies() -> None:
+    ends = outcomes(["each rank has a batch of its own"])
+    assert {one.end for one in ends} == {REFUSED}
+    assert all("dataset_strategy" in one.why and "same on all" in one.why for one in ends)
