@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import struct
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
 from shardwright.torch_internals.dtensor import held_chunks
 from shardwright.train import checkpoint_state
+from shardwright.train.checkpoint_storage import CheckpointReader
 from shardwright.train.parameter_names import match_saved_names
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
@@ -30,12 +28,12 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
     """Write the whole model to a single file, which a model on one device can load.
 
     Every rank must call it. The ranks write their shards to a folder next to `path`, and rank 0
-    merges them: tensor by tensor into a `.safetensors` file, or with the whole model in memory into
-    a `torch.save` file (`.pt`, `.pth` or `.bin`). A `.safetensors` file has only the first of tied
+    merges them, without the whole model in its memory, into a `.safetensors` file or one of
+    `torch.save` (`.pt`, `.pth` or `.bin`). A `.safetensors` file has only the first of tied
     tensors, as the format requires.
 
     Raises:
-        CheckpointError: if `path` has another suffix, or the format does not support a dtype.
+        CheckpointError: if `path` has another suffix, or the format does not support a tensor.
     """
     path = _check_suffix(Path(path))
     tensors = checkpoint_state.model_tensors(net)
@@ -51,15 +49,13 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
         storage_writer=FileSystemWriter(shards),
     )
     if dist.get_rank() == 0:
-        reader = FileSystemReader(shards)
+        reader = CheckpointReader(shards)
         like = checkpoint_state.original_module(net).state_dict()
 
         def read(name: str) -> Tensor:
-            key, tensor = (
-                f"{checkpoint_state.MODEL}.{name}",
-                torch.empty_like(like[name], device="cpu"),
-            )
-            state_dict_loader.load({key: tensor}, storage_reader=reader, no_dist=True)
+            tensor = _in_file(shards / f"{name}.whole", like[name])
+            places = {f"{checkpoint_state.MODEL}.{name}": tensor}
+            state_dict_loader.load(places, storage_reader=reader, no_dist=True)
             return tensor
 
         _write(net, path, read)
@@ -74,8 +70,8 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
     a file without them, and keeps its adapters.
 
     Raises:
-        CheckpointError: if the file does not exist, has an unknown suffix, or belongs to another
-            model; the message names the first parameter that differs.
+        CheckpointError: if the file does not exist, is damaged, has an unknown suffix, or belongs
+            to another model; the message names the first parameter that differs.
     """
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [_check_suffix(path)]
@@ -102,27 +98,52 @@ def _copy_shard(full: Tensor, tensor: Tensor) -> None:
         tensor.to_local().copy_(block)
 
 
+def _in_file(path: Path, like: Tensor) -> Tensor:
+    """A tensor on the CPU whose memory is a new file, which the system can write out."""
+    if like.numel() == 0:
+        return torch.empty_like(like, device="cpu")
+    flat = torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype)
+    return flat.view(like.shape)
+
+
 def _write(net: nn.Module, path: Path, tensor: Callable[[str], Tensor]) -> None:
     """Writes to a temporary file and renames it, so that `path` is always complete."""
-    first, like = (
-        checkpoint_state.first_names(net),
-        checkpoint_state.original_module(net).state_dict(),
-    )
+    first = checkpoint_state.first_names(net)
     partial = path.with_name(f"{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor(name).detach().cpu() for name in dict.fromkeys(first.values())}
     if path.suffix == ".safetensors":
-        once = {name: value for name, value in like.items() if first[name] == name}
-        write_safetensors(partial, once, tensor)
+        _save_safetensors(tensors, partial, path)
     else:
-        tensors = {name: tensor(name).cpu() for name in dict.fromkeys(first.values())}
-        torch.save({name: tensors[first[name]] for name in like}, partial)
+        torch.save({name: tensors[first[name]] for name in first}, partial)
     partial.replace(path)
 
 
+def _save_safetensors(tensors: Mapping[str, Tensor], partial: Path, path: Path) -> None:
+    """The format has no views: a tensor that shares memory with others is copied."""
+    try:
+        own = {
+            name: tensor.contiguous()
+            if tensor.untyped_storage().nbytes() == tensor.nbytes
+            else tensor.clone(memory_format=torch.contiguous_format)
+            for name, tensor in tensors.items()
+        }
+        save_file(own, partial, metadata={"format": "pt"})
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: not possible as safetensors: {error}") from None
+
+
 def _read(file: Path) -> dict[str, Tensor]:
-    if file.suffix == ".safetensors":
-        return read_safetensors(file)
-    content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    """The tensors of a file, memory-mapped, so that bytes are read when they are used."""
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        mapped = zipfile.is_zipfile(file)
+        content = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
+    except Exception as error:  # Damaged files can raise anything.
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        kind = file.suffix.removeprefix(".")
+        raise CheckpointError(f"{file}: cannot be read as {kind}: {reason}") from None
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise CheckpointError(f"{file}: not a state_dict (a dict from names to tensors)")
     return content
@@ -134,74 +155,3 @@ def _check_suffix(path: Path) -> Path:
             f"{path}: unknown suffix {path.suffix!r}; valid are {', '.join(SUFFIXES)}"
         )
     return path
-
-
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def write_safetensors(
-    path: Path, like: Mapping[str, Tensor], tensor: Callable[[str], Tensor]
-) -> None:
-    """Write a safetensors file, one tensor at a time.
-
-    Args:
-        like: the names, shapes and dtypes of the tensors.
-        tensor: returns a tensor by name; called when the tensor is written.
-
-    Raises:
-        CheckpointError: if the format does not support a dtype.
-    """
-    header, end = {}, 0
-    for name, value in like.items():
-        if value.dtype not in NAMES:
-            raise CheckpointError(
-                f"{path}: safetensors does not support the dtype {value.dtype} of {name!r}"
-            )
-        start, end = end, end + value.numel() * value.element_size()
-        header[name] = {
-            "dtype": NAMES[value.dtype],
-            "shape": list(value.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in like:
-            data = tensor(name).detach().cpu().contiguous()
-            file.write(data.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, memory-mapped, so that bytes are read when they are used.
-
-    Raises:
-        CheckpointError: if the file is malformed, or has an unknown dtype.
-    """
-    try:
-        content = np.memmap(path, np.uint8, "c")
-        (length,) = struct.unpack("<Q", content[:8].tobytes())
-        header = json.loads(content[8 : 8 + length].tobytes())
-        header.pop("__metadata__", None)
-        return {name: _tensor(content[8 + length :], entry) for name, entry in header.items()}
-    except (struct.error, ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: not a valid safetensors file: {error}") from None
-
-
-def _tensor(content: NDArray[np.uint8], entry: dict[str, Any]) -> Tensor:
-    start, end = entry["data_offsets"]
-    return torch.from_numpy(content[start:end]).view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
