@@ -29,6 +29,7 @@ from shardwright.errors import (
     CaptureError,
     CheckpointError,
     ConfigError,
+    DamagedCheckpointError,
     DataError,
     DeferredError,
     LayoutError,
@@ -43,6 +44,7 @@ from shardwright.partition.decisions import OptimizerParallel
 from shardwright.plan import Plan
 from shardwright.runtime.adopt_optimizer import adopt
 from shardwright.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+from shardwright.train.checkpoint_manifest import CheckpointWarning
 from shardwright.train.position import Position
 from shardwright.train.state_dict_file import load_state_dict, save_state_dict
 
@@ -53,8 +55,10 @@ __all__ = [
     "CaptureError",
     "Check",
     "CheckpointError",
+    "CheckpointWarning",
     "Checkpoints",
     "ConfigError",
+    "DamagedCheckpointError",
     "DataError",
     "DeferredError",
     "Examination",

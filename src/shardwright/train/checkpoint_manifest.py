@@ -103,7 +103,7 @@ class CheckpointInfo:
             )
         try:
             return _info(content)
-        except (TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise _damaged(path, error) from None
 
 
