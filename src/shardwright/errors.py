@@ -29,6 +29,10 @@ class DataError(ShardwrightError):
     """Training data that is missing or malformed."""
 
 
+class NonFiniteError(ShardwrightError):
+    """A loss, a gradient or a parameter that is not finite; the message names where it appeared."""
+
+
 class CheckpointError(ShardwrightError):
     """A checkpoint that is missing, belongs to another model, or has an unknown version."""
 

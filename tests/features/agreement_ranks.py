@@ -204,6 +204,22 @@ def check_own_parts_pass_and_holders_of_one_part_are_compared() -> None:
                     dist.barrier()
 
 
+def check_parts_of_different_sizes_are_refused() -> None:
+    net = perceptron()
+    plan = sw.plan(net, BATCH, devices=4, dataset_strategy="data_parallel")
+    parallel = sw.parallelize(net, plan)
+    rows = 1 if dist.get_rank() == 3 else 2
+    with refused(DataError, "rank 3 was given a batch of 1", "BatchSampler"):
+        parallel.train_step(*(part[:rows] for part in BATCH))
+
+
+def check_smaller_last_batches_on_all_ranks_train() -> None:
+    net = perceptron()
+    parallel = sw.parallelize(net, sw.plan(net, BATCH, devices=4))
+    for batch in DataLoader(SAMPLES, 24, shuffle=True, generator=torch.Generator().manual_seed(0)):
+        torch.testing.assert_close(parallel.train_step(*batch), net(*batch))
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
     check_ranks_seeded_apart_train_the_model_of_rank_0,
     check_deferred_models_are_drawn_from_rank_0,
@@ -215,6 +231,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_a_distributed_sampler_is_refused_in_the_first_call,
     check_another_element_is_found_a_call_later,
     check_own_parts_pass_and_holders_of_one_part_are_compared,
+    check_parts_of_different_sizes_are_refused,
+    check_smaller_last_batches_on_all_ranks_train,
 )
 
 

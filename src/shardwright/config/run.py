@@ -46,6 +46,7 @@ from shardwright.train.checkpoint import Checkpoints
 from shardwright.train.checkpoint_manifest import RunNumbers
 from shardwright.train.data import Batches
 from shardwright.train.loop import LOSSES, train
+from shardwright.train.non_finite import check_finite_state
 from shardwright.train.position import BEGINNING, Position
 from shardwright.train.process_group import World, process_group
 from shardwright.train.step_log import StepRecord
@@ -337,7 +338,10 @@ class Run:
             on_start(start)
 
             def after_step(place: Position) -> None:
-                if policy.saves_at(place.step, last) and checkpoints is not None:
+                saves = policy.saves_at(place.step, last) and checkpoints is not None
+                if saves or place.step == last:
+                    check_finite_state(net, optimizer, f"after step {place.step}")
+                if saves and checkpoints is not None:
                     checkpoints.save(net, optimizer, place, plan, numbers)
 
             train(
@@ -352,6 +356,7 @@ class Run:
                 after_step=after_step,
                 rate=self._rate(last),
                 clip_norm=self.config.optimizer.clip_norm,
+                non_finite=settings.non_finite,
             )
 
     def save_strategies(self, plan: Plan) -> Path | None:

@@ -275,6 +275,7 @@ class TrainSection(Section, frozen=True):
     resume: bool = False
     load: str | None = None
     timeout_seconds: Positive = 600.0
+    non_finite: Literal["stop", "skip"] = "stop"
 
 
 class Config(Section, frozen=True):

@@ -29,6 +29,16 @@ def gathered(mine: Tensor) -> Tensor:
     return every
 
 
+def text_of_rank(mine: str, rank: int, device: torch.device) -> str:
+    """The text of one rank, on all; every rank must call this."""
+    encoded = torch.tensor(list(mine.encode()), dtype=torch.uint8, device=device)
+    length = torch.tensor(len(encoded), device=device)
+    dist.broadcast(length, rank)
+    sent = encoded if rank == dist.get_rank() else encoded.new_empty(int(length))
+    dist.broadcast(sent, rank)
+    return bytes(sent.tolist()).decode()
+
+
 def check_description(lines: Sequence[str], device: torch.device) -> None:
     """Compares the description of each rank's model and plan; every rank must call this.
 
@@ -38,16 +48,11 @@ def check_description(lines: Sequence[str], device: torch.device) -> None:
         PlanError: on every rank, if they differ; with the first line in which they do.
     """
     text = "\n".join(lines)
-    encoded = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    rows = gathered(torch.tensor([hash_of(text), len(encoded)], device=device)).tolist()
-    other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
+    hashes = gathered(torch.tensor(hash_of(text), device=device)).tolist()
+    other = next((rank for rank, each in enumerate(hashes) if each != hashes[0]), None)
     if other is None:
         return
-    texts = []
-    for rank in (0, other):
-        sent = encoded if rank == dist.get_rank() else encoded.new_empty(rows[rank][1])
-        dist.broadcast(sent, rank)
-        texts.append(bytes(sent.tolist()).decode().split("\n"))
+    texts = [text_of_rank(text, rank, device).split("\n") for rank in (0, other)]
     first, second = next(
         pair for pair in zip_longest(*texts, fillvalue="nothing") if len({*pair}) > 1
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ def clip_grad_norm_(
 
     Args:
         named: the parameters of this rank's stage.
+        max_norm: infinite to leave gradients as they are.
         counted_elsewhere: names of those that an earlier stage holds too and counts.
         dtype: of the norm; by default that of the gradients, of which a stage may have none.
 
@@ -51,7 +52,7 @@ def clip_grad_norm_(
         dist.all_reduce(squares)
     own_dtype = next((gradient.dtype for gradient in shards.values()), torch.float32)
     norm = squares.sqrt().to(dtype or own_dtype)
-    if shards:
+    if shards and math.isfinite(max_norm):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         scale_all_(list(shards.values()), scale)
     return norm
@@ -62,4 +63,4 @@ def _holders(gradient: Tensor) -> int:
     if not isinstance(gradient, DTensor):
         return 1
     mesh = gradient.device_mesh
-    return prod(mesh.size(i) for i, p in enumerate(gradient.placements) if p.is_replicate())
+    return math.prod(mesh.size(i) for i, p in enumerate(gradient.placements) if p.is_replicate())

@@ -56,6 +56,12 @@ class ProgramLine:
         here = shorten(lines[self.line - 1].partition("; del ")[0], LENGTH, placeholder=" …")
         return f"`{here}` (line {self.line} of the program{self._operator(lines)})"
 
+    @property
+    def computes(self) -> bool:
+        """Whether it is an operator's, not a conversion's: a comment names it right above."""
+        above = self.text.splitlines()[self.line - 2].strip()
+        return above.startswith("# ") and not above.startswith("# bucket ")
+
     def _operator(self, lines: list[str]) -> str:
         """The operator of the line; of a redistribution, that which reads it and comes next. A
         comment above its line names it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from time import perf_counter
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwright.parallel.module import ParallelModule
 from shardwright.train.data import Batches
+from shardwright.train.non_finite import NonFinite, NonFiniteSteps, is_finite
 from shardwright.train.position import BEGINNING, Position
 from shardwright.train.step_log import StepRecord
 
@@ -28,6 +30,7 @@ def train(
     after_step: Callable[[Position], None] | None = None,
     rate: Callable[[int], float] | None = None,
     clip_norm: float | None = None,
+    non_finite: NonFinite = "stop",
 ) -> None:
     """Train `net`, which returns the loss of a batch, for `epochs` epochs.
 
@@ -39,36 +42,54 @@ def train(
         after_step: called after `on_step` with the new position.
         rate: maps a step to its learning rate; by default the optimizer's own is used.
         clip_norm: maximum total norm of the gradients.
+        non_finite: what follows a step whose loss or gradient norm is not finite: `stop` or `skip`.
+
+    Raises:
+        NonFiniteError: on every rank, after such a step, or if parameters are not finite; names the
+            step and the operator where it began.
     """
     net.train()
     remaining = None if max_steps is None else max(0, max_steps - start.step)
+    steps = NonFiniteSteps(net, optimizer, non_finite)
     for position, batch in islice(_steps(batches, epochs, start), remaining):
         started = perf_counter()
-        loss = _with_gradients(net, [tensor.to(device) for tensor in batch], clip_norm)
-        if rate is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = rate(position.step)
-        optimizer.step()
-        optimizer.zero_grad()
+        inputs = [tensor.to(device) for tensor in batch]
+        steps.remember()
+        finite, loss, norm = is_finite(*_with_gradients(net, inputs, clip_norm))
+        if finite:
+            if rate is not None:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate(position.step)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            steps.take_back(inputs, loss, norm, _in_words(batches, position))
         speed = batches.batch_size / (perf_counter() - started)
-        on_step(StepRecord(position.epoch, position.batch, loss.item(), speed))
+        on_step(StepRecord(position.epoch, position.batch, loss, speed))
         if after_step is not None:
             after_step(batches.after(position))
 
 
-def _with_gradients(net: nn.Module, batch: Sequence[Tensor], clip_norm: float | None) -> Tensor:
+def _with_gradients(
+    net: nn.Module, batch: Sequence[Tensor], clip_norm: float | None
+) -> tuple[Tensor, Tensor]:
     """Runs forward and backward, for a `ParallelModule` over all micro-batches and stages; returns
-    the loss."""
+    the loss, and the norm of all gradients before they are clipped."""
+    max_norm = math.inf if clip_norm is None else clip_norm
     if isinstance(net, ParallelModule):
-        planned = net.train_step(*batch)
-        if clip_norm is not None:
-            net.clip_grad_norm_(clip_norm)
-        return planned
+        return net.train_step(*batch), net.clip_grad_norm_(max_norm)
     loss: Tensor = net(*batch)
     loss.backward()  # type: ignore[no-untyped-call]
-    if clip_norm is not None:
-        nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
-    return loss
+    return loss, nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+
+
+def _in_words(batches: Batches, position: Position) -> str:
+    first = batches.first_sample(position)
+    last = first + batches.batch_size - 1
+    return (
+        f"step {position.step + 1} (epoch {position.epoch}, batch {position.batch}: samples {first}"
+        f" to {last} of the epoch's order)"
+    )
 
 
 def _steps(
