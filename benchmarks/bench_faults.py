@@ -73,7 +73,10 @@ def bit_flips(flips: int) -> Table:
 
 def checksum_speed() -> Table:
     """How fast files that were just written are verified by one process."""
-    table = Table("Verifying checksums, files in the page cache", ("files", "MB each", "MB/s", "MB per CPU second"))
+    table = Table(
+        "Verifying checksums, files in the page cache",
+        ("files", "MB each", "MB/s", "MB per CPU second"),
+    )
     content = os.urandom(1 << 20) * MEGABYTES
     checksum = FileChecksum(len(content), zlib.crc32(content))
     with tempfile.TemporaryDirectory() as name:
