@@ -1,4 +1,9 @@
-"""Python source text, line by line: what a program prints is what it runs."""
+"""Python source text, line by line: what a program prints is what it runs.
+
+Names of operators, axes and segments may come from a file. Only their letters, digits and
+underscores become part of a name in the text, and a comment is one line, so that no file can put
+code into a program.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +48,7 @@ class Source:
 
     def refer(self, wanted: str, thing: Any) -> str:
         """The name under which the text reaches `thing`; one name for one thing."""
+        wanted = re.sub(r"\W+", "_", wanted)
         for number in range(len(self.scope) + 1):
             found = wanted if number == 0 else f"{wanted}_{number}"
             if found in self.scope:
@@ -134,7 +140,7 @@ def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]
     last = {name: i for i, line in enumerate(lines) for name in (*line.reads, *line.names)}
     for number, line in enumerate(lines):
         if line.comment:
-            yield f"    # {line.comment}"
+            yield f"    # {''.join(c if c.isprintable() else ' ' for c in line.comment)}"
         if line.body:
             yield f"    def {line.function}({', '.join(line.reads)}):"
             yield from (f"    {inner}" for inner in write_body(line.body, line.names))
