@@ -1,15 +1,11 @@
 """Locks of folders, between processes."""
 
 import fcntl
-import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing.synchronize import Event as EventClass
 from pathlib import Path
 
 import pytest
@@ -17,30 +13,9 @@ import pytest
 from shardwright.errors import LockError
 from shardwright.train import folder_lock
 from shardwright.train.folder_lock import LOCK_FILE, lock_folders
-
-FORK = multiprocessing.get_context("fork")
+from train.lock_holder import FORK, holder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
-
-
-def hold(folder: Path, locked: EventClass, seconds: float) -> None:
-    with lock_folders(folder):
-        locked.set()
-        time.sleep(seconds)
-
-
-@contextmanager
-def holder(folder: Path, seconds: float = 100) -> Iterator[multiprocessing.process.BaseProcess]:
-    """Another process that has locked `folder`."""
-    locked = FORK.Event()
-    process = FORK.Process(target=hold, args=(folder, locked, seconds))
-    process.start()
-    assert locked.wait(60)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.join()
 
 
 def test_a_folder_that_another_process_has_locked_is_refused_by_its_name(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, cast
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shardwright.errors import CheckpointError, DamagedCheckpointError
+from shardwright.errors import CheckpointError, DamagedCheckpointError, LockError
 from shardwright.parallel.module import ParallelModule
 from shardwright.plan import Plan
 from shardwright.runtime.devices import world_timeout
@@ -37,6 +37,7 @@ from shardwright.train.checkpoint_storage import (
     clear_leftovers,
     complete_steps,
 )
+from shardwright.train.folder_lock import lock_folders
 from shardwright.train.parameter_names import match_saved_names
 from shardwright.train.position import Position
 
@@ -52,7 +53,8 @@ Item = TypeVar("Item")
 class Checkpoints:
     """The checkpoints of one run in `folder`; every rank must make the same calls.
 
-    As a context manager it waits on exit for a checkpoint that is still being written.
+    As a context manager it waits on exit for a checkpoint that is still being written. From the
+    first `save` until then its folder is locked: other processes cannot save there.
 
     Args:
         keep: number of newest checkpoints to keep; None for all.
@@ -67,6 +69,7 @@ class Checkpoints:
         self._keep, self._asynchronous = keep, asynchronous
         self._group: dist.ProcessGroup | None = None
         self._pending: Future[Metadata] | None = None
+        self._locks: ExitStack | None = None
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -80,6 +83,9 @@ class Checkpoints:
         # Not after an error: other ranks may never write their shards.
         if error is None:
             self.wait()
+            if self._locks is not None:
+                self._locks.close()
+                self._locks = None
             if self._group is not None:
                 dist.destroy_process_group(self._group)
 
@@ -142,7 +148,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: if the optimizer has parameters that the model does not have, or state
-                that is not a tensor, or if this or the previous checkpoint could not be written.
+                that is not a tensor, if this or the previous checkpoint could not be written, or
+                if another process has locked the folder.
         """
         tensors = checkpoint_state.model_tensors(net)
         if optimizer is not None:
@@ -162,10 +169,10 @@ class Checkpoints:
         if dist.is_initialized() and self._group is None:
             # Long timeout: ranks wait in this group while others write their files.
             self._group = dist.new_group(backend="gloo", timeout=world_timeout())
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            clear_leftovers(self.folder)
+        # Collective: no rank starts writing before rank 0 has cleared the leftovers.
+        for problem in _from_rank_0(self._claim()):
+            raise CheckpointError(problem)
         if self._group is not None:
-            # Collective: no rank starts writing before rank 0 has cleared the leftovers.
             tensors = checkpoint_state.drop_tied_duplicates(tensors, self._group)
         writer = PublishingWriter(self.path(position.step), about, self._keep)
         target: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
@@ -176,6 +183,21 @@ class Checkpoints:
                 self._pending = cast("Future[Metadata]", pending)
             else:
                 state_dict_saver.save(dict(tensors), **target)
+
+    def _claim(self) -> list[str]:
+        """On rank 0, locks the folder and removes the leftovers of crashed runs, which those of a
+        live one could not be told from; says what prevents it."""
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return []
+        try:
+            if self._locks is None:
+                locks = ExitStack()
+                locks.enter_context(lock_folders(self.folder))
+                self._locks = locks
+            clear_leftovers(self.folder)
+        except (LockError, OSError) as error:
+            return [f"rank 0: {error}"]
+        return []
 
     def wait(self) -> None:
         """Waits until the checkpoint that is being written is complete.
