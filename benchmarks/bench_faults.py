@@ -9,6 +9,11 @@ and attributes that change, ranks with seeds or batches of their own. Each train
 once data parallel and once model parallel, on 4 processes with gloo; losses and final parameters
 are compared. Goal: exact, or refused by name.
 
+Kills are SIGKILLs of a rank, of two ranks at once or of the launcher of 4 processes, while they
+start, while they train, and while files of a checkpoint are there in part. A launcher is started
+again, ranks are restarted by it. Goal: the record has each step once, with the loss of a run that
+nobody disturbed, and the final parameters are the same to the bit.
+
 Checksums are computed while a checkpoint is written, and verified when it is loaded, each file by
 one rank.
 """
@@ -26,17 +31,18 @@ from torch import nn
 
 import shardwright as sw
 from benchmarks.bit_flips import RAW, REFUSED, SILENT, flip_bits
+from benchmarks.kills import MOMENTS, VICTIMS, kill_at_random
 from benchmarks.program_ranks import ENDS, EXACT, WRONG
 from benchmarks.programs.outcomes import outcomes
 from benchmarks.table import Table
 from shardwright.train.checkpoint_manifest import FileChecksum, find_damage
 
-FLIPS = 500
+FLIPS, KILLS = 500, 100
 MEGABYTES, FILES = 256, 4
 
 
 def run() -> list[Table]:
-    return [user_programs(), bit_flips(FLIPS), checksum_speed()]
+    return [user_programs(), bit_flips(FLIPS), kills(KILLS), checksum_speed()]
 
 
 def user_programs() -> Table:
@@ -68,6 +74,22 @@ def bit_flips(flips: int) -> Table:
     table.add(flips, ends[REFUSED], ends[SILENT], ends[RAW])
     if ends[REFUSED] != flips:
         table.missed.append(f"of {flips} changed bits {flips - ends[REFUSED]} were not refused")
+    return table
+
+
+def kills(number: int) -> Table:
+    """Kills at random moments, beside a run without."""
+    table = Table(
+        "Kills of 4 processes", ("killed", *MOMENTS, "parameters", "steps lost", "repeated")
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        report = kill_at_random(Path(folder), number)
+    for victim in VICTIMS:
+        table.add(victim, *(report.kills[victim, moment] for moment in MOMENTS), "", "", "")
+    outcome = "bit-equal" if report.equal else "different"
+    table.add(f"{number} kills", "", "", "", outcome, report.lost, report.repeated)
+    if not report.is_undisturbed:
+        table.missed.append(f"{number} kills changed the run: {report}")
     return table
 
 

@@ -68,6 +68,10 @@ class KillReport:
     repeated: int = 0
     different: int = 0
 
+    @property
+    def is_undisturbed(self) -> bool:
+        return self.equal and not (self.lost or self.repeated or self.different)
+
 
 def kill_at_random(folder: Path, kills: int, seed: int = 0) -> KillReport:
     """Trains in `folder` twice, and the second time kills processes so many times.

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -13,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.kills import kill_at_random
 
 import shardwright as sw
 from shardwright import cli
 from shardwright.config import Run
+from shardwright.train import folder_lock
 from shardwright.train.launch import launch
 from shardwright.train.log_folder import LogFolder
 from shardwright.train.rank_failure import RankFailedError
@@ -172,6 +173,26 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+@pytest.mark.distributed
+def test_a_second_run_into_the_same_folders_is_refused_and_says_who_holds_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(folder_lock, "PATIENCE", 0.1)
+    config = configure("a", 10**6, 10)
+    with running(config, "--log-dir", "logs") as process:
+        wait_for_steps(process, "logs", 30)
+        done = steps("logs")
+        for logs, locked in (("logs", "logs"), ("other", "a")):
+            assert train(monkeypatch, config, "--log-dir", logs, "--resume") == 2
+            said = capsys.readouterr().err
+            assert re.fullmatch(
+                rf"error: \S+/{locked} is in use by process {process.pid} on .*: wait until .*\n",
+                said,
+            )
+        assert not Path("other").exists()
+        assert steps("logs")[: len(done)] == done
+
+
 def ranks(process: subprocess.Popen[str]) -> list[int]:
     """The ranks' processes, while the launching process is there."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -240,43 +261,12 @@ def test_a_rank_that_does_not_come_is_told_by_the_redistribution_that_waited(
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(4000)
-def test_twenty_killed_ranks_leave_the_parameters_of_an_undisturbed_run(folder: Path) -> None:
-    """Killed at random moments: while processes start, while they train, while files are written.
-    With dropout, to the last bit."""
-    config = configure("calm", 2500, 50, dropout=0.3)
-    with running(config, "--log-dir", "logs_calm", "--devices", "4") as process:
-        process.communicate(timeout=1500)
-    assert process.returncode == 0
-    config = configure("wild", 2500, 50, dropout=0.3)
-    text = Path(config).read_text()
-    Path(config).write_text(text.replace("every: 50", "every: 50, async: true"))
-    arguments = (config, "--log-dir", "logs_wild", "--devices", "4", "--max-restarts", "20")
-    with running(*arguments) as process:
-        killed = kill_at_random(process, "logs_wild", 20)
-        output, error = process.communicate(timeout=1500)
-    assert (killed, process.returncode, error) == (20, 0, "")
-    assert "restart 20 of 20" in output
-    assert_same_steps("logs_wild", "logs_calm", tolerance=0)
-    torch.testing.assert_close(final("wild.yaml"), final("calm.yaml"), rtol=0, atol=0)
-
-
-def kill_at_random(process: subprocess.Popen[str], logs: str, times: int) -> int:
-    """Kill a rank of four after some time or some steps, so often; says how often it was."""
-    draw, killed, record = random.Random(0), 0, LogFolder(Path(logs)).steps(0)
-    while killed < times and process.poll() is None:
-        if draw.random() < 0.3:
-            time.sleep(draw.uniform(0, 10))
-        else:
-            done = record.read_text().count("\n") if record.exists() else 0
-            wait_for_steps(process, logs, done + draw.randrange(1, 100))
-        alive = ranks(process)
-        if len(alive) == 4:
-            victim = draw.choice(alive)
-            os.kill(victim, 9)
-            killed += 1
-            while victim in ranks(process):
-                time.sleep(0.01)
-    return killed
+def test_kills_at_random_moments_leave_the_parameters_of_an_undisturbed_run(folder: Path) -> None:
+    """Of ranks, of two at once and of launchers; while processes start, while they train, while
+    files are written. With dropout, to the last bit."""
+    report = kill_at_random(folder, 9)
+    assert len(report.kills) == 9
+    assert report.is_undisturbed, report
 
 
 @pytest.mark.slow
