@@ -69,3 +69,17 @@ def test_a_config_file_or_its_folder_is_read(tmp_path: Path) -> None:
 def test_what_cannot_be_built_is_an_error(source: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_hf(source)
+
+
+def test_code_beside_a_configuration_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = {"model_type": "planted", "auto_map": {"AutoConfig": "planted.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "planted.py").write_text("open('run', 'w')")
+    with pytest.raises(ConfigError, match="contains custom code"):
+        build_hf(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="contains custom code"):
+        build_hf(tmp_path)
+    assert not (tmp_path / "run").exists()

@@ -58,3 +58,22 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
         packed_text(8, tmp_path / "short.txt")
     with pytest.raises(DataError, match=r"no such tokenizer\.json"):
         packed_text(1, tmp_path / "short.txt", tmp_path / "absent.json")
+
+
+PLANTED = {"auto_map": {"AutoTokenizer": ["planted.Tokenizer", None], "AutoConfig": "planted.Own"}}
+
+
+def test_code_beside_a_tokenizer_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    for name in ("tokenizer_config.json", "config.json"):
+        (tmp_path / name).write_text(json.dumps(PLANTED))
+    (tmp_path / "planted.py").write_text("open('run', 'w')")
+    with pytest.raises(DataError, match=r"not a tokenizer that can be loaded: .*custom code"):
+        packed_text(4, tmp_path / "a.txt", tmp_path)
+    (tmp_path / "damaged.json").write_text("{")
+    with pytest.raises(DataError, match=r"damaged\.json: not a tokenizer that can be loaded"):
+        packed_text(4, tmp_path / "a.txt", tmp_path / "damaged.json")
+    assert not (tmp_path / "run").exists()

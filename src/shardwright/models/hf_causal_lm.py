@@ -71,7 +71,7 @@ def _config(source: str | Path | Mapping[str, Any]) -> Any:
     if not Path(source).exists():
         raise ConfigError(f"hf: no such file or folder: {source}")
     try:
-        return AutoConfig.from_pretrained(source, local_files_only=True)
+        return AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise ConfigError(f"hf: {source}: {_first_line(error)}") from None
 

@@ -279,11 +279,15 @@ def _load_tokenizer(path: Path) -> tuple[Encode, list[int]]:
         ) from None
     if not path.exists():
         raise DataError(f"{path}: no such tokenizer.json or tokenizer folder")
-    tokenizer = (
-        AutoTokenizer.from_pretrained(str(path))
-        if path.is_dir()
-        else PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
-    )
+    try:
+        tokenizer = (
+            AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+            if path.is_dir()
+            else PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
+        )
+    except Exception as error:  # Damaged files can raise anything.
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError(f"{path}: not a tokenizer that can be loaded: {reason}") from None
     end = tokenizer.eos_token_id
     return (
         lambda written: list(tokenizer.encode(written, add_special_tokens=False)),
