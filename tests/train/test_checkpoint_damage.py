@@ -145,6 +145,11 @@ def test_a_checkpoint_without_checksums_is_loaded_with_a_warning(tmp_path: Path)
     with pytest.warns(CheckpointWarning, match="step-1 has no checksums"):
         assert sw.load_checkpoint(tmp_path, net, torch.optim.AdamW(net.parameters())).step == 1
     assert CheckpointInfo.read(tmp_path / "step-1").files == {}
+    with (
+        pytest.warns(CheckpointWarning),
+        pytest.raises(sw.CheckpointError, match="saved with another optimizer"),
+    ):
+        sw.load_checkpoint(tmp_path, net, torch.optim.SGD(net.parameters()))
     assert VERSION == 2
 
 

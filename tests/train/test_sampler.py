@@ -61,6 +61,8 @@ def test_an_epoch_goes_on_from_any_sample() -> None:
     sampler.set_epoch(0, sample=12)
     assert len(sampler) == 2
     assert list(sampler) == [order[12:20], order[20:28]]
+    with pytest.raises(DataError, match=r"the last batch has 2 samples, but .* 4 ways"):
+        BatchSampler(32, CUT, 0, 8, drop_last=False).set_epoch(0, sample=14)
 
 
 def test_an_uneven_last_batch_is_kept_if_asked_and_if_it_can_be_cut() -> None:

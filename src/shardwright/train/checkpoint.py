@@ -349,10 +349,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, fol
     own = type(optimizer).__name__
     if info.groups is None:
         raise CheckpointError(f"{folder} was saved without an optimizer")
-    if info.optimizer not in (None, own):
+    saved = info.optimizer
+    if saved is None and set(info.groups[0]) - {"initial_lr"} - set(optimizer.param_groups[0]):
+        saved = "another optimizer"
+    if saved not in (None, own):
         raise CheckpointError(
-            f"{folder} was saved with {info.optimizer}, whose state {own} cannot continue: use"
-            f" {info.optimizer}, or start anew from the weights, with train.load: {folder}"
+            f"{folder} was saved with {saved}, whose state {own} cannot continue: use"
+            f" {info.optimizer or 'the same'}, or start anew from the weights, with train.load:"
+            f" {folder}"
         )
 
 

@@ -72,7 +72,6 @@ class BatchSampler(Sampler[list[int]]):
     ) -> None:
         self.samples, self.batch_size = samples, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = self.sample = 0
         self._arrival = _batch_layout(plan)
         self._place = rank % plan.mesh.num_devices
         if samples < batch_size:
@@ -81,12 +80,17 @@ class BatchSampler(Sampler[list[int]]):
                 f" most {samples}"
             )
         self._check_divides(batch_size, "a batch")
-        if not drop_last:
-            self._check_divides(samples % batch_size, "the last batch")
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int, sample: int = 0) -> None:
-        """Selects the order of the samples of `epoch`, from its sample number `sample` on."""
+        """Selects the order of the samples of `epoch`, from its sample number `sample` on.
+
+        Raises:
+            DataError: if the last batch cannot be sharded evenly.
+        """
         self.epoch, self.sample = epoch, sample
+        if not self.drop_last:
+            self._check_divides((self.samples - sample) % self.batch_size, "the last batch")
 
     def __len__(self) -> int:
         """Number of batches in what is left of the epoch."""
