@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import PlanError
-from shardwright.runtime.content_hash import bytes_of, content_hash
+from shardwright.runtime.content_hash import content_hash, memory_of
 
 PIECE = 64 * 2**20
 """Bytes that are sent at once where they first go to another device."""
@@ -86,7 +86,7 @@ def _broadcast(tensor: Tensor, device: torch.device) -> None:
         if stride == 0:  # expanded: all of its elements are the first
             tensor = tensor.narrow(dim, 0, 1)
     whole = tensor.contiguous()
-    for piece in torch.split(bytes_of(whole), PIECE):
+    for piece in torch.split(memory_of(whole), PIECE):
         sent = piece.to(device)
         dist.broadcast(sent, 0)
         if sent is not piece:

@@ -25,7 +25,7 @@ def content_hash(tensor: Tensor) -> Tensor:
     The words of the tensor are laid out in rows. Each is multiplied by weights of its row and its
     column that have no pattern, and all are added, modulo 2⁶⁴.
     """
-    flat = bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    flat = memory_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
     if flat.storage_offset() % WORD:
         flat = flat.clone()
     count = flat.numel() // WORD
@@ -38,7 +38,7 @@ def content_hash(tensor: Tensor) -> Tensor:
     return (last * _weights(len(last), flat.device)).sum()
 
 
-def bytes_of(contiguous: Tensor) -> Tensor:
+def memory_of(contiguous: Tensor) -> Tensor:
     """Its memory, in one dimension. One element may have any stride, so it gets one of 1."""
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
