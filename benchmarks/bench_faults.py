@@ -14,13 +14,19 @@ start, while they train, and while files of a checkpoint are there in part. A la
 again, ranks are restarted by it. Goal: the record has each step once, with the loss of a run that
 nobody disturbed, and the final parameters are the same to the bit.
 
+Ranks compare what they are called with in each step; the time is that of the calling thread, which
+does not wait for the answer. Goal: less than 0.1 ms.
+
 Checksums are computed while a checkpoint is written, and verified when it is loaded, each file by
 one rank.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 import zlib
@@ -32,6 +38,7 @@ from torch import nn
 import shardwright as sw
 from benchmarks.bit_flips import RAW, REFUSED, SILENT, flip_bits
 from benchmarks.kills import MOMENTS, VICTIMS, kill_at_random
+from benchmarks.page import ROOT
 from benchmarks.program_ranks import ENDS, EXACT, WRONG
 from benchmarks.programs.outcomes import outcomes
 from benchmarks.table import Table
@@ -39,10 +46,11 @@ from shardwright.train.checkpoint_manifest import FileChecksum, find_damage
 
 FLIPS, KILLS = 500, 100
 MEGABYTES, FILES = 256, 4
+GUARDED, GUARD_SECONDS = 2, 1e-4
 
 
 def run() -> list[Table]:
-    return [user_programs(), bit_flips(FLIPS), kills(KILLS), checksum_speed()]
+    return [user_programs(), bit_flips(FLIPS), kills(KILLS), guards(), checksum_speed()]
 
 
 def user_programs() -> Table:
@@ -56,6 +64,23 @@ def user_programs() -> Table:
     table.missed += [
         f"{o.program}, {o.plan}: {o.end}: {o.why}" for o in ends if o.end in (WRONG, RAW)
     ]
+    return table
+
+
+def guards() -> Table:
+    """What it costs to compare steps and parameters of several ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={GUARDED}"]
+    command = [*launcher, "-m", "benchmarks.guard_ranks"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    costs = json.loads(done.stdout.splitlines()[-1])
+    table = Table("Comparing ranks", ("what", "time"))
+    table.add("a step of a LLaMA of 32 layers", f"{1e3 * costs['step']:.1f} ms")
+    table.add("to start comparing its shapes and modes", f"{1e3 * costs['shapes']:.3f} ms")
+    table.add("and its contents (10 first calls, 1 of 100)", f"{1e3 * costs['contents']:.3f} ms")
+    table.add("256 MiB of parameters that are equal", f"{costs['equal']:.2f} s")
+    table.add("256 MiB of parameters that differ", f"{costs['sent']:.2f} s")
+    if costs["shapes"] > GUARD_SECONDS:
+        table.missed.append(f"comparing a step takes {1e3 * costs['shapes']:.3f} ms")
     return table
 
 

@@ -1,0 +1,76 @@
+"""Measures on these ranks what it costs a step to compare it with other ranks, and what it costs to
+compare the values of parameters; rank 0 prints the numbers."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardwright as sw
+from shardwright.models import Dimensions, build
+from shardwright.runtime import batch_guard
+from shardwright.runtime.agreement import take_values_of_rank_0
+
+STEPS, CALLS, MEBIBYTES = 3, 300, 256
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    sizes = Dimensions(
+        family="llama",
+        hidden_size=64,
+        num_layers=32,
+        num_heads=4,
+        num_kv_heads=4,
+        intermediate_size=128,
+        vocab_size=256,
+        seq_length=128,
+        norm_eps=1e-5,
+    )
+    net = build(sizes)
+    ids = torch.randint(256, (8, 128), generator=torch.Generator().manual_seed(0))
+    plan = sw.plan(net, (ids, ids), devices=dist.get_world_size(), mode="data_parallel")
+    parallel: Any = sw.parallelize(net, plan)
+    calls: list[tuple[Hashable, Sequence[Any]]] = []
+    begin = parallel._guard.begin
+    parallel._guard.begin = lambda *call: (calls.append(call), begin(*call))
+    step = statistics.median(seconds(lambda: parallel.train_step(ids, ids), STEPS))
+    kind, leaves = calls[-1]
+    batch_guard.EVERY = 10**9  # type: ignore[misc]
+    shapes = statistics.median(seconds(lambda: begin(kind, leaves), CALLS, pause=0.001))
+    batch_guard.EVERY = 1  # type: ignore[misc]
+    contents = statistics.median(seconds(lambda: begin(kind, leaves), CALLS, pause=0.001))
+    torch.manual_seed(0)
+    tensors = {"weights": torch.randn(MEBIBYTES * 2**18)}
+    device = torch.device("cpu")
+    (equal,) = seconds(lambda: take_values_of_rank_0(tensors, device), 1)
+    tensors["weights"] += dist.get_rank()
+    (sent,) = seconds(lambda: take_values_of_rank_0(tensors, device), 1)
+    if dist.get_rank() == 0:
+        numbers = {"step": step, "shapes": shapes, "contents": contents}
+        print(json.dumps({**numbers, "equal": equal, "sent": sent}), flush=True)
+    dist.destroy_process_group()
+
+
+def seconds(call: Callable[[], object], times: int, pause: float = 0.0) -> list[float]:
+    """The CPU seconds of the calling thread, as other ranks compute on the same cores, for each of
+    many calls; of a few calls the whole time."""
+    clock = time.thread_time if pause else time.perf_counter
+    durations = []
+    for _ in range(times):
+        time.sleep(pause)
+        started = clock()
+        call()
+        durations.append(clock() - started)
+    return durations
+
+
+if __name__ == "__main__":
+    main()
