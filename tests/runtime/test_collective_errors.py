@@ -1,5 +1,7 @@
 """What is said of the place where communication failed; real ranks hang in `test_faults.py`."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -88,6 +90,38 @@ def test_an_error_of_a_bucket_names_its_parameters(monkeypatch: pytest.MonkeyPat
 def test_an_error_of_something_else_is_left_as_it_is() -> None:
     with pytest.raises(RuntimeError, match=r"^shapes$") as caught, naming_redistributions():
         raise RuntimeError("shapes")
+    assert caught.type is RuntimeError
+
+
+def collective(text: str) -> None:
+    """An error from within torch.distributed."""
+    inside = {"__name__": "torch.distributed.distributed_c10d", "text": text}
+    exec("def wait():\n    raise RuntimeError(text)", inside)
+    inside["wait"]()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "Connection closed by peer [127.0.0.1]:2345",
+        "Timed out waiting 3000ms for recv operation to complete",
+        "Application timeout caused pair closure",
+        "wait timeout after 3000ms, keys: /0",
+        "Broken pipe",
+    ],
+)
+def test_another_rank_that_is_gone_outside_of_programs_is_told_with_who_waited(reason: str) -> None:
+    said = (
+        rf"^communication failed in `collective` \(.*test_collective_errors.py, line \d+\): "
+        rf"{re.escape(reason)} \(another rank is gone or stuck\)$"
+    )
+    with pytest.raises(CommunicationError, match=said), naming_redistributions():
+        collective(f"[/a/place/in/gloo.cc:78] {reason}")
+
+
+def test_a_collective_that_is_called_wrongly_is_not_blamed_on_others() -> None:
+    with pytest.raises(RuntimeError, match="contiguous") as caught, naming_redistributions():
+        collective("Tensors must be contiguous")
     assert caught.type is RuntimeError
 
 

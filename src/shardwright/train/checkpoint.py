@@ -68,7 +68,7 @@ class Checkpoints:
         self.folder = Path(folder)
         self._keep, self._asynchronous = keep, asynchronous
         self._group: dist.ProcessGroup | None = None
-        self._pending: Future[Metadata] | None = None
+        self._pending: tuple[Path, Future[Metadata]] | None = None
         self._locks: ExitStack | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -177,10 +177,11 @@ class Checkpoints:
         writer = PublishingWriter(self.path(position.step), about, self._keep)
         target: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
         target["no_dist"] = self._group is None
-        with _convert_errors(self.path(position.step)):
+        path = self.path(position.step)
+        with _convert_errors(path):
             if self._asynchronous:
                 pending = state_dict_saver.async_save(dict(tensors), **target)
-                self._pending = cast("Future[Metadata]", pending)
+                self._pending = path, cast("Future[Metadata]", pending)
             else:
                 state_dict_saver.save(dict(tensors), **target)
 
@@ -207,8 +208,9 @@ class Checkpoints:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            with _convert_errors(self.folder):
-                pending.result()
+            path, future = pending
+            with _convert_errors(path):
+                future.result()
 
     def load(
         self,
