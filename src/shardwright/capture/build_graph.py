@@ -94,7 +94,13 @@ def build_graph(
         ),
         loss=values.of(losses[0]) if losses else None,
         other_losses=tuple(values.of(node) for node in losses[1:]),
+        frozen=frozen_parameters(call.module),
     )
+
+
+def frozen_parameters(module: nn.Module) -> frozenset[str]:
+    """The names of the parameters that require no gradient."""
+    return frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
 
 
 def _losses(

@@ -151,6 +151,7 @@ class Graph:
         tied: maps the other names of a tied parameter or buffer to the name of its value.
         loss: the differentiable scalar that a training step trains; None if there is none.
         other_losses: differentiable scalars that are trained apart from it, if at all.
+        frozen: names of the parameters that require no gradient.
         module_tags: the user's annotations of modules, by path.
         call_tags: the user's annotations of function calls, each with the line of the call, even if
             no operator of the call is left.
@@ -170,6 +171,7 @@ class Graph:
     tied: dict[str, str] = field(default_factory=dict)
     loss: Value | None = None
     other_losses: tuple[Value, ...] = ()
+    frozen: frozenset[str] = frozenset()
     capture_seconds: float = 0.0
     module_tags: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     call_tags: tuple[tuple[Any, str], ...] = ()

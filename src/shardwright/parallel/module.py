@@ -31,6 +31,7 @@ from shardwright.runtime.dtensor import (
     with_stored_parameters,
 )
 from shardwright.runtime.micro_batches import micro_batch, most_micro_batches, whole_leaves
+from shardwright.runtime.single_backward import refuse_double_backward
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.modules import share_state
 from shardwright.torch_internals.tensors import copy_all_
@@ -133,8 +134,11 @@ class ParallelModule(nn.Module):
         # In a tuple, so that it is no submodule.
         self._template = (template,)
         self._compiler: Callable[..., Any] | None = None
-        leaves = [key_of(leaf) for leaf in partitioned.graph.inputs]
-        self._planned_situation = self._situation(partitioned.graph.in_spec, leaves)
+        graph, named = partitioned.graph, tuple(self.named_parameters())
+        self._planned_gradients = tuple((n, p, n not in graph.frozen) for n, p in named)
+        leaves = tuple(key_of(leaf) for leaf in graph.inputs)
+        planned: tuple[Any, ...] = (self._modes(), frozenset(), graph.in_spec, leaves)
+        self._planned_situation = planned
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
         self._guard = BatchGuard(devices, partitioned.graph, partitioned.decisions.arrivals)
@@ -171,6 +175,8 @@ class ParallelModule(nn.Module):
             self.steps += 1
         with self._guard.explaining_errors():
             outputs, updates = bound.program(shards, buffers, inputs, self.seed + self.steps)
+        if self.devices.layout.num_devices > 1:
+            refuse_double_backward(outputs)
         names = (buffer.name for buffer, _ in bound.graph.updates)
         bound.places.write(dict(zip(names, updates, strict=True)))
         return pytree.tree_unflatten(self._returned(bound, outputs), bound.graph.out_spec)
@@ -268,8 +274,13 @@ class ParallelModule(nn.Module):
         return whole_leaves(self.partitioned.graph, self.devices.layout, arrivals, leaves)
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
-        """What a program depends on: the modes of all submodules and what the call is given."""
-        return tuple(m.training for m in self.modules()), spec, tuple(leaves)
+        """What a program depends on: the modes of all submodules, the parameters that were frozen
+        or unfrozen since the plan, and what the call is given."""
+        changed = (n for n, p, planned in self._planned_gradients if p.requires_grad is not planned)
+        return self._modes(), frozenset(changed), spec, tuple(leaves)
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self.modules())
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
         """The model in a situation that the plan was not made for, with its decisions adapted.
@@ -283,6 +294,8 @@ class ParallelModule(nn.Module):
         (template,) = self._template
         for module, copied in zip(self.modules(), template.modules(), strict=True):
             copied.training = module.training
+        for name, parameter, _ in self._planned_gradients:
+            template.get_parameter(name).requires_grad_(parameter.requires_grad)
         graph = capture(template, args, kwargs, planned.graph.compute_dtype)
         shapes = ", ".join(str(value) for value in graph.input_values)
         log.info("captured the model for %s, training=%s", shapes, self.training)

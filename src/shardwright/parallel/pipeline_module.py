@@ -101,6 +101,12 @@ class PipelineModule(ParallelModule):
         return RankStages(partitioned, self.devices)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
+        for name, parameter, trained in self._planned_gradients:
+            if parameter.requires_grad is not trained:
+                raise PlanError(
+                    f"requires_grad of {name!r} has changed since the model was planned: with"
+                    " pipeline stages, plan and parallelize the model again"
+                )
         captured = super()._capture(args, kwargs)
         planned = captured.pipeline.chunk_of
         chunk_of = {op.name: planned[op.name] for op in captured.graph.ops if op.name in planned}

@@ -1,0 +1,26 @@
+"""Gradients of gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright.runtime.single_backward import refuse_double_backward
+
+
+def test_a_gradient_that_is_to_be_differentiated_is_refused() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = (x**3).sum()
+    refuse_double_backward([y, None, torch.zeros(2)])
+    with pytest.raises(sw.PlanError, match="create_graph=True"):
+        torch.autograd.grad(y, x, create_graph=True)
+
+
+def test_an_ordinary_gradient_flows_also_where_the_output_is_changed_in_place() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = (x**3).sum()
+    refuse_double_backward([y])
+    y /= 3
+    y.backward()
+    torch.testing.assert_close(x.grad, torch.ones(2))
