@@ -1,113 +1,182 @@
-"""Compares a planned program on simulated ranks with one device."""
+"""Compares a planned program on simulated ranks with the user's own module on one device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.api.trained_steps import (
+    Differences,
+    EagerTraining,
+    TrainedSteps,
+    difference,
+    interpreted,
+    train_program,
+)
 from shardwright.capture.capture import capture
 from shardwright.deferred import values_of
-from shardwright.graph.float64 import graph_in_float64, in_float64
-from shardwright.graph.graph import Graph, Value
-from shardwright.graph.interpreter import interpret
+from shardwright.errors import PlanError
+from shardwright.graph.float64 import (
+    float64_by_default,
+    graph_in_float64,
+    in_float64,
+    module_in_float64,
+    paired_operators,
+)
+from shardwright.graph.graph import Graph, Op
 from shardwright.parallel.simulate_pipeline import simulate_stages
 from shardwright.parallel.simulate_ranks import Outcome, simulate, simulate_step
 from shardwright.parallel.train_step import LossWeights, loss_of
-from shardwright.partition.partitioned import Partitioned
+from shardwright.partition.partitioned import Partitioned, random_operators
 from shardwright.plan import Plan
 from shardwright.planner.pipeline import Pipeline
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.micro_batches import micro_batch
 from shardwright.torch_internals import pytree
 
+TOLERANCE = 1e-9
+"""Of differences in float64."""
+
 
 @dataclass(frozen=True)
 class Check:
-    """A plan's program on simulated ranks, compared with the model on one device.
+    """Two training steps of a plan's program on simulated ranks, compared with those of the module
+    itself: SGD with momentum on the gradients of all outputs, or with micro-batches of the loss.
 
     Args:
-        loss: on one device; None if the model has no scalar loss.
+        loss: of the module, in the first step; None if it has no scalar loss.
         loss_difference: largest difference of any output.
         gradient_difference: largest difference of any parameter's gradient, relative to the
-            largest gradient of that parameter.
+            largest gradient of that parameter; infinite where only one side has a gradient.
         worst_parameter: the parameter where that is.
+        state_difference: largest difference of any parameter or buffer after the steps.
+        worst_state: the parameter or buffer where that is.
         replica_difference: largest difference between ranks that should hold the same.
         counted_bytes: what one device sent, forward and backward, counted while it ran.
         planned_bytes: what the plan says.
+        cause: where there is a difference, on which side it lies: `capture` if the captured
+            operators differ from the module on one device already, else `split`.
+        random_operators: what draws random numbers, so that values cannot be compared.
     """
 
     loss: float | None
     loss_difference: float
     gradient_difference: float
     worst_parameter: str
+    state_difference: float
+    worst_state: str
     replica_difference: float
     counted_bytes: tuple[int, int]
     planned_bytes: tuple[int, int]
+    cause: str = ""
+    random_operators: tuple[str, ...] = ()
 
-    def passes(self, tolerance: float = 1e-9) -> bool:
-        """Whether every difference is within `tolerance` and the bytes are as planned."""
-        worst = max(self.loss_difference, self.gradient_difference, self.replica_difference)
+    def passes(self, tolerance: float = TOLERANCE) -> bool:
+        """Whether every difference is within `tolerance` and the bytes are as planned; of a model
+        with random operators, whether ranks that should hold the same do."""
+        worst = self.replica_difference
+        if not self.random_operators:
+            values = (self.loss_difference, self.gradient_difference, self.state_difference)
+            worst = max(worst, *values)
         return worst <= tolerance and self.counted_bytes == self.planned_bytes
 
 
 def check(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, plan: Plan
 ) -> Check:
-    """Runs the planned program on simulated ranks in this process against one device, in float64.
+    """Trains the planned program on simulated ranks in this process, and the module itself, in
+    float64: outputs, gradients, and after two steps parameters and buffers are compared.
 
-    Random operators cannot be compared: put the model in eval mode, or set dropout to 0.
+    Values that depend on random numbers cannot be compared: put the model in eval mode before it is
+    planned, or set dropout to 0.
 
     Raises:
-        PlanError: if the plan is for another model, or a process group is running.
+        PlanError: if the plan is for another model, parameters have no values, or a process group
+            is running.
     """
     net = net.net if isinstance(net, Pipeline) else net
     captured = plan.graph if plan.graph is not None else _captured(net, args, kwargs, plan)
     plan.check_fits(captured)
-    partitioned = plan.partition(graph_in_float64(captured))
-    graph = partitioned.graph
-    named: dict[str, Tensor] = dict(net.named_parameters(remove_duplicate=False))
-    state = dict(net.named_buffers(remove_duplicate=False))
-    initialized = values_of(named | state, lambda name, whole: whole)
-    named, state = named | initialized, state | initialized
-    parameters = {
-        v.name: in_float64(named[v.name]).requires_grad_(v.requires_grad) for v in graph.parameters
-    }
-    buffers = {v.name: in_float64(state[v.name]) for v in graph.buffers}
+    values = _values(net)
     leaves = pytree.tree_map_only(Tensor, in_float64, pytree.tree_leaves((args, kwargs or {})))
-    if plan.pipeline.micro_batches > 1:
+    with float64_by_default(), torch.random.fork_rng():
+        module = module_in_float64(net, values)
+        piece = micro_batch(leaves, 0, plan.pipeline.micro_batches)
+        twin = capture(copy.deepcopy(module), *pytree.tree_unflatten(piece, captured.in_spec))
+        if not paired_operators(captured, twin):
+            # In another mode, or changed since.
+            plan.check_fits(_captured(net, args, kwargs, plan))
+        partitioned = plan.partition(graph_in_float64(captured, twin))
+        state = {name: in_float64(tensor) for name, tensor in values.items()}
+        return _compared(partitioned, module, state, leaves)
+
+
+def _compared(
+    partitioned: Partitioned, module: nn.Module, state: dict[str, Tensor], leaves: list[Any]
+) -> Check:
+    graph, pipeline = partitioned.graph, partitioned.pipeline
+    count = pipeline.micro_batches
+    pieces = [micro_batch(leaves, number, count) for number in range(count)]
+    weights: Sequence[float | Tensor] = [1.0] * count
+    if count > 1:
         loss_of(graph)
-        ends, outcome = _step(partitioned, parameters, buffers, leaves)
-    else:
-        ends, outcome = _call(partitioned, parameters, buffers, leaves)
-    outputs = [t for t in outcome.outputs if isinstance(t, Tensor)]
-    differences = {
-        name: _relative(outcome.gradients[name], parameter.grad)
-        for name, parameter in parameters.items()
-        if parameter.grad is not None
-    }
-    worst = max(differences, key=lambda name: differences[name], default="")
-    counted, planned = _bytes(partitioned, outcome)
-    return Check(
-        loss=_loss(graph, ends),
-        loss_difference=max(
-            (_relative(a, b) for a, (b, _) in zip(outputs, ends, strict=True)), default=0.0
-        ),
-        gradient_difference=differences.get(worst, 0.0),
-        worst_parameter=worst,
-        replica_difference=outcome.replica_difference,
+        if pipeline.loss_reduction == "mean":
+            weights = LossWeights(graph, Devices.of_rank(partitioned.mesh, 0))(pieces)
+    eager = EagerTraining(module, graph, pieces, weights)
+    draws = _random_operators(eager)
+    wanted, starts = eager.run()
+    outcomes: list[Outcome] = []
+
+    def planned(mine: Mapping[str, Tensor]) -> Outcome:
+        if count == 1:
+            outcomes.append(simulate(partitioned, mine, mine, leaves, output_gradients=starts))
+        else:
+            run = simulate_stages if pipeline.stages > 1 else simulate_step
+            outcomes.append(run(partitioned, mine, mine, leaves))
+        return outcomes[-1]
+
+    found = Differences.between(train_program(planned, graph, state), wanted)
+    counted, bytes_planned = _bytes(partitioned, outcomes[0])
+    result = Check(
+        loss=_loss(graph, wanted),
+        loss_difference=found.output,
+        gradient_difference=found.gradient,
+        worst_parameter=found.worst_parameter,
+        state_difference=found.state,
+        worst_state=found.worst_state,
+        replica_difference=max(outcome.replica_difference for outcome in outcomes),
         counted_bytes=counted,
-        planned_bytes=planned,
+        planned_bytes=bytes_planned,
+        random_operators=draws,
     )
+    if draws or found.largest <= TOLERANCE:
+        return result
+    witness = train_program(interpreted(graph, pieces, weights, starts), graph, state)
+    of_capture = Differences.between(witness, wanted).largest
+    return replace(result, cause="capture" if of_capture > found.largest / 2 else "split")
 
 
-def _bytes(partitioned: Partitioned, outcome: Outcome) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Bytes that one device sent, forward and backward, counted and as planned; with several stages
-    those of one where they differ, or else of the busiest."""
-    pairs = list(zip(outcome.stage_bytes, partitioned.step_bytes, strict=True))
-    return max(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair[1])))
+def _values(net: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, those that are deferred initialized.
+
+    Raises:
+        PlanError: if one is on the meta device and nothing says how to initialize it.
+    """
+    named: dict[str, Tensor] = dict(net.named_parameters())
+    named |= dict(net.named_buffers())
+    named |= values_of(named, lambda name, whole: whole)
+    for name, tensor in named.items():
+        if tensor.is_meta:
+            raise PlanError(
+                f"{name!r} is on the meta device: it can be planned, but has no values to compare;"
+                " build the model inside `no_init_parameters`, or on a real device"
+            )
+    return named
 
 
 def _captured(
@@ -120,82 +189,34 @@ def _captured(
     return capture(net, args, kwargs, plan.computed_in)
 
 
-Ends = list[tuple[Tensor, Tensor | None]]
+def _random_operators(eager: EagerTraining) -> tuple[str, ...]:
+    """The operators that draw random numbers, if the outputs depend on these."""
+    drawing = random_operators(eager.graph)
+    names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _is_seeded(op))
+    outputs = []
+    for seed in range(2 if names else 0):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            outputs.append(replace(eager, module=copy.deepcopy(eager.module)).outputs())
+    equal = all(difference(a, b) == 0 for a, b in zip(*outputs, strict=True)) if names else True
+    return () if equal else names
 
 
-def _call(
-    partitioned: Partitioned,
-    parameters: dict[str, Tensor],
-    buffers: dict[str, Tensor],
-    leaves: list[Any],
-) -> tuple[Ends, Outcome]:
-    """One call and its gradients, on one device and on simulated ranks."""
-    graph = partitioned.graph
-    args, kwargs = pytree.tree_unflatten(leaves, graph.in_spec)
-    wanted, _ = interpret(graph, parameters, buffers, args, kwargs)
-    ends = _output_gradients(graph, pytree.tree_leaves(wanted))
-    for tensor, gradient in ends:
-        if gradient is not None:
-            torch.autograd.backward(tensor, gradient, retain_graph=True)
-    gradients = [gradient for _, gradient in ends]
-    outcome = simulate(partitioned, parameters, buffers, leaves, output_gradients=gradients)
-    return ends, outcome
+def _is_seeded(op: Op) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
 
 
-def _step(
-    partitioned: Partitioned,
-    parameters: dict[str, Tensor],
-    buffers: dict[str, Tensor],
-    leaves: list[Any],
-) -> tuple[Ends, Outcome]:
-    """A step over all micro-batches, on one device and on simulated ranks."""
-    graph, pipeline = partitioned.graph, partitioned.pipeline
-    count = pipeline.micro_batches
-    pieces = [micro_batch(leaves, number, count) for number in range(count)]
-    weights = LossWeights(graph, Devices.of_rank(partitioned.mesh, 0))(pieces)
-    total, state = torch.zeros((), dtype=torch.float64), dict(buffers)
-    for piece, weight in zip(pieces, weights, strict=True):
-        args, kwargs = pytree.tree_unflatten(piece, graph.in_spec)
-        wanted, updates = interpret(graph, parameters, state, args, kwargs)
-        state.update(updates)
-        outputs = pytree.tree_leaves(wanted)
-        place = next(i for i, value in enumerate(graph.outputs) if value is graph.loss)
-        total = total + outputs[place] * (weight if pipeline.loss_reduction == "mean" else 1)
-    torch.autograd.backward(total)
-    run = simulate_stages if pipeline.stages > 1 else simulate_step
-    outcome = run(partitioned, parameters, buffers, leaves)
-    return [(total, torch.ones_like(total))], outcome
+def _bytes(partitioned: Partitioned, outcome: Outcome) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes that one device sent, forward and backward, counted and as planned; with several stages
+    those of one where they differ, or else of the busiest."""
+    pairs = list(zip(outcome.stage_bytes, partitioned.step_bytes, strict=True))
+    return max(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair[1])))
 
 
-def _output_gradients(graph: Graph, leaves: list[Any]) -> Ends:
-    """Every output tensor with the gradient that starts there: 1 for the loss; if there is none,
-    distinct numbers for every output, so that no error can cancel."""
-    ends: Ends = []
-    for value, tensor in zip(graph.outputs, leaves, strict=True):
-        if not isinstance(value, Value):
-            continue
-        starts = value is graph.loss or (graph.loss is None and tensor.is_floating_point())
-        gradient = None
-        if starts and tensor.requires_grad:
-            steps = torch.arange(tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape)
-            gradient = torch.ones_like(tensor) if value is graph.loss else torch.sin(1 + steps)
-        ends.append((tensor, gradient))
-    return ends
-
-
-def _loss(graph: Graph, ends: Ends) -> float | None:
-    if len(ends) == 1 and graph.loss is not None:
-        return float(ends[0][0].detach())
-    outputs = [value for value in graph.outputs if isinstance(value, Value)]
-    for value, (tensor, _) in zip(outputs, ends, strict=True):
-        if value is graph.loss and graph.loss is not None:
-            return float(tensor.detach())
-    return None
-
-
-def _relative(got: Tensor, wanted: Tensor) -> float:
-    """Largest difference, relative to the largest element where that is above 1."""
-    if not wanted.numel():
-        return 0.0
-    scale = max(1.0, wanted.detach().abs().max().item()) if wanted.is_floating_point() else 1.0
-    return (got.detach().double() - wanted.detach().double()).abs().max().item() / scale
+def _loss(graph: Graph, steps: TrainedSteps) -> float | None:
+    if graph.loss is None:
+        return None
+    outputs = steps.outputs[0]
+    # With micro-batches the loss of the batch is all there is.
+    alone = len(outputs) != len(graph.output_values)
+    return float(outputs[0 if alone else graph.output_values.index(graph.loss)])

@@ -35,6 +35,7 @@ from shardwright.capture.unflatten import move_flattening_down
 from shardwright.errors import CaptureError
 from shardwright.graph.graph import Graph
 from shardwright.torch_internals import pytree
+from shardwright.torch_internals.operators import OpOverload, schema_of
 
 
 def capture(
@@ -130,9 +131,11 @@ def _explain(error: Exception) -> str:
 
 
 def check_static(graph: fx.Graph) -> None:
-    """Raises CaptureError for numbers and shapes that depend on the values of tensors."""
+    """Raises CaptureError for numbers and shapes that depend on the values of tensors, and for what
+    cannot be run on shards: sparse tensors and gradients, and transforms of functions."""
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     for node in graph.nodes:
+        _check_kind(node)
         values = node.meta.get("val")
         for value in values if isinstance(values, (list, tuple)) else (values,):
             if isinstance(value, symbols):
@@ -149,6 +152,29 @@ def check_static(graph: fx.Graph) -> None:
                     f"which are unknown during capture. Use `torch.where`, or multiply by the "
                     f"mask; both keep the shape."
                 )
+
+
+def _check_kind(node: fx.Node) -> None:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        raise CaptureError(
+            f"{line_of(node)}: this makes a sparse tensor ({value.layout}), and only dense ones "
+            f"can be sharded. Use `to_dense()`, or an operator on dense tensors."
+        )
+    module = str(getattr(node.target, "__module__", ""))
+    if module.startswith(("torch._functorch", "torch._C._functorch")):
+        raise CaptureError(
+            f"{line_of(node)}: `torch.vmap` and other transforms of functions cannot be captured. "
+            f"Write the operators for the whole batch, or make a `torch.library.custom_op` of it."
+        )
+    if isinstance(node.target, OpOverload):
+        names = [argument.name for argument in schema_of(node.target).arguments]
+        arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+        if arguments.get("sparse") is True:
+            raise CaptureError(
+                f"{line_of(node)}: sparse gradients (`sparse=True`) cannot be summed over devices. "
+                f"Use `sparse=False`: its gradients have the same values."
+            )
 
 
 def remove_dead(graph: fx.Graph) -> None:

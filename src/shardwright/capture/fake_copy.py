@@ -41,7 +41,8 @@ def fake_copy(
         compute_dtype: the dtype of the copies of single-precision parameters and arguments.
 
     Raises:
-        CaptureError: if the module has uninitialized (lazy) parameters, or cannot be deep-copied.
+        CaptureError: if the module has uninitialized (lazy) or sparse parameters, or cannot be
+            deep-copied.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
@@ -52,9 +53,11 @@ def fake_copy(
                 f"{name}: this lazy parameter has no shape yet. Run the module once before "
                 f"capturing it."
             )
+        _check_dense(name, parameter)
         fake = _fake(mode, parameter, compute_dtype if id(parameter) in cast else None)
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
+    for name, buffer in module.named_buffers():
+        _check_dense(name, buffer)
         memo[id(buffer)] = _fake(mode, buffer)
     memo |= {id(tensor): value_of(tensor) for tensor in deferred_attributes(module)}
     for child in module.modules():
@@ -68,12 +71,23 @@ def fake_copy(
             f"`copy.deepcopy` of {type(module).__name__} failed: {error}. Capture works on a copy "
             f"without weights; move objects that cannot be copied out of the module's attributes."
         ) from error
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            _check_dense("an argument", leaf)
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor,
         lambda t: _fake(mode, t, compute_dtype if t.dtype == STORED else None),
         (args, kwargs),
     )
     return twin, fake_args, fake_kwargs
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise CaptureError(
+            f"{name}: a sparse tensor ({tensor.layout}), and only dense ones can be sharded. Use "
+            f"`to_dense()`."
+        )
 
 
 def _fake(

@@ -96,8 +96,9 @@ def check_command(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     mem_coeff: MemCoeffOption = None,
 ) -> None:
-    """Run the planned program on simulated ranks in one process, and compare the loss and every
-    gradient with one device, and the bytes sent with the plan. Exit status 1 if they differ."""
+    """Train the planned program on simulated ranks in one process, and compare outputs, gradients,
+    and parameters after two steps with the model itself on one device, and the bytes sent with the
+    plan. Exit status 1 if they differ."""
     run = run_of(config, mem_coeff).on(devices)
     result = check(run.model(), run.example_batch(), {}, run.plan(devices))
     typer.echo(dumps(asdict(result), indent=1) if json else _check_text(result, devices))
@@ -114,11 +115,23 @@ def _check_text(result: Check, devices: int) -> str:
             f"loss on one device    {loss}",
             f"loss difference       {result.loss_difference:.1e}",
             f"gradient difference   {result.gradient_difference:.1e} ({result.worst_parameter})",
+            f"after two steps       {result.state_difference:.1e} ({result.worst_state})",
             f"replica difference    {result.replica_difference:.1e}",
             f"bytes per device      {sum(counted):,} counted, {sum(planned):,} planned",
-            "equal" if result.passes() else "NOT equal",
+            _verdict(result),
         ]
     )
+
+
+def _verdict(result: Check) -> str:
+    if result.random_operators:
+        first, *others = result.random_operators
+        drawing = f"{first} and {len(others)} more draw" if others else f"{first} draws"
+        equal = "equal on replicas" if result.passes() else "NOT equal"
+        return f"{equal}; values not compared, as {drawing} random numbers: set dropout to 0"
+    if result.passes():
+        return "equal"
+    return f"NOT equal, by the {result.cause}" if result.cause else "NOT equal"
 
 
 @app.command("diff")

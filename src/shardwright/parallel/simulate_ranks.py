@@ -273,7 +273,9 @@ def assemble_shards(
             copies[key] = blocks[rank]
             full[layout.slices(rank, shape)] += blocks[rank]
         elif blocks[rank].numel():
-            gap = (blocks[rank].double() - copies[key].double()).abs().max().item()
+            mine, other = blocks[rank], copies[key]
+            exact = not (mine.is_floating_point() or mine.is_complex())
+            gap = (mine.double() - other.double() if exact else mine - other).abs().max().item()
             difference = max(difference, gap)
     return full, difference
 

@@ -1,0 +1,171 @@
+"""`sw.check` compares a plan with the user's own module, trained in float64."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwright as sw
+from shardwright.parallel.simulate_ranks import Outcome, simulate
+
+
+class Program(nn.Module):
+    """A linear layer, an embedding, and what `function` makes of them."""
+
+    def __init__(self, function: Callable[[Program, Tensor], Any], sparse: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.table = nn.Embedding(8, 8, sparse=sparse)
+        self.cell = nn.LSTMCell(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.phase = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def x() -> Tensor:
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def checked(net: nn.Module, **options: Any) -> sw.Check:
+    return sw.check(net, (x(),), None, sw.plan(net, (x(),), devices=4, mem_coeff=10.0, **options))
+
+
+def cells(net: Program, x: Tensor) -> Tensor:
+    hidden = cell = torch.zeros(8, 8)
+    for step in x.unbind(1):
+        hidden, cell = net.cell(step[:, None].expand(8, 8), (hidden, cell))
+    return hidden.square().mean()
+
+
+def masked(net: Program, x: Tensor) -> Tensor:
+    """As a masked autoencoder makes its mask."""
+    mask = torch.ones(8, 8)
+    mask[:, :4] = 0
+    return ((net.linear(x) - x).square() * mask).sum() / mask.sum()
+
+
+def outputs(net: Program, x: Tensor) -> dict[str, Any]:
+    hidden = net.norm(net.linear(x))
+    return {"values": hidden.sin(), "loss": hidden.square().mean(), "all": x, "number": 3}
+
+
+EXACT: dict[str, Callable[[Program, Tensor], Any]] = {
+    "cells in a loop": cells,
+    "a mask of ones": masked,
+    "several outputs": outputs,
+    "eye": lambda net, x: (net.linear(x) @ torch.eye(8)).square().mean(),
+    "a number in a tensor": lambda net, x: (net.linear(x) * torch.tensor(0.1)).cos().mean(),
+    "a number of the dtype": lambda n, x: (
+        (n.linear(x) + 1e5 * torch.finfo(x.dtype).eps).cos().mean()
+    ),
+    "casts": lambda net, x: F.silu(net.linear(x).float()).to(torch.bfloat16).to(x.dtype).mean(),
+    "complex": lambda net, x: (x.to(torch.complex64) @ net.phase).abs().mean(),
+    "fft": lambda net, x: torch.view_as_real(torch.fft.fft(net.linear(x))).square().mean(),
+    "no loss": lambda net, x: (net.linear(x), net.linear.weight),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_plan_equals_the_eager_module(name: str) -> None:
+    result = checked(Program(EXACT[name]))
+    assert result.passes(), result
+    assert not result.cause and not result.random_operators
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda net, x: net.table(x.argmax(-1)).mean(), "sparse gradients .* `sparse=False`"),
+        (
+            lambda net, x: torch.vmap(lambda row: net.linear(row))(x).mean(),
+            "`torch.vmap` .* cannot",
+        ),
+        (lambda net, x: (net.linear(x).to_sparse() * 2).to_dense().mean(), "sparse tensor"),
+    ],
+)
+def test_what_cannot_run_on_shards_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(sw.CaptureError, match=message):
+        checked(Program(function, sparse=True))
+
+
+def test_a_sparse_buffer_is_refused_by_name() -> None:
+    net = Program(lambda net, x: net.linear(net.edges @ x).mean())
+    net.register_buffer("edges", torch.eye(8).to_sparse())
+    with pytest.raises(sw.CaptureError, match="edges: a sparse tensor"):
+        checked(net)
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        net = nn.Linear(8, 8)
+    with pytest.raises(sw.PlanError, match="'weight' is on the meta device"):
+        checked(net)
+
+
+def test_random_operators_are_named_and_their_values_not_compared() -> None:
+    net = Program(lambda net, x: net.drop(net.linear(x)).square().mean())
+    result = checked(net)
+    assert result.random_operators == ("drop",)
+    assert result.passes(), result
+    net.drop.p = 0.0
+    assert not checked(net).random_operators
+    net.drop.p = 0.5
+    assert not checked(net.eval()).random_operators
+
+
+def test_a_plan_for_training_is_not_checked_in_eval() -> None:
+    net = Program(outputs)
+    plan = sw.plan(net, (x(),), devices=4)
+    with pytest.raises(sw.PlanError, match="the plan was made for another model"):
+        sw.check(net.eval(), (x(),), None, plan)
+
+
+def test_state_that_capture_does_not_see_is_found_by_the_eager_module() -> None:
+    """The second step shows what the first one does not; the captured graph is to blame."""
+    calls: list[int] = []
+
+    def scaled(net: Program, x: Tensor) -> Tensor:
+        calls.append(len(calls))
+        return net.linear(x).square().mean() * (1.0 + len(calls) // 3)
+
+    result = checked(Program(scaled))
+    assert not result.passes()
+    assert result.cause == "capture"
+
+
+def test_an_update_that_is_lost_shows_in_the_buffers() -> None:
+    net = Program(outputs)
+    plan = sw.plan(net, (x(),), devices=4)
+    assert plan.graph is not None
+    graph = replace(plan.graph, updates=())
+    result = sw.check(net, (x(),), None, replace(plan, graph=graph, fingerprint=graph.fingerprint))
+    assert result.loss_difference < 1e-9
+    assert result.worst_state.startswith("norm.")
+    assert (result.passes(), result.cause) == (False, "capture")
+
+
+@pytest.mark.parametrize("what", ["gradients", "outputs"])
+def test_an_error_of_the_split_is_said_to_be_one(what: str, monkeypatch: Any) -> None:
+    def wrong(*args: Any, **kwargs: Any) -> Outcome:
+        outcome = simulate(*args, **kwargs)
+        if what == "gradients":
+            del outcome.gradients["linear.bias"]
+            return outcome
+        return replace(
+            outcome, outputs=[t * 1.001 if torch.is_tensor(t) else t for t in outcome.outputs]
+        )
+
+    monkeypatch.setattr(sys.modules["shardwright.api.check"], "simulate", wrong)
+    result = checked(Program(outputs))
+    assert (result.passes(), result.cause) == (False, "split")
