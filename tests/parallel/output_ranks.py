@@ -198,12 +198,35 @@ def check_a_step_of_several_losses_is_refused() -> None:
             raise AssertionError("one of two losses was trained")
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128))
+        self.last = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128))
+        self.phase = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor, actions: Tensor) -> Tensor:
+        hidden = (x + 1j * self.phase) @ self.first
+        return (hidden * hidden.conj() @ self.last).abs().mean()
+
+
+def check_complex_parameters() -> None:
+    """Sums and exchanges of complex numbers, which not every backend knows."""
+    for plan in plans(built(Complex)[0]):
+        net, other = built(Complex)
+        parallel = sw.parallelize(net, plan)
+        for module in (parallel, other):
+            module(*batch()).backward()
+        compare(parallel, other, "complex")
+
+
 CHECKS = (
     check_a_step_of_several_losses_is_refused,
     check_any_outputs_may_be_trained,
     check_outputs_trained_by_turns_with_an_optimizer,
     check_several_losses_and_none,
     check_gradients_of_inputs,
+    check_complex_parameters,
 )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwright.partition.parameter_buckets import Bucket, varying_axes
-from shardwright.runtime.collectives import slice_block, wait
+from shardwright.runtime.collectives import complete, sendable, slice_block
 from shardwright.runtime.devices import Devices, Group, Index
 from shardwright.torch_internals.distributed import functional_collectives as c10d
 
@@ -73,15 +73,17 @@ class BoundBucket:
         pieces = [shard.to(self.dtype).reshape(-1) for shard in shards]
         flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         group = self.gathers[0].group
-        out: Tensor = c10d.all_gather_into_tensor(flat.contiguous(), group.size, group.name)
+        out: Tensor = c10d.all_gather_into_tensor(sendable(flat), group.size, group.name)
         return out
 
     def gathered(self, pending: Tensor) -> list[Tensor]:
         """Waits for `gather`, makes further gathers, and gives each member as it is used."""
-        out = wait(pending)
+        out = complete(pending, self.dtype)
         for number, gather in enumerate(self.gathers):
             if number:
-                out = wait(c10d.all_gather_into_tensor(out, gather.group.size, gather.group.name))
+                size, name = gather.group.size, gather.group.name
+                out = c10d.all_gather_into_tensor(sendable(out), size, name)
+                out = complete(out, self.dtype)
             if not gather.group.in_order:
                 blocks = out.chunk(gather.group.size)
                 out = torch.cat([blocks[position] for position in gather.group.order])
@@ -102,7 +104,7 @@ class BoundBucket:
         started = False
         for gather in reversed(self.gathers):
             if started:
-                flat = wait(flat)
+                flat = complete(flat, self.dtype)
             blocks = flat.view(gather.group.size, -1)
             if not gather.reduces:
                 flat = slice_block(blocks, 0, gather.index, gather.group.size).reshape(-1)
@@ -111,28 +113,35 @@ class BoundBucket:
                 rows = [gather.group.order.index(place) for place in range(gather.group.size)]
                 blocks = torch.stack([blocks[row] for row in rows])
             name = gather.group.name
-            flat = c10d.reduce_scatter_tensor(blocks.view(-1), "sum", gather.group.size, name)
+            whole = sendable(blocks.view(-1))
+            flat = c10d.reduce_scatter_tensor(whole, "sum", gather.group.size, name)
+            flat = self._started(flat)
             started = True
         if self.replicas is not None and not self._scatters:
-            return _start_all_reduce(flat, self.replicas, owned=not self._alone)
+            return self._started(_start_all_reduce(flat, self.replicas, owned=not self._alone))
         return flat
 
     def sum_replicas(self, flat: Tensor) -> Tensor:
         """Goes on after a reduce-scatter: starts the sum over the replicas of the shards, if there
         are any. The result must be given to `shard_gradients`."""
         if self.replicas is None or not self._scatters:
-            return wait(flat) if self._scatters else flat
-        return _start_all_reduce(wait(flat), self.replicas, owned=True)
+            return complete(flat, self.dtype) if self._scatters else flat
+        flat = complete(flat, self.dtype)
+        return self._started(_start_all_reduce(flat, self.replicas, owned=True))
 
     def shard_gradients(self, flat: Tensor) -> list[Tensor]:
         """Waits, and gives the gradients of the stored shards."""
         if self.replicas is not None:
-            flat = wait(flat)
+            flat = complete(flat, self.dtype)
         flat = flat.to(self.stored_dtype)
         if len(self.sizes) == 1:
             return [flat.view(self.shapes[0])]
         pieces = torch.split(flat, self.sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def _started(self, flat: Tensor) -> Tensor:
+        """What may pass through autograd, which compares shapes: complex numbers once they are."""
+        return complete(flat, self.dtype) if self.dtype.is_complex else flat
 
     # Layout of the flat buffers
 
@@ -219,7 +228,7 @@ def _unflat(piece: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _start_all_reduce(flat: Tensor, group: Group, owned: bool) -> Tensor:
     """Starts to sum `flat`, in place if nothing else reads it."""
     if owned and not torch.compiler.is_compiling():
-        out: Tensor = c10d.all_reduce_(flat, "sum", group.name)
+        out: Tensor = c10d.all_reduce_(sendable(flat), "sum", group.name)
     else:
-        out = c10d.all_reduce(flat.contiguous(), "sum", group.name)
+        out = c10d.all_reduce(sendable(flat), "sum", group.name)
     return out

@@ -34,12 +34,12 @@ from shardwright.torch_internals.distributed import functional_collectives as c1
 
 def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
     """Sum (or maximum) over the group."""
-    return wait(c10d.all_reduce(x.contiguous(), kind, group.name))
+    return complete(c10d.all_reduce(sendable(x), kind, group.name), x.dtype)
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """The blocks of the group joined along `dim`."""
-    out = wait(c10d.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    out = complete(c10d.all_gather_into_tensor(sendable(x), group.size, group.name), x.dtype)
     if dim == 0 and group.in_order:
         return out
     blocks = out.chunk(group.size, 0)
@@ -50,14 +50,15 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """Sum over the group, cut along `dim`: this rank's block."""
     if dim != 0 or not group.in_order:
         x = torch.cat(_by_position(x.chunk(group.size, dim), group), 0)
-    return wait(c10d.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
+    out = c10d.reduce_scatter_tensor(sendable(x), "sum", group.size, group.name)
+    return complete(out, x.dtype)
 
 
 def all_to_all(x: Tensor, dim: int, to_dim: int, group: Group) -> Tensor:
     """A tensor cut along `dim` becomes whole there and cut along `to_dim`."""
     parts = torch.cat(_by_position(x.chunk(group.size, to_dim), group), 0)
     sizes = [parts.shape[0] // group.size] * group.size
-    out = wait(c10d.all_to_all_single(parts.contiguous(), sizes, sizes, group.name))
+    out = complete(c10d.all_to_all_single(sendable(parts), sizes, sizes, group.name), x.dtype)
     blocks = out.chunk(group.size, 0)
     return torch.cat([blocks[position] for position in group.order], dim)
 
@@ -71,8 +72,8 @@ def slice_block(x: Tensor, dim: int, index: Index, parts: int) -> Tensor:
 def exchange(x: Tensor, send: list[Index], receive: list[Index], name: str) -> Tensor:
     """Sends this rank's whole block to one rank and takes another's; `send[i]` is 1 for that rank,
     `receive[i]` for the one it comes from, else 0."""
-    flat = x.contiguous().view(1, -1)
-    return wait(c10d.all_to_all_single(flat, receive, send, name)).view(x.shape)
+    flat = sendable(x.contiguous().view(1, -1))
+    return complete(c10d.all_to_all_single(flat, receive, send, name), x.dtype).view(x.shape)
 
 
 def split_cells(x: Tensor, cuts: Sequence[int]) -> Tensor:
@@ -102,6 +103,18 @@ def _by_position(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
 def wait(x: Tensor) -> Tensor:
     """What a collective gave, once it has ended."""
     return c10d.wait_tensor(x)  # type: ignore[no-any-return]
+
+
+def sendable(x: Tensor) -> Tensor:
+    """A tensor as collectives take it: in one piece, complex numbers as pairs of real ones, as not
+    every backend knows them."""
+    return torch.view_as_real(x.contiguous()) if x.is_complex() else x.contiguous()
+
+
+def complete(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a collective gave of a tensor that was `sendable`, in its dtype, once it has ended."""
+    out = wait(x)
+    return torch.view_as_complex(out) if dtype.is_complex and not out.is_complex() else out
 
 
 def identity(x: Tensor) -> Tensor:
@@ -235,7 +248,8 @@ def _exchange_of_cells(plan: CellExchange, group: Group, devices: Devices) -> Fu
         cells = split_cells(x, plan.send_cuts)
         shape = cells.shape[1:]
         flat = torch.cat([torch.narrow(cells, 0, n, 1) for n in sent]).flatten(1)
-        out = wait(c10d.all_to_all_single(flat.contiguous(), receive, send, group.name))
+        out = c10d.all_to_all_single(sendable(flat), receive, send, group.name)
+        out = complete(out, x.dtype)
         ordered = torch.cat([torch.narrow(out, 0, n, 1) for n in placed])
         return join_cells(ordered.view(-1, *shape), plan.receive_cuts)
 
