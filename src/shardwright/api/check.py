@@ -54,11 +54,11 @@ class Check:
         gradient_difference: largest difference of any parameter's gradient, relative to the
             largest gradient of that parameter; infinite where only one side has a gradient.
         worst_parameter: the parameter where that is.
-        state_difference: largest difference of any parameter or buffer after the steps.
-        worst_state: the parameter or buffer where that is.
         replica_difference: largest difference between ranks that should hold the same.
         counted_bytes: what one device sent, forward and backward, counted while it ran.
         planned_bytes: what the plan says.
+        state_difference: largest difference of any parameter or buffer after the steps.
+        worst_state: the parameter or buffer where that is.
         cause: where there is a difference, on which side it lies: `capture` if the captured
             operators differ from the module on one device already, else `split`.
         random_operators: what draws random numbers, so that values cannot be compared.
@@ -68,11 +68,11 @@ class Check:
     loss_difference: float
     gradient_difference: float
     worst_parameter: str
-    state_difference: float
-    worst_state: str
     replica_difference: float
     counted_bytes: tuple[int, int]
     planned_bytes: tuple[int, int]
+    state_difference: float = 0.0
+    worst_state: str = ""
     cause: str = ""
     random_operators: tuple[str, ...] = ()
 
