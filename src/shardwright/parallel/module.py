@@ -137,7 +137,7 @@ class ParallelModule(nn.Module):
         graph, named = partitioned.graph, tuple(self.named_parameters())
         self._planned_gradients = tuple((n, p, n not in graph.frozen) for n, p in named)
         leaves = tuple(key_of(leaf) for leaf in graph.inputs)
-        planned: tuple[Any, ...] = (self._modes(), frozenset(), graph.in_spec, leaves)
+        planned: tuple[Any, ...] = (self._modes(), (), graph.in_spec, leaves)
         self._planned_situation = planned
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
@@ -277,7 +277,7 @@ class ParallelModule(nn.Module):
         """What a program depends on: the modes of all submodules, the parameters that were frozen
         or unfrozen since the plan, and what the call is given."""
         changed = (n for n, p, planned in self._planned_gradients if p.requires_grad is not planned)
-        return self._modes(), frozenset(changed), spec, tuple(leaves)
+        return self._modes(), tuple(changed), spec, tuple(leaves)
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self.modules())
