@@ -217,3 +217,12 @@ def test_the_examples_of_docstrings_print_what_they_say() -> None:
 def test_the_changelog_describes_the_version() -> None:
     releases = re.findall(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert releases[0] == shardwright.__version__
+
+
+@every_page
+def test_the_tests_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8"))
+    missing = [
+        f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()
+    ]
+    assert missing == []
