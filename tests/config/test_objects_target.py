@@ -15,6 +15,8 @@ class Outer:
         return ("made", width, depth)
 def make(width):
     return width
+def fail():
+    return 1 / 0
 """
 
 
@@ -51,6 +53,13 @@ def test_a_target_that_cannot_be_called_is_a_config_error(
         call_target("model.target", target, arguments, folder)
 
 
-def test_an_import_that_fails_inside_the_users_module_is_the_users_error(folder: Path) -> None:
-    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+def test_an_error_inside_the_users_module_is_named_with_its_place(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="No module named 'surely_not_installed'") as caught:
         call_target("model.target", "a_module_that_needs_more:f", {}, folder)
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+    with pytest.raises(ConfigError, match=r"^model.target: ZeroDivisionError: .*\(a_module.*py:\d"):
+        call_target("model.target", "a_module_of_targets:fail", {}, folder)
+    with pytest.raises(ConfigError, match=r"^model.target: "):
+        call_target("model.target", "builtins:dict.fromkeys", {}, folder)
+    with pytest.raises(ConfigError, match=r"^model.target: "):
+        call_target("model.target", "..:x", {}, folder)

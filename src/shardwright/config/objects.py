@@ -6,7 +6,9 @@ import difflib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwright.config import schema
 from shardwright.constraints.recompute import recompute
-from shardwright.errors import ConfigError, DataError
+from shardwright.errors import ConfigError, DataError, ShardwrightError
 from shardwright.models import Dimensions, LoRA, build, build_hf, dimensions
 from shardwright.models.expert_sharding import paths_of_blocks
 from shardwright.train.data import DIGITS_SIZE, digits, mnist, packed_text
@@ -51,6 +53,24 @@ def build_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) ->
     return _called("model", build, model.name, **options)
 
 
+@contextmanager
+def errors_of(key: str, kind: type[ShardwrightError]) -> Iterator[None]:
+    """What the code of others raises on the values of `key`, as one error with the place in it.
+
+    Raises:
+        kind: anything but a `ShardwrightError` was raised.
+    """
+    try:
+        yield
+    except ShardwrightError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split()) or "no message"
+        place = f"{Path(last.filename).name}:{last.lineno}"
+        raise kind(f"{key}: {type(error).__name__}: {text} ({place})") from error
+
+
 def _lora(lora: schema.LoraSection | None) -> LoRA | None:
     return None if lora is None else LoRA(**lora.model_dump())
 
@@ -62,10 +82,11 @@ def _called(key: str, function: Callable[..., Built], *args: Any, **kwargs: Any)
     except TypeError as error:
         place = f"{key}.arguments" if key == "model" else key
         raise ConfigError(f"{place}: {error}") from None
-    try:
-        return function(*args, **kwargs)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from None
+    with errors_of(key, ConfigError):
+        try:
+            return function(*args, **kwargs)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
 
 
 def mark_recomputed(net: nn.Module, chosen: schema.RecomputeSection) -> None:
@@ -101,12 +122,13 @@ def load_tensors(data: schema.DataSection, folder: Path) -> tuple[Tensor, ...]:
             raise ConfigError(f"data.target: {data.target} must return a tuple of tensors")
         return tensors
     path = folder / data.path if data.path is not None else None
-    if data.name == "mnist":
-        return mnist(path)
-    if data.seq_length is not None:
-        tokenizer = folder / data.tokenizer if data.tokenizer is not None else None
-        return packed_text(data.seq_length, path, tokenizer)
-    return digits(data.image_size or DIGITS_SIZE)
+    with errors_of("data", DataError):
+        if data.name == "mnist":
+            return mnist(path)
+        if data.seq_length is not None:
+            tokenizer = folder / data.tokenizer if data.tokenizer is not None else None
+            return packed_text(data.seq_length, path, tokenizer)
+        return digits(data.image_size or DIGITS_SIZE)
 
 
 def check_tokens(tokens: Tensor, model: schema.ModelSection) -> None:
@@ -156,13 +178,15 @@ def call_target(key: str, target: str, arguments: Mapping[str, Any], folder: Pat
     Raises:
         ConfigError: no such module or attribute, not callable, or it does not take `arguments`.
     """
-    function = _import(key, target, folder)
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
+    with errors_of(key, ConfigError):
+        function = _import(key, target, folder)
         signature = inspect.signature(function)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
         raise ConfigError(f"{key}: {target}{signature} cannot be called: {error}") from None
-    return function(**arguments)
+    with errors_of(key, ConfigError):
+        return function(**arguments)
 
 
 def _import(key: str, target: str, folder: Path) -> Callable[..., Any]:
@@ -174,7 +198,7 @@ def _import(key: str, target: str, folder: Path) -> Callable[..., Any]:
         target_object: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there: something that it imports is not
+            raise  # The module is there: something that it imports is not.
         raise ConfigError(
             f"{key}: no module {error.name} in {folder} nor among the installed packages"
         ) from None

@@ -27,13 +27,14 @@ from shardwright.config.objects import (
     build_optimizer,
     build_schedule,
     check_tokens,
+    errors_of,
     load_tensors,
     mark_recomputed,
 )
 from shardwright.config.schema import Config
 from shardwright.constraints.load_strategies import load_strategies
 from shardwright.cost.clusters import load_cluster
-from shardwright.errors import ConfigError, PlanError, ShardwrightError
+from shardwright.errors import ConfigError, DataError, PlanError, ShardwrightError
 from shardwright.graph.graph import Graph
 from shardwright.models.expert_sharding import expert_stages, pin_expert
 from shardwright.partition.schedules import SCHEDULES
@@ -232,12 +233,13 @@ class Run:
     def micro_batch_to_plan(self) -> tuple[Tensor, ...]:
         """An example of what the model is captured for; of texts only the shape is needed."""
         data, pieces = self.config.data, self.config.parallel.micro_batches
-        if data.seq_length is not None:
-            ids = torch.empty((data.batch_size, data.seq_length), dtype=torch.long, device="meta")
-            batch: tuple[Tensor, ...] = (ids, ids)
-        else:
-            batch = self.example_batch()
-        return tuple(micro_batch(list(batch), 0, pieces))
+        with errors_of("data", DataError):
+            if data.seq_length is None:
+                batch = self.example_batch()
+            else:
+                shape = (data.batch_size, data.seq_length)
+                batch = (torch.empty(shape, dtype=torch.long, device="meta"),) * 2
+            return tuple(micro_batch(list(batch), 0, pieces))
 
     def plan_of(self, model: nn.Module, graph: Graph, devices: int, **changes: Any) -> Plan:
         """The plan of what `captured` returned. Operators that an expert has not pinned follow

@@ -14,7 +14,7 @@ from shardwright.planner.requirement import requirements
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=0)]
 # "package.module:callable", imported from the configuration's folder first.
 ImportTarget = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
@@ -74,7 +74,7 @@ class DataSection(Section, frozen=True):
     target: ImportTarget | None = None
     arguments: dict[str, Any] = {}
     path: str | None = None
-    image_size: Annotated[int, Field(ge=8)] | None = None
+    image_size: Annotated[int, Field(ge=8, le=256)] | None = None
     seq_length: Count | None = None
     tokenizer: str | None = None
     batch_size: Count = 32

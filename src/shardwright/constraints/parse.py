@@ -320,6 +320,8 @@ def first_axes(num_shards: int, free: list[int], mesh: Layout) -> Axes | None:
         The axes in ascending order; None if `free` has no such axes.
     """
     chosen = []
+    if mesh.num_devices % num_shards:
+        return None
     for prime in prime_factors(num_shards):
         axis = next((a for a in free if mesh.device_matrix[a] == prime), None)
         if axis is None:

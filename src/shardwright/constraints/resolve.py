@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 
 from shardwright.constraints.parse import (
     StrategyParser,
@@ -278,7 +279,7 @@ def _storage_axes_for_counts(
 def _leading_axes(count: int, axes: Axes, mesh: Layout) -> Axes:
     """The longest prefix of `axes` whose sizes multiply to a divisor of `count`."""
     leading: list[int] = []
-    primes = list(prime_factors(count))
+    primes = list(prime_factors(gcd(count, mesh.num_devices)))
     for axis in axes:
         if mesh.device_matrix[axis] not in primes:
             break

@@ -14,6 +14,9 @@ Axes = tuple[int, ...]
 Shape = tuple[int, ...]
 """Sizes of a tensor's dimensions."""
 
+MAX_DEVICES = 2**20
+"""Of a device matrix, whose ranks are listed."""
+
 
 def prime_factors(number: int) -> tuple[int, ...]:
     """The prime factors of `number`, ascending: 12 → (2, 2, 3), 1 → ()."""
@@ -67,6 +70,8 @@ def check_sizes(sizes: object) -> None:
     for size in sizes:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise LayoutError(f"device_matrix {sizes} holds {size!r}; every size is an int >= 1")
+    if prod(sizes) > MAX_DEVICES:
+        raise LayoutError(f"device_matrix {sizes} has more than {MAX_DEVICES} devices")
 
 
 def check_names(names: object) -> None:

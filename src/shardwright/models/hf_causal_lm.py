@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import ConfigError
 from shardwright.models.attention import Attention, register_with_transformers
+from shardwright.models.sizes import MAX_LAYERS
 
 
 class CausalLM(nn.Module):
@@ -41,6 +42,8 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
     config = _config(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"hf: transformers has no causal language model {config.model_type!r}")
+    if getattr(config, "num_hidden_layers", 0) > MAX_LAYERS:
+        raise ConfigError(f"hf: {config.num_hidden_layers} layers: at most {MAX_LAYERS} are built")
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     config._attn_implementation = _implementation(kind, config, attention)
     try:

@@ -8,6 +8,9 @@ from typing import Literal, get_args
 
 from shardwright.errors import ConfigError
 
+MAX_LAYERS = 512
+"""Blocks of a language model; capturing so many takes minutes. Published ones have up to 126."""
+
 Family = Literal["llama", "qwen", "baichuan", "pangualpha"]
 Positions = Literal["rotary", "alibi", "learned"]
 
@@ -72,6 +75,8 @@ class Dimensions:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r}: must be a positive integer")
+        if self.num_layers > MAX_LAYERS:
+            raise ConfigError(f"num_layers={self.num_layers}: at most {MAX_LAYERS} are built")
         for name in ("norm_eps", "rope_base"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:

@@ -20,8 +20,6 @@ from shardwright.plan.data import PlanData
 from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow
 from shardwright.text_files import shown
 
-MAX_DEVICES = 2**20
-
 Natural = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields
-from math import prod
 from typing import Any, TypeVar
 
 from shardwright.constraints import OperatorStrategy
@@ -13,7 +12,7 @@ from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.decisions import OptimizerParallel, Recompute
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.plan.data import PlanData
-from shardwright.plan.file_schema import MAX_DEVICES, check_agreement, check_types
+from shardwright.plan.file_schema import check_agreement, check_types
 from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow
 from shardwright.text_files import parse_json, shown
 
@@ -61,8 +60,6 @@ def plan_from_json(kind: type[AnyPlan], text: str, where: str) -> AnyPlan:
             "run `shardwright plan` again"
         )
     check_types(text, where)
-    if prod(data["mesh"]["device_matrix"]) > MAX_DEVICES:
-        raise PlanError(f"{where}: mesh: more than {MAX_DEVICES} devices")
     try:
         plan = kind(**_fields(data))
     except (LayoutError, StrategyError) as error:

@@ -58,7 +58,7 @@ def most_micro_batches(leaves: Sequence[Any], pipeline: PipelineSpec) -> int:
 
 
 def _divisors(number: int) -> str:
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    divisors = [n for n in range(1, min(number, 4096) + 1) if number % n == 0]
     shown = [str(n) for n in divisors[:12]] + (["…"] if len(divisors) > 12 else [])
     return ", ".join(shown)
 
