@@ -289,6 +289,7 @@ def fuzz(kind: str, seeds: range, folder: Path, mutate: bool = True) -> Endings:
             endings.refused += 1
         except Exception:
             endings.raw[seed] = traceback.format_exc()
+            print(kind, seed, endings.raw[seed], file=sys.stderr, flush=True)
     return endings
 
 

@@ -1,7 +1,9 @@
 """Plans as data: saved, loaded, printed, explained, and refused where they do not fit."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,3 +151,31 @@ def test_operators_without_a_rule_are_listed_never_silent() -> None:
     assert len(plan.without_rule) == 1
     assert plan.without_rule[0] in str(plan)
     assert "linalg_inv" in str(sw.examine(Odd(), args))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data["cuts"].update(layer1={"zz": [0]}), "no factor 'zz' that can be cut"),
+        (lambda data: data["cuts"]["layer1"].update(k=[0, 0]), "used more than once"),
+        (lambda data: data["cuts"].update(layer9={"k": [0]}), "no operator 'layer9'"),
+        (lambda data: data["storage"].pop("layer1.weight"), "of different names"),
+        (lambda data: data["storage"].update({"layer1.weight": [[0]]}), "do not divide the shape"),
+        (
+            lambda data: data["mesh"].update(device_matrix=[2**40, 2, 2]),
+            "more than 1048576 devices",
+        ),
+        (lambda data: data.update(devices=7), "devices is 7, but mesh and stages are of 8"),
+        (lambda data: data.update(bucket_bytes=-1), "bucket_bytes: .*greater than or equal to 0"),
+        (lambda data: data["operators"][0].update(stage=4), "is on stage 4 of 1"),
+        (lambda data: data.update(surprise=1), "surprise: Extra inputs"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_or_its_model_is_refused(
+    change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    net, args, kwargs = network(batch=32)
+    data = json.loads(sw.plan(net, args, kwargs, devices=8, order="topology").to_json())
+    change(data)
+    with pytest.raises(sw.PlanError, match=message):
+        sw.Plan.from_json(json.dumps(data)).check_fits(sw.capture(net, args, kwargs))

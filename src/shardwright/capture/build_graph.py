@@ -21,6 +21,7 @@ from shardwright.capture.signature import (
     placeholders,
     results,
 )
+from shardwright.errors import CaptureError
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.torch_internals import pytree
 
@@ -150,6 +151,11 @@ class _Values:
         fake, requires_grad = tensor(node), node in self.requires_grad
         requires_other_grad = node in self.differentiable and not requires_grad
         shape, dtype = tuple(fake.shape), fake.dtype
+        if fake.layout is not torch.strided:
+            raise CaptureError(
+                f"{source_of(node) or name}: a sparse tensor ({fake.layout}), which cannot be"
+                " sharded: use a dense one"
+            )
         value = Value(name, shape, dtype, kind, requires_grad, requires_other_grad)
         if outer_dtype not in (None, value.dtype):
             value = replace(value, outer_dtype=outer_dtype)

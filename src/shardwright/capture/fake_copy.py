@@ -94,6 +94,11 @@ def _fake(
     mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     dtype = dtype or tensor.dtype
+    if tensor.layout is not torch.strided:
+        raise CaptureError(
+            f"a parameter or buffer is a sparse tensor ({tensor.layout}), which cannot be sharded:"
+            " hold it dense, or its indices and values as two tensors"
+        )
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
     return fake.requires_grad_(tensor.requires_grad)

@@ -22,7 +22,7 @@ from shardwright.partition.chunk import Chunk
 from shardwright.partition.communication import Communication
 from shardwright.partition.parameter_buckets import bucketed_steps
 from shardwright.partition.transfer import Transfer
-from shardwright.rules import rule_of
+from shardwright.rules import is_random, rule_of
 from shardwright.rules.rule import Cuts, ShardingRule, TwoPhaseKernel
 from shardwright.runtime.buckets import BoundBucket
 from shardwright.runtime.collectives import bind, start_all_reduce
@@ -176,12 +176,8 @@ class _Lowering:
         PyTorch's own generator."""
         if self.devices.several:
             return recompute_segment
-        again = (rule_of(self.graph.by_name[name]) for name in self.flow.segment_of)
-        return (
-            recompute_drawing_segment
-            if any(r is not None and r.random for r in again)
-            else recompute_segment
-        )
+        again = (self.graph.by_name[name] for name in self.flow.segment_of)
+        return recompute_drawing_segment if any(map(is_random, again)) else recompute_segment
 
     # Values
 
@@ -294,7 +290,7 @@ class _Lowering:
         texts = [expression(a, variable) for a in args]
         texts += [f"{key}={expression(a, variable)}" for key, a in kwargs.items()]
         function = self._function(op, rule)
-        if rule is not None and rule.random and self.devices.several:
+        if self.devices.several and is_random(op):
             texts.insert(0, "seed")
         if op in self.started:
             texts.insert(0, self.started[op])
@@ -328,7 +324,7 @@ class _Lowering:
         if op in self.started:
             assert isinstance(function, TwoPhaseKernel)
             function = function.finish
-        if rule is not None and rule.random and self.devices.several:
+        if self.devices.several and is_random(op):
             axes = tuple(
                 dict.fromkeys(a for dim in self.flow.initial_layouts[op.output].axes for a in dim)
             )

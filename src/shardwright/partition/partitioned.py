@@ -17,7 +17,7 @@ from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.chunk import Chunk
 from shardwright.partition.decisions import CutAxes, Decisions
 from shardwright.partition.pipeline_spec import ONE_STAGE, PipelineSpec
-from shardwright.rules import rule_of
+from shardwright.rules import is_random, rule_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,5 +169,4 @@ class Partitioned:
 
 def random_operators(graph: Graph) -> frozenset[str]:
     """The operators that draw random numbers, by name."""
-    rules = ((op.name, rule_of(op)) for op in graph.ops)
-    return frozenset(name for name, rule in rules if rule is not None and rule.random)
+    return frozenset(op.name for op in graph.ops if is_random(op))

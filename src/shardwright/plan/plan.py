@@ -6,6 +6,7 @@ JSON, printed as a table and explained operator by operator, all without the mod
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardwright.constraints.strategy_file import strategies_to_text
@@ -16,6 +17,7 @@ from shardwright.plan.describe import dump, explanation
 from shardwright.plan.json import plan_from_json, plan_to_json
 from shardwright.plan.strategies import strategies
 from shardwright.plan.table import plan_text
+from shardwright.rules import rule_of
 from shardwright.text_files import read_text
 
 
@@ -81,14 +83,38 @@ class Plan(PlanData):
 
     def check_fits(self, graph: Graph) -> None:
         """Raises:
-        PlanError: if `graph` is not the model that the plan was made for; names the difference.
+        PlanError: if `graph` is not the model that the plan was made for, or has operators or
+            parameters that cannot be sharded so; names the first.
         """
         if graph.fingerprint == self.fingerprint:
+            misfit = next(_misfits(self, graph), None)
+            if misfit is not None:
+                raise PlanError(f"the plan does not fit the model: {misfit}")
             return
         raise PlanError(
             f"the plan was made for another model (its fingerprint is {self.fingerprint}, this "
             f"model's is {graph.fingerprint}): {_difference(self, graph)}; plan this model"
         )
+
+
+def _misfits(plan: Plan, graph: Graph) -> Iterator[str]:
+    """What of the plan's decisions the rules of the model's operators do not allow."""
+    mesh = plan.mesh
+    if {value.name for value in graph.parameters} != set(plan.storage):
+        yield "its parameters are others"
+    for op in graph.ops:
+        rule = rule_of(op)
+        for factor, axes in plan.cuts.get(op.name, {}).items():
+            if rule is None or factor not in rule.factors:
+                yield f"operator {op.name!r} has no factor {factor!r} that can be cut"
+            elif rule.capacity[factor] % mesh.size(axes):
+                yield (
+                    f"operator {op.name!r}: {mesh.size(axes)} shards of {factor!r} do not divide"
+                    f" {rule.capacity[factor]}"
+                )
+        for axes_of_each, value in zip(plan.outputs.get(op.name, ()), op.outputs, strict=False):
+            if axes_of_each is not None and len(axes_of_each) != len(value.shape):
+                yield f"the output of operator {op.name!r} has {len(value.shape)} dimensions"
 
 
 def _difference(plan: Plan, graph: Graph) -> str:

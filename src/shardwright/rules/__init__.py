@@ -28,9 +28,10 @@ from shardwright.rules import (
     reduction,
     views,
 )
+from shardwright.rules.notation import draws_random
 from shardwright.rules.rule import RuleMaker, ShardingRule, find_rule_maker
 
-__all__ = ["ShardingRule", "rule_of"]
+__all__ = ["ShardingRule", "is_random", "rule_of"]
 
 _REGISTERING = (
     *(attention, contraction, convolution, creation, cross_entropy, dropout, embedding, indexing),
@@ -49,6 +50,13 @@ def rule_of(op: Op) -> ShardingRule | None:
     if maker is None:
         return None
     return _build_rule(_Structure(maker, op.target, _structure(op.args), _structure(op.kwargs), op))
+
+
+def is_random(op: Op) -> bool:
+    """Whether `op` draws random numbers, which lowering then seeds: also without a rule, so that
+    devices that all compute it in full draw the same."""
+    rule = rule_of(op)
+    return draws_random(op) if rule is None else rule.random
 
 
 @dataclass(frozen=True, slots=True)

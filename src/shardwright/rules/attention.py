@@ -21,6 +21,8 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
     arguments = call_arguments(op)
     query, key, mask = arguments["query"], arguments["key"], arguments["attn_mask"]
     ndim = len(query.shape)
+    if {len(value.shape) for value in (key, arguments["value"])} != {ndim}:
+        return None
     queries = None if arguments["is_causal"] else "s"
     batch: Dims = ("b", "h", *(f"h{i}" for i in range(2, ndim - 2)))[: ndim - 2]
     output: Dims = (*batch, queries, "e")

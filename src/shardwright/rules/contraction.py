@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from shardwright.graph.graph import Op
-from shardwright.rules.notation import NAMES, aligned, argument, from_notation, sharding_rule
+from shardwright.rules.notation import (
+    NAMES,
+    aligned,
+    argument,
+    from_notation,
+    names,
+    sharding_rule,
+)
 from shardwright.rules.rule import Dims, Local, Main, ShardingRule, rule_for
 
 aten = torch.ops.aten
@@ -63,7 +70,11 @@ def outer(op: Op) -> ShardingRule:
 
 @rule_for(aten.inner.default)
 def inner(op: Op) -> ShardingRule:
-    """Contracts the last dimensions and keeps the others, those of the first input first."""
+    """Contracts the last dimensions and keeps the others, those of the first input first; with a
+    scalar it is an ordinary product."""
+    if not all(value.shape for value in op.inputs):
+        dims = names(op.output)
+        return sharding_rule(op, aligned(op, dims), (dims,))
     last = tuple(len(value.shape) - 1 for value in op.inputs)
     return _side_by_side(op, last[:1], last[1:])
 

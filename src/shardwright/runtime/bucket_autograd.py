@@ -155,6 +155,7 @@ class _Finish(torch.autograd.Function):
         ctx: Any, bound: BoundBucket, without_gradient: set[int], token: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.bound, ctx.without_gradient = bound, without_gradient
+        ctx.first = tensors[0].shape, tensors[0].dtype, tensors[0].device
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
@@ -163,4 +164,8 @@ class _Finish(torch.autograd.Function):
         if not torch.compiler.is_compiling():
             ctx.without_gradient.clear()
             ctx.without_gradient.update(n for n, g in enumerate(gradients) if g is None)
+        if all(gradient is None for gradient in gradients):
+            # An operator may leave out the gradients of all; its devices still communicate.
+            shape, dtype, device = ctx.first
+            gradients = (torch.zeros(shape, dtype=dtype, device=device), *gradients[1:])
         return None, None, ctx.bound.reduce(gradients), *(None for _ in gradients)

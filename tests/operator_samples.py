@@ -1,0 +1,214 @@
+"""PyTorch's own samples of its operators, each as a module under a random plan on 5 devices.
+
+The sizes of most samples are multiples of 5. `python -m operator_samples [FIRST COUNT]` prints how
+each ended.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from random_plans import random_plan
+from shardwright import ShardwrightError, capture
+from shardwright.graph.graph import Graph
+from shardwright.parallel.simulate_ranks import Outcome, simulate
+from shardwright.rules import is_random
+
+DEVICES = 5
+PER_OPERATOR = 3
+"""Samples of each operator, drawn from all that it has."""
+
+MOST_ELEMENTS = 20_000
+"""Of the tensors of a sample; a few are made to be slow."""
+
+EQUAL, REFUSED, RANDOM, WRONG, RAW = "equal", "refused", "random", "wrong", "raw error"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one sample ended: `equal`, `refused` by an error of ours, `random` where only replicas
+    and repetitions can be compared and are equal, `wrong`, or a `raw error`."""
+
+    operator: str
+    sample: int
+    end: str
+    why: str = ""
+
+
+class OperatorModule(nn.Module):
+    """An operator whose tensors that require gradients are parameters, and others inputs."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Any) -> None:
+        super().__init__()
+        leaves, self.spec = pytree.tree_flatten(arguments)
+        self.function = function
+        self.parameters_of_it = nn.ParameterList()
+        self.inputs: list[Tensor] = []
+        self.places: list[tuple[str, Any]] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                self.places.append(("constant", leaf))
+            elif leaf.requires_grad:
+                self.places.append(("parameter", len(self.parameters_of_it)))
+                self.parameters_of_it.append(nn.Parameter(leaf.detach().clone()))
+            else:
+                self.places.append(("input", len(self.inputs)))
+                self.inputs.append(leaf)
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        kinds = {"parameter": self.parameters_of_it, "input": inputs}
+        leaves = [kinds[kind][at] if kind in kinds else at for kind, at in self.places]  # type: ignore[index]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        results = pytree.tree_leaves(self.function(*args, **kwargs))
+        # The product resolves conjugate bits, which fake tensors do not have.
+        tensors = [result for result in results if isinstance(result, Tensor)]
+        return [torch.view_as_real(t * 1) if t.is_complex() else t for t in tensors]
+
+
+def operators() -> list[Any]:
+    """The differentiable operators of `op_db` that take float64, by name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    return [
+        op
+        for op in sorted(op_db, key=lambda op: op.full_name)
+        if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu")
+    ]
+
+
+def samples(op: Any) -> Iterator[tuple[int, Any]]:
+    """Some samples of an operator, each with its number; the same at each call."""
+    torch.manual_seed(0)
+    drawn = list(enumerate(islice(op.sample_inputs("cpu", torch.float64, requires_grad=True), 200)))
+    small = [each for each in drawn if _elements(each[1]) <= MOST_ELEMENTS]
+    draw = random.Random(op.full_name)
+    yield from sorted(draw.sample(small, min(PER_OPERATOR, len(small))), key=lambda each: each[0])
+
+
+def _elements(sample: Any) -> int:
+    leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def endings(chosen: Sequence[Any]) -> list[Ending]:
+    """How the samples of these operators end."""
+    return [
+        Ending(op.full_name, number, *_ending(op, sample, number))
+        for op in chosen
+        for number, sample in samples(op)
+    ]
+
+
+def _ending(op: Any, sample: Any, seed: int) -> tuple[str, str]:
+    try:
+        net = OperatorModule(op.op, ((sample.input, *sample.args), sample.kwargs))
+        wanted, gradients = _eager(net)
+    except Exception as error:  # The sample itself asks for what eager refuses.
+        return REFUSED, f"eager: {type(error).__name__}"
+    try:
+        graph = capture(net, tuple(net.inputs))
+        plan = random_plan(graph, DEVICES, seed)
+        partitioned = plan.partitioned
+        run = lambda step: simulate(  # noqa: E731
+            partitioned,
+            {name: p.detach().clone() for name, p in net.named_parameters()},
+            {},
+            net.inputs,
+            seed=step,
+            output_gradients=[_gradient(tensor) for tensor in wanted],
+        )
+        outcome = run(0)
+    except ShardwrightError as error:
+        return REFUSED, str(error)
+    except Exception as error:
+        return RAW, f"{type(error).__name__}: {error}"
+    if outcome.replica_difference > 1e-9:
+        return WRONG, f"replicas differ by {outcome.replica_difference}"
+    if any(map(is_random, graph.ops)):
+        return _random_ending(graph, wanted, outcome, run(0))
+    counted, planned = outcome.stage_bytes[0], (plan.forward_bytes, plan.backward_bytes)
+    if any(gradient is not None for gradient in map(_gradient, wanted)) and counted != planned:
+        return WRONG, f"{counted} bytes counted, {planned} planned"
+    return _compared(wanted, gradients, outcome)
+
+
+def _eager(net: OperatorModule) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """What the module returns, and the gradients of its parameters."""
+    torch.manual_seed(0)
+    results = net(*(tensor.clone() for tensor in net.inputs))
+    pairs = [(tensor, _gradient(tensor)) for tensor in results]
+    roots = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+    if roots:
+        torch.autograd.backward(*map(list, zip(*roots, strict=True)))
+    return results, {name: parameter.grad for name, parameter in net.named_parameters()}
+
+
+def _gradient(tensor: Tensor) -> Tensor | None:
+    """Distinct numbers, so that no error can cancel; None where autograd does not reach."""
+    if not tensor.requires_grad:
+        return None
+    numbers = torch.arange(tensor.numel(), dtype=tensor.dtype)
+    return torch.sin(1 + numbers).reshape(tensor.shape)
+
+
+def _compared(
+    wanted: list[Tensor], gradients: dict[str, Tensor | None], outcome: Outcome
+) -> tuple[str, str]:
+    pairs = [("output", a, b) for a, b in zip(outcome.outputs, wanted, strict=True)]
+    for name, gradient in gradients.items():
+        other = outcome.gradients.get(name)
+        if gradient is not None and (other is not None or gradient.abs().sum() > 0):
+            pairs.append((name, torch.zeros(()) if other is None else other, gradient))
+    for name, got, expected in pairs:
+        try:
+            torch.testing.assert_close(
+                got.detach(), expected.detach(), rtol=1e-7, atol=1e-7, equal_nan=True
+            )
+        except AssertionError as error:
+            return WRONG, f"{name}: {str(error).splitlines()[0]}"
+    return EQUAL, ""
+
+
+def _random_ending(
+    graph: Graph, wanted: list[Tensor], outcome: Outcome, again: Outcome
+) -> tuple[str, str]:
+    shapes = [tuple(tensor.shape) for tensor in wanted]
+    if [tuple(tensor.shape) for tensor in outcome.outputs] != shapes:
+        return WRONG, "shapes differ"
+    for first, second in zip(outcome.outputs, again.outputs, strict=True):
+        if not torch.equal(first.nan_to_num(), second.nan_to_num()):
+            return WRONG, "a second run with the same seed differs"
+    return RANDOM, ""
+
+
+def counts(ends: Sequence[Ending]) -> dict[str, int]:
+    """How many samples ended in each way."""
+    counted = Counter(each.end for each in ends)
+    return {end: counted[end] for end in (EQUAL, RANDOM, REFUSED, WRONG, RAW)}
+
+
+def main(first: str = "0", count: str = "1000") -> None:
+    chosen = operators()[int(first) : int(first) + int(count)]
+    ends = endings(chosen)
+    for each in ends:
+        if each.end not in (EQUAL, RANDOM):
+            print(
+                each.operator, each.sample, each.end, each.why[:300].replace("\n", " "), sep=" | "
+            )
+    print(counts(ends))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
