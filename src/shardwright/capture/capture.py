@@ -12,15 +12,17 @@ import torch
 from torch import fx, nn
 
 from shardwright.capture.annotations import call_tags, module_tags, preserve_tags
+from shardwright.capture.attributes import TracedAttributes, attribute_texts
 from shardwright.capture.build_graph import CapturedCall, build_graph
 from shardwright.capture.canonicalize import canonicalize
 from shardwright.capture.fake_copy import (
     LossesInSinglePrecision,
-    RecordedData,
+    RecordedEffects,
     fake_copy,
     isolate_capture,
 )
 from shardwright.capture.functionalize import functionalize
+from shardwright.capture.hooks import check_hooks, observe_forward_hooks
 from shardwright.capture.inline_regions import inline_regions
 from shardwright.capture.naming import line_of, line_of_error
 from shardwright.capture.signature import (
@@ -70,7 +72,7 @@ def _capture(
     kwargs: dict[str, Any],
     compute_dtype: torch.dtype | None,
 ) -> Graph:
-    exported = _export(module, args, kwargs, compute_dtype)
+    exported, attributes = _export(module, args, kwargs, compute_dtype)
     signature = Signature.of(exported)
     inline_regions(exported.graph_module)
     calls = call_tags(exported.graph)
@@ -96,6 +98,7 @@ def _capture(
         tied=tied,
         module_tags=module_tags(module),
         call_tags=calls,
+        attributes=attribute_texts(module, attributes.reads, attributes.writes),
         compute_dtype=compute_dtype,
     )
 
@@ -105,16 +108,21 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     compute_dtype: torch.dtype | None,
-) -> torch.export.ExportedProgram:
+) -> tuple[torch.export.ExportedProgram, TracedAttributes]:
+    """The exported program, and the attributes that `forward` read and set."""
+    check_hooks(module)
     twin, fake_args, fake_kwargs = fake_copy(module, args, kwargs, compute_dtype)
+    attributes = TracedAttributes(twin)
+    observe_forward_hooks(twin)
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:
-        with preserve_tags(), RecordedData(), losses:
-            return torch.export.export(twin, fake_args, fake_kwargs, strict=False)
+        with preserve_tags(), RecordedEffects(), losses, attributes.recording():
+            exported = torch.export.export(twin, fake_args, fake_kwargs, strict=False)
     except CaptureError as error:
         raise CaptureError(f"{line_of_error(error)}: {error}") from error
     except Exception as error:
         raise CaptureError(_explain(error)) from error
+    return exported, attributes
 
 
 def _explain(error: Exception) -> str:

@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardwright.capture.annotations import tagging_checkpoint
-from shardwright.deferred import deferred_attributes, value_of
+from shardwright.capture.hooks import refuse_tensor_hook
+from shardwright.deferred import copies_of_attributes
 from shardwright.errors import CaptureError
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.activation_checkpoint import checkpointed_calls_in
@@ -59,11 +60,8 @@ def fake_copy(
     for name, buffer in module.named_buffers():
         _check_dense(name, buffer)
         memo[id(buffer)] = _fake(mode, buffer)
-    memo |= {id(tensor): value_of(tensor) for tensor in deferred_attributes(module)}
-    for child in module.modules():
-        for attribute in vars(child).values():
-            if isinstance(attribute, torch.Tensor):
-                memo.setdefault(id(attribute), attribute.detach())
+    # Tracing changes these where `forward` does.
+    memo = {key: t.clone() for key, t in copies_of_attributes(module).items()} | memo
     try:
         twin = copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:
@@ -191,9 +189,9 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> frozenset[i
     return frozenset(cast)
 
 
-class RecordedData(TorchFunctionMode):
+class RecordedEffects(TorchFunctionMode):
     """A context in which tracing sees what is read from and written to `tensor.data`: a detached
-    tensor, and a copy into it."""
+    tensor, and a copy into it. Hooks of tensors are refused."""
 
     def __torch_function__(
         self,
@@ -202,6 +200,7 @@ class RecordedData(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        refuse_tensor_hook(func)
         if func == data_getter:
             return args[0].detach()
         if func == data_setter:

@@ -1,11 +1,12 @@
 """Models built without memory for their parameters, which are initialized later, bit for bit."""
 
 from shardwright.deferred.agreement import init_record_lines, share_starts
-from shardwright.deferred.module import deferred_attributes, materialize
+from shardwright.deferred.module import copies_of_attributes, deferred_attributes, materialize
 from shardwright.deferred.tensor import Deferred, no_init_parameters, value_of, values_of
 
 __all__ = [
     "Deferred",
+    "copies_of_attributes",
     "deferred_attributes",
     "init_record_lines",
     "materialize",

@@ -40,10 +40,23 @@ def materialize(module: nn.Module) -> nn.Module:
 
 def deferred_attributes(module: nn.Module) -> Iterator[Deferred]:
     """The deferred tensors among plain attributes of modules, not parameters or buffers."""
+    return (tensor for tensor in _attributes(module) if isinstance(tensor, Deferred))
+
+
+def copies_of_attributes(module: nn.Module) -> dict[int, Tensor]:
+    """By its id, for each tensor that is a plain attribute of a module one with the same memory,
+    apart from autograd: what `copy.deepcopy` takes as its memo. Deferred ones have values."""
+    return {
+        id(tensor): value_of(tensor) if isinstance(tensor, Deferred) else tensor.detach()
+        for tensor in _attributes(module)
+    }
+
+
+def _attributes(module: nn.Module) -> Iterator[Tensor]:
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for child in module.modules():
         for leaf in pytree.tree_leaves(list(vars(child).values())):
-            if isinstance(leaf, Deferred) and id(leaf) not in registered:
+            if isinstance(leaf, Tensor) and id(leaf) not in registered:
                 yield leaf
 
 

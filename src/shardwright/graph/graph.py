@@ -157,6 +157,8 @@ class Graph:
             no operator of the call is left.
         compute_dtype: the dtype in which single-precision parameters and inputs are computed, if it
             differs.
+        attributes: path of the module, name and text of each plain attribute that `forward` reads;
+            the text is `""` if it is more than numbers and texts.
     """
 
     ops: tuple[Op, ...]
@@ -176,6 +178,7 @@ class Graph:
     module_tags: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     call_tags: tuple[tuple[Any, str], ...] = ()
     compute_dtype: torch.dtype | None = None
+    attributes: tuple[tuple[str, str, str], ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Op]:

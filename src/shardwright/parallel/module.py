@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.capture.capture import capture
-from shardwright.deferred import deferred_attributes, value_of
+from shardwright.deferred import copies_of_attributes
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
 from shardwright.lower.program import Program, lower
+from shardwright.parallel.python_state import PythonState
 from shardwright.parallel.train_step import GradientAccumulation, TrainStep, loss_of
 from shardwright.partition.decisions import adapt_decisions
 from shardwright.partition.partitioned import Partitioned
@@ -136,12 +137,17 @@ class ParallelModule(nn.Module):
         self._compiler: Callable[..., Any] | None = None
         graph, named = partitioned.graph, tuple(self.named_parameters())
         self._planned_gradients = tuple((n, p, n not in graph.frozen) for n, p in named)
-        leaves = tuple(key_of(leaf) for leaf in graph.inputs)
-        planned: tuple[Any, ...] = (self._modes(), (), graph.in_spec, leaves)
-        self._planned_situation = planned
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
         self._guard = BatchGuard(devices, partitioned.graph, partitioned.decisions.arrivals)
+        # The model's own attributes are read and set on this module in its place.
+        own = frozenset((*vars(self), *dir(ParallelModule), "_state", "_planned_situation"))
+        for name in vars(module).keys() - own:
+            setattr(self, name, vars(module)[name])
+        self._state = PythonState(self, partitioned.graph.attributes, own)
+        leaves = tuple(key_of(leaf) for leaf in graph.inputs)
+        planned: tuple[Any, ...] = (self._state.key(), (), graph.in_spec, leaves)
+        self._planned_situation = planned
         self._bind_planned()
 
     @property
@@ -274,13 +280,10 @@ class ParallelModule(nn.Module):
         return whole_leaves(self.partitioned.graph, self.devices.layout, arrivals, leaves)
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
-        """What a program depends on: the modes of all submodules, the parameters that were frozen
+        """What a program depends on: the state of all submodules, the parameters that were frozen
         or unfrozen since the plan, and what the call is given."""
         changed = (n for n, p, planned in self._planned_gradients if p.requires_grad is not planned)
-        return self._modes(), tuple(changed), spec, tuple(leaves)
-
-    def _modes(self) -> tuple[bool, ...]:
-        return tuple(module.training for module in self.modules())
+        return self._state.key(), tuple(changed), spec, tuple(leaves)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
         """The model in a situation that the plan was not made for, with its decisions adapted.
@@ -292,11 +295,11 @@ class ParallelModule(nn.Module):
         planned = self.partitioned
         _check_call(planned.graph, args, kwargs)
         (template,) = self._template
-        for module, copied in zip(self.modules(), template.modules(), strict=True):
-            copied.training = module.training
+        self._state.copy_to(template)
         for name, parameter, _ in self._planned_gradients:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
         graph = capture(template, args, kwargs, planned.graph.compute_dtype)
+        self._state.watch(graph.attributes)
         shapes = ", ".join(str(value) for value in graph.input_values)
         log.info("captured the model for %s, training=%s", shapes, self.training)
         decisions = adapt_decisions(planned.decisions, graph, planned.mesh)
@@ -331,11 +334,11 @@ def template_of(module: nn.Module) -> nn.Module:
         shape, stride = tensor.shape, tensor.stride()
         return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
 
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(meta(p), requires_grad=p.requires_grad) for p in module.parameters()
-    }
+    memo: dict[int, Any] = copies_of_attributes(module)
+    memo.update(
+        (id(p), nn.Parameter(meta(p), requires_grad=p.requires_grad)) for p in module.parameters()
+    )
     memo.update((id(b), meta(b)) for b in module.buffers())
-    memo.update((id(t), value_of(t)) for t in deferred_attributes(module))
     return copy.deepcopy(module, memo)
 
 

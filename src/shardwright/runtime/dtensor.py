@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from shardwright.deferred import Deferred, deferred_attributes, value_of, values_of
+from shardwright.deferred import Deferred, copies_of_attributes, values_of
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout.axes import Axes
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.decisions import Storage
 from shardwright.runtime.adopt_optimizer import remember
 from shardwright.runtime.devices import Devices
+from shardwright.runtime.parameter_hooks import has_hooks, take_hooks
 from shardwright.torch_internals.dtensor import StridedShard, local_tensor, spec_of, with_spec
 
 
@@ -73,14 +75,14 @@ def with_stored_parameters(
     stored_tensors = {
         name: stored(name, tensor) for name, tensor in initialized.items()
     } | values_of(tensors, stored)
-    memo: dict[int, Any] = {id(tensor): value_of(tensor) for tensor in deferred_attributes(module)}
+    memo: dict[int, Any] = copies_of_attributes(module)
     for name, tensor in tensors.items():
         if name in left_out:
             memo[id(tensor)] = None
         elif isinstance(tensor, nn.Parameter):
-            memo[id(tensor)] = nn.Parameter(
-                stored_tensors[name], requires_grad=tensor.requires_grad
-            )
+            new = nn.Parameter(stored_tensors[name], requires_grad=tensor.requires_grad)
+            take_hooks(new, tensor, partial(stored, name))
+            memo[id(tensor)] = new
         else:
             memo[id(tensor)] = stored_tensors[name]
     parameters = dict(module.named_parameters())
@@ -138,7 +140,11 @@ def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tens
         for name, gradient in gradients.items():
             parameter = parameters[name]
             before = parameter.grad
-            if before is not None:
+            if has_hooks(parameter):
+                if isinstance(parameter, DTensor):
+                    gradient = with_spec(gradient, spec_of(parameter))
+                torch.autograd.backward(parameter, gradient)
+            elif before is not None:
                 (local_tensor(before) if isinstance(before, DTensor) else before).add_(gradient)
             elif isinstance(parameter, DTensor):
                 parameter.grad = with_spec(gradient, spec_of(parameter))

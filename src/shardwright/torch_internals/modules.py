@@ -6,13 +6,27 @@ import torch
 from torch import nn
 
 
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Its children by their names, as the module itself holds them."""
+    return module._modules
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Its parameters without those of its children, as the module itself holds them."""
+    return module._parameters
+
+
 def share_state(wrapper: nn.Module, module: nn.Module) -> None:
     """Lets `wrapper` bear the parameters, buffers and submodules of `module` under their own names:
-    what is registered or replaced in one is so in the other."""
+    what is registered or replaced in one is so in the other, hooks of state dicts too."""
     wrapper._modules = module._modules
     wrapper._parameters = module._parameters
     wrapper._buffers = module._buffers
     wrapper._non_persistent_buffers_set = module._non_persistent_buffers_set
+    wrapper._state_dict_hooks = module._state_dict_hooks
+    wrapper._state_dict_pre_hooks = module._state_dict_pre_hooks
+    wrapper._load_state_dict_pre_hooks = module._load_state_dict_pre_hooks
+    wrapper._load_state_dict_post_hooks = module._load_state_dict_post_hooks
 
 
 def forget_flat_weights(module: nn.RNNBase) -> None:

@@ -128,6 +128,16 @@ MODULES = (
     PrivateName("torch.nn.Module._parameters", "the same"),
     PrivateName("torch.nn.Module._buffers", "the same"),
     PrivateName("torch.nn.Module._non_persistent_buffers_set", "the same"),
+    PrivateName("torch.nn.Module._state_dict_hooks", "the same"),
+    PrivateName("torch.nn.Module._state_dict_pre_hooks", "the same"),
+    PrivateName("torch.nn.Module._load_state_dict_pre_hooks", "the same"),
+    PrivateName("torch.nn.Module._load_state_dict_post_hooks", "the same"),
+    PrivateName("torch.nn.Module._forward_pre_hooks", "finds hooks, which are captured"),
+    PrivateName("torch.nn.Module._forward_hooks", "the same"),
+    PrivateName("torch.nn.Module._backward_pre_hooks", "finds hooks, which are refused"),
+    PrivateName("torch.nn.Module._backward_hooks", "the same; of tensors, which are moved"),
+    PrivateName("torch.nn.modules.module._has_any_global_hook", "finds hooks, which are refused"),
+    PrivateName("torch.Tensor._post_accumulate_grad_hooks", "finds hooks, which are moved"),
     PrivateName(
         "torch.nn.RNNBase._flat_weight_refs", "weak references, which keep tensors from a swap"
     ),

@@ -1,0 +1,154 @@
+"""Plain attributes of modules while a model is traced: which `forward` reads, and which it changes.
+
+What `forward` reads is part of what was captured. What it changes would change once, at capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwright.errors import CaptureError
+from shardwright.torch_internals.hooks import forward_hooks
+from shardwright.torch_internals.tensors import version
+
+MISSING = "<no such attribute>"
+"""What is read of an attribute that a module does not have, as by `getattr` with a default."""
+
+SET = "<set by forward>"
+"""The text of an attribute that `forward` sets before it reads it."""
+
+_OWN = {*vars(nn.Module()), *vars(nn.Module), "_flat_weights", "_flat_weight_refs"} - {"training"}
+"""What modules and recurrent modules keep for themselves."""
+_PLAIN = (int, float, complex, str, bytes, type(None))
+
+
+def content(value: Any) -> Hashable:
+    """What a captured program depends on of an attribute: equal if nothing has changed."""
+    if isinstance(value, _PLAIN):
+        return type(value).__name__, value
+    if isinstance(value, nn.Parameter):
+        return "parameter", id(value)
+    if isinstance(value, Tensor):
+        return "tensor", id(value), version(value)
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, *map(content, value)
+    if isinstance(value, dict):
+        return "dict", *((content(key), content(part)) for key, part in value.items())
+    if isinstance(value, (set, frozenset)):
+        return "set", frozenset(map(content, value))
+    if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
+        inner = vars(value).items()
+        return "object", id(value), *((name, _shallow(part)) for name, part in inner)
+    return type(value).__name__, id(value)
+
+
+def plain_text(value: Any) -> str:
+    """A number, a text, None, or a tuple of them as text, `""` for anything else."""
+    parts = value if isinstance(value, tuple) else (value,)
+    return repr(value) if all(isinstance(part, _PLAIN) for part in parts) else ""
+
+
+def attribute_texts(
+    module: nn.Module, read: Iterable[tuple[str, str]], written: Iterable[tuple[str, str]] = ()
+) -> tuple[tuple[str, str, str], ...]:
+    """Path, name and value as text of attributes that `forward` reads or sets, and of each module
+    that has forward hooks their number."""
+    modules = dict(module.named_modules())
+    hooks = (
+        (path, "forward hooks", str(sum(map(len, forward_hooks(child)))))
+        for path, child in modules.items()
+        if any(forward_hooks(child))
+    )
+    attributes = (
+        (path, name, plain_text(vars(modules[path]).get(name, MISSING))) for path, name in read
+    )
+    return (*attributes, *((*place, SET) for place in written), *hooks)
+
+
+def _shallow(value: Any) -> Hashable:
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, *map(_shallow, value)
+    return content(value) if isinstance(value, (*_PLAIN, Tensor)) else id(value)
+
+
+class TracedAttributes:
+    """The plain attributes of a module and its submodules while `forward` is traced.
+
+    Args:
+        reads, writes: path and name of those that were read before they were set, and of others
+            that were set.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._paths = {id(child): path for path, child in module.named_modules()}
+        self._modules = dict(module.named_modules())
+        self._before = {path: _contents(child) for path, child in self._modules.items()}
+        self.writes: dict[tuple[str, str], None] = {}
+        self.reads: dict[tuple[str, str], None] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A context in which attributes of all modules are watched.
+
+        Raises:
+            CaptureError: if `forward` reads an attribute and changes it for the next call.
+        """
+        set_attribute = nn.Module.__setattr__
+
+        def read(module: nn.Module, name: str) -> Any:
+            path = self._paths.get(id(module))
+            if path is not None and name not in _OWN and (path, name) not in self.writes:
+                own = object.__getattribute__(module, "__dict__")
+                if name in own or not (name.startswith("__") or self._is_known(module, name)):
+                    self.reads[path, name] = None
+            return object.__getattribute__(module, name)
+
+        def write(module: nn.Module, name: str, value: Any) -> None:
+            path = self._paths.get(id(module))
+            set_attribute(module, name, value)
+            if path is not None and name in vars(module) and name not in _OWN:
+                if (path, name) not in self.reads:
+                    self.writes[path, name] = None
+                elif content(value) != self._before[path].get(name):
+                    raise self._changed(path, name)
+
+        nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+        nn.Module.__setattr__ = write  # type: ignore[method-assign, assignment]
+        # What is changed in place is seen before `torch.export` undoes it.
+        handle = self._modules[""].register_forward_hook(lambda *_: self._check_unchanged())
+        try:
+            yield
+        finally:
+            handle.remove()
+            del nn.Module.__getattribute__
+            nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
+
+    def _check_unchanged(self) -> None:
+        for path, name in self.reads:
+            own = vars(self._modules[path])
+            if name in own and content(own[name]) != self._before[path].get(name):
+                raise self._changed(path, name)
+
+    def _changed(self, path: str, name: str) -> CaptureError:
+        where, kind = f"{path}.{name}" if path else name, type(self._modules[path]).__name__
+        return CaptureError(
+            f"`forward` changes the attribute {where!r} of a {kind}, which the next call reads: a "
+            "captured model would keep its first value. Register it as a buffer "
+            "(`register_buffer`) and change that in place, or set it between steps"
+        )
+
+    @staticmethod
+    def _is_known(module: nn.Module, name: str) -> bool:
+        """Whether it is a method, a property, a parameter, a buffer or a submodule."""
+        if not isinstance(getattr(type(module), name, ""), (*_PLAIN, tuple)):
+            return True
+        tensors = (vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules"))
+        return any(name in named for named in tensors)
+
+
+def _contents(module: nn.Module) -> dict[str, Hashable]:
+    return {name: content(value) for name, value in vars(module).items() if name not in _OWN}

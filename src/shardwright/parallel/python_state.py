@@ -1,0 +1,193 @@
+"""What a captured program depends on besides tensors: attributes, modes, hooks and submodules.
+
+A step looks whether anything differs from what it last saw, and only then at what does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwright.capture.attributes import MISSING, SET, content, plain_text
+from shardwright.errors import PlanError
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.hooks import (
+    any_global_hook,
+    backward_hooks,
+    forward_hooks,
+    hooks_registered,
+)
+from shardwright.torch_internals.modules import own_modules, own_parameters
+
+HOOKS = "forward hooks"
+
+Attributes = Iterable[tuple[str, str, str]]
+"""Path, name and text of attributes, as a graph has them."""
+
+
+class PythonState:
+    """The state of a module that users may change between steps.
+
+    Args:
+        module: whose submodules are those of the captured model.
+        attributes: that `forward` reads or sets; what it sets is taken away, as only a captured
+            call had it.
+        own: names of attributes of `module` that are not the captured model's.
+    """
+
+    def __init__(self, module: nn.Module, attributes: Attributes, own: frozenset[str]) -> None:
+        self._modules = dict(module.named_modules())
+        self._own = own - {"training"}
+        self._children = [
+            (path, children, list(children.values()))
+            for path, child in self._modules.items()
+            if (children := own_modules(child))
+        ]
+        self._parameters = [
+            (own, name)
+            for own in map(own_parameters, self._modules.values())
+            for name, parameter in own.items()
+            if parameter is not None
+        ]
+        self._names: dict[tuple[str, str], None] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._kept: list[Any] = []
+        self._hooks = self._hook_counts()
+        self.watch(attributes)
+
+    def watch(self, attributes: Attributes) -> None:
+        """Adds what another capture reads."""
+        for path, name, text in attributes:
+            if name == HOOKS or (not path and name in self._own):
+                continue
+            if text == SET:
+                self._modules[path].__dict__.pop(name, None)
+            else:
+                self._names[path, name] = None
+        self._see()
+
+    def key(self) -> Hashable:
+        """What a program depends on of this state; equal if nothing has changed, and on all ranks
+        if the same has.
+
+        Raises:
+            PlanError: for a hook or a submodule that is not part of what was captured.
+        """
+        for path, children, before in self._children:
+            if list(children.values()) != before:
+                raise PlanError(
+                    f"a submodule of {_where(path)} was replaced after planning, which would have "
+                    "no effect: replace it before `plan`"
+                )
+        if hooks_registered() != self._registered:
+            self._check_hooks()
+        if self._trained != self._which_are_trained() or not all(
+            unchanged() for unchanged in self._unchanged
+        ):
+            self._see()
+        return self._key
+
+    def copy_to(self, template: nn.Module) -> None:
+        """Gives another copy of the captured model the attributes that this one has."""
+        copies = dict(template.named_modules())
+        for path, name in self._names:
+            mine, other = self._modules[path].__dict__, copies[path].__dict__
+            if name not in mine:
+                other.pop(name, None)
+            elif not any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(mine[name])):
+                other[name] = mine[name]
+        for path, child in copies.items():
+            child.training = self._modules[path].training
+            parameters = own_parameters(self._modules[path])
+            for name, copied in own_parameters(child).items():
+                parameter = parameters[name]
+                if parameter is not None and copied is not None:
+                    copied.requires_grad_(parameter.requires_grad)
+
+    def _see(self) -> None:
+        """Takes the state as it is, and prepares to find whether it changes."""
+        self._registered = hooks_registered()
+        by_module: dict[str, list[str]] = {}
+        objects: dict[int, Any] = {}
+        self._unchanged: list[Callable[[], bool]] = []
+        self._trained = self._which_are_trained()
+        seen: list[Hashable] = [self._trained]
+        texts = []
+        for path, name in self._names:
+            own = self._modules[path].__dict__
+            value = own.get(name, MISSING)
+            seen.append((path, name, content(value)))
+            texts.append(plain_text(value))
+            self._kept.append(value)
+            if name not in own:
+                self._unchanged.append(_still_missing(own, name))
+                continue
+            by_module.setdefault(path, []).append(name)
+            if not isinstance(value, (int, float, complex, str, bytes, type(None), nn.Module)):
+                objects[id(value)] = value
+        number = self._numbers.setdefault(tuple(seen), len(self._numbers))
+        self._key: Hashable = (tuple(texts), number)
+        for path, names in by_module.items():
+            self._unchanged.append(_still_equal(self._modules[path].__dict__, names))
+        self._unchanged += [_still_inside(value) for value in objects.values()]
+
+    def _which_are_trained(self) -> tuple[bool, ...]:
+        tensors = (own[name] for own, name in self._parameters)
+        return tuple(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+    def _hook_counts(self) -> dict[str, tuple[int, int]]:
+        return {
+            path: (sum(map(len, forward_hooks(child))), sum(map(len, backward_hooks(child))))
+            for path, child in self._modules.items()
+            if path
+        }
+
+    def _check_hooks(self) -> None:
+        """Raises:
+        PlanError: for a hook that was registered since, where no call of the module comes by.
+        """
+        if any_global_hook():
+            raise PlanError("a hook was registered for all modules, which has no effect in a plan")
+        for path, counts in self._hook_counts().items():
+            if any(now > before for now, before in zip(counts, self._hooks[path], strict=True)):
+                raise PlanError(
+                    f"a hook was registered on {_where(path)} after planning, which would have no "
+                    "effect: register forward hooks before `plan`, or hooks on the module that "
+                    "`parallelize` returned or on its parameters"
+                )
+        self._registered = hooks_registered()
+
+
+def _still_missing(own: dict[str, Any], name: str) -> Callable[[], bool]:
+    return lambda: name not in own
+
+
+def _still_equal(own: dict[str, Any], names: list[str]) -> Callable[[], bool]:
+    read = itemgetter(*names)
+    before = read(own)
+
+    def unchanged() -> bool:
+        try:
+            return bool(read(own) == before)
+        except (KeyError, RuntimeError):  # Deleted, or another tensor.
+            return False
+
+    return unchanged
+
+
+def _still_inside(value: Any) -> Callable[[], bool]:
+    if hasattr(value, "__dict__") and not isinstance(value, Tensor):
+        copies = {
+            name: part.copy() if isinstance(part, (list, dict, set)) else part
+            for name, part in vars(value).items()
+        }
+        return lambda: vars(value) == copies
+    before = content(value)
+    return lambda: content(value) == before
+
+
+def _where(path: str) -> str:
+    return f"module {path!r}" if path else "the model"

@@ -1,0 +1,43 @@
+"""The hooks that modules and parameters bear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+from torch.utils.hooks import RemovableHandle
+
+Hooks = MutableMapping[int, Callable[..., Any]]
+"""By the number of its handle each hook."""
+
+
+def forward_hooks(module: nn.Module) -> tuple[Hooks, Hooks]:
+    """Those before and after `forward`."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def backward_hooks(module: nn.Module) -> tuple[Hooks, Hooks]:
+    """Those before and after its backward pass."""
+    return module._backward_pre_hooks, module._backward_hooks
+
+
+def any_global_hook() -> bool:
+    """Whether a hook is called for every module that there is."""
+    return bool(global_hooks._has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
+def gradient_hooks(parameter: Tensor) -> Mapping[int, Callable[..., Any]]:
+    """Those of `register_hook`."""
+    return parameter._backward_hooks or {}
+
+
+def accumulation_hooks(parameter: Tensor) -> Mapping[int, Callable[..., Any]]:
+    """Those of `register_post_accumulate_grad_hook`."""
+    return parameter._post_accumulate_grad_hooks or {}
+
+
+def hooks_registered() -> int:
+    """How many hooks of any kind were registered so far, in the whole process."""
+    return RemovableHandle.next_id
