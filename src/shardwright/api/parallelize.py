@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.api.agreement import check_ranks_agree, several_ranks, take_state_of_rank_0
+from shardwright.capture.attributes import has_attributes
 from shardwright.capture.capture import capture
 from shardwright.errors import PlanError, ShardwrightError
 from shardwright.graph.graph import Graph
@@ -71,7 +72,7 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
     alone = not several_ranks(plan)
     try:
         graph = plan.graph
-        if graph is None:
+        if graph is None or not has_attributes(net, graph.attributes):
             graph = capture(net, *_example(plan), compute_dtype=plan.computed_in)
         plan.check_fits(graph)
         _check_parameters(net, plan)

@@ -21,6 +21,9 @@ MISSING = "<no such attribute>"
 SET = "<set by forward>"
 """The text of an attribute that `forward` sets before it reads it."""
 
+HOOKS = "forward hooks"
+"""The name of an entry that counts the forward hooks of a module."""
+
 _OWN = {*vars(nn.Module()), *vars(nn.Module), "_flat_weights", "_flat_weight_refs"} - {"training"}
 """What modules and recurrent modules keep for themselves."""
 _PLAIN = (int, float, complex, str, bytes, type(None))
@@ -46,6 +49,22 @@ def content(value: Any) -> Hashable:
     return type(value).__name__, id(value)
 
 
+def _only_completed(before: Any, after: Any) -> bool:
+    """Whether an object got texts or numbers where it had None, as configurations of `transformers`
+    get their `problem_type` in the first call."""
+    kinds = {kind.__name__ for kind in _PLAIN}
+    return (
+        before is not None
+        and before[:2] == after[:2]
+        and before[0] == "object"
+        and [name for name, _ in before[2:]] == [name for name, _ in after[2:]]
+        and all(
+            old == new or (old == content(None) and new[0] in kinds)
+            for (_, old), (_, new) in zip(before[2:], after[2:], strict=True)
+        )
+    )
+
+
 def plain_text(value: Any) -> str:
     """A number, a text, None, or a tuple of them as text, `""` for anything else."""
     parts = value if isinstance(value, tuple) else (value,)
@@ -59,7 +78,7 @@ def attribute_texts(
     that has forward hooks their number."""
     modules = dict(module.named_modules())
     hooks = (
-        (path, "forward hooks", str(sum(map(len, forward_hooks(child)))))
+        (path, HOOKS, str(sum(map(len, forward_hooks(child)))))
         for path, child in modules.items()
         if any(forward_hooks(child))
     )
@@ -69,10 +88,17 @@ def attribute_texts(
     return (*attributes, *((*place, SET) for place in written), *hooks)
 
 
+def has_attributes(module: nn.Module, known: tuple[tuple[str, str, str], ...]) -> bool:
+    """Whether a module still has the attributes and hooks that were captured."""
+    read = [(path, name) for path, name, text in known if name != HOOKS and text != SET]
+    written = [(path, name) for path, name, text in known if text == SET]
+    return attribute_texts(module, read, written) == known
+
+
 def _shallow(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         return type(value).__name__, *map(_shallow, value)
-    return content(value) if isinstance(value, (*_PLAIN, Tensor)) else id(value)
+    return content(value) if isinstance(value, (*_PLAIN, Tensor)) else ("object", id(value))
 
 
 class TracedAttributes:
@@ -85,8 +111,8 @@ class TracedAttributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._paths = {id(child): path for path, child in module.named_modules()}
-        self._modules = dict(module.named_modules())
-        self._before = {path: _contents(child) for path, child in self._modules.items()}
+        self._by_path = dict(module.named_modules())
+        self._before = {path: _contents(child) for path, child in self._by_path.items()}
         self.writes: dict[tuple[str, str], None] = {}
         self.reads: dict[tuple[str, str], None] = {}
 
@@ -119,7 +145,7 @@ class TracedAttributes:
         nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
         nn.Module.__setattr__ = write  # type: ignore[method-assign, assignment]
         # What is changed in place is seen before `torch.export` undoes it.
-        handle = self._modules[""].register_forward_hook(lambda *_: self._check_unchanged())
+        handle = self._by_path[""].register_forward_hook(lambda *_: self._check_unchanged())
         try:
             yield
         finally:
@@ -129,12 +155,14 @@ class TracedAttributes:
 
     def _check_unchanged(self) -> None:
         for path, name in self.reads:
-            own = vars(self._modules[path])
-            if name in own and content(own[name]) != self._before[path].get(name):
-                raise self._changed(path, name)
+            own = vars(self._by_path[path])
+            if name in own:
+                before, after = self._before[path].get(name), content(own[name])
+                if before != after and not _only_completed(before, after):
+                    raise self._changed(path, name)
 
     def _changed(self, path: str, name: str) -> CaptureError:
-        where, kind = f"{path}.{name}" if path else name, type(self._modules[path]).__name__
+        where, kind = f"{path}.{name}" if path else name, type(self._by_path[path]).__name__
         return CaptureError(
             f"`forward` changes the attribute {where!r} of a {kind}, which the next call reads: a "
             "captured model would keep its first value. Register it as a buffer "

@@ -6,12 +6,12 @@ A step looks whether anything differs from what it last saw, and only then at wh
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.capture.attributes import MISSING, SET, content, plain_text
+from shardwright.capture.attributes import HOOKS, MISSING, SET, content, plain_text
 from shardwright.errors import PlanError
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.hooks import (
@@ -22,7 +22,7 @@ from shardwright.torch_internals.hooks import (
 )
 from shardwright.torch_internals.modules import own_modules, own_parameters
 
-HOOKS = "forward hooks"
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 Attributes = Iterable[tuple[str, str, str]]
 """Path, name and text of attributes, as a graph has them."""
@@ -39,19 +39,14 @@ class PythonState:
     """
 
     def __init__(self, module: nn.Module, attributes: Attributes, own: frozenset[str]) -> None:
-        self._modules = dict(module.named_modules())
+        self._by_path = dict(module.named_modules())
         self._own = own - {"training"}
         self._children = [
             (path, children, list(children.values()))
-            for path, child in self._modules.items()
+            for path, child in self._by_path.items()
             if (children := own_modules(child))
         ]
-        self._parameters = [
-            (own, name)
-            for own in map(own_parameters, self._modules.values())
-            for name, parameter in own.items()
-            if parameter is not None
-        ]
+        self._tensors = list(module.parameters())
         self._names: dict[tuple[str, str], None] = {}
         self._numbers: dict[Hashable, int] = {}
         self._kept: list[Any] = []
@@ -64,7 +59,7 @@ class PythonState:
             if name == HOOKS or (not path and name in self._own):
                 continue
             if text == SET:
-                self._modules[path].__dict__.pop(name, None)
+                self._by_path[path].__dict__.pop(name, None)
             else:
                 self._names[path, name] = None
         self._see()
@@ -84,9 +79,7 @@ class PythonState:
                 )
         if hooks_registered() != self._registered:
             self._check_hooks()
-        if self._trained != self._which_are_trained() or not all(
-            unchanged() for unchanged in self._unchanged
-        ):
+        if not self._is_unchanged():
             self._see()
         return self._key
 
@@ -94,14 +87,14 @@ class PythonState:
         """Gives another copy of the captured model the attributes that this one has."""
         copies = dict(template.named_modules())
         for path, name in self._names:
-            mine, other = self._modules[path].__dict__, copies[path].__dict__
+            mine, other = self._by_path[path].__dict__, copies[path].__dict__
             if name not in mine:
                 other.pop(name, None)
             elif not any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(mine[name])):
                 other[name] = mine[name]
         for path, child in copies.items():
-            child.training = self._modules[path].training
-            parameters = own_parameters(self._modules[path])
+            child.training = self._by_path[path].training
+            parameters = own_parameters(self._by_path[path])
             for name, copied in own_parameters(child).items():
                 parameter = parameters[name]
                 if parameter is not None and copied is not None:
@@ -112,12 +105,13 @@ class PythonState:
         self._registered = hooks_registered()
         by_module: dict[str, list[str]] = {}
         objects: dict[int, Any] = {}
+        self._read: list[tuple[dict[str, Any], Callable[[Any], Any], Any]] = []
         self._unchanged: list[Callable[[], bool]] = []
-        self._trained = self._which_are_trained()
-        seen: list[Hashable] = [self._trained]
+        self._trained = list(map(_REQUIRES_GRAD, self._tensors))
+        seen: list[Hashable] = [tuple(self._trained)]
         texts = []
         for path, name in self._names:
-            own = self._modules[path].__dict__
+            own = self._by_path[path].__dict__
             value = own.get(name, MISSING)
             seen.append((path, name, content(value)))
             texts.append(plain_text(value))
@@ -131,17 +125,25 @@ class PythonState:
         number = self._numbers.setdefault(tuple(seen), len(self._numbers))
         self._key: Hashable = (tuple(texts), number)
         for path, names in by_module.items():
-            self._unchanged.append(_still_equal(self._modules[path].__dict__, names))
+            own, read = self._by_path[path].__dict__, itemgetter(*names)
+            self._read.append((own, read, read(own)))
         self._unchanged += [_still_inside(value) for value in objects.values()]
 
-    def _which_are_trained(self) -> tuple[bool, ...]:
-        tensors = (own[name] for own, name in self._parameters)
-        return tuple(tensor is not None and tensor.requires_grad for tensor in tensors)
+    def _is_unchanged(self) -> bool:
+        if list(map(_REQUIRES_GRAD, self._tensors)) != self._trained:
+            return False
+        try:
+            for own, read, before in self._read:
+                if read(own) != before:
+                    return False
+        except (KeyError, RuntimeError):  # Deleted, or another tensor.
+            return False
+        return all(unchanged() for unchanged in self._unchanged)
 
     def _hook_counts(self) -> dict[str, tuple[int, int]]:
         return {
             path: (sum(map(len, forward_hooks(child))), sum(map(len, backward_hooks(child))))
-            for path, child in self._modules.items()
+            for path, child in self._by_path.items()
             if path
         }
 
@@ -163,19 +165,6 @@ class PythonState:
 
 def _still_missing(own: dict[str, Any], name: str) -> Callable[[], bool]:
     return lambda: name not in own
-
-
-def _still_equal(own: dict[str, Any], names: list[str]) -> Callable[[], bool]:
-    read = itemgetter(*names)
-    before = read(own)
-
-    def unchanged() -> bool:
-        try:
-            return bool(read(own) == before)
-        except (KeyError, RuntimeError):  # Deleted, or another tensor.
-            return False
-
-    return unchanged
 
 
 def _still_inside(value: Any) -> Callable[[], bool]:

@@ -1,0 +1,180 @@
+"""Hooks: each works as with the eager module, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import shardwright as sw
+from shardwright.errors import CaptureError, PlanError
+
+BATCH = torch.randn(4, 8)
+
+
+class Net(nn.Module):
+    def __init__(self, register: Callable[[Net], Any] = lambda net: None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        register(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.body(x).square().mean()
+        return loss
+
+
+def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def doubled_inputs(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    return (args[0] * 2,)
+
+
+def clamped(module: nn.Module, args: Any) -> None:
+    with torch.no_grad():
+        module.weight.clamp_(-0.1, 0.1)  # type: ignore[operator, union-attr]
+
+
+def scale_when_accumulated(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(parameter.grad.norm())
+
+
+def on_gradients(net: Net) -> None:
+    net.body[0].weight.register_hook(lambda gradient: gradient / gradient.norm())
+    net.body[2].weight.register_post_accumulate_grad_hook(scale_when_accumulated)
+
+
+def with_weight_norm(net: Net) -> None:
+    nn.utils.weight_norm(net.body[0])
+
+
+def pruned(net: Net) -> None:
+    prune.l1_unstructured(net.body[0], "weight", 0.5)
+
+
+BEFORE: dict[str, Callable[[Net], Any]] = {
+    "gradients": on_gradients,
+    "output": lambda net: net.body[0].register_forward_hook(doubled),
+    "input": lambda net: net.body[2].register_forward_pre_hook(doubled_inputs),
+    "in place": lambda net: net.body[0].register_forward_pre_hook(clamped),
+    "root": lambda net: net.register_forward_hook(doubled),
+    "weight norm": with_weight_norm,
+    "pruning": pruned,
+}
+AFTER: dict[str, Callable[[Any], Any]] = {
+    "gradients": on_gradients,
+    "root": lambda net: net.register_forward_hook(doubled),
+    "root's backward": lambda net: net.register_full_backward_pre_hook(lambda m, g: (g[0] * 3,)),
+}
+
+
+def check_gradients(net: nn.Module, parallel: nn.Module, step: bool = False) -> None:
+    for _ in range(2):
+        net(BATCH).backward()
+        if step:
+            parallel.train_step(BATCH)
+        else:
+            parallel(BATCH).backward()
+    for (name, wanted), got in zip(net.named_parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(got, wanted, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("step", [False, True])
+@pytest.mark.parametrize("name", BEFORE)
+def test_hooks_that_were_registered_before_planning_work(name: str, step: bool) -> None:
+    net = Net(BEFORE[name])
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    check_gradients(net, parallel, step)
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_hooks_that_are_registered_after_planning_on_what_is_returned_work(name: str) -> None:
+    net = Net()
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    AFTER[name](net)
+    AFTER[name](parallel)
+    check_gradients(net, parallel)
+
+
+def test_a_gradient_hook_that_is_removed_from_the_model_is_removed_from_the_plan() -> None:
+    net = Net()
+    handle = net.body[0].weight.register_hook(lambda gradient: gradient * 2)
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    handle.remove()
+    check_gradients(net, parallel)
+
+
+def test_hooks_of_state_dicts_work() -> None:
+    net = Net()
+    net.register_state_dict_post_hook(lambda module, state, *_: state.update(extra=1))
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    assert list(parallel.state_dict()) == list(net.state_dict()) != list(Net().state_dict())
+
+
+class WithTensorHook(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        y.register_hook(lambda gradient: gradient * 2)
+        loss: Tensor = y.square().mean()
+        return loss
+
+
+observed: list[Tensor] = []
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "backward": (
+        lambda: Net(lambda net: net.body[0].register_full_backward_hook(lambda *_: None)),
+        r"module 'body.0' has a backward hook",
+    ),
+    "root's backward": (
+        lambda: Net(lambda net: net.register_full_backward_pre_hook(lambda *_: None)),
+        r"the model has a backward hook",
+    ),
+    "observer": (
+        lambda: Net(lambda net: net.body[1].register_forward_hook(lambda *_: observed.clear())),
+        r"forward hook `.*lambda.*` of module 'body.1' returns nothing",
+    ),
+    "tensor": (WithTensorHook, r"y.register_hook\(lambda gradient.* hook of a tensor"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hooks_that_a_captured_model_would_drop_are_refused(name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(CaptureError, match=message):
+        sw.plan(make(), (BATCH,), devices=2)
+
+
+def test_hooks_for_all_modules_are_refused() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(CaptureError, match="registered for all modules"):
+            sw.plan(Net(), (BATCH,), devices=2)
+    finally:
+        handle.remove()
+
+
+def test_hooks_that_would_be_ignored_after_planning_are_refused_at_the_next_call() -> None:
+    net = Net()
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    parallel.body[0].register_forward_hook(doubled)
+    with pytest.raises(PlanError, match=r"hook was registered on module 'body.0' after planning"):
+        parallel(BATCH)
+    with pytest.raises(PlanError, match=r"hook was registered on module 'body.0' after planning"):
+        parallel.train_step(BATCH)
+
+
+def test_hooks_that_are_registered_between_plan_and_parallelize_change_the_model() -> None:
+    net = Net()
+    plan = sw.plan(net, (BATCH,), devices=1)
+    net.body[0].register_forward_hook(doubled)
+    with pytest.raises(PlanError, match="another model"):
+        sw.parallelize(net, plan)

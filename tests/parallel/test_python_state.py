@@ -1,0 +1,233 @@
+"""Attributes that are set between steps take effect; those that `forward` changes are refused."""
+
+from __future__ import annotations
+
+import copy
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwright as sw
+from shardwright.errors import CaptureError, PlanError
+
+BATCH = torch.randn(4, 8)
+
+
+class Config:
+    def __init__(self) -> None:
+        self.power = 1
+        self.sizes = [1.0, 2.0]
+
+
+class Scaled(nn.Module):
+    shift = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.alpha, self.name, self.pair = 2.0, "tanh", (1.0, 3.0)
+        self.mask = torch.ones(8)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = getattr(torch, self.name)(self.linear(x)) * self.alpha * self.mask
+        result: Tensor = self.drop(y * self.pair[1] + self.shift) * getattr(self, "factor", 1.0)
+        return result
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = Config()
+        self.flag = True
+        self.hidden: Tensor | None = None
+        self.inner = Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.inner(x)
+        y = self.hidden**self.config.power * sum(self.config.sizes)
+        return (y if self.flag else -y).square().mean() + y.sum()
+
+
+def in_place(net: Any) -> None:
+    net.inner.mask[2] = 5.0
+
+
+def freeze(net: Any) -> None:
+    net.inner.linear.weight.requires_grad_(False)
+
+
+def train_differently(net: Any) -> None:
+    net.inner.drop.p = 0.0
+    net.eval()
+
+
+def delete(net: Any) -> None:
+    net.inner.factor = 3.0
+    del net.inner.factor
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "number": lambda net: setattr(net.inner, "alpha", 0.5),
+    "text": lambda net: setattr(net.inner, "name", "relu"),
+    "tuple": lambda net: setattr(net.inner, "pair", (1.0, 7.0)),
+    "tensor": lambda net: setattr(net.inner, "mask", torch.arange(8.0)),
+    "tensor in place": in_place,
+    "class attribute": lambda net: setattr(net.inner, "shift", 1.5),
+    "new attribute": lambda net: setattr(net.inner, "factor", 2.0),
+    "deleted": delete,
+    "root": lambda net: setattr(net, "flag", False),
+    "object": lambda net: setattr(net.config, "power", 2),
+    "list in an object": lambda net: net.config.sizes.append(4.0),
+    "trained": freeze,
+    "mode": train_differently,
+}
+
+
+def gradients(net: nn.Module) -> list[Tensor | None]:
+    net.zero_grad()
+    net(BATCH).backward()
+    return [parameter.grad for parameter in net.parameters()]
+
+
+def parallel(net: nn.Module) -> Any:
+    return sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+
+
+def test_attributes_that_are_set_between_steps_take_effect() -> None:
+    net = Net()
+    planned = parallel(net)
+    for name, change in CHANGES.items():
+        change(net)
+        change(planned)
+        for wanted, got in zip(gradients(net), gradients(planned), strict=True):
+            assert (wanted is None) == (got is None), name
+            if wanted is not None and got is not None:
+                torch.testing.assert_close(got, wanted, msg=name)
+
+
+def test_attributes_that_are_set_take_effect_in_train_step() -> None:
+    net = Net()
+    planned = parallel(net)
+    net.inner.alpha = planned.inner.alpha = 0.25
+    loss = net(BATCH)
+    loss.backward()
+    torch.testing.assert_close(planned.train_step(BATCH), loss.detach())
+    for wanted, got in zip(net.parameters(), planned.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad)
+
+
+def test_a_state_that_was_seen_before_is_not_captured_again() -> None:
+    planned = parallel(Net())
+    for alpha in (0.5, 0.25, 0.5, 2.0, 0.25):
+        planned.inner.alpha = alpha
+        planned(BATCH)
+    assert len(planned._forwards) == 3
+    planned.unread = planned.inner.unread = 1
+    planned(BATCH)
+    assert len(planned._forwards) == 3
+
+
+def test_what_forward_sets_is_not_left_from_before() -> None:
+    planned = parallel(Net())
+    planned(BATCH)
+    with pytest.raises(AttributeError, match="hidden"):
+        _ = planned.hidden
+
+
+def test_a_plan_is_for_the_attributes_that_it_was_made_with() -> None:
+    net = Net()
+    plan = sw.plan(net, (BATCH,), devices=1)
+    net.inner.alpha = 0.5
+    with pytest.raises(PlanError, match="another model"):
+        sw.parallelize(net, plan)
+
+
+def test_a_replaced_submodule_is_refused_at_the_next_call() -> None:
+    planned = parallel(Net())
+    planned.inner.linear = nn.Linear(8, 8)
+    with pytest.raises(PlanError, match="submodule of module 'inner' was replaced"):
+        planned(BATCH)
+
+
+def test_the_guard_of_32_layers_takes_less_than_a_tenth_of_a_millisecond() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(Scaled() for _ in range(4))
+            self.scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.parts:
+                x = part(x) * self.scale
+            return x
+
+    net = nn.Sequential(*(Layer() for _ in range(32)))
+    planned = parallel(net)
+    assert len(list(planned.modules())) > 400
+    seconds = min(timeit.repeat(planned._state.key, number=1, repeat=500))
+    assert seconds < 2e-4, "0.05 ms on a free core; twice the limit on a busy one"
+
+
+class Counting(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        self.alpha += 1
+        return super().forward(x)
+
+
+class Appending(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(1)
+        return super().forward(x) * len(self.seen)
+
+
+class Averaging(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask = self.mask * 0.9 + x.detach().mean(0) * 0.1
+        return super().forward(x)
+
+
+class AveragingInPlace(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask.mul_(0.9)
+        return super().forward(x)
+
+
+class Recurrent(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = torch.zeros_like(x) if self.state is None else self.state
+        self.state = super().forward(x + before)
+        return self.state
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Counting, "alpha"),
+        (Appending, "seen"),
+        (Averaging, "mask"),
+        (AveragingInPlace, "mask"),
+        (Recurrent, "state"),
+    ],
+)
+def test_an_attribute_that_forward_changes_for_the_next_call_is_refused(
+    kind: type[nn.Module], name: str
+) -> None:
+    net = nn.Sequential(kind())
+    before = copy.deepcopy(vars(net[0])[name])
+    with pytest.raises(CaptureError, match=rf"attribute '0.{name}' .* Register it as a buffer"):
+        sw.plan(net, (BATCH,), devices=2)
+    assert str(vars(net[0])[name]) == str(before), "capture leaves the module as it is"
