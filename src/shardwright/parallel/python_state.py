@@ -6,7 +6,7 @@ A step looks whether anything differs from what it last saw, and only then at wh
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,9 +20,7 @@ from shardwright.torch_internals.hooks import (
     forward_hooks,
     hooks_registered,
 )
-from shardwright.torch_internals.modules import own_modules, own_parameters
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
+from shardwright.torch_internals.modules import own_modules
 
 Attributes = Iterable[tuple[str, str, str]]
 """Path, name and text of attributes, as a graph has them."""
@@ -46,7 +44,6 @@ class PythonState:
             for path, child in self._by_path.items()
             if (children := own_modules(child))
         ]
-        self._tensors = list(module.parameters())
         self._names: dict[tuple[str, str], None] = {}
         self._numbers: dict[Hashable, int] = {}
         self._kept: list[Any] = []
@@ -94,11 +91,6 @@ class PythonState:
                 other[name] = mine[name]
         for path, child in copies.items():
             child.training = self._by_path[path].training
-            parameters = own_parameters(self._by_path[path])
-            for name, copied in own_parameters(child).items():
-                parameter = parameters[name]
-                if parameter is not None and copied is not None:
-                    copied.requires_grad_(parameter.requires_grad)
 
     def _see(self) -> None:
         """Takes the state as it is, and prepares to find whether it changes."""
@@ -107,8 +99,7 @@ class PythonState:
         objects: dict[int, Any] = {}
         self._read: list[tuple[dict[str, Any], Callable[[Any], Any], Any]] = []
         self._unchanged: list[Callable[[], bool]] = []
-        self._trained = list(map(_REQUIRES_GRAD, self._tensors))
-        seen: list[Hashable] = [tuple(self._trained)]
+        seen: list[Hashable] = []
         texts = []
         for path, name in self._names:
             own = self._by_path[path].__dict__
@@ -130,8 +121,6 @@ class PythonState:
         self._unchanged += [_still_inside(value) for value in objects.values()]
 
     def _is_unchanged(self) -> bool:
-        if list(map(_REQUIRES_GRAD, self._tensors)) != self._trained:
-            return False
         try:
             for own, read, before in self._read:
                 if read(own) != before:
