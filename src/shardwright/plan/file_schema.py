@@ -189,6 +189,9 @@ def _contradictions_of_tensors(plan: PlanData) -> Iterator[str]:
 
 def _contradictions_of_row(row: OperatorRow, plan: PlanData) -> Iterator[str]:
     where = f"operators: {row.name}"
+    for name, _, kind in row.inputs:
+        if kind == "parameter" and name not in plan.parameters:
+            yield f"{where}: there is no parameter {shown(name)}"
     if row.stage >= plan.pipeline.stages:
         yield f"{where}: is on stage {row.stage} of {plan.pipeline.stages}"
     for axes in row.cuts.values():
