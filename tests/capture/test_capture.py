@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 import sample_models as models
 from shardwright.capture.capture import capture
+from shardwright.errors import CaptureError
 from shardwright.graph.graph import Graph, Value
 from shardwright.graph.interpreter import interpret
 
@@ -352,13 +353,22 @@ def test_one_tensor_given_twice_is_two_inputs() -> None:
     assert names == ["input_ids", "labels"]
 
 
-def test_an_input_that_is_changed_in_place_is_changed_in_the_graph_only() -> None:
+def test_an_input_that_is_changed_in_place_is_refused_with_the_line() -> None:
     def forward(net: Function, x: Tensor) -> Tensor:
         x.add_(1)
         return x @ net.weight
 
-    graph = assert_equal(Function(forward), (x(),), {})
-    assert graph.updates == ()
+    with pytest.raises(CaptureError, match=r"x\.add_\(1\).*changes an input.*clone"):
+        capture(Function(forward), (x(),), {})
+
+
+def test_a_copy_of_an_input_may_be_changed_in_place() -> None:
+    def forward(net: Function, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, 0] = 1
+        return x @ net.weight
+
+    assert assert_equal(Function(forward), (x(),), {}).updates == ()
 
 
 def test_tied_weights_are_one_value() -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.config.load import parse_yaml, read_text
 from shardwright.config.mindformers import LanguageRun, language_run
+from shardwright.errors import ConfigError
 from shardwright.models import MODELS
+from shardwright.text_files import parse_yaml, read_text
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BATCHES = {
@@ -27,7 +28,7 @@ BATCHES = {
 
 def run_of(name: str) -> LanguageRun:
     file = CONFIGS / f"{name}.yaml"
-    return language_run(parse_yaml(read_text(file), str(file)), str(file))
+    return language_run(parse_yaml(read_text(file, ConfigError), str(file), ConfigError), str(file))
 
 
 def test_every_published_model_has_its_two_files() -> None:

@@ -51,7 +51,7 @@ def test_a_long_line_is_cut() -> None:
     assert len(str(ProgramLine(text, 2))) < 160
 
 
-def fail(x: torch.Tensor) -> torch.Tensor:
+def fail(x: torch.Tensor, *_: object) -> torch.Tensor:
     raise RuntimeError("[/a/place/in/gloo.cc:78] Timed out waiting 5ms for recv operation")
 
 
@@ -81,7 +81,7 @@ def test_an_error_of_a_collective_names_the_redistribution(monkeypatch: pytest.M
 
 def test_an_error_of_a_bucket_names_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x, plan = failing_plan()
-    monkeypatch.setattr(buckets, "wait", fail)
+    monkeypatch.setattr(buckets, "complete", fail)
     said = r"^communication failed in bucket 0 of layer\.weight, layer\.bias: Timed out"
     with pytest.raises(CommunicationError, match=said), naming_redistributions():
         run(net, x, plan)

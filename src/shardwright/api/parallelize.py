@@ -72,6 +72,8 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
     alone = not several_ranks(plan)
     try:
         graph = plan.graph
+        if graph is not None:
+            _check_parameters(net, plan)
         if graph is None or not has_attributes(net, graph.attributes):
             graph = capture(net, *_example(plan), compute_dtype=plan.computed_in)
         plan.check_fits(graph)

@@ -83,7 +83,12 @@ def attribute_texts(
         if any(forward_hooks(child))
     )
     attributes = (
-        (path, name, plain_text(vars(modules[path]).get(name, MISSING))) for path, name in read
+        (
+            path,
+            name,
+            plain_text(vars(modules[path]).get(name, MISSING) if path in modules else MISSING),
+        )
+        for path, name in read
     )
     return (*attributes, *((*place, SET) for place in written), *hooks)
 

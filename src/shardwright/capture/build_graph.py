@@ -99,9 +99,9 @@ def build_graph(
     )
 
 
-def frozen_parameters(module: nn.Module) -> frozenset[str]:
+def frozen_parameters(module: nn.Module) -> tuple[str, ...]:
     """The names of the parameters that require no gradient."""
-    return frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
+    return tuple(name for name, p in module.named_parameters() if not p.requires_grad)
 
 
 def _losses(

@@ -28,6 +28,7 @@ from shardwright.capture.naming import line_of, line_of_error
 from shardwright.capture.signature import (
     Signature,
     add_updates,
+    check_inputs_unchanged,
     drop_redundant_detach,
     gradient_sources,
     merge_tied,
@@ -81,6 +82,7 @@ def _capture(
     leaves = pytree.tree_leaves((args, kwargs))
     trained = gradient_sources(module, leaves, signature, exported.graph)
     graph, changed = functionalize(exported.graph, trained)
+    check_inputs_unchanged(signature, changed)
     add_updates(graph, changed)
     take_as_buffers(module, signature, changed, trained)
     canonicalize(graph)

@@ -115,6 +115,21 @@ def add_updates(graph: fx.Graph, changed: Mapping[fx.Node, fx.Node]) -> None:
     output.args = (output.args[0], {node.name: new for node, new in changed.items()})
 
 
+def check_inputs_unchanged(signature: Signature, changed: Mapping[fx.Node, fx.Node]) -> None:
+    """Raises:
+    CaptureError: if `forward` changes an input in place, which its caller would not see: ranks
+        compute on shards of copies.
+    """
+    inputs = set(signature.inputs)
+    for node, new in changed.items():
+        if node.name in inputs:
+            raise CaptureError(
+                f"{line_of(new)}: this changes an input of the model in place, which the caller "
+                f"would not see. Use the operator that returns a new tensor, or `clone()` the "
+                f"input first."
+            )
+
+
 def take_as_buffers(
     module: nn.Module,
     signature: Signature,

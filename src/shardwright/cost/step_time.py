@@ -101,7 +101,8 @@ class StepTime:
     def communication(self) -> float:
         """Communication that the step waits for."""
         each = self.forward_seconds + self.backward_seconds - self.forward - self.backward
-        return self.micro_batches * each + self.exposed
+        # Sums of the same terms in two orders differ in their last digits.
+        return max(0.0, self.micro_batches * each + self.exposed)
 
     @property
     def seconds(self) -> float:

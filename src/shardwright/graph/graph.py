@@ -173,7 +173,7 @@ class Graph:
     tied: dict[str, str] = field(default_factory=dict)
     loss: Value | None = None
     other_losses: tuple[Value, ...] = ()
-    frozen: frozenset[str] = frozenset()
+    frozen: tuple[str, ...] = ()
     capture_seconds: float = 0.0
     module_tags: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     call_tags: tuple[tuple[Any, str], ...] = ()

@@ -1,8 +1,7 @@
 """From graph and plan to the program that one rank runs.
 
 The program is plain Python text over local tensors: local operators as they stand in the graph, and
-redistributions wherever a value is read in another layout than it was produced in. `print(program)`
-shows each of them.
+redistributions wherever a value is read in another layout than it was produced in.
 """
 
 from __future__ import annotations

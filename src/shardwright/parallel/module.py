@@ -170,7 +170,8 @@ class ParallelModule(nn.Module):
         whole = self._whole_leaves(leaves)
         situation = self._situation(spec, [key_of(leaf) for leaf in whole])
         inputs = self._on_device(leaves)
-        self._guard.begin(("forward", torch.is_grad_enabled(), *situation), inputs)
+        kind = ("forward", self.training, torch.is_grad_enabled(), *situation)
+        self._guard.begin(kind, inputs)
         if situation not in self._forwards:
             captured = self._capture(*pytree.tree_unflatten(whole, spec))
             self._forwards[situation] = self._compiled(self._bind_program(captured))

@@ -49,7 +49,7 @@ class EnterBucket:
     bound: BoundBucket
 
     def __call__(self, *shards: Tensor) -> EnteredBucket:
-        without_gradient = set[int]()
+        without_gradient: set[int] = set()
         token = _Enter.apply(self.bound, without_gradient, *shards)  # type: ignore[no-untyped-call]
         return EnteredBucket(token, tuple(shard.detach() for shard in shards), without_gradient)
 
