@@ -31,7 +31,7 @@ class Loss(nn.Module):
 def main(where: str) -> None:
     """Features are cut in one layer and the batch in the next: redistributions lie between,
     forward and backward."""
-    net, x = Loss(), torch.ones(4, 4, requires_grad=True)
+    net, x = Loss(), torch.ones(4, 4, requires_grad=where != "stages")
     if where == "stages":
         plan = sw.plan(net, (x,), devices=2, stages=2, micro_batches=2)
     else:
