@@ -1,6 +1,6 @@
 """What `test_faults.py` runs on two ranks, of which one does not come to a collective.
 
-hanging_ranks.py forward|backward|stages
+hanging_ranks.py forward|backward|stages FOLDER
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -27,8 +28,15 @@ class Loss(nn.Module):
         return self.outer(torch.relu(self.inner(x))).square().sum()
 
 
+def meet(rank: int, folder: Path) -> None:
+    """Until both ranks are here: on a busy machine one may start much later than the other."""
+    (folder / str(rank)).touch()
+    while not all((folder / str(other)).exists() for other in range(2)):
+        time.sleep(0.01)
+
+
 @record
-def main(where: str) -> None:
+def main(where: str, folder: Path) -> None:
     """Features are cut in one layer and the batch in the next: redistributions lie between,
     forward and backward."""
     net, x = Loss(), torch.ones(4, 4, requires_grad=where != "stages")
@@ -39,7 +47,8 @@ def main(where: str) -> None:
         sw.shard(net.outer, in_strategy=((1, 2), (1, 2)))
         plan = sw.plan(net, (x,), devices=2, mode="semi_auto")
     world = World.from_environment()
-    with process_group(world, timeout=timedelta(seconds=3)) as device:
+    meet(world.rank, folder)
+    with process_group(world, timeout=timedelta(seconds=10)) as device:
         parallel = sw.parallelize(net, plan, device)
         parallel.train_step(x)
         if world.rank == 1 and where == "stages":
@@ -55,4 +64,4 @@ def main(where: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -248,15 +248,17 @@ def test_a_killed_rank_costs_no_step_and_none_is_done_twice(
 def test_a_rank_that_does_not_come_is_told_by_the_redistribution_that_waited(
     tmp_path: Path, where: str, named: str
 ) -> None:
-    script, logs = Path(__file__).with_name("hanging_ranks.py"), LogFolder(tmp_path)
+    script = Path(__file__).with_name("hanging_ranks.py")
+    logs, ready = LogFolder(tmp_path / "logs"), tmp_path / "ready"
     logs.clear(2)
+    ready.mkdir()
     with pytest.raises(RankFailedError) as caught:
-        launch([str(script), where], 2, logs)
+        launch([str(script), where, str(ready)], 2, logs)
     place = named + (r" \(line \d+ of the program, (relu|square)\)" if where != "stages" else "")
     first, second = str(caught.value).splitlines()
     assert re.match(r"rank 1 \(process \d+\) did not answer the others; its log: .*", first)
     # Gloo says one or the other, as the pair of sockets or the operation ends first.
-    reason = "(Timed out waiting 3000ms for |Application timeout caused pair closure)"
+    reason = "(Timed out waiting 10000ms for |Application timeout caused pair closure)"
     assert re.match(rf"rank 0: communication failed {place}: {reason}", second)
 
 
