@@ -12,15 +12,13 @@ overhead around each action. Goal: within 5 percentage points.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.bubble_ranks import described
-from benchmarks.page import ROOT
 from benchmarks.table import Table
+from benchmarks.torchrun import torchrun
 from shardwright.cost.pipeline_timeline import ChunkSeconds, timeline
 from shardwright.partition.pipeline_spec import PipelineSpec
 
@@ -73,13 +71,9 @@ def measure(cases: Sequence[Case]) -> list[float]:
     Raises:
         RuntimeError: if a process fails.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={STAGES}"]
     text = json.dumps([described(pipeline, parts) for pipeline, parts in cases])
     with TemporaryDirectory() as folder:
         file = Path(folder) / "measured.json"
-        command = [*launcher, "-m", "benchmarks.bubble_ranks", str(file), text]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"a process failed:\n{done.stderr[-4000:]}")
+        torchrun("bubble_ranks", STAGES, str(file), text)
         found: list[float] = json.loads(file.read_text())
     return found

@@ -12,13 +12,10 @@ within the quartiles.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
-from benchmarks.page import ROOT
 from benchmarks.table import Table
 from benchmarks.timing import Sample
+from benchmarks.torchrun import torchrun
 
 RANKS, ROUNDS = 4, 30
 TIMEOUT = 1800
@@ -44,17 +41,6 @@ def measured(rounds: int) -> dict[str, list[tuple[float, float]]]:
     Raises:
         RuntimeError: if the processes fail.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
-    done = subprocess.run(
-        [*launcher, "-m", "benchmarks.data_parallel_ranks", "--rounds", str(rounds)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"the processes failed:\n{done.stderr[-4000:]}")
-    found: dict[str, list[tuple[float, float]]] = json.loads(done.stdout.strip().splitlines()[-1])
+    output = torchrun("data_parallel_ranks", RANKS, "--rounds", str(rounds))
+    found: dict[str, list[tuple[float, float]]] = json.loads(output.strip().splitlines()[-1])
     return found

@@ -25,8 +25,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 import zlib
@@ -38,10 +36,10 @@ from torch import nn
 import shardwright as sw
 from benchmarks.bit_flips import RAW, REFUSED, SILENT, flip_bits
 from benchmarks.kills import MOMENTS, VICTIMS, kill_at_random
-from benchmarks.page import ROOT
 from benchmarks.program_ranks import ENDS, EXACT, WRONG
 from benchmarks.programs.outcomes import outcomes
 from benchmarks.table import Table
+from benchmarks.torchrun import torchrun
 from shardwright.train.checkpoint_manifest import FileChecksum, find_damage
 
 FLIPS, KILLS = 500, 100
@@ -69,10 +67,7 @@ def user_programs() -> Table:
 
 def guards() -> Table:
     """What it costs to compare steps and parameters of several ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={GUARDED}"]
-    command = [*launcher, "-m", "benchmarks.guard_ranks"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    costs = json.loads(done.stdout.splitlines()[-1])
+    costs = json.loads(torchrun("guard_ranks", GUARDED).splitlines()[-1])
     table = Table("Comparing ranks", ("what", "time"))
     table.add("a step of a LLaMA of 32 layers", f"{1e3 * costs['step']:.1f} ms")
     table.add("to start comparing its shapes and modes", f"{1e3 * costs['shapes']:.3f} ms")

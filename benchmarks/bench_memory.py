@@ -13,8 +13,6 @@ stages, the one with the worst prediction is shown. Goal: median error under 5%,
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -24,8 +22,8 @@ import torch
 
 import shardwright as sw
 from benchmarks.memory_cases import CASES, Case
-from benchmarks.page import ROOT
 from benchmarks.table import Table
+from benchmarks.torchrun import torchrun
 from shardwright.cost.memory import Memory, binary, memory
 
 DEVICES = 8
@@ -86,12 +84,8 @@ def measure(devices: int, names: Sequence[str] = ()) -> Mapping[str, list[int]]:
     Raises:
         RuntimeError: if a process fails.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={devices}"]
     with TemporaryDirectory() as folder:
         file = Path(folder) / "measured.json"
-        command = [*launcher, "-m", "benchmarks.memory_ranks", str(file), *names]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"a process failed:\n{done.stderr[-4000:]}")
+        torchrun("memory_ranks", devices, str(file), *names)
         found: dict[str, list[int]] = json.loads(file.read_text())
     return found

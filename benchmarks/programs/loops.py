@@ -27,16 +27,9 @@ def layers_are_unfrozen_on_the_way(parallel: Parallel) -> Training:
     net.first.requires_grad_(False)
     net = parallel(net, *batch())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(4):
-        if step == 2:
-            for parameter in net.parameters():
-                parameter.requires_grad_(True)
-        loss = net(*batch(step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield number(loss)
-    return net
+    yield from trained(net, call, optimizer, steps=(0, 1))
+    net.requires_grad_(True)
+    return (yield from trained(net, call, optimizer, steps=(2, 3)))
 
 
 @program
@@ -107,12 +100,5 @@ def each_rank_has_a_seed_of_its_own(parallel: Parallel) -> Training:
 def each_rank_has_a_batch_of_its_own(parallel: Parallel) -> Training:
     """As `DistributedSampler` gives it, without `dataset_strategy`."""
     net = parallel(Classifier(), *batch())
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(STEPS):
-        loss = net(*batch(10 * rank + step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield number(loss)
-    return net
+    first = 10 * dist.get_rank() if dist.is_initialized() else 0
+    return trained(net, call, steps=range(first, first + STEPS))

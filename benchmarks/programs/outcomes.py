@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 
-from benchmarks.page import ROOT
+from benchmarks.torchrun import torchrun
 
 RANKS, TIMEOUT = 4, 1800
 
@@ -34,23 +31,12 @@ def outcomes(names: Sequence[str] = (), ranks: int = RANKS) -> list[Outcome]:
     Raises:
         RuntimeError: if the processes fail.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     with TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [*launcher, "-m", "benchmarks.program_ranks", folder, *names],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
-        )
-    if done.returncode:
-        raise RuntimeError(f"the processes failed:\n{done.stderr[-4000:]}")
+        output = torchrun("program_ranks", ranks, folder, *names)
     worst: dict[tuple[str, str], Outcome] = {}
     decoder = json.JSONDecoder()
-    for start in (i for i, letter in enumerate(done.stdout) if done.stdout.startswith('{"end', i)):
-        for program, plan, end, why in decoder.raw_decode(done.stdout[start:])[0]["ends"]:
+    for start in (i for i, letter in enumerate(output) if output.startswith('{"end', i)):
+        for program, plan, end, why in decoder.raw_decode(output[start:])[0]["ends"]:
             before = worst.get((program, plan))
             if before is None or before.end == "exact":
                 worst[program, plan] = Outcome(program, plan, end, why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -43,15 +44,9 @@ def only_the_second_loss_is_trained(parallel: Parallel) -> Training:
 
 @program
 def losses_take_turns(parallel: Parallel) -> Training:
-    net = parallel(TwoLosses(), *batch())
-    optimizer = torch.optim.Adam(net.parameters())
-    for step in range(4):
-        loss = net(*batch(step))[step % 2]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield number(loss)
-    return net
+    net, turns = parallel(TwoLosses(), *batch()), itertools.cycle((0, 1))
+    adam = torch.optim.Adam(net.parameters())
+    return trained(net, lambda net, x, y: net(x, y)[next(turns)], adam, steps=range(4))
 
 
 @program

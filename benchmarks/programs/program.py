@@ -7,7 +7,7 @@ one device that function returns the model itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
@@ -41,10 +41,16 @@ def number(tensor: Tensor) -> float:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).item()
 
 
-def trained(net: nn.Module, loss_of: Callable[..., Tensor], **options: Any) -> Training:
-    """A plain loop: `loss_of(net, x, y)` is trained by SGD with momentum."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, **options)
-    for step in range(STEPS):
+def trained(
+    net: nn.Module,
+    loss_of: Callable[..., Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: Iterable[int] = range(STEPS),
+) -> Training:
+    """A plain loop: `loss_of(net, x, y)` is trained, by SGD with momentum if nothing is said, on
+    the batches of these steps."""
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in steps:
         loss = loss_of(net, *batch(step))
         loss.backward()
         optimizer.step()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardwright as sw
 from sample_models import Model, llama, mlp
+from torchrun import run_checks
 
 LEVELS: tuple[Any, ...] = (
     None,
@@ -205,15 +205,5 @@ CHECKS = (
 SLOW_CHECKS = (check_every_level, check_compiled_levels)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    for check in SLOW_CHECKS if "slow" in sys.argv else CHECKS:
-        check()
-        if dist.get_rank() == 0:
-            print(f"passed {check.__name__}", flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(SLOW_CHECKS if "slow" in sys.argv else CHECKS)

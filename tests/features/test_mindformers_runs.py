@@ -42,15 +42,11 @@ def written(name: str, **changes: Any) -> Run:
 
 
 @pytest.fixture
-def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def story(run_folder: Path) -> Path:
     """Two epochs of it are 8 steps."""
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.chdir(tmp_path)
     text = " ".join(f"{n} birds sang {n * n} songs." for n in range(40))
-    (tmp_path / "story.txt").write_text(text[: 32 * 4 * 4 + 16])
-    return tmp_path
+    (run_folder / "story.txt").write_text(text[: 32 * 4 * 4 + 16])
+    return run_folder
 
 
 @pytest.fixture

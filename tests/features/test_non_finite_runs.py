@@ -39,15 +39,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def folder(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "model_not_finite", raising=False)
-    (tmp_path / "model_not_finite.py").write_text(MODEL)
-    return tmp_path
+    (run_folder / "model_not_finite.py").write_text(MODEL)
+    return run_folder
 
 
 def train(monkeypatch: pytest.MonkeyPatch, devices: str, **values: object) -> int:

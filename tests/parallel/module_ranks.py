@@ -19,6 +19,7 @@ import shardwright as sw
 from random_plans import random_plan
 from sample_models import Model, gpt2, llama, mlp, resnet
 from shardwright.train import local_batch
+from torchrun import run_checks
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -238,15 +239,5 @@ SLOW_CHECKS = (check_random_plans, check_compiled, check_recomputed)
 """What simulated ranks prove too."""
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    for check in SLOW_CHECKS if "slow" in sys.argv else CHECKS:
-        check()
-        if dist.get_rank() == 0:
-            print(f"passed {check.__name__}", flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(SLOW_CHECKS if "slow" in sys.argv else CHECKS)

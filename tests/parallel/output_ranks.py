@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardwright as sw
 from random_plans import random_plan
+from torchrun import run_checks
 
 Outputs = dict[str, Any]
 Train = Callable[[Outputs], None]
@@ -230,15 +230,5 @@ CHECKS = (
 )
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    for check in CHECKS:
-        check()
-        if dist.get_rank() == 0:
-            print(f"passed {check.__name__}", flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(CHECKS)

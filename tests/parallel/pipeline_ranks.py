@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +29,7 @@ from parallel.pipeline_models import (
 from parallel.test_simulate_pipeline import staged_plan, trained_net
 from sample_models import llama
 from shardwright.parallel.pipeline_module import PipelineModule
+from torchrun import run_checks
 
 SCHEDULES = (
     (2, "1f1b"),
@@ -313,15 +313,5 @@ SLOW_CHECKS = (
 """What simulated stages prove too, and what differs from `CHECKS` by the schedule alone."""
 
 
-def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(minutes=3))
-    torch.set_num_threads(1)
-    for check in SLOW_CHECKS if "slow" in sys.argv else CHECKS:
-        check()
-        if dist.get_rank() == 0:
-            print(f"passed {check.__name__}", flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(SLOW_CHECKS if "slow" in sys.argv else CHECKS)

@@ -21,6 +21,7 @@ from shardwright.train.data import Batches
 from shardwright.train.loop import train
 from shardwright.train.non_finite import check_finite_state
 from shardwright.train.step_log import StepRecord
+from torchrun import run_checks
 
 CPU = torch.device("cpu")
 
@@ -208,15 +209,5 @@ CHECKS: tuple[Callable[[], None], ...] = (
 DISTRIBUTED_CHECKS = (*CHECKS, check_a_gradient_scaler_works_as_on_one_device)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    for check in DISTRIBUTED_CHECKS:
-        check()
-        if dist.get_rank() == 0:
-            print(f"passed {check.__name__}", flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(DISTRIBUTED_CHECKS)
