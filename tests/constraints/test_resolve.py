@@ -47,6 +47,30 @@ def test_the_device_matrix_expresses_all_layouts(
     assert mesh_of(devices, [("fc", layout) for layout in layouts]).device_matrix == expected
 
 
+@pytest.mark.parametrize(
+    ("devices", "nodes", "expected"),
+    [
+        (24, (8,), (3, 2, 2, 2)),
+        (24, (6,), (2, 2, 2, 3)),
+        (24, (4,), (2, 3, 2, 2)),
+        (144, (72,), (2, 2, 2, 2, 3, 3)),
+        (48, (8, 32), (3, 2, 2, 2, 2)),
+        # What half a node and a whole one have in common.
+        (12, (8,), (3, 2, 2)),
+        (9, (8,), (3, 3)),
+    ],
+)
+def test_the_innermost_axes_fit_into_a_node(
+    devices: int, nodes: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    assert mesh_of(devices, [], nodes).device_matrix == expected
+
+
+def test_layouts_matter_more_than_nodes() -> None:
+    layout = Layout((8, 3), ("dp", "tp"))("dp", "None")
+    assert mesh_of(24, [("up", layout)], (4, 8)).device_matrix == (2, 2, 2, 3)
+
+
 def test_a_layout_of_another_number_of_devices_is_refused() -> None:
     message = (
         r"up: the device matrix \(2, 2, 2\) .* has 8 devices .*, but the plan is for 4 .*; use"

@@ -70,6 +70,12 @@ def test_axes_lie_on_the_slowest_link_that_they_cross(tiny: Cluster) -> None:
     assert tiny.levels_of(Layout((2, 3), ("a", "b"))) == (1, 1)
 
 
+def test_nodes_are_those_of_which_so_many_devices_need_several(tiny: Cluster) -> None:
+    assert [tiny.nodes(devices) for devices in (4, 5, 16)] == [(), (4,), (4,)]
+    rows = "  - {name: row, devices: 64, bandwidth: 5 GB/s, latency: 30 us}\n"
+    assert read_cluster(TEXT + rows, "rows").nodes(32) == (4, 16)
+
+
 def test_every_stage_counts_where_it_lies(tiny: Cluster) -> None:
     pair = Layout((2,), ("a",))
     assert tiny.levels_of(pair, (0, 2)) == (0,)

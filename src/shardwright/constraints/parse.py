@@ -9,9 +9,10 @@ replicated.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import prod
+from math import gcd, prod
 
 import torch
 
@@ -270,11 +271,16 @@ def divisors(number: int, limit: int) -> str:
     return ", ".join(numbers)
 
 
-def mesh_of(devices: int, layouts: Iterable[tuple[str, TensorLayout]]) -> Layout:
+def mesh_of(
+    devices: int, layouts: Iterable[tuple[str, TensorLayout]], nodes: Iterable[int] = ()
+) -> Layout:
     """The device matrix of prime axes in which all `layouts` can be expressed.
 
     Args:
         layouts: each with the name of the operator or parameter that it is for.
+        nodes: how many neighboring devices each level of links joins, ascending. As many as divide
+            `devices` too make up the innermost axes, as far as the layouts allow it, so that these
+            cross no node: 24 devices of 8 a node are (3, 2, 2, 2).
 
     Raises:
         LayoutError: if a layout has another number of devices, or no device matrix can express all.
@@ -290,11 +296,17 @@ def mesh_of(devices: int, layouts: Iterable[tuple[str, TensorLayout]]) -> Layout
                 f" {devices - 1}); use a device matrix whose product is {devices}"
             )
     plain = {layout.device_matrix: where for where, layout in named if not layout.layout.rank_list}
+    matrices = [(devices,), *plain]
     try:
-        sizes = common_axes((devices,), *plain)
+        sizes = common_axes(*matrices)
     except LayoutError as error:
         users = ", ".join(f"{where} {matrix}" for matrix, where in plain.items())
         raise LayoutError(f"{error}; used by {users}") from None
+    for node in nodes:
+        together = gcd(devices, node)
+        with suppress(LayoutError):
+            sizes = common_axes(*matrices, (devices // together, together))
+            matrices.append((devices // together, together))
     mesh = Layout(sizes, tuple(islice(axis_names(), len(sizes))))
     for where, layout in named:
         axes_on_mesh(where, layout, mesh)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 
@@ -47,6 +47,7 @@ def resolve(
     devices: int,
     strategies: Mapping[str, OperatorStrategy],
     parameters: Mapping[str, Entry],
+    nodes: Iterable[int] = (),
 ) -> ResolvedConstraints:
     """Resolves strategies to cuts on a common device matrix.
 
@@ -54,6 +55,7 @@ def resolve(
         strategies: by name of the operator.
         parameters: the requested storage of parameters; here only its layouts matter, which the
             device matrix must be able to express.
+        nodes: how many neighboring devices each level of links joins, as `mesh_of` takes them.
 
     Raises:
         StrategyError: if an operator cannot be sharded as requested; the message names the
@@ -62,7 +64,7 @@ def resolve(
     """
     layouts = [(name, layout) for name, s in strategies.items() for layout in s.layouts]
     layouts += [(name, e) for name, e in parameters.items() if isinstance(e, TensorLayout)]
-    mesh = mesh_of(devices, layouts)
+    mesh = mesh_of(devices, layouts, nodes)
     cuts: dict[str, Cuts] = {}
     outputs: dict[str, OutputAxes] = {}
     for name, strategy in strategies.items():

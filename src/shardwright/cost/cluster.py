@@ -112,6 +112,11 @@ class Cluster:
         of_node = self.levels[0].devices if len(self.levels) > 1 else None
         return 1 if of_node is None else -(-devices // of_node)
 
+    def nodes(self, devices: int) -> tuple[int, ...]:
+        """How many devices a group of each level joins, ascending, where so many need several."""
+        sizes = (level.devices for level in self.levels)
+        return tuple(size for size in sizes if size is not None and size < devices)
+
     def levels_of(self, mesh: Layout, first_ranks: tuple[int, ...] = (0,)) -> tuple[int, ...]:
         """For each axis of `mesh` the level of its links: the slowest that one of its groups needs.
 

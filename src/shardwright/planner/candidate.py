@@ -158,7 +158,8 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate:
     pipeline = pipeline_spec(options, graph, model.modules, model.loss_reduction)
     entries = input_entries(graph, options.dataset_strategy)
     of_stage = options.devices // pipeline.stages
-    fixed = resolve(graph, of_stage, pins.strategies, {**pins.parameters, **entries})
+    nodes = () if options.cluster is None else options.known_cluster.nodes(options.devices)
+    fixed = resolve(graph, of_stage, pins.strategies, {**pins.parameters, **entries}, nodes)
     arriving = arrivals(graph, fixed.mesh, options.dataset_strategy)
     pricing = options.pricing(pipeline)
     request = SearchRequest(
