@@ -11,6 +11,7 @@ import math
 import re
 import reprlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,25 @@ def read_text(path: str | Path, kind: Kind) -> str:
     Raises:
         kind: the file is missing, cannot be read, or is not UTF-8 text.
     """
-    try:
+    with _naming(path, kind):
         return Path(path).read_text(encoding="utf-8-sig")
+
+
+def check_exists(path: str | Path, kind: Kind) -> None:
+    """Reads nothing, so that what a pipe holds is still there to be read.
+
+    Raises:
+        kind: there is no such file.
+    """
+    with _naming(path, kind):
+        Path(path).stat()
+
+
+@contextmanager
+def _naming(path: str | Path, kind: Kind) -> Iterator[None]:
+    """Errors of the operating system and of decoding, as one that names the file."""
+    try:
+        yield
     except FileNotFoundError:
         raise kind(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
@@ -158,13 +176,16 @@ def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
     return f"*{alias[1]} has no anchor: write &{alias[1]} before the value that it stands for"
 
 
+_TAG = "tag:yaml.org,2002:"
+
+
 class _Loader(yaml.SafeLoader):
     """YAML as people write it: 1e-3 is a number, a key that is given twice is a mistake."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, ArithmeticError, KeyError, AttributeError, TypeError) as error:
             if isinstance(error, yaml.YAMLError):
                 raise
             tag = node.tag.rpartition(":")[2]
@@ -180,6 +201,14 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(
                     None, None, f"a {key_node.id} as a key", key_node.start_mark
                 )
+            if key_node.tag == f"{_TAG}merge":
+                # A few lines can merge billions of keys.
+                raise yaml.constructor.ConstructorError(
+                    None,
+                    None,
+                    "<< is not read: repeat the keys that it merges",
+                    key_node.start_mark,
+                )
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
@@ -188,19 +217,11 @@ class _Loader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        super().flatten_mapping(node)
-        if len(node.value) > 1000:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{len(node.value)} keys, counting what << merges", node.start_mark
-            )
-
 
 # YAML 1.1, which PyYAML reads, takes 1e-3 for text, because it has no point.
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    f"{_TAG}float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
-_TAG = "tag:yaml.org,2002:"
 _READ_AS = {kind: kind for kind in ("null", "bool", "int", "float", "str", "seq", "map")}
 _Loader.yaml_constructors = {None: yaml.SafeLoader.yaml_constructors[None]} | {
     _TAG + kind: yaml.SafeLoader.yaml_constructors[_TAG + other]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import platform
 from typing import Annotated
@@ -42,8 +43,9 @@ def shardwright(version: VersionOption = False) -> None:
 
 
 def main() -> None:
-    """The entry point. Exits with status 2 and one line for an invalid input, with 1 and the
-    failed rank's traceback for an error in the model, with 128 + the signal's number if stopped."""
+    """The entry point. Exits with status 2 and one line for an invalid input or file, with 1 and
+    the failed rank's traceback for an error in the model, with 128 + the number of the signal that
+    stopped it."""
     # What torch warns about during capture is part of the error, if there is one.
     log_only(logging.ERROR)
     try:
@@ -55,6 +57,11 @@ def main() -> None:
         if issubclass(getattr(errors, error.kind, Exception), ShardwrightError):
             _fail(error.text, 2)
         _fail(str(error), 1)
+    except OSError as error:
+        # A folder that cannot be made, a full disk: others are no mistakes of the user's.
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise
+        _fail(": ".join(str(part) for part in (error.filename, error.strerror) if part), 2)
     except StoppedError as error:
         _fail(str(error), 128 + error.number)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright.cli.app import app
-from shardwright.cli.options import LOG_DIR, LogDirOption, ShowProgressOption, progress
+from shardwright.cli.options import LOG_DIR, LogDirOption, ShowProgressOption, existing, progress
 from shardwright.compare import (
     AUTO,
     DATA_PARALLEL,
@@ -29,6 +29,7 @@ from shardwright.compare import (
 )
 from shardwright.compare.measured import ROUNDS
 from shardwright.cost.memory import binary
+from shardwright.errors import ConfigError
 from shardwright.progress import within
 from shardwright.train.folder_lock import lock_folders
 from shardwright.train.log_folder import LogFolder
@@ -39,7 +40,11 @@ WIDTH, CLUSTER, PROCESSES = 140, "ascend910b", 8
 @app.command("compare")
 def compare_command(
     configs: Annotated[
-        list[Path], typer.Argument(help="Expert configurations, such as configs/*_expert.yaml.")
+        list[Path],
+        typer.Argument(
+            help="Expert configurations, such as configs/*_expert.yaml.",
+            callback=existing(ConfigError),
+        ),
     ],
     cluster: Annotated[
         str | None,

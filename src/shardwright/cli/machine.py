@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright.cli.app import app
-from shardwright.cli.options import LOG_DIR, DevicesOption, LogDirOption
+from shardwright.cli.options import LOG_DIR, LogDirOption
 from shardwright.cost.calibrate import cache_file, calibrate
 from shardwright.cost.cluster import cluster_to_yaml
 from shardwright.models import MODELS, build
@@ -22,6 +22,9 @@ from shardwright.train.launch import launch
 from shardwright.train.log_folder import LogFolder
 
 WIDTH = 140
+MOST = 1024
+"""Processes on one machine."""
+
 COLUMNS = {
     "num_layers": "layers",
     "hidden_size": "hidden size",
@@ -40,7 +43,9 @@ COLUMNS = {
 def launch_command(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python script.", exists=True, dir_okay=False)],
-    devices: DevicesOption,
+    devices: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Number of devices.", show_default=False)
+    ],
     log_dir: LogDirOption = LOG_DIR,
 ) -> None:
     """Run a script as local processes, one per device, with the environment that torchrun sets.
@@ -54,7 +59,8 @@ def launch_command(
 @app.command("calibrate")
 def calibrate_command(
     devices: Annotated[
-        int, typer.Option(min=2, help="Number of processes whose links are measured.")
+        int,
+        typer.Option(min=2, max=MOST, help="Number of processes whose links are measured."),
     ] = 2,
 ) -> None:
     """Measure this machine's CPU and the links between its processes for the cluster `local`. The

@@ -5,24 +5,46 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shardwright.config import Run
+from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.progress import OnProgress, silent
+from shardwright.text_files import check_exists
 from shardwright.train.process_group import is_launched
+
+P = TypeVar("P", Path, Path | None, list[Path])
 
 LOG_DIR = Path("log_output")
 
-ConfigArgument = Annotated[Path, typer.Argument(help="A YAML configuration.", show_default=False)]
+
+def existing(kind: type[ShardwrightError]) -> Callable[[P], P]:
+    """A check of the paths of an argument: that a file is missing is said before that other
+    arguments are. Errors are of this kind."""
+
+    def check(paths: P) -> P:
+        for path in [paths] if isinstance(paths, Path) else paths or ():
+            check_exists(path, kind)
+        return paths
+
+    return check
+
+
+ConfigArgument = Annotated[
+    Path,
+    typer.Argument(
+        help="A YAML configuration.", show_default=False, callback=existing(ConfigError)
+    ),
+]
 LogDirOption = Annotated[Path, typer.Option(help="Folder for the ranks' logs.")]
 DevicesOption = Annotated[int, typer.Option(help="Number of devices.", show_default=False)]
 

@@ -22,10 +22,12 @@ from shardwright.cli.options import (
     LogCostsOption,
     MemCoeffOption,
     ShowProgressOption,
+    existing,
     progress,
     report_batch,
     run_of,
 )
+from shardwright.errors import PlanError
 from shardwright.plan import Plan
 from shardwright.plan.diff import Difference, differences
 from shardwright.plan.table import WIDTH, plan_text
@@ -136,8 +138,10 @@ def _verdict(result: Check) -> str:
 
 @app.command("diff")
 def diff_command(
-    first: Annotated[Path, typer.Argument(help="A saved plan.")],
-    second: Annotated[Path, typer.Argument(help="Another saved plan.")],
+    first: Annotated[Path, typer.Argument(help="A saved plan.", callback=existing(PlanError))],
+    second: Annotated[
+        Path, typer.Argument(help="Another saved plan.", callback=existing(PlanError))
+    ],
     every: EveryOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print the differences as JSON.")] = False,
 ) -> None:

@@ -21,6 +21,7 @@ from shardwright.cli.options import (
     ConfigArgument,
     LogDirOption,
     MemCoeffOption,
+    existing,
     report_batch,
     run_of,
 )
@@ -44,7 +45,10 @@ def train_command(
         int | None,
         typer.Option(help="Number of devices; by default the plan's, or torchrun's, or 1."),
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="Use a saved plan, without a search.")] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Use a saved plan, without a search.", callback=existing(PlanError)),
+    ] = None,
     log_dir: LogDirOption = LOG_DIR,
     mem_coeff: MemCoeffOption = None,
     resume: Annotated[

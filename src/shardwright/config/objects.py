@@ -66,7 +66,9 @@ def errors_of(key: str, kind: type[ShardwrightError]) -> Iterator[None]:
         raise
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(str(error).split()) or "no message"
+        # PyTorch adds the stack of its own C++ code.
+        message, _, _ = str(error).partition("Exception raised from")
+        text = " ".join(message.split()) or "no message"
         place = f"{Path(last.filename).name}:{last.lineno}"
         raise kind(f"{key}: {type(error).__name__}: {text} ({place})") from error
 

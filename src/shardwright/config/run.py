@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -34,6 +34,7 @@ from shardwright.config.objects import (
 from shardwright.config.schema import Config
 from shardwright.constraints.load_strategies import load_strategies
 from shardwright.cost.clusters import load_cluster
+from shardwright.deferred import no_init_parameters
 from shardwright.errors import ConfigError, DataError, PlanError, ShardwrightError
 from shardwright.graph.graph import Graph
 from shardwright.models.expert_sharding import expert_stages, pin_expert
@@ -223,12 +224,14 @@ class Run:
         return written and data.seq_length is not None
 
     def model_to_plan(self) -> nn.Module:
-        """A language model needs no memory for its parameters to be planned."""
+        """The model without memory for its parameters, unless the code of a target needs it."""
         self.on_progress("build")
-        if not self.config.model.is_language_model:
+        if self.config.model.is_language_model:
+            with torch.device("meta"):
+                return self.model()
+        with suppress(ShardwrightError), no_init_parameters():
             return self.model()
-        with torch.device("meta"):
-            return self.model()
+        return self.model()
 
     def micro_batch_to_plan(self) -> tuple[Tensor, ...]:
         """An example of what the model is captured for; of texts only the shape is needed."""

@@ -30,7 +30,9 @@ from shardwright.cost.cluster import (
     cluster_to_yaml,
     read_cluster,
 )
+from shardwright.errors import ConfigError
 from shardwright.runtime.loopback import loopback_interfaces
+from shardwright.text_files import read_text
 
 logger = logging.getLogger("shardwright.cost")
 
@@ -66,7 +68,7 @@ def local_cluster() -> Cluster:
     """
     file = cache_file()
     if file.is_file():
-        return read_cluster(file.read_text(encoding="utf-8"), str(file))
+        return read_cluster(read_text(file, ConfigError), str(file))
     cluster = Cluster(LOCAL, measure_device(), (ASSUMED_LINK,))
     save(cluster)
     return cluster
@@ -109,7 +111,7 @@ def measure_cluster(processes: int) -> Cluster:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "cluster.yaml"
         spawn(_measure, (processes, result), nprocs=processes)  # type: ignore[no-untyped-call]
-        return read_cluster(result.read_text(encoding="utf-8"), str(result))
+        return read_cluster(read_text(result, ConfigError), str(result))
 
 
 def _measure(rank: int, processes: int, result: Path) -> None:

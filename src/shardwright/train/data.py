@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwright.errors import DataError
+from shardwright.text_files import read_text
 from shardwright.train.position import Position
 
 # Mean and standard deviation of the pixels of MNIST's training images, scaled to 0…1.
@@ -254,14 +255,7 @@ def _read_texts(path: str | Path | None) -> list[str]:
             "no .txt file in it" if location.is_dir() else "no such file or folder of .txt files"
         )
         raise DataError(f"{location}: {problem}")
-    return [_read(file) for file in text_files]
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    return [read_text(file, DataError) for file in text_files]
 
 
 def _byte_tokenizer() -> tuple[Encode, list[int]]:

@@ -39,7 +39,7 @@ def lock_folders(*folders: Path) -> Iterator[tuple[int, ...]]:
     with ExitStack() as stack:
         yield tuple(
             lock
-            for folder in dict.fromkeys(folder.resolve() for folder in folders)
+            for folder in dict.fromkeys(folder.absolute() for folder in folders)
             for lock in stack.enter_context(_lock(folder))
         )
 
