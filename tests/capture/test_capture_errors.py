@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -141,3 +142,42 @@ def test_a_graph_refuses_another_call() -> None:
         interpret(graph, {}, {}, (torch.ones(2, 4),))
     with pytest.raises(CaptureError, match="was captured for arguments of structure"):
         interpret(graph, {}, {}, (), {"input": x()})
+
+
+def gradient(net: nn.Module, x: Tensor) -> Tensor:
+    return torch.autograd.grad(net(x).sum(), net.weight, create_graph=True)[0]  # type: ignore[arg-type]
+
+
+def gradient_of_a_function(net: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda x: net(x).sum())(x)  # type: ignore[no-any-return]
+
+
+def jacobian(net: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.jacrev(net)(x[0])  # type: ignore[no-any-return]
+
+
+def hessian(net: nn.Module, x: Tensor) -> Tensor:
+    return torch.autograd.functional.hessian(lambda x: net(x).cos().sum(), x[0])  # type: ignore[no-any-return]
+
+
+def backward(net: nn.Module, x: Tensor) -> Tensor:
+    torch.autograd.backward(net(x).sum())
+    return x
+
+
+@pytest.mark.parametrize("compute", [gradient, gradient_of_a_function, jacobian, hessian, backward])
+def test_gradients_that_forward_computes_are_refused_with_the_line(
+    compute: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return compute(self.linear, x)
+
+    with pytest.raises(
+        CaptureError, match=r"test_capture_errors.py:\d+: .*`forward` computes grad"
+    ):
+        capture(Net(), (torch.randn(3, 4),))

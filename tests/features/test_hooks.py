@@ -112,6 +112,37 @@ def test_a_gradient_hook_that_is_removed_from_the_model_is_removed_from_the_plan
     check_gradients(net, parallel)
 
 
+WHERE: dict[str, Callable[[Net], nn.Module]] = {
+    "root": lambda net: net,
+    "layer": lambda net: net.body[2],
+}
+
+
+@pytest.mark.parametrize("step", [False, True])
+@pytest.mark.parametrize("where", WHERE)
+def test_a_forward_hook_that_is_removed_after_planning_is_called_no_more(
+    where: str, step: bool
+) -> None:
+    net = Net()
+    WHERE[where](net).register_forward_hook(doubled)
+    handle = WHERE[where](net).register_forward_pre_hook(doubled_inputs)
+    parallel: Any = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    check_gradients(net, parallel, step)
+    handle.remove()
+    check_gradients(net, parallel, step)
+    assert len(parallel._train_steps if step else parallel._forwards) == 2
+
+
+def test_tensors_that_are_moved_for_the_backward_pass_change_nothing() -> None:
+    class Moving(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.save_on_cpu():
+                return super().forward(x)
+
+    net = Moving()
+    check_gradients(net, sw.parallelize(net, sw.plan(net, (BATCH,), devices=1)))
+
+
 def test_hooks_of_state_dicts_work() -> None:
     net = Net()
     net.register_state_dict_post_hook(lambda module, state, *_: state.update(extra=1))
@@ -125,6 +156,20 @@ class WithTensorHook(Net):
         y.register_hook(lambda gradient: gradient * 2)
         loss: Tensor = y.square().mean()
         return loss
+
+
+class WithNodeHook(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        y.grad_fn.register_prehook(lambda gradients: gradients)
+        loss: Tensor = y.square().mean()
+        return loss
+
+
+class WithPackedTensors(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.half, Tensor.float):
+            return super().forward(x)
 
 
 observed: list[Tensor] = []
@@ -143,6 +188,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"forward hook `.*lambda.*` of module 'body.1' returns nothing",
     ),
     "tensor": (WithTensorHook, r"y.register_hook\(lambda gradient.* hook of a tensor"),
+    "node": (WithNodeHook, r"y.grad_fn.register_prehook.* hook of a tensor .* or of its `grad_fn`"),
+    "saved tensors": (WithPackedTensors, r"saved_tensors_hooks.*around the call of the model"),
 }
 
 

@@ -155,6 +155,18 @@ def test_a_replaced_submodule_is_refused_at_the_next_call() -> None:
         planned(BATCH)
 
 
+def test_a_replaced_or_parametrized_parameter_is_refused_at_the_next_call() -> None:
+    for change in (
+        lambda linear: setattr(linear, "weight", nn.Parameter(torch.zeros(8, 8))),
+        nn.utils.parametrizations.weight_norm,
+    ):
+        planned = parallel(Net())
+        change(planned.inner.linear)
+        for call in (planned, planned.train_step):
+            with pytest.raises(PlanError, match=r"'inner.linear.weight' was replaced after plan"):
+                call(BATCH)
+
+
 def test_the_guard_of_32_layers_takes_less_than_a_tenth_of_a_millisecond() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -168,6 +180,8 @@ def test_the_guard_of_32_layers_takes_less_than_a_tenth_of_a_millisecond() -> No
             return x
 
     net = nn.Sequential(*(Layer() for _ in range(32)))
+    for child in list(net.modules())[::10]:
+        child.register_forward_pre_hook(lambda module, args: args)
     planned = parallel(net)
     assert len(list(planned.modules())) > 400
     seconds = min(timeit.repeat(planned._state.key, number=1, repeat=500))

@@ -20,6 +20,7 @@ from shardwright.constraints.load_strategies import load_strategies
 from shardwright.errors import PlanError, StrategyError
 from shardwright.layout.layout import TensorLayout
 from shardwright.parallel.module import ParallelModule
+from shardwright.parallel.module_wrapper import ModuleWrapper
 from shardwright.partition.decisions import OptimizerParallel
 from shardwright.partition.pipeline_spec import AUTO
 from shardwright.partition.schedules import schedule_spec
@@ -27,7 +28,6 @@ from shardwright.plan import Plan
 from shardwright.planner.options import COUNT, KeywordOptions, PlanOptions
 from shardwright.planner.requirement import one_of
 from shardwright.torch_internals import pytree
-from shardwright.torch_internals.modules import share_state
 
 log = logging.getLogger("shardwright")
 
@@ -43,7 +43,7 @@ class AutoParallelCall(KeywordOptions):
     parallel_mode: Annotated[str, one_of(PARALLEL_MODES)] = "semi_auto"
 
 
-class AutoParallel(nn.Module):
+class AutoParallel(ModuleWrapper):
     """A model that is planned and split over all running processes when it is first called.
 
     What is configured on it decides the plan; each instance has its own configuration. It bears the
@@ -66,12 +66,10 @@ class AutoParallel(nn.Module):
         nn.Module.__init__(self)
         self.parallel_mode = call.parallel_mode
         self.options = KeywordOptions(**call.keywords(KeywordOptions))
-        # In a tuple, so that it is no submodule: its parts are taken over under their own names.
-        self._network = (call.network,)
         self._parallel: tuple[ParallelModule, ...] = ()
         self._strategies: Path | None = None
         self._plan: Plan | None = None
-        self._take_over(call.network)
+        self.wrap(call.network)
 
     # What is configured
 
@@ -150,7 +148,7 @@ class AutoParallel(nn.Module):
 
         Raises: as `plan` and `parallelize`.
         """
-        (network,) = self._network
+        (network,) = self._wrapped
         if self._strategies is not None:
             load_strategies(network, self._strategies)
         devices = dist.get_world_size() if dist.is_initialized() else 1
@@ -160,8 +158,7 @@ class AutoParallel(nn.Module):
         parallel = parallelize(network, self._plan)
         assert isinstance(parallel, ParallelModule)
         self._parallel = (parallel,)
-        self._network = (nn.Module(),)
-        self._take_over(parallel)
+        self.wrap(parallel)
 
     @property
     def plan(self) -> Plan:
@@ -251,10 +248,6 @@ class AutoParallel(nn.Module):
         if self._parallel:
             raise PlanError("the model is planned already: configure it before its first call")
         self.options = replace(self.options, **changes)
-
-    def _take_over(self, module: nn.Module) -> None:
-        """Bears the parameters, buffers and submodules of `module` under their own names."""
-        share_state(self, module)
 
     def _write(self, write: Callable[[Plan], None]) -> None:
         plan = self.plan

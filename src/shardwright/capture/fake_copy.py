@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardwright.capture.annotations import tagging_checkpoint
-from shardwright.capture.hooks import refuse_tensor_hook
+from shardwright.capture.hooks import refuse_autograd, refuse_saved_tensor_hooks
 from shardwright.deferred import copies_of_attributes
 from shardwright.errors import CaptureError
 from shardwright.torch_internals import pytree
@@ -110,6 +110,7 @@ def isolate_capture() -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),
         _forbid_custom_backward(),
+        refuse_saved_tensor_hooks(),
         checkpointed_calls_in(tagging_checkpoint),
         _silence_export(),
     ):
@@ -191,7 +192,7 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> frozenset[i
 
 class RecordedEffects(TorchFunctionMode):
     """A context in which tracing sees what is read from and written to `tensor.data`: a detached
-    tensor, and a copy into it. Hooks of tensors are refused."""
+    tensor, and a copy into it. Hooks and gradients of tensors are refused."""
 
     def __torch_function__(
         self,
@@ -200,7 +201,7 @@ class RecordedEffects(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        refuse_tensor_hook(func)
+        refuse_autograd(func)
         if func == data_getter:
             return args[0].detach()
         if func == data_setter:

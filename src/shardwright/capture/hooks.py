@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from shardwright.errors import CaptureError
-from shardwright.torch_internals.hooks import any_global_hook, backward_hooks, forward_hooks
+from shardwright.torch_internals.hooks import (
+    any_global_hook,
+    backward_hooks,
+    forward_hooks,
+    grad_fn_getter,
+)
 
 _IN_PLACE = ("__setitem__", "__set__")
 _LIBRARIES = ("torch", "transformers")
@@ -83,13 +91,45 @@ class _Changes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def refuse_tensor_hook(func: Any) -> None:
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_OF_TENSORS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, grad_fn_getter)
+
+
+def refuse_autograd(func: Any) -> None:
     """Raises:
-    CaptureError: if `func`, called while a model is traced, registers a hook of a tensor.
+    CaptureError: if `func`, called while a model is traced, registers a hook of a tensor, hands out
+        the node of autograd where one could be registered, or computes gradients.
     """
-    if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+    if func in _OF_TENSORS:
         raise CaptureError(
-            "a hook of a tensor that `forward` computes would not be called by a captured model. "
-            "Write the change of its gradient as a custom operator (`torch.library.custom_op` with "
-            "`register_autograd`)"
+            "a hook of a tensor that `forward` computes, or of its `grad_fn`, would not be called "
+            "by a captured model. Write the change of its gradient as a custom operator "
+            "(`torch.library.custom_op` with `register_autograd`)"
         )
+    if func in _GRADIENTS:
+        raise CaptureError(
+            "`forward` computes gradients (`torch.autograd.grad`, `backward`, `torch.func.grad`, "
+            "`jacrev`), which cannot be captured. Write them as operators, compute them outside of "
+            "the model, or make a `torch.library.custom_op` of it"
+        )
+
+
+@contextmanager
+def refuse_saved_tensor_hooks() -> Iterator[None]:
+    """Raises CaptureError where `forward` packs what autograd saves, which a captured model would
+    not do; where it is only moved, gradients are the same."""
+    enter = saved_tensors_hooks.__enter__
+
+    def refuse(hooks: saved_tensors_hooks) -> None:
+        if not isinstance(hooks, save_on_cpu):
+            raise CaptureError(
+                "hooks of saved tensors (`saved_tensors_hooks`) would not be called by a captured "
+                "model. Enter them around the call of the model"
+            )
+        enter(hooks)
+
+    saved_tensors_hooks.__enter__ = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ from shardwright.deferred import copies_of_attributes
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
 from shardwright.lower.program import Program, lower
+from shardwright.parallel.module_wrapper import ModuleWrapper
 from shardwright.parallel.python_state import PythonState
 from shardwright.parallel.train_step import GradientAccumulation, TrainStep, loss_of
 from shardwright.partition.decisions import adapt_decisions
@@ -34,7 +35,8 @@ from shardwright.runtime.dtensor import (
 from shardwright.runtime.micro_batches import micro_batch, most_micro_batches, whole_leaves
 from shardwright.runtime.single_backward import refuse_double_backward
 from shardwright.torch_internals import pytree
-from shardwright.torch_internals.modules import share_state
+from shardwright.torch_internals.hooks import HooksOfModules, hooks_of_modules
+from shardwright.torch_internals.modules import own_parameters
 from shardwright.torch_internals.tensors import copy_all_
 
 log = logging.getLogger(__name__)
@@ -96,7 +98,7 @@ class BoundStep:
     places: TensorPlaces
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(ModuleWrapper):
     """A model split over the devices of the running process group.
 
     It has the parameters, buffers and names of the model that it was made from; on more than one
@@ -116,6 +118,7 @@ class ParallelModule(nn.Module):
         module: a copy of the model, its parameters stored as planned.
         template: a copy on the meta device, to capture from.
         partitioned: the model in the mode and for the shapes of the plan.
+        hooks: the forward hooks of the model itself, whose handles the user has.
     """
 
     def __init__(
@@ -124,30 +127,29 @@ class ParallelModule(nn.Module):
         template: nn.Module,
         partitioned: Partitioned,
         devices: Devices,
+        hooks: HooksOfModules,
     ) -> None:
         super().__init__()
-        share_state(self, module)
-        self.training = module.training
         self.devices = devices
         self.partitioned = partitioned
-        self.seed = devices.common_seed()
-        self.steps = 0
+        self.random_seed = devices.common_seed()
+        self.random_step = 0
         # In a tuple, so that it is no submodule.
         self._template = (template,)
         self._compiler: Callable[..., Any] | None = None
-        graph, named = partitioned.graph, tuple(self.named_parameters())
-        self._planned_gradients = tuple((n, p, n not in graph.frozen) for n, p in named)
+        graph = partitioned.graph
+        named = ((n, p, n.rpartition(".")) for n, p in module.named_parameters())
+        self._planned_parameters = tuple(
+            (n, p, n not in graph.frozen, own_parameters(module.get_submodule(path)), leaf)
+            for n, p, (path, _, leaf) in named
+        )
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
         self._guard = BatchGuard(devices, partitioned.graph, partitioned.decisions.arrivals)
-        # The model's own attributes are read and set on this module in its place.
-        own = frozenset((*vars(self), *dir(ParallelModule), "_state", "_planned_situation"))
-        for name in vars(module).keys() - own:
-            setattr(self, name, vars(module)[name])
-        self._state = PythonState(self, partitioned.graph.attributes, own)
+        self._state = PythonState(module, graph.attributes, hooks)
         leaves = tuple(key_of(leaf) for leaf in graph.inputs)
-        planned: tuple[Any, ...] = (self._state.key(), (), graph.in_spec, leaves)
-        self._planned_situation = planned
+        self._planned_situation: tuple[Any, ...] = (self._state.key(), (), graph.in_spec, leaves)
+        self.wrap(module)
         self._bind_planned()
 
     @property
@@ -179,9 +181,10 @@ class ParallelModule(nn.Module):
         parameters, buffers = bound.places.read()
         shards = local_shards(parameters, self.devices.layout)
         if self.training:
-            self.steps += 1
+            self.random_step += 1
+        seed = self.random_seed + self.random_step
         with self._guard.explaining_errors():
-            outputs, updates = bound.program(shards, buffers, inputs, self.seed + self.steps)
+            outputs, updates = bound.program(shards, buffers, inputs, seed)
         if self.devices.layout.num_devices > 1:
             refuse_double_backward(outputs)
         names = (buffer.name for buffer, _ in bound.graph.updates)
@@ -201,10 +204,10 @@ class ParallelModule(nn.Module):
         bound, leaves = self._step_for(args, kwargs)
         loss_of(bound.step.partitioned.graph)
         parameters, buffers = bound.places.read()
-        self.steps += 1
+        self.random_step += 1
         with self._guard.explaining_errors():
             loss, gradients, changed = bound.step.train(
-                stored_shards(parameters), buffers, leaves, self.seed + self.steps
+                stored_shards(parameters), buffers, leaves, self.random_seed + self.random_step
             )
         add_gradients(parameters, gradients)
         bound.places.write(changed)
@@ -282,8 +285,20 @@ class ParallelModule(nn.Module):
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """What a program depends on: the state of all submodules, the parameters that were frozen
-        or unfrozen since the plan, and what the call is given."""
-        changed = (n for n, p, planned in self._planned_gradients if p.requires_grad is not planned)
+        or unfrozen since the plan, and what the call is given.
+
+        Raises:
+            PlanError: for a parameter, a hook or a submodule that is not what was planned.
+        """
+        changed = []
+        for name, parameter, trained, held, leaf in self._planned_parameters:
+            if held.get(leaf) is not parameter:
+                raise PlanError(
+                    f"parameter {name!r} was replaced after planning, which would have no effect: "
+                    "copy into it under `torch.no_grad()`, or replace it before `plan`"
+                )
+            if parameter.requires_grad is not trained:
+                changed.append(name)
         return self._state.key(), tuple(changed), spec, tuple(leaves)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
@@ -297,7 +312,7 @@ class ParallelModule(nn.Module):
         _check_call(planned.graph, args, kwargs)
         (template,) = self._template
         self._state.copy_to(template)
-        for name, parameter, _ in self._planned_gradients:
+        for name, parameter, *_ in self._planned_parameters:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
         graph = capture(template, args, kwargs, planned.graph.compute_dtype)
         self._state.watch(graph.attributes)
@@ -325,7 +340,8 @@ def parallel_module(
 ) -> ParallelModule:
     """`module`, split as planned over `devices`."""
     stored = with_stored_parameters(module, partitioned.decisions.storage, devices)
-    return ParallelModule(stored, template_of(module), partitioned, devices)
+    hooks = hooks_of_modules(module)
+    return ParallelModule(stored, template_of(module), partitioned, devices, hooks)
 
 
 def template_of(module: nn.Module) -> nn.Module:

@@ -23,6 +23,7 @@ from shardwright.runtime.clip_grad import clip_grad_norm_
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.dtensor import as_dtensor, stored_shards, with_stored_parameters
 from shardwright.torch_internals import pytree
+from shardwright.torch_internals.hooks import hooks_of_modules
 
 
 class PipelineModule(ParallelModule):
@@ -48,7 +49,7 @@ class PipelineModule(ParallelModule):
         stages = bound.step
         assert isinstance(stages, RankStages)
         parameters, buffers = bound.places.read()
-        shards, seed = stored_shards(parameters), self.seed + self.steps
+        shards, seed = stored_shards(parameters), self.random_seed + self.random_step
         local_outputs, changed = stages.evaluate(shards, buffers, leaves, seed)
         bound.places.write(changed)
         graph = stages.partitioned.graph
@@ -101,7 +102,7 @@ class PipelineModule(ParallelModule):
         return RankStages(partitioned, self.devices)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
-        for name, parameter, trained in self._planned_gradients:
+        for name, parameter, trained, *_ in self._planned_parameters:
             if parameter.requires_grad is not trained:
                 raise PlanError(
                     f"requires_grad of {name!r} has changed since the model was planned: with"
@@ -167,4 +168,5 @@ def pipeline_module(
     # What no operator reads lies in the first stage.
     left_out = {n for n in names if n not in of_stage and (n in used or devices.stage)}
     stored = with_stored_parameters(module, partitioned.decisions.storage, devices, left_out)
-    return PipelineModule(stored, template_of(module), partitioned, devices)
+    hooks = hooks_of_modules(module)
+    return PipelineModule(stored, template_of(module), partitioned, devices, hooks)

@@ -15,6 +15,7 @@ from shardwright.capture.attributes import HOOKS, MISSING, SET, content, plain_t
 from shardwright.errors import PlanError
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.hooks import (
+    HooksOfModules,
     any_global_hook,
     backward_hooks,
     forward_hooks,
@@ -33,12 +34,17 @@ class PythonState:
         module: whose submodules are those of the captured model.
         attributes: that `forward` reads or sets; what it sets is taken away, as only a captured
             call had it.
-        own: names of attributes of `module` that are not the captured model's.
+        hooks: the forward hooks of the model that `module` is a copy of, whose handles remove them
+            there.
     """
 
-    def __init__(self, module: nn.Module, attributes: Attributes, own: frozenset[str]) -> None:
+    def __init__(self, module: nn.Module, attributes: Attributes, hooks: HooksOfModules) -> None:
         self._by_path = dict(module.named_modules())
-        self._own = own - {"training"}
+        self._captured_hooks = [
+            (path, place, of_model, forward_hooks(self._by_path[path])[place])
+            for path, both in hooks.items()
+            for place, of_model in enumerate(both)
+        ]
         self._children = [
             (path, children, list(children.values()))
             for path, child in self._by_path.items()
@@ -53,7 +59,7 @@ class PythonState:
     def watch(self, attributes: Attributes) -> None:
         """Adds what another capture reads."""
         for path, name, text in attributes:
-            if name == HOOKS or (not path and name in self._own):
+            if name == HOOKS:
                 continue
             if text == SET:
                 self._by_path[path].__dict__.pop(name, None)
@@ -76,7 +82,8 @@ class PythonState:
                 )
         if hooks_registered() != self._registered:
             self._check_hooks()
-        if not self._is_unchanged():
+            self._see()
+        elif not self._is_unchanged():
             self._see()
         return self._key
 
@@ -89,6 +96,10 @@ class PythonState:
                 other.pop(name, None)
             elif not any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(mine[name])):
                 other[name] = mine[name]
+        for path, place, of_model, mine in self._captured_hooks:
+            theirs = forward_hooks(copies[path])[place]
+            for number in theirs.keys() - (of_model.keys() & mine.keys()):
+                del theirs[number]
         for path, child in copies.items():
             child.training = self._by_path[path].training
 
@@ -113,6 +124,10 @@ class PythonState:
             by_module.setdefault(path, []).append(name)
             if not isinstance(value, (int, float, complex, str, bytes, type(None), nn.Module)):
                 objects[id(value)] = value
+        hooks = [hooks for _, _, *pair in self._captured_hooks for hooks in pair]
+        self._hooks_left = [(hooks, len(hooks)) for hooks in hooks]
+        for path, place, of_model, mine in self._captured_hooks:
+            seen.append((path, place, tuple(number for number in mine if number in of_model)))
         number = self._numbers.setdefault(tuple(seen), len(self._numbers))
         self._key: Hashable = (tuple(texts), number)
         for path, names in by_module.items():
@@ -127,13 +142,14 @@ class PythonState:
                     return False
         except (KeyError, RuntimeError):  # Deleted, or another tensor.
             return False
+        if any(len(hooks) != before for hooks, before in self._hooks_left):
+            return False
         return all(unchanged() for unchanged in self._unchanged)
 
     def _hook_counts(self) -> dict[str, tuple[int, int]]:
         return {
             path: (sum(map(len, forward_hooks(child))), sum(map(len, backward_hooks(child))))
             for path, child in self._by_path.items()
-            if path
         }
 
     def _check_hooks(self) -> None:
@@ -149,7 +165,6 @@ class PythonState:
                     "effect: register forward hooks before `plan`, or hooks on the module that "
                     "`parallelize` returned or on its parameters"
                 )
-        self._registered = hooks_registered()
 
 
 def _still_missing(own: dict[str, Any], name: str) -> Callable[[], bool]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
+from shardwright.parallel.module_wrapper import ModuleWrapper
 from shardwright.parallel.train_step import loss_of
 from shardwright.partition.pipeline_spec import REDUCTIONS, PipelineSpec
 from shardwright.partition.schedules import SCHEDULES
@@ -18,10 +19,9 @@ from shardwright.planner.options import COUNT, PlanOptions
 from shardwright.runtime.micro_batches import micro_batch
 from shardwright.search.assign_stages import StageConfig, balanced_stages, named_stages
 from shardwright.torch_internals import pytree
-from shardwright.torch_internals.modules import share_state
 
 
-class Pipeline(nn.Module):
+class Pipeline(ModuleWrapper):
     """A model that is to run in pipeline stages, micro-batch after micro-batch.
 
     It bears the parameters, buffers and names of the model. `sw.plan` divides it; called as it is,
@@ -55,22 +55,15 @@ class Pipeline(nn.Module):
             raise StrategyError(
                 f"loss_reduction={loss_reduction!r}: valid are {', '.join(REDUCTIONS)}"
             )
-        # In a tuple, so that it is no submodule: its parts are taken over under their own names.
-        self._net = (net,)
-        share_state(self, net)
-        self.training = net.training
         self.micro_batches = micro_batches
         self.stage_config = None if stage_config is None else dict(stage_config)
         self.loss_reduction = loss_reduction
+        self.wrap(net)
 
     @property
     def net(self) -> nn.Module:
         """The model inside."""
-        return self._net[0]
-
-    def train(self, mode: bool = True) -> Pipeline:
-        self.net.train(mode)
-        return super().train(mode)
+        return self._wrapped[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))

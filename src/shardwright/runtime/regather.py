@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.runtime.buckets import BoundBucket
-from shardwright.torch_internals.tensors import storage_id
+from shardwright.torch_internals.tensors import storage_id, version
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,14 @@ class PackedBucket:
     """A bucket of which the backward pass of one run needs something.
 
     Args:
+        versions: of the shards, as they were gathered.
         references: how many there are; `left` of them are not resolved yet.
         done: whether this backward pass has resolved all.
     """
 
     bound: BoundBucket
     shards: tuple[Tensor, ...]
+    versions: tuple[int, ...]
     references: int = 0
     left: int = 0
     done: bool = False
@@ -68,7 +70,7 @@ class RegatherRun:
         self, bound: BoundBucket, shards: tuple[Tensor, ...], tensors: Sequence[Tensor]
     ) -> None:
         """Takes note of a bucket that was gathered."""
-        packed = PackedBucket(bound, shards)
+        packed = PackedBucket(bound, shards, tuple(map(version, shards)))
         for member, tensor in enumerate(tensors):
             # While there is a weak reference, no other storage gets the same identity.
             weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -89,9 +91,18 @@ class RegatherRun:
         return GatheredView(packed, member, *geometry)
 
     def unpack(self, saved: Tensor | GatheredView) -> Tensor:
+        """Raises:
+        RuntimeError: as autograd does, if the parameter was changed in place since.
+        """
         if isinstance(saved, Tensor):
             return saved
         packed = saved.packed
+        if version(packed.shards[saved.member]) != packed.versions[saved.member]:
+            name = packed.bound.bucket.members[saved.member].value.name
+            raise RuntimeError(
+                f"parameter {name!r}, needed for gradient computation, has been modified by an "
+                "inplace operation (such as `optimizer.step()`) since the forward pass"
+            )
         with torch.no_grad():
             if packed.tensors is None:
                 self._gather(packed)

@@ -9,13 +9,25 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
 
+grad_fn_getter: Any = Tensor.grad_fn.__get__  # type: ignore[attr-defined, union-attr]
+"""What `tensor.grad_fn` calls, as a mode for functions sees it."""
+
 Hooks = MutableMapping[int, Callable[..., Any]]
 """By the number of its handle each hook."""
+
+HooksOfModules = Mapping[str, tuple[Hooks, Hooks]]
+"""By the path of a module the hooks before and after its `forward`."""
 
 
 def forward_hooks(module: nn.Module) -> tuple[Hooks, Hooks]:
     """Those before and after `forward`."""
     return module._forward_pre_hooks, module._forward_hooks
+
+
+def hooks_of_modules(module: nn.Module) -> HooksOfModules:
+    """The forward hooks of a module and its submodules."""
+    children = ((path, forward_hooks(child)) for path, child in module.named_modules())
+    return {path: hooks for path, hooks in children if any(hooks)}
 
 
 def backward_hooks(module: nn.Module) -> tuple[Hooks, Hooks]:

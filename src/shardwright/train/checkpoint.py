@@ -159,7 +159,7 @@ class Checkpoints:
         about = CheckpointInfo(
             position=position,
             groups=None if optimizer is None else checkpoint_state.optimizer_groups(optimizer),
-            random=(net.seed, net.steps) if isinstance(net, ParallelModule) else None,
+            random=(net.random_seed, net.random_step) if isinstance(net, ParallelModule) else None,
             fingerprint=plan.fingerprint if plan is not None else None,
             devices=plan.devices if plan is not None else None,
             optimizer=None if optimizer is None else type(optimizer).__name__,
@@ -275,8 +275,8 @@ class Checkpoints:
             checkpoint_state.restore_optimizer(net, optimizer, optimized, groups)
         checkpoint_state.restore_random(states, device)
         if isinstance(net, ParallelModule) and info.random is not None:
-            seed, net.steps = info.random
-            net.seed = seed if random else net.seed
+            seed, net.random_step = info.random
+            net.random_seed = seed if random else net.random_seed
         return info.position
 
 

@@ -68,7 +68,7 @@ class NonFiniteSteps:
             return
         cause = None
         if isinstance(self.net, ParallelModule):
-            self.net.steps -= 1
+            self.net.random_step -= 1
             cause = first_non_finite(self.net, batch)
             self._restore()
         self.optimizer.zero_grad()
