@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -231,6 +233,20 @@ def test_what_went_wrong_in_the_background_is_raised_later(
     with pytest.raises(sw.CheckpointError, match="rank 0: OSError: no space"):
         checkpoints.wait()
     checkpoints.wait()
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.save` does not tell it."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.finish", fail)
+    full = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    message = r"step-3: rank 0: no space left \(100 bytes are free\): RuntimeError: unexpected pos"
+    with pytest.raises(sw.CheckpointError, match=message):
+        sw.Checkpoints(tmp_path).save(model(0), None, HERE)
 
 
 @pytest.mark.parametrize(

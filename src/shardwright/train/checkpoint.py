@@ -5,6 +5,7 @@ A checkpoint is a subfolder `step-N` of the run's folder.
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -48,6 +49,9 @@ Settings = Literal["saved", "own"]
 """Whose settings an optimizer has after loading: the checkpoint's, or those it was built with."""
 
 Item = TypeVar("Item")
+
+FULL_DISK = 2**20
+"""A disk with fewer bytes free is called full when writing fails."""
 
 
 class Checkpoints:
@@ -376,9 +380,14 @@ def _warn(message: str) -> None:
 
 @contextmanager
 def _convert_errors(path: Path) -> Iterator[None]:
-    """Raises failures of ranks, such as a full disk, as a single CheckpointError."""
+    """Raises failures of ranks as a single CheckpointError, which says whether the disk is full:
+    what `torch.save` raises then does not."""
     try:
         yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointError(f"{path}: rank {rank}: {type(cause).__name__}: {cause}") from error
+        free = shutil.disk_usage(path.parent).free
+        full = f": no space left ({free} bytes are free)" if free < FULL_DISK else ""
+        raise CheckpointError(
+            f"{path}: rank {rank}{full}: {type(cause).__name__}: {cause}"
+        ) from error
