@@ -107,7 +107,7 @@ def _values(content: bytes, draw: random.Random, dump: Callable[[Any], str]) -> 
         else:
             owner[key] = draw.choice(VALUES)
         return dump(data).encode("utf-8", "surrogatepass")
-    except (ValueError, LookupError, TypeError, RecursionError, AttributeError, yaml.YAMLError):
+    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError):
         return content[: len(content) // 2]
 
 

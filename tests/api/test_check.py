@@ -72,6 +72,15 @@ EXACT: dict[str, Callable[[Program, Tensor], Any]] = {
     "casts": lambda net, x: F.silu(net.linear(x).float()).to(torch.bfloat16).to(x.dtype).mean(),
     "complex": lambda net, x: (x.to(torch.complex64) @ net.phase).abs().mean(),
     "fft": lambda net, x: torch.view_as_real(torch.fft.fft(net.linear(x))).square().mean(),
+    "conjugated views": lambda net, x: (
+        torch.view_as_real(torch.fft.ihfft(net.linear(x)).clone()).sin().mean()
+        + torch.view_as_real(torch.fft.fft(net.linear(x)).conj().resolve_conj()).cos().mean()
+    ),
+    "complex outputs": lambda net, x: (
+        torch.fft.ihfft(net.linear(x)),
+        x.to(torch.cfloat) @ net.phase,
+    ),
+    "a mask as an output": lambda net, x: (net.linear(x).sum(), net.linear(x) > 0),
     "no loss": lambda net, x: (net.linear(x), net.linear.weight),
 }
 

@@ -109,6 +109,7 @@ def test_devices_that_share_a_processor_are_slower_in_proportion(tiny: Cluster) 
             r"device.memory must be .*2 pounds",
         ),
         ("memory: 2 GiB", "memory: -1", "device.memory must be a positive number"),
+        ("latency: 2 us", "latency: 1e308", r"latency must be .* at most 1e\+30, not 1e\+308"),
         ("memory: 2 GiB", "memry: 2 GiB", "unknown key device.memry; valid are memory"),
         ("  memory_bandwidth: 1 TB/s\n", "", "device.memory_bandwidth is missing"),
         ("50%", "150%", "device.matrix_efficiency must be at most 1"),

@@ -36,6 +36,17 @@ def test_some_mutated_files_end_in_success_or_one_error(kind: str, folder: Path)
     assert endings.refused > 5
 
 
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [("config", 558), ("plan", 2451), ("cluster", 949)],
+)
+def test_files_that_once_hung_or_ended_in_a_raw_error_do_not(
+    kind: str, seed: int, folder: Path
+) -> None:
+    endings = fuzz(kind, range(seed, seed + 1), folder)
+    assert not endings.raw, endings.raw
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_unchanged_files_are_read(kind: str, folder: Path) -> None:
     count = len(KINDS[kind].examples())

@@ -129,6 +129,7 @@ def test_views_along_one_or_two_dimensions() -> None:
 def test_complex_numbers_are_whole_pairs() -> None:
     assert str(check(aten.view_as_complex.default, randn(4, 2))) == "b _ -> b"
     assert str(check(aten.view_as_real.default, torch.view_as_complex(randn(4, 2)))) == "b -> b _"
+    assert str(check(aten.resolve_conj.default, torch.view_as_complex(randn(4, 2)))) == "b -> b"
 
 
 def test_broadcast_tensors_are_expanded_in_parts() -> None:

@@ -13,7 +13,7 @@ from shardwright.layout.collective_spec import COLLECTIVES, exchanged_axes
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.layout.redistribution import RedistributionStep, redistribution_steps
 from shardwright.parallel.simulate_ranks import ByteCounter, assemble_shards, simulated_devices
-from shardwright.runtime.collectives import BINDINGS, bind
+from shardwright.runtime.collectives import BINDINGS, bind, sendable
 from torchrun import torchrun
 
 MATRICES = ((2, 2), (2, 3), (2, 2, 2))
@@ -106,6 +106,14 @@ def test_a_redistribution_keeps_the_value_and_its_gradient(
     torch.testing.assert_close(error, torch.zeros_like(error), rtol=0, atol=1e-9)
     assert spread < 1e-9
     torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-9)
+
+
+def test_what_is_sent_is_in_memory_as_it_is_read() -> None:
+    numbers = torch.randn(4, dtype=torch.complex64)
+    conjugated, negated = numbers.conj(), numbers[:1].conj().imag
+    assert conjugated.is_conj() and negated.is_neg() and negated.is_contiguous()
+    assert torch.equal(torch.view_as_complex(sendable(conjugated)), conjugated)
+    assert torch.equal(sendable(negated), negated) and not sendable(negated).is_neg()
 
 
 def test_every_kind_of_step_is_bound() -> None:

@@ -152,10 +152,16 @@ def _starts(graph: Graph, ends: Sequence[Tensor]) -> list[Tensor | None]:
     loss = graph.loss
     values = list(graph.output_values) if len(ends) == len(graph.output_values) else [loss]
     for value, tensor in zip(values, ends, strict=True):
-        steps = torch.arange(tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape)
-        start = torch.ones_like(tensor) if value is loss else torch.sin(1 + steps)
+        start = torch.ones_like(tensor) if value is loss else _distinct(tensor)
         starts.append(start.detach() if tensor.requires_grad else None)
     return starts
+
+
+def _distinct(like: Tensor) -> Tensor:
+    """Different numbers of absolute value 1 at most, so that no errors cancel."""
+    angles = 1 + torch.arange(like.numel(), dtype=torch.float64).reshape(like.shape)
+    circle = torch.polar(torch.ones_like(angles), angles)
+    return (circle if like.is_complex() else circle.imag).to(like.dtype)
 
 
 def backward(ends: Sequence[Tensor], starts: Sequence[Tensor | None]) -> None:

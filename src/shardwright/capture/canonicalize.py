@@ -113,12 +113,22 @@ def _reshape(node: fx.Node) -> fx.Node:
     aten.clone.default,
     aten.lift_fresh.default,
     aten.lift_fresh_copy.default,
-    aten.resolve_conj.default,
     aten.resolve_neg.default,
     aten.positive.default,
 )
 def _copy(node: fx.Node) -> fx.Node:
     return _first(node)
+
+
+@rewrites(aten.view_as_real.default, aten.view.dtype)
+def _bits(node: fx.Node) -> fx.Node | None:
+    """Kernels may return a conjugated view where fake tensors are none, and what made a copy of it
+    is gone."""
+    source = _first(node)
+    if source.target is aten.resolve_conj.default or not tensor(source).is_complex():
+        return None
+    resolved = insert(node, aten.resolve_conj.default, (source,))
+    return insert(node, node.target, (resolved, *node.args[1:]))  # type: ignore[arg-type]
 
 
 @rewrites(

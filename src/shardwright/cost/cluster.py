@@ -203,6 +203,10 @@ def cluster_to_yaml(cluster: Cluster) -> str:
     return yaml.safe_dump(content, sort_keys=False)
 
 
+MOST = 1e30
+"""Of any unit; with it, and not more than its inverse, predictions are finite."""
+
+
 class _Entries:
     """The entries of one mapping, read one by one with errors that name the key."""
 
@@ -232,11 +236,12 @@ class _Entries:
             return default
         value = self.needed(key)
         number = quantity(value, units)
-        if number is None or (number <= 0 and not (zero and number == 0)):
+        possible = number is not None and 1 / MOST <= number <= MOST
+        if number is None or not (possible or (zero and number == 0)):
             example = ", ".join(unit for unit in units if unit)
             raise ConfigError(
-                f"{self.where}: {self.prefix}{key} must be a positive number (units: {example}),"
-                f" not {shown(value)}"
+                f"{self.where}: {self.prefix}{key} must be a positive number (units: {example})"
+                f" of at least {1 / MOST:g} and at most {MOST:g}, not {shown(value)}"
             )
         return number
 

@@ -30,6 +30,7 @@ from shardwright.torch_internals.operators import OpOverload, schema_of
         "greater", "greater_equal", "less", "less_equal", "special_expit", "fix", "floor_divide"
     ),
     *overloads("arccos", "arcsin", "arctan", "arctan2", "complex", "polar", "conj", "real", "imag"),
+    *overloads("resolve_conj"),
 )
 def pointwise(op: Op) -> ShardingRule | None:
     """Every dimension of the output is a factor; an input lacks those along which it is broadcast.

@@ -106,9 +106,10 @@ def wait(x: Tensor) -> Tensor:
 
 
 def sendable(x: Tensor) -> Tensor:
-    """A tensor as collectives take it: in one piece, complex numbers as pairs of real ones, as not
-    every backend knows them."""
-    return torch.view_as_real(x.contiguous()) if x.is_complex() else x.contiguous()
+    """A tensor as collectives take it: in one piece, what is in memory is what it says, complex
+    numbers as pairs of real ones, as not every backend knows them."""
+    x = x.contiguous().resolve_conj().resolve_neg()
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def complete(x: Tensor, dtype: torch.dtype) -> Tensor:
