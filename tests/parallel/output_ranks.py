@@ -220,7 +220,49 @@ def check_complex_parameters() -> None:
         compare(parallel, other, "complex")
 
 
+def check_a_backward_pass_never_uses_values_that_were_changed_after_forward() -> None:
+    """As autograd, it refuses to; where parameters were gathered, their copies are unchanged."""
+    refused = 0
+    for plan in plans(built(ActorCritic)[0]):
+        net, other = built(ActorCritic)
+        parallel = sw.parallelize(net, plan)
+        loss = parallel(*batch())["loss"]
+        parallel(*batch())
+        other(*batch())["loss"].backward()
+        with torch.no_grad():
+            for module in (parallel, other):
+                module.policy.weight.mul_(0.5)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error), error
+            refused += 1
+        else:
+            compare(parallel, other, "the values of forward")
+        for module in (parallel, other):
+            module.zero_grad()
+            everything(module(*batch()))
+        compare(parallel, other, "the changed values")
+    assert refused
+
+
+def check_replaced_data_of_a_dtensor_is_refused() -> None:
+    net, _ = built(ActorCritic)
+    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=4))
+    parallel.policy.weight.data.mul_(0.5)
+    parallel(*batch())
+    parallel.policy.weight.data = parallel.policy.weight.data * 0.5
+    try:
+        parallel(*batch())
+    except sw.PlanError as error:
+        assert "`.data` of parameter 'policy.weight' was replaced" in str(error), error
+    else:
+        raise AssertionError("the old values were used")
+
+
 CHECKS = (
+    check_a_backward_pass_never_uses_values_that_were_changed_after_forward,
+    check_replaced_data_of_a_dtensor_is_refused,
     check_a_step_of_several_losses_is_refused,
     check_any_outputs_may_be_trained,
     check_outputs_trained_by_turns_with_an_optimizer,

@@ -281,10 +281,17 @@ def check_dropout() -> None:
 def check_what_is_refused() -> None:
     net, _ = built(Tied)
     parallel = sw.parallelize(net, planned(net, batch(), 2, "1f1b"))
+    other, x = built(Dropping)[0], torch.ones(8, 8, dtype=torch.float64)
+    config = {"one": 0, "two": 0, "three": 1}
+    dropping = sw.parallelize(other, planned(other, (x,), 2, "1f1b", stage_config=config))
     for call, message in (
         (lambda: parallel(*batch()), "train it with train_step"),
         (lambda: parallel.train_step(batch()[0]), "planned for other arguments"),
         (lambda: sw.parallelize(net, sw.plan(net, batch(), devices=4)), "for 4 devices, but 8"),
+        (
+            lambda: dropping.train_step(x.requires_grad_()),
+            "requires a gradient, which a model in pipeline stages does not give back",
+        ),
     ):
         try:
             call()

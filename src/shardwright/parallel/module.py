@@ -17,11 +17,13 @@ from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
 from shardwright.lower.program import Program, lower
 from shardwright.parallel.module_wrapper import ModuleWrapper
+from shardwright.parallel.planned_parameters import PlannedParameters
 from shardwright.parallel.python_state import PythonState
 from shardwright.parallel.train_step import GradientAccumulation, TrainStep, loss_of
 from shardwright.partition.decisions import adapt_decisions
 from shardwright.partition.partitioned import Partitioned
 from shardwright.runtime.batch_guard import BatchGuard
+from shardwright.runtime.before_backward import before_backward
 from shardwright.runtime.clip_grad import clip_grad_norm_
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.dtensor import (
@@ -33,10 +35,8 @@ from shardwright.runtime.dtensor import (
     with_stored_parameters,
 )
 from shardwright.runtime.micro_batches import micro_batch, most_micro_batches, whole_leaves
-from shardwright.runtime.single_backward import refuse_double_backward
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.hooks import HooksOfModules, hooks_of_modules
-from shardwright.torch_internals.modules import own_parameters
 from shardwright.torch_internals.tensors import copy_all_
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ class BoundProgram:
     graph: Graph
     program: Program
     places: TensorPlaces
+    recomputes: bool
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,7 @@ class ParallelModule(ModuleWrapper):
         self._template = (template,)
         self._compiler: Callable[..., Any] | None = None
         graph = partitioned.graph
-        named = ((n, p, n.rpartition(".")) for n, p in module.named_parameters())
-        self._planned_parameters = tuple(
-            (n, p, n not in graph.frozen, own_parameters(module.get_submodule(path)), leaf)
-            for n, p, (path, _, leaf) in named
-        )
+        self._parameters_as_planned = PlannedParameters(module, graph.frozen)
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
         self._guard = BatchGuard(devices, partitioned.graph, partitioned.decisions.arrivals)
@@ -179,6 +176,7 @@ class ParallelModule(ModuleWrapper):
             self._forwards[situation] = self._compiled(self._bind_program(captured))
         bound = self._forwards[situation]
         parameters, buffers = bound.places.read()
+        check_unchanged = self._parameters_as_planned.before_forward(bound.recomputes)
         shards = local_shards(parameters, self.devices.layout)
         if self.training:
             self.random_step += 1
@@ -186,7 +184,7 @@ class ParallelModule(ModuleWrapper):
         with self._guard.explaining_errors():
             outputs, updates = bound.program(shards, buffers, inputs, seed)
         if self.devices.layout.num_devices > 1:
-            refuse_double_backward(outputs)
+            before_backward(outputs, check_unchanged)
         names = (buffer.name for buffer, _ in bound.graph.updates)
         bound.places.write(dict(zip(names, updates, strict=True)))
         return pytree.tree_unflatten(self._returned(bound, outputs), bound.graph.out_spec)
@@ -236,7 +234,8 @@ class ParallelModule(ModuleWrapper):
     def _bind_program(self, partitioned: Partitioned) -> BoundProgram:
         graph, (whole,) = partitioned.graph, partitioned.chunks
         places = TensorPlaces.of(self, graph.parameters, graph.buffers)
-        return BoundProgram(graph, lower(whole, self.devices), places)
+        recomputes = bool(partitioned.decisions.recompute)
+        return BoundProgram(graph, lower(whole, self.devices), places, recomputes)
 
     def _compiled(self, bound: BoundProgram) -> BoundProgram:
         if self._compiler is None:
@@ -290,16 +289,8 @@ class ParallelModule(ModuleWrapper):
         Raises:
             PlanError: for a parameter, a hook or a submodule that is not what was planned.
         """
-        changed = []
-        for name, parameter, trained, held, leaf in self._planned_parameters:
-            if held.get(leaf) is not parameter:
-                raise PlanError(
-                    f"parameter {name!r} was replaced after planning, which would have no effect: "
-                    "copy into it under `torch.no_grad()`, or replace it before `plan`"
-                )
-            if parameter.requires_grad is not trained:
-                changed.append(name)
-        return self._state.key(), tuple(changed), spec, tuple(leaves)
+        changed = self._parameters_as_planned.frozen_or_unfrozen()
+        return self._state.key(), changed, spec, tuple(leaves)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
         """The model in a situation that the plan was not made for, with its decisions adapted.
@@ -312,7 +303,7 @@ class ParallelModule(ModuleWrapper):
         _check_call(planned.graph, args, kwargs)
         (template,) = self._template
         self._state.copy_to(template)
-        for name, parameter, *_ in self._planned_parameters:
+        for name, parameter, *_ in self._parameters_as_planned.all:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
         graph = capture(template, args, kwargs, planned.graph.compute_dtype)
         self._state.watch(graph.attributes)

@@ -102,7 +102,7 @@ class PipelineModule(ParallelModule):
         return RankStages(partitioned, self.devices)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
-        for name, parameter, trained, *_ in self._planned_parameters:
+        for name, parameter, trained, *_ in self._parameters_as_planned.all:
             if parameter.requires_grad is not trained:
                 raise PlanError(
                     f"requires_grad of {name!r} has changed since the model was planned: with"

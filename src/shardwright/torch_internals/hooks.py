@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
 
-grad_fn_getter: Any = Tensor.grad_fn.__get__  # type: ignore[attr-defined, union-attr]
+grad_fn_getter: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 """What `tensor.grad_fn` calls, as a mode for functions sees it."""
 
 Hooks = MutableMapping[int, Callable[..., Any]]

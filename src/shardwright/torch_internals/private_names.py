@@ -102,7 +102,7 @@ TENSORS = (
         "torch._subclasses.fake_tensor.FakeTensorMode", "captures a model without its memory"
     ),
     PrivateName(
-        "torch.UntypedStorage._cdata",
+        "torch._C._storage_id",
         "the identity of a storage, also of one without data",
         "`data_ptr()`, for storages with data",
     ),

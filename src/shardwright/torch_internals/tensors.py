@@ -43,7 +43,7 @@ def device_below(tensor: Tensor) -> torch.device:
 def storage_id(tensor: Tensor) -> int:
     """The identity of the memory of a tensor, with numbers or without; another storage may get the
     same once this one is freed."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(torch._C._storage_id(tensor))  # type: ignore[attr-defined]
 
 
 def version(tensor: Tensor) -> int:

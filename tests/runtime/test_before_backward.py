@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.runtime.single_backward import refuse_double_backward
+from shardwright.runtime.before_backward import before_backward
 
 
 def test_a_gradient_that_is_to_be_differentiated_is_refused() -> None:
     x = torch.ones(2, requires_grad=True)
     y = (x**3).sum()
-    refuse_double_backward([y, None, torch.zeros(2)])
+    before_backward([y, None, torch.zeros(2)], lambda: None)
     with pytest.raises(sw.PlanError, match="create_graph=True"):
         torch.autograd.grad(y, x, create_graph=True)
 
@@ -20,7 +20,10 @@ def test_a_gradient_that_is_to_be_differentiated_is_refused() -> None:
 def test_an_ordinary_gradient_flows_also_where_the_output_is_changed_in_place() -> None:
     x = torch.ones(2, requires_grad=True)
     y = (x**3).sum()
-    refuse_double_backward([y])
+    calls: list[int] = []
+    before_backward([y], lambda: calls.append(1))
     y /= 3
+    assert not calls
     y.backward()
+    assert calls
     torch.testing.assert_close(x.grad, torch.ones(2))

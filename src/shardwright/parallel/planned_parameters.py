@@ -1,0 +1,116 @@
+"""The parameters of a planned model, and what users may do to them between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from shardwright.errors import PlanError
+from shardwright.torch_internals.dtensor import local_tensor
+from shardwright.torch_internals.modules import own_parameters
+from shardwright.torch_internals.tensors import storage_id, version
+
+
+class PlannedParameter(NamedTuple):
+    """A parameter as it was planned.
+
+    Args:
+        bearer: all parameters of the module that bears it, as that module holds them.
+        leaf: its name there.
+        storage: the identity of its own memory; a DTensor's is not that of its shard.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    trained: bool
+    bearer: dict[str, nn.Parameter | None]
+    leaf: str
+    storage: int
+
+
+class PlannedParameters:
+    """All parameters of a module.
+
+    Args:
+        frozen: names of those that require no gradient in the plan.
+    """
+
+    def __init__(self, module: nn.Module, frozen: Collection[str]) -> None:
+        named = ((n, p, n.rpartition(".")) for n, p in module.named_parameters())
+        self.all = tuple(
+            PlannedParameter(
+                name,
+                parameter,
+                name not in frozen,
+                own_parameters(module.get_submodule(path)),
+                leaf,
+                storage_id(parameter),
+            )
+            for name, parameter, (path, _, leaf) in named
+        )
+        self._sharded = [(n, p) for n, p, *_ in self.all if isinstance(p, DTensor)]
+        self._versions = [version(parameter) for _, parameter in self._sharded]
+
+    def frozen_or_unfrozen(self) -> tuple[str, ...]:
+        """Names of those whose `requires_grad` was set since the plan.
+
+        Raises:
+            PlanError: for a parameter that is not what was planned.
+        """
+        changed = []
+        for name, parameter, trained, bearer, leaf, storage in self.all:
+            if bearer.get(leaf) is not parameter:
+                raise PlanError(
+                    f"parameter {name!r} was replaced after planning, which would have no effect: "
+                    "copy into it under `torch.no_grad()`, or replace it before `plan`"
+                )
+            if storage_id(parameter) != storage and isinstance(parameter, DTensor):
+                raise PlanError(
+                    f"`.data` of parameter {name!r} was replaced, which has no effect on a "
+                    "DTensor: copy into it under `torch.no_grad()` (`parameter.copy_(value)`)"
+                )
+            if parameter.requires_grad is not trained:
+                changed.append(name)
+        return tuple(changed)
+
+    def before_forward(self, recomputes: bool) -> Callable[[], None]:
+        """Lets shards count changes in place as their DTensors do, so that autograd refuses values
+        that were changed between forward and backward.
+
+        Args:
+            recomputes: whether the backward pass reads parameters again, which autograd does not
+                see.
+
+        Returns:
+            To be called before that backward pass; it raises RuntimeError as autograd does.
+        """
+        self._count_changes()
+        versions = self._versions
+
+        def before_backward() -> None:
+            self._count_changes()
+            if recomputes and versions is not self._versions:
+                changed = next(
+                    name
+                    for (name, *_), before, now in zip(
+                        self._sharded, versions, self._versions, strict=True
+                    )
+                    if before != now
+                )
+                raise RuntimeError(
+                    f"parameter {changed!r}, which the backward pass reads again to compute "
+                    "operators, has been modified by an inplace operation since the forward pass"
+                )
+
+        return before_backward
+
+    def _count_changes(self) -> None:
+        versions = [version(parameter) for _, parameter in self._sharded]
+        if versions != self._versions:
+            pairs = zip(self._sharded, versions, self._versions, strict=True)
+            increment_version([local_tensor(p) for (_, p), now, before in pairs if now != before])
+            self._versions = versions
