@@ -9,6 +9,12 @@ and attributes that change, ranks with seeds or batches of their own. Each train
 once data parallel and once model parallel, on 4 processes with gloo; losses and final parameters
 are compared. Goal: exact, or refused by name.
 
+Files that users write are mutated: values, lines, bytes and pieces of syntax are changed, the same
+for each seed. Configurations go through the whole of `plan`. Goal: each ends in success or in one
+error of Shardwright's. Operators are those of PyTorch's own tests, with up to three of its samples
+each, on 5 simulated devices under a random plan; values and gradients are compared with the
+operator itself, random ones with their replicas and a repetition. Goal: equal, or refused.
+
 Kills are SIGKILLs of a rank, of two ranks at once or of the launcher of 4 processes, while they
 start, while they train, and while files of a checkpoint are there in part. A launcher is started
 again, ranks are restarted by it. Goal: the record has each step once, with the loss of a run that
@@ -36,19 +42,26 @@ from torch import nn
 import shardwright as sw
 from benchmarks.bit_flips import RAW, REFUSED, SILENT, flip_bits
 from benchmarks.kills import MOMENTS, VICTIMS, kill_at_random
+from benchmarks.page import ROOT
 from benchmarks.program_ranks import ENDS, EXACT, WRONG
 from benchmarks.programs.outcomes import outcomes
 from benchmarks.table import Table
-from benchmarks.torchrun import torchrun
+from benchmarks.torchrun import python, torchrun
 from shardwright.train.checkpoint_manifest import FileChecksum, find_damage
 
 FLIPS, KILLS = 500, 100
+SEEDS, EVERY = 100, 10
+"""Mutated files of each kind; of so many operators the samples of one are run."""
+
+FILE_KINDS = ("config", "plan", "cluster", "strategies")
 MEGABYTES, FILES = 256, 4
 GUARDED, GUARD_SECONDS = 2, 1e-4
 
 
 def run() -> list[Table]:
-    return [user_programs(), bit_flips(FLIPS), kills(KILLS), guards(), checksum_speed()]
+    inputs = [mutated_files(SEEDS), operator_samples(EVERY)]
+    breaks = [bit_flips(FLIPS), kills(KILLS)]
+    return [user_programs(), *inputs, *breaks, guards(), checksum_speed()]
 
 
 def user_programs() -> Table:
@@ -62,6 +75,30 @@ def user_programs() -> Table:
     table.missed += [
         f"{o.program}, {o.plan}: {o.end}: {o.why}" for o in ends if o.end in (WRONG, RAW)
     ]
+    return table
+
+
+def mutated_files(seeds: int) -> Table:
+    """How reading ends of files that were changed at random."""
+    table = Table(f"Mutated files, seeds 0 to {seeds - 1}", ("kind", "read", REFUSED, RAW))
+    for kind in FILE_KINDS:
+        arguments = ("features.fuzzed_files", kind, "0", str(seeds))
+        ends = json.loads(python(*arguments, folder=ROOT / "tests"))
+        table.add(kind, ends["success"], ends["refused"], len(ends["raw"]))
+        table.missed += [f"{kind}, seed {seed}: a {RAW}" for seed in ends["raw"]]
+    return table
+
+
+def operator_samples(every: int) -> Table:
+    """How PyTorch's samples of one in `every` of its operators end."""
+    printed = python("operator_samples", "0", "1000", str(every), folder=ROOT / "tests")
+    *bad, last = printed.splitlines()
+    counts: dict[str, int] = json.loads(last)
+    table = Table(f"Samples of one in {every} operators", ("ended", "samples"))
+    for end, count in counts.items():
+        table.add(end, count)
+    if counts["wrong"] or counts[RAW]:
+        table.missed += [line for line in bad if " | refused | " not in line]
     return table
 
 

@@ -1,11 +1,12 @@
 """PyTorch's own samples of its operators, each as a module under a random plan on 5 devices.
 
-The sizes of most samples are multiples of 5. `python -m operator_samples [FIRST COUNT]` prints how
-each ended.
+The sizes of most samples are multiples of 5. `python -m operator_samples [FIRST COUNT
+[EVERY]]` prints those that ended otherwise, and the counts as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import warnings
@@ -199,15 +200,15 @@ def counts(ends: Sequence[Ending]) -> dict[str, int]:
     return {end: counted[end] for end in (EQUAL, RANDOM, REFUSED, WRONG, RAW)}
 
 
-def main(first: str = "0", count: str = "1000") -> None:
-    chosen = operators()[int(first) : int(first) + int(count)]
+def main(first: str = "0", count: str = "1000", every: str = "1") -> None:
+    chosen = operators()[int(first) : int(first) + int(count) : int(every)]
     ends = endings(chosen)
     for each in ends:
         if each.end not in (EQUAL, RANDOM):
             print(
                 each.operator, each.sample, each.end, each.why[:300].replace("\n", " "), sep=" | "
             )
-    print(counts(ends))
+    print(json.dumps(counts(ends)))
 
 
 if __name__ == "__main__":

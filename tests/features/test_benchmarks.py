@@ -12,6 +12,7 @@ import pytest
 import torch
 from benchmarks import (
     bench_bytes,
+    bench_faults,
     bench_one_device,
     bench_pins,
     bench_scale,
@@ -26,6 +27,7 @@ from benchmarks.table import Table
 from benchmarks.timing import Sample, cpu_seconds, in_fork, in_fresh_process, paired
 from torch import nn
 
+from features.fuzzed_files import KINDS
 from shardwright import Check, capture, plan
 
 
@@ -249,3 +251,26 @@ def test_the_structure_of_a_package_with_a_circle_and_a_name_twice_is_told(tmp_p
     assert (figures["places"], figures["files"], figures["lines of code"]) == ("2", "3", "10")
     assert figures["a circle of files"] == "yes"
     assert table.missed == ["files import each other in a circle", "names that stand twice: Two"]
+
+
+def test_mutated_files_are_counted_by_kind_and_raw_errors_miss_the_goal(monkeypatch):
+    assert list(bench_faults.FILE_KINDS) == list(KINDS)
+    monkeypatch.setattr(bench_faults, "FILE_KINDS", ("plan",))
+    table = bench_faults.mutated_files(9)
+    ((kind, read, refused, raw),) = table.rows
+    assert (kind, int(read) + int(refused), raw) == ("plan", 9, "0")
+    assert not table.missed
+    ends = '{"success": 1, "refused": 1, "raw": {"7": "Traceback"}}'
+    monkeypatch.setattr(bench_faults, "python", lambda *_, folder: ends)
+    assert "plan, seed 7: a raw error" in bench_faults.mutated_files(3).missed
+
+
+def test_operator_samples_are_counted_by_end_and_wrong_ones_miss_the_goal(monkeypatch):
+    pytest.importorskip("expecttest", reason="PyTorch's operator samples need expecttest")
+    table = bench_faults.operator_samples(250)
+    counts = {end: int(count) for end, count in table.rows}
+    assert list(counts) == ["equal", "random", "refused", "wrong", "raw error"]
+    assert counts["equal"] > 3 and not table.missed
+    ends = 'a | 1 | wrong | why\nb | 2 | refused | why\n{"equal": 1, "wrong": 1, "raw error": 0}'
+    monkeypatch.setattr(bench_faults, "python", lambda *_, folder: ends)
+    assert bench_faults.operator_samples(1).missed == ["a | 1 | wrong | why"]
