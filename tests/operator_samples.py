@@ -117,7 +117,7 @@ def _ending(op: Any, sample: Any, seed: int) -> tuple[str, str]:
         net = OperatorModule(op.op, ((sample.input, *sample.args), sample.kwargs))
         wanted, gradients = _eager(net)
     except Exception as error:  # The sample itself asks for what eager refuses.
-        return REFUSED, f"eager: {type(error).__name__}"
+        return REFUSED, f"eager: {type(error).__name__}: {error}"
     try:
         graph = capture(net, tuple(net.inputs))
         plan = random_plan(graph, DEVICES, seed)
