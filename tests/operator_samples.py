@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from torch.utils import _pytree as pytree
 
 from random_plans import random_plan
 from shardwright import ShardwrightError, capture
-from shardwright.graph.graph import Graph
 from shardwright.parallel.simulate_ranks import Outcome, simulate
 from shardwright.rules import is_random
 
@@ -33,13 +33,17 @@ PER_OPERATOR = 3
 MOST_ELEMENTS = 20_000
 """Of the tensors of a sample; a few are made to be slow."""
 
+RUNS, MOST_DEVIATION = 12, 6.0
+"""Of random operators: runs with different seeds, and standard errors."""
+
 EQUAL, REFUSED, RANDOM, WRONG, RAW = "equal", "refused", "random", "wrong", "raw error"
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How one sample ended: `equal`, `refused` by an error of ours, `random` where only replicas
-    and repetitions can be compared and are equal, `wrong`, or a `raw error`."""
+    """How one sample ended: `equal`, `refused` by an error of ours, `random` where replicas and
+    repetitions are equal and runs with other seeds have the moments of eager ones, `wrong`, or a
+    `raw error`."""
 
     operator: str
     sample: int
@@ -138,17 +142,24 @@ def _ending(op: Any, sample: Any, seed: int) -> tuple[str, str]:
     if outcome.replica_difference > 1e-9:
         return WRONG, f"replicas differ by {outcome.replica_difference}"
     if any(map(is_random, graph.ops)):
-        return _random_ending(graph, wanted, outcome, run(0))
+        outcomes = [outcome, *(run(step) for step in range(1, RUNS))]
+        eager = [_eager(net, step)[0] for step in range(RUNS)]
+        return _random_ending(eager, [each.outputs for each in outcomes], run(0).outputs)
     counted, planned = outcome.stage_bytes[0], (plan.forward_bytes, plan.backward_bytes)
-    if any(gradient is not None for gradient in map(_gradient, wanted)) and counted != planned:
+    trained = any(gradient is not None for gradient in map(_gradient, wanted))
+    # An operator may have no gradient of a parameter: that of a target is planned, but not sent.
+    missing = None in gradients.values() and counted[0] == planned[0] and counted[1] < planned[1]
+    if trained and counted != planned and not missing:
         return WRONG, f"{counted} bytes counted, {planned} planned"
     return _compared(wanted, gradients, outcome)
 
 
-def _eager(net: OperatorModule) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+def _eager(net: OperatorModule, seed: int = 0) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     """What the module returns, and the gradients of its parameters."""
-    torch.manual_seed(0)
-    results = net(*(tensor.clone() for tensor in net.inputs))
+    torch.manual_seed(seed)
+    # Some samples seed themselves, all alike.
+    with patch("torch.manual_seed"):
+        results = net(*(tensor.clone() for tensor in net.inputs))
     pairs = [(tensor, _gradient(tensor)) for tensor in results]
     roots = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
     if roots:
@@ -183,15 +194,35 @@ def _compared(
 
 
 def _random_ending(
-    graph: Graph, wanted: list[Tensor], outcome: Outcome, again: Outcome
+    eager: list[list[Tensor]], split: list[list[Tensor]], again: list[Tensor]
 ) -> tuple[str, str]:
-    shapes = [tuple(tensor.shape) for tensor in wanted]
-    if [tuple(tensor.shape) for tensor in outcome.outputs] != shapes:
-        return WRONG, "shapes differ"
-    for first, second in zip(outcome.outputs, again.outputs, strict=True):
+    """Compares the shapes and the first two moments of the outputs of some runs, and the outputs of
+    the first run with those of another with its seed."""
+    for first, second in zip(split[0], again, strict=True):
         if not torch.equal(first.nan_to_num(), second.nan_to_num()):
             return WRONG, "a second run with the same seed differs"
+    for number, (wanted, got) in enumerate(
+        zip(zip(*eager, strict=True), zip(*split, strict=True), strict=True)
+    ):
+        if {tuple(each.shape) for each in (*wanted, *got)} != {tuple(wanted[0].shape)}:
+            return WRONG, f"output {number}: shapes differ"
+        for power in (1, 2):
+            deviation = _deviation(*(_moments(each, power) for each in (wanted, got)))
+            if deviation > MOST_DEVIATION:
+                return WRONG, f"output {number}: moment {power} is off by {deviation:.1f} sigma"
     return RANDOM, ""
+
+
+def _moments(outputs: Sequence[Tensor], power: int) -> Tensor:
+    """One of each run; what is random in one run need not be independent."""
+    runs = torch.stack([each.detach().flatten().double().nan_to_num() for each in outputs])
+    return runs.pow(power).sum(1) / max(1, outputs[0].numel())
+
+
+def _deviation(wanted: Tensor, got: Tensor) -> float:
+    """How many standard errors the mean of some numbers differs from that of others."""
+    error = ((wanted.var() + got.var()) / len(wanted)).sqrt() + 1e-9 * (1 + wanted.abs().max())
+    return float((wanted.mean() - got.mean()).abs() / error)
 
 
 def counts(ends: Sequence[Ending]) -> dict[str, int]:
