@@ -78,7 +78,10 @@ def random_outputs(graph: Graph, mesh: Layout, seed: int) -> dict[str, tuple[Axe
 
 
 def random_plan(graph: Graph, devices: int, seed: int) -> Plan:
-    mesh = prime_mesh(devices)
+    return random_plan_on(prime_mesh(devices), graph, seed)
+
+
+def random_plan_on(mesh: Layout, graph: Graph, seed: int) -> Plan:
     decisions = Decisions(
         random_cuts(graph, mesh, seed),
         random_storage(graph, mesh, seed),

@@ -215,6 +215,42 @@ def check_inputs_that_arrive_cut() -> None:
         torch.testing.assert_close(smaller, net(*other).detach())
 
 
+class Head(nn.Module):
+    """Returns a loss, and an output that is left in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.down(torch.relu(self.up(x)))
+        return nn.functional.mse_loss(y, target), y
+
+
+def check_a_batch_that_part_of_an_axis_divides() -> None:
+    net = Head()
+    plan = sw.plan(net, batch_of(8), devices=4, mode="data_parallel")
+    assert plan.mesh.device_matrix == (2, 2)
+    parallel = sw.parallelize(net, sw.Plan.from_json(plan.to_json()))
+    assert {p.device_mesh.shape for p in parallel.parameters()} == {(4,)}
+    for rows, mesh in ((8, (4,)), (6, (2, 2)), (12, (4,)), (6, (2, 2))):
+        batch = batch_of(rows)
+        (loss, y), (wanted, y_wanted) = parallel(*batch), net(*batch)
+        assert y.device_mesh.shape == mesh
+        torch.testing.assert_close(y.full_tensor(), y_wanted)
+        torch.testing.assert_close(loss, wanted)
+        loss.backward()
+        wanted.backward()
+    for name, parameter in parallel.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), net.get_parameter(name).grad)
+
+
+def batch_of(rows: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(rows)
+    return torch.randn(rows, 8), torch.randn(rows, 4)
+
+
 def check_world_size() -> None:
     net, args, kwargs = mlp()
     try:
@@ -234,6 +270,7 @@ CHECKS = (
     check_other_modes_and_batches,
     check_dropout_on_ranks_seeded_apart,
     check_inputs_that_arrive_cut,
+    check_a_batch_that_part_of_an_axis_divides,
 )
 SLOW_CHECKS = (check_random_plans, check_compiled, check_recomputed)
 """What simulated ranks prove too."""

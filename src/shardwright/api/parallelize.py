@@ -54,12 +54,13 @@ def parallelize(
     where = torch.device(device) if device is not None else _own_device()
     with _in_mode(net, plan.training):
         graph = _agreed_graph(net, plan, where)
-        devices = Devices.of_process(plan.mesh, where, plan.pipeline.stages)
+        partitioned = plan.partition(graph)
+        devices = Devices.of_process(partitioned.mesh, where, plan.pipeline.stages)
         if sync and devices.several:
             take_state_of_rank_0(net, where)
         make: Callable[[nn.Module, Partitioned, Devices], ParallelModule]
         make = pipeline_module if plan.pipeline.stages > 1 else parallel_module
-        parallel = make(net, plan.partition(graph), devices)
+        parallel = make(net, partitioned, devices)
     return parallel if parallel.training == net.training else parallel.train(net.training)
 
 

@@ -21,7 +21,9 @@ from shardwright.parallel.planned_parameters import PlannedParameters
 from shardwright.parallel.python_state import PythonState
 from shardwright.parallel.train_step import GradientAccumulation, TrainStep, loss_of
 from shardwright.partition.decisions import adapt_decisions
+from shardwright.partition.fold_axes import fold_axes, split_axes
 from shardwright.partition.partitioned import Partitioned
+from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.runtime.batch_guard import BatchGuard
 from shardwright.runtime.before_backward import before_backward
 from shardwright.runtime.clip_grad import clip_grad_norm_
@@ -235,7 +237,8 @@ class ParallelModule(ModuleWrapper):
         graph, (whole,) = partitioned.graph, partitioned.chunks
         places = TensorPlaces.of(self, graph.parameters, graph.buffers)
         recomputes = bool(partitioned.decisions.recompute)
-        return BoundProgram(graph, lower(whole, self.devices), places, recomputes)
+        program = lower(whole, self.devices.along(whole.mesh))
+        return BoundProgram(graph, program, places, recomputes)
 
     def _compiled(self, bound: BoundProgram) -> BoundProgram:
         if self._compiler is None:
@@ -272,7 +275,7 @@ class ParallelModule(ModuleWrapper):
         return BoundStep(step, places)
 
     def _make_step(self, partitioned: Partitioned) -> TrainStep:
-        return GradientAccumulation(partitioned, self.devices)
+        return GradientAccumulation(partitioned, self.devices.along(partitioned.mesh))
 
     def _on_device(self, leaves: Sequence[Any]) -> list[Any]:
         device = self.devices.device
@@ -309,8 +312,14 @@ class ParallelModule(ModuleWrapper):
         self._state.watch(graph.attributes)
         shapes = ", ".join(str(value) for value in graph.input_values)
         log.info("captured the model for %s, training=%s", shapes, self.training)
-        decisions = adapt_decisions(planned.decisions, graph, planned.mesh)
-        return replace(planned, graph=graph, decisions=decisions)
+        mesh, decisions = split_axes(planned.mesh, planned.decisions)
+        decisions = adapt_decisions(decisions, graph, mesh)
+        captured = Partitioned(graph, mesh, decisions, self._pipeline_of(graph))
+        return fold_axes(captured, apart=planned.mesh)
+
+    def _pipeline_of(self, graph: Graph) -> PipelineSpec:
+        """The planned stages of another capture."""
+        return self.partitioned.pipeline
 
     def _returned(self, bound: BoundProgram, outputs: list[Any]) -> list[Any]:
         """Outputs that were left in pieces become DTensors."""
@@ -321,7 +330,7 @@ class ParallelModule(ModuleWrapper):
                 where = flow.returned(value)
                 if where.sharded or where.partial:
                     like = torch.empty(value.shape, device="meta")
-                    tensor = as_dtensor(tensor, like, where, self.devices)
+                    tensor = as_dtensor(tensor, like, where, self.devices.along(where.layout))
             result.append(tensor)
         return result
 

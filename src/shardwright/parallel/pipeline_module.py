@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import PlanError
-from shardwright.graph.graph import Value
+from shardwright.graph.graph import Graph, Value
 from shardwright.graph.split import assign_neighbors
 from shardwright.layout.layout import TensorLayout
 from shardwright.lower.program import Program
@@ -19,6 +19,7 @@ from shardwright.parallel.module import ParallelModule, TensorPlaces, template_o
 from shardwright.parallel.pipeline_stage import RankStages
 from shardwright.partition.chunk import Chunk
 from shardwright.partition.partitioned import Partitioned
+from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.runtime.clip_grad import clip_grad_norm_
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.dtensor import as_dtensor, stored_shards, with_stored_parameters
@@ -99,7 +100,7 @@ class PipelineModule(ParallelModule):
                     raise PlanError(
                         f"{name!r} is read in this mode by stage {stage}, which does not hold it"
                     )
-        return RankStages(partitioned, self.devices)
+        return RankStages(partitioned, self.devices.along(partitioned.mesh))
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
         for name, parameter, trained, *_ in self._parameters_as_planned.all:
@@ -108,11 +109,13 @@ class PipelineModule(ParallelModule):
                     f"requires_grad of {name!r} has changed since the model was planned: with"
                     " pipeline stages, plan and parallelize the model again"
                 )
-        captured = super()._capture(args, kwargs)
-        planned = captured.pipeline.chunk_of
-        chunk_of = {op.name: planned[op.name] for op in captured.graph.ops if op.name in planned}
-        chunk_of = assign_neighbors(captured.graph, chunk_of)
-        return replace(captured, pipeline=replace(captured.pipeline, chunk_of=chunk_of))
+        return super()._capture(args, kwargs)
+
+    def _pipeline_of(self, graph: Graph) -> PipelineSpec:
+        pipeline = self.partitioned.pipeline
+        planned = pipeline.chunk_of
+        chunk_of = {op.name: planned[op.name] for op in graph.ops if op.name in planned}
+        return replace(pipeline, chunk_of=assign_neighbors(graph, chunk_of))
 
     def _whole(
         self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]
@@ -150,11 +153,11 @@ class PipelineModule(ParallelModule):
 
     def _gathered(self, chunk: Chunk, value: Value, tensor: Tensor) -> Tensor:
         axes = chunk.decisions.departures.get(value.name, ((),) * len(value.shape))
-        where = TensorLayout(self.devices.layout, axes)
+        where = TensorLayout(chunk.mesh, axes)
         if not where.sharded:
             return tensor
         like = torch.empty(value.shape, device="meta")
-        return as_dtensor(tensor, like, where, self.devices).full_tensor()
+        return as_dtensor(tensor, like, where, self.devices.along(chunk.mesh)).full_tensor()
 
 
 def pipeline_module(

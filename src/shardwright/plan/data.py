@@ -27,6 +27,7 @@ from shardwright.partition.decisions import (
     OptimizerParallel,
     Recompute,
 )
+from shardwright.partition.fold_axes import fold_axes
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import ONE_STAGE, PipelineSpec
 from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow, Strategy
@@ -131,10 +132,11 @@ class PlanData:
         return Partitioned(self.graph, self.mesh, self.decisions, self.pipeline)
 
     def partition(self, graph: Graph) -> Partitioned:
-        """`graph`, divided as planned; of the plan's own graph what is there already."""
+        """`graph`, divided as planned, on a device matrix of no more axes than that needs: what
+        runs."""
         if graph is self.graph:
-            return self.partitioned
-        return Partitioned(graph, self.mesh, self.decisions, self.pipeline)
+            return fold_axes(self.partitioned)
+        return fold_axes(Partitioned(graph, self.mesh, self.decisions, self.pipeline))
 
     @property
     def computed_in(self) -> torch.dtype | None:

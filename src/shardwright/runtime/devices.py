@@ -67,6 +67,7 @@ class Devices:
     stages: int = 1
     across: dist.ProcessGroup | None = None
     _names: dict[tuple[int, ...], str] = field(default_factory=dict)
+    _along: dict[Layout, Devices] = field(default_factory=dict)
     _among: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     @classmethod
@@ -107,6 +108,15 @@ class Devices:
         """The devices as `rank` sees them, without a process group: to read its program only."""
         place = layout.coordinates(rank)
         return cls(layout, torch.device("cpu"), None, lambda function: function(place), rank)
+
+    def along(self, layout: Layout) -> Devices:
+        """The same devices along the axes of another matrix; made at the first request, so every
+        rank must ask for them in the same order."""
+        if layout == self.layout:
+            return self
+        if layout not in self._along:
+            self._along[layout] = Devices.of_process(layout, self.device, self.stages)
+        return self._along[layout]
 
     def group(self, axes: tuple[int, ...]) -> Group:
         """The group over the joined `axes`; made at the first request, so every rank must ask for
