@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,11 @@ from benchmarks.programs.program import (
     program,
     trained,
 )
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
 
 
 class Teacher(Classifier):
@@ -157,6 +163,52 @@ for _name, _model in {
     "a loop of LSTM cells": Cells,
 }.items():
     _plain(_name, _model)
+
+
+class Chance(Classifier):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return super().forward(x, y) * (2 if random.random() < 0.5 else 1)
+
+
+class Chosen(nn.Module):
+    """The first of many layers, as many as an attribute says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 3 for _ in range(3))
+        self.depth = 2
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        for weight in self.weights[: self.depth]:
+            x = torch.tanh(x @ weight)
+        return F.cross_entropy(x, y)
+
+
+_plain("a number of Python's random", Chance)
+
+
+@program
+def more_layers_on_the_way(parallel: Parallel) -> Training:
+    net = parallel(Chosen(), *batch())
+    yield from trained(net, call)
+    net.depth = 3
+    return (yield from trained(net, call))
+
+
+@program
+def a_compiled_layer(parallel: Parallel) -> Training:
+    net = Classifier()
+    net.first = torch.compile(net.first, backend="aot_eager")
+    return trained(parallel(net, *batch()), call)
+
+
+@program
+def a_batch_that_is_a_named_tuple(parallel: Parallel) -> Training:
+    class OfPair(Classifier):
+        def forward(self, pair: Pair) -> Any:
+            return super().forward(pair.x, pair.y)
+
+    return trained(parallel(OfPair(), Pair(*batch())), lambda net, *pair: net(Pair(*pair)))
 
 
 @program

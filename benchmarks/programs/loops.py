@@ -91,6 +91,47 @@ def a_state_is_loaded_on_the_way(parallel: Parallel) -> Training:
 
 
 @program
+def a_graph_is_kept_over_a_step(parallel: Parallel) -> Training:
+    """Autograd refuses to use the weights of after the step for the gradients of before."""
+    net = parallel(Classifier(), *batch())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loss = net(*batch())
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    try:
+        loss.backward()
+    except RuntimeError:
+        return (yield from trained(net, call))
+    yield float("nan")
+    return net
+
+
+@program
+def weights_are_scaled_by_data(parallel: Parallel) -> Training:
+    net = parallel(Classifier(), *batch())
+    for _ in trained(net, call):
+        for parameter in net.parameters():
+            parameter.data.mul_(0.9)
+    return (yield from trained(net, call))
+
+
+@program
+def data_of_weights_are_replaced(parallel: Parallel) -> Training:
+    net = parallel(Classifier(), *batch())
+    for _ in trained(net, call):
+        for parameter in net.parameters():
+            parameter.data = parameter.data * 0.9
+    return (yield from trained(net, call))
+
+
+@program
+def a_layer_is_parametrized_after_planning(parallel: Parallel) -> Training:
+    net = parallel(Classifier(), *batch())
+    torch.nn.utils.parametrizations.weight_norm(net.first)
+    return trained(net, call)
+
+
+@program
 def each_rank_has_a_seed_of_its_own(parallel: Parallel) -> Training:
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     return trained(parallel(Classifier(), *batch()), call)

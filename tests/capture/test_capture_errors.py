@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -74,6 +76,21 @@ class Diagonal(nn.Module):
 class Raising(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise ValueError("no such head")
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.draw() < 0.5 else x
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand()])
+def test_numbers_that_forward_draws_outside_of_torch_are_refused(draw: Callable[[], float]) -> None:
+    with pytest.raises(CaptureError, match=r"`forward` of Drawing.*draws from Python's `random`"):
+        capture(Drawing(draw), (torch.randn(3, 4),))
 
 
 @pytest.mark.parametrize(
@@ -181,3 +198,10 @@ def test_gradients_that_forward_computes_are_refused_with_the_line(
         CaptureError, match=r"test_capture_errors.py:\d+: .*`forward` computes grad"
     ):
         capture(Net(), (torch.randn(3, 4),))
+
+
+def test_a_layer_under_torch_compile_is_captured() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x, wanted = torch.randn(3, 4), [op.target for op in capture(net, (torch.randn(3, 4),)).ops]
+    net[0] = torch.compile(net[0])  # type: ignore[assignment]
+    assert [op.target for op in capture(net, (x,)).ops] == wanted

@@ -143,6 +143,16 @@ def test_tensors_that_are_moved_for_the_backward_pass_change_nothing() -> None:
     check_gradients(net, sw.parallelize(net, sw.plan(net, (BATCH,), devices=1)))
 
 
+def test_a_model_may_ask_whether_parameters_have_a_node_of_autograd() -> None:
+    class Asking(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            leaves = [p for p in self.parameters() if p.grad_fn is None]
+            return super().forward(x) + sum(p.sum() for p in nn.ParameterList(leaves)[:2])
+
+    net = Asking()
+    check_gradients(net, sw.parallelize(net, sw.plan(net, (BATCH,), devices=1)))
+
+
 def test_hooks_of_state_dicts_work() -> None:
     net = Net()
     net.register_state_dict_post_hook(lambda module, state, *_: state.update(extra=1))

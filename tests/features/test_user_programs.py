@@ -20,3 +20,17 @@ def test_a_program_whose_ranks_have_other_batches_is_refused_with_both_remedies(
     ends = outcomes(["each rank has a batch of its own"])
     assert {one.end for one in ends} == {REFUSED}
     assert all("dataset_strategy" in one.why and "same on all" in one.why for one in ends)
+
+
+@pytest.mark.distributed
+def test_what_is_changed_between_steps_takes_effect_or_is_refused() -> None:
+    exact = [
+        "hooks of parameters that forward changes",
+        "a forward hook is removed on the way",
+        "a graph is kept over a step",
+        "weights are scaled by data",
+        "more layers on the way",
+    ]
+    refused = ["data of weights are replaced", "a layer is parametrized after planning"]
+    ends = {one.program: one.end for one in outcomes([*exact, *refused], ranks=2)}
+    assert ends == dict.fromkeys(exact, EXACT) | dict.fromkeys(refused, REFUSED)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 import timeit
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -214,6 +216,21 @@ class AveragingInPlace(Scaled):
     def forward(self, x: Tensor) -> Tensor:
         self.mask.mul_(0.9)
         return super().forward(x)
+
+
+class Drawing(Scaled):
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.generator.random()
+
+
+@pytest.mark.parametrize("make", [random.Random, np.random.default_rng, np.random.RandomState])
+def test_an_own_generator_that_forward_draws_from_is_refused(make: Callable[[], Any]) -> None:
+    with pytest.raises(CaptureError, match=r"attribute '0.generator' .* Register it as a buffer"):
+        sw.plan(nn.Sequential(Drawing(make())), (BATCH,), devices=2)
 
 
 class Recurrent(Scaled):

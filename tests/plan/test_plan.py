@@ -3,11 +3,11 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardwright as sw
 from sample_models import llama, mlp, network
@@ -100,6 +100,27 @@ def test_unknown_options_name_the_valid_ones() -> None:
         sw.plan(net, args, kwargs, devices=2, mem_coeff=0)
     with pytest.raises(sw.StrategyError, match="order='size': valid are weight, topology"):
         sw.plan(net, args, kwargs, devices=2, order="size")
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def test_a_batch_of_a_class_that_a_plan_cannot_name_is_refused_with_what_to_pass() -> None:
+    class OfPair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, pair: Any) -> Tensor:
+            loss: Tensor = (self.linear(pair[0]) - pair[1]).square().mean()
+            return loss
+
+    pair = Pair(torch.zeros(8, 4), torch.zeros(8, 4))
+    with pytest.raises(sw.PlanError, match=r"such as a namedtuple: pass its fields"):
+        sw.plan(OfPair(), (pair,), devices=2)
+    sw.plan(OfPair(), (tuple(pair),), devices=2)
 
 
 def test_a_plan_of_another_version_or_none_at_all_is_refused(tmp_path: Path) -> None:

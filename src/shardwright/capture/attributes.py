@@ -5,10 +5,13 @@ What `forward` reads is part of what was captured. What it changes would change 
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from shardwright.errors import CaptureError
@@ -26,6 +29,7 @@ HOOKS = "forward hooks"
 
 _OWN = {*vars(nn.Module()), *vars(nn.Module), "_flat_weights", "_flat_weight_refs"} - {"training"}
 """What modules and recurrent modules keep for themselves."""
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _PLAIN = (int, float, complex, str, bytes, type(None))
 
 
@@ -37,6 +41,8 @@ def content(value: Any) -> Hashable:
         return "parameter", id(value)
     if isinstance(value, Tensor):
         return "tensor", id(value), version(value)
+    if isinstance(value, _GENERATORS):
+        return type(value).__name__, id(value), pickle.dumps(value)
     if isinstance(value, (list, tuple)):
         return type(value).__name__, *map(content, value)
     if isinstance(value, dict):

@@ -76,7 +76,7 @@ def build_graph(
         for node, name, leaf in zip(signature.inputs, input_names(call), leaves, strict=True)
     )
     modules = call.module.named_modules()
-    childless = frozenset(path for path, module in modules if not any(module.children()))
+    childless = frozenset(path for path, module in modules if next(module.children(), None) is None)
     names = name_operators(graph, childless)
     ops = tuple(values.operator(n, names[n]) for n in graph.nodes if n in names)
     return Graph(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
@@ -116,6 +118,7 @@ def _export(
     twin, fake_args, fake_kwargs = fake_copy(module, args, kwargs, compute_dtype)
     attributes = TracedAttributes(twin)
     observe_forward_hooks(twin)
+    drawn = _random_states()
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:
         with preserve_tags(), RecordedEffects(), losses, attributes.recording():
@@ -124,7 +127,19 @@ def _export(
         raise CaptureError(f"{line_of_error(error)}: {error}") from error
     except Exception as error:
         raise CaptureError(_explain(error)) from error
+    if _random_states() != drawn:
+        raise CaptureError(
+            f"the `forward` of {type(module).__name__}, or what it calls, draws from Python's "
+            "`random` or from `numpy.random`: a captured model would keep the first number. Draw "
+            "with `torch`, or between steps into an attribute that `forward` reads"
+        )
     return exported, attributes
+
+
+def _random_states() -> tuple[Any, ...]:
+    """Those of the generators of Python and numpy, which differ once numbers are drawn."""
+    kind, numbers, *place = np.random.get_state()
+    return random.getstate(), kind, np.asarray(numbers).tobytes(), *place
 
 
 def _explain(error: Exception) -> str:

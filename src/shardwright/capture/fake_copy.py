@@ -201,7 +201,7 @@ class RecordedEffects(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        refuse_autograd(func)
+        refuse_autograd(func, args)
         if func == data_getter:
             return args[0].detach()
         if func == data_setter:

@@ -95,12 +95,12 @@ _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _OF_TENSORS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, grad_fn_getter)
 
 
-def refuse_autograd(func: Any) -> None:
+def refuse_autograd(func: Any, args: tuple[Any, ...]) -> None:
     """Raises:
     CaptureError: if `func`, called while a model is traced, registers a hook of a tensor, hands out
         the node of autograd where one could be registered, or computes gradients.
     """
-    if func in _OF_TENSORS:
+    if func in _OF_TENSORS and not (func == grad_fn_getter and args[0].is_leaf):
         raise CaptureError(
             "a hook of a tensor that `forward` computes, or of its `grad_fn`, would not be called "
             "by a captured model. Write the change of its gradient as a custom operator "

@@ -13,7 +13,8 @@ import torch
 from shardwright.constraints import OperatorStrategy
 from shardwright.cost.dry_run import DryRunCache
 from shardwright.cost.predict import Predicted
-from shardwright.graph.graph import Op, Value
+from shardwright.errors import PlanError
+from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout.layout import Layout
 from shardwright.partition.communication import Communication
 from shardwright.partition.partitioned import Partitioned
@@ -79,7 +80,7 @@ def make_plan(
         pins=dict(pins),
         parameters={v.name: (v.shape, dtype_name(v)) for v in graph.parameters},
         inputs=leaves,
-        structure=pytree.treespec_dumps(graph.in_spec),
+        structure=_structure_text(graph),
         fingerprint=graph.fingerprint,
         operators=_rows(partitioned, pins, seen),
         returned=_returned(partitioned, seen),
@@ -98,6 +99,21 @@ def make_plan(
     # The plan's own cached property, so that it is not derived once more.
     vars(plan)["partitioned"] = partitioned
     return plan
+
+
+def _structure_text(graph: Graph) -> str:
+    """The nesting of the arguments as text.
+
+    Raises:
+        PlanError: if it has a class of the user's that nobody could read again.
+    """
+    try:
+        return pytree.treespec_dumps(graph.in_spec)
+    except NotImplementedError as error:
+        raise PlanError(
+            "a plan cannot name the class of an argument, such as a namedtuple: pass its fields "
+            f"(`net(*batch)`, `net(**batch._asdict())`), a tuple or a dictionary ({error})"
+        ) from error
 
 
 def _step(predicted: Predicted) -> StepRow:
