@@ -107,7 +107,9 @@ def _values(content: bytes, draw: random.Random, dump: Callable[[Any], str]) -> 
         else:
             owner[key] = draw.choice(VALUES)
         return dump(data).encode("utf-8", "surrogatepass")
-    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError):
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
+        return content[: len(content) // 2]
+    except yaml.YAMLError:
         return content[: len(content) // 2]
 
 
