@@ -18,6 +18,7 @@ from shardwright.api import (
     examine,
     parallelize,
     plan,
+    rehearse,
 )
 from shardwright.capture.capture import capture
 from shardwright.constraints.load_strategies import load_strategies
@@ -88,6 +89,7 @@ __all__ = [
     "parallelize",
     "plan",
     "recompute",
+    "rehearse",
     "save_checkpoint",
     "save_state_dict",
     "shard",

@@ -12,6 +12,7 @@ import yaml
 
 import shardwright as sw
 from shardwright.config import Run
+from shardwright.config.training import train_rank
 from shardwright.errors import CheckpointError
 from shardwright.train.loop import train
 from shardwright.train.position import BEGINNING, Position
@@ -38,7 +39,7 @@ def configured(folder: Path, changes: dict[str, dict[str, Any]]) -> Run:
 
 def trained(folder: Path, **changes: dict[str, Any]) -> list[StepRecord]:
     run, steps = configured(folder, changes), list[StepRecord]()
-    run.train(run.plan(1), World(0, 1, 0, 1), steps.append)
+    train_rank(run, run.plan(1), World(0, 1, 0, 1), steps.append)
     return steps
 
 
@@ -74,7 +75,7 @@ def never_interrupted(
     change(optimizer)
     settings = after.config.optimizer
     last = after.last_step(places[-1])
-    schedule = None if settings.schedule is None else after._rate(last)
+    schedule = None if settings.schedule is None else after.rate(last)
     where |= {"rate": schedule, "clip_norm": settings.clip_norm}
     train(net, optimizer, after.batches, start=places[-1], **where)
     return net.state_dict()

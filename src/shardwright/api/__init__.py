@@ -5,6 +5,7 @@ from shardwright.api.check import Check, check
 from shardwright.api.examine import Examination, WithLoss, examine
 from shardwright.api.parallelize import parallelize
 from shardwright.api.plan import plan
+from shardwright.api.rehearse import rehearse
 from shardwright.planner.pipeline import Pipeline
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "examine",
     "parallelize",
     "plan",
+    "rehearse",
 ]

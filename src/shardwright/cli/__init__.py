@@ -1,6 +1,6 @@
 """The command `shardwright`: each of its commands reads its arguments and calls the library."""
 
-from shardwright.cli import compare, machine, plan, train, tune
+from shardwright.cli import compare, machine, plan, rehearse, train, tune
 from shardwright.cli.app import app, main
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "machine",
     "main",
     "plan",
+    "rehearse",
     "train",
     "tune",
 ]

@@ -26,6 +26,7 @@ from shardwright.cli.options import (
     run_of,
 )
 from shardwright.config import Run
+from shardwright.config.training import train_rank
 from shardwright.errors import LayoutError, PlanError, StrategyError
 from shardwright.plan import Plan
 from shardwright.train.checkpoint_manifest import CheckpointWarning
@@ -202,7 +203,7 @@ def _train_one_rank(run: Run, plan: Plan, world: World, logs: LogFolder) -> None
     """Rank 0 writes each step to its `steps.jsonl`, prints the documented line every `log_every`
     steps, and shows its progress on a terminal; the other ranks print nothing."""
     if world.rank != 0:
-        run.train(plan, world, on_step=lambda step: None)
+        train_rank(run, plan, world, on_step=lambda step: None)
         return
     every = run.config.train.log_every
     with ExitStack() as stack:
@@ -224,7 +225,7 @@ def _train_one_rank(run: Run, plan: Plan, world: World, logs: LogFolder) -> None
 
         try:
             stack.enter_context(_showing_warnings(progress.line))
-            run.train(plan, world, on_step, on_start)
+            train_rank(run, plan, world, on_step, on_start)
         except KeyboardInterrupt:
             raise StoppedError(signal.SIGINT) from None
 

@@ -1,11 +1,10 @@
-"""From a `Config` to the objects that it describes, and to a plan and a training run of them."""
+"""From a `Config` to the objects that it describes, and to a plan of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.api import WithLoss, parallelize
+from shardwright.api import WithLoss
 from shardwright.api.plan import plan_model
 from shardwright.api.save_graphs import SavedGraphs
 from shardwright.capture.annotations import module_tags
@@ -35,7 +34,7 @@ from shardwright.config.schema import Config
 from shardwright.constraints.load_strategies import load_strategies
 from shardwright.cost.clusters import load_cluster
 from shardwright.deferred import no_init_parameters
-from shardwright.errors import ConfigError, DataError, PlanError, ShardwrightError
+from shardwright.errors import ConfigError, DataError, ShardwrightError
 from shardwright.graph.graph import Graph
 from shardwright.models.expert_sharding import expert_stages, pin_expert
 from shardwright.partition.schedules import SCHEDULES
@@ -47,11 +46,8 @@ from shardwright.text_files import parse_yaml, read_text
 from shardwright.train.checkpoint import Checkpoints
 from shardwright.train.checkpoint_manifest import RunNumbers
 from shardwright.train.data import Batches
-from shardwright.train.loop import LOSSES, train
-from shardwright.train.non_finite import check_finite_state
+from shardwright.train.loop import LOSSES
 from shardwright.train.position import BEGINNING, Position
-from shardwright.train.process_group import World, process_group
-from shardwright.train.step_log import StepRecord
 
 DEVICES_OF_A_SERVER = 8
 """The published files are for servers of so many; so is a run without a cluster."""
@@ -310,60 +306,6 @@ class Run:
         """The run's checkpoints; None where it saves none."""
         return self.checkpoint_policy.checkpoints()
 
-    def train(
-        self,
-        plan: Plan,
-        world: World,
-        on_step: Callable[[StepRecord], None],
-        on_start: Callable[[Position], None] = lambda start: None,
-    ) -> None:
-        """Train as one rank of `world`.
-
-        Args:
-            on_start: called with the position where the run starts or resumes.
-
-        Raises:
-            PlanError: the world is not of the plan's size, or the plan is for another model.
-            CheckpointError: the newest checkpoint is of another model.
-        """
-        if world.size != plan.devices:
-            raise PlanError(
-                f"the plan is for {plan.devices} devices, but there are {world.size} processes: "
-                f"start {plan.devices}, or plan for {world.size}"
-            )
-        settings = self.config.train
-        timeout = timedelta(seconds=settings.timeout_seconds)
-        saving: AbstractContextManager[Checkpoints | None] = self.checkpoints() or nullcontext()
-        with process_group(world, timeout) as device, saving as checkpoints:
-            net = parallelize(self.model().to(device), plan, device)
-            optimizer = self.optimizer(net.parameters())
-            policy, numbers = self.checkpoint_policy, self.numbers
-            start = policy.begin(net, optimizer, checkpoints, numbers)
-            last = self.last_step(start)
-            on_start(start)
-
-            def after_step(place: Position) -> None:
-                saves = policy.saves_at(place.step, last) and checkpoints is not None
-                if saves or place.step == last:
-                    check_finite_state(net, optimizer, f"after step {place.step}")
-                if saves and checkpoints is not None:
-                    checkpoints.save(net, optimizer, place, plan, numbers)
-
-            train(
-                net,
-                optimizer,
-                self.batches,
-                epochs=settings.epochs,
-                max_steps=settings.steps,
-                device=device,
-                on_step=on_step,
-                start=start,
-                after_step=after_step,
-                rate=self._rate(last),
-                clip_norm=self.config.optimizer.clip_norm,
-                non_finite=settings.non_finite,
-            )
-
     def save_strategies(self, plan: Plan) -> Path | None:
         """Writes the strategies of `plan` where the configuration says; None where it does not."""
         name = self.config.parallel.save_strategies
@@ -377,7 +319,7 @@ class Run:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return build_optimizer(self.config.optimizer, parameters)
 
-    def _rate(self, last: int) -> Callable[[int], float] | None:
+    def rate(self, last: int) -> Callable[[int], float] | None:
         """The learning rate of each step of a run of `last` steps, where it changes."""
         schedule = build_schedule(self.config.optimizer)
         return None if schedule is None else lambda step: schedule.rate(step, last)

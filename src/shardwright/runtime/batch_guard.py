@@ -25,7 +25,7 @@ from shardwright.layout.layout import TensorLayout
 from shardwright.partition.decisions import CutAxes
 from shardwright.runtime.agreement import hash_of
 from shardwright.runtime.content_hash import content_hash
-from shardwright.runtime.devices import Devices
+from shardwright.runtime.devices import Devices, has_other_ranks
 
 FIRST_CALLS = 10
 """As many calls at the beginning compare contents."""
@@ -101,9 +101,7 @@ class BatchGuard:
 
     def __init__(self, devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]) -> None:
         self._device = devices.device
-        # The other ranks of a fake process group send nothing.
-        several = devices.several and dist.is_initialized()
-        self._active = several and dist.get_backend() != "fake"
+        self._active = devices.several and has_other_ranks()
         self._remedy = OWN_PART if arrivals else WHOLE_BATCH
         self._inputs = _shared_inputs(devices, graph, arrivals) if self._active else ()
         self._leaves = len(graph.inputs)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
-from shardwright.torch_internals.distributed import group_timeout, set_group_timeout
+from shardwright.torch_internals.distributed import FAKE, group_timeout, set_group_timeout
 
 Index = int | torch.SymInt
 """A number that depends on the rank: a `SymInt` where many ranks are simulated in one process."""
@@ -94,7 +94,9 @@ class Devices:
         _let_threads_finish_at_exit()
         stage, rank = divmod(dist.get_rank(), layout.num_devices)
         place = layout.coordinates(rank)
-        mesh, across = _meshes(layout, device.type, stages)
+        # A mesh looks its devices up; the meta device has none.
+        kind = "cpu" if device.type == "meta" else device.type
+        mesh, across = _meshes(layout, kind, stages)
         timeout = world_timeout()
         for group in (*(mesh.get_all_groups() if mesh is not None else ()), across):
             if group is not None and timeout is not None:
@@ -137,7 +139,7 @@ class Devices:
         """The seed of rank 0's process, on every rank: devices that hold the same block must draw
         the same numbers, however their processes were seeded."""
         seed = torch.tensor(torch.initial_seed() % 2**31, device=self.device)
-        if self.mesh is not None or self.across is not None:
+        if (self.mesh is not None or self.across is not None) and has_other_ranks():
             dist.broadcast(seed, src=0)
         return int(seed)
 
@@ -181,6 +183,12 @@ class Devices:
         mine = _subgroup(list(joined.values()))
         assert mine is not None
         return str(mine.group_name)
+
+
+def has_other_ranks() -> bool:
+    """Whether a process group is running with other ranks that answer: those of a fake one do
+    not."""
+    return dist.is_initialized() and dist.get_backend() != FAKE
 
 
 def places(layout: Layout) -> Iterator[tuple[int, ...]]:

@@ -70,11 +70,17 @@ def with_stored_parameters(
         return local_shard(whole, where, devices)
 
     initialized = {name: t for name, t in tensors.items() if not isinstance(t, Deferred)}
-    for name, tensor in initialized.items():
-        _check_has_values(name, tensor)
-    stored_tensors = {
-        name: stored(name, tensor) for name, tensor in initialized.items()
-    } | values_of(tensors, stored)
+    if devices.device.type == "meta":
+        stored_tensors = {
+            name: stored(name, torch.empty(t.shape, dtype=t.dtype, device="meta"))
+            for name, t in tensors.items()
+        }
+    else:
+        for name, tensor in initialized.items():
+            _check_has_values(name, tensor)
+        stored_tensors = {
+            name: stored(name, tensor) for name, tensor in initialized.items()
+        } | values_of(tensors, stored)
     memo: dict[int, Any] = copies_of_attributes(module)
     for name, tensor in tensors.items():
         if name in left_out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 __all__ = [
+    "FAKE",
     "FakeStore",
+    "GroupClock",
     "LocalTensorMode",
     "by_rank",
     "functional_collectives",
@@ -22,8 +26,12 @@ __all__ = [
     "group_timeout",
     "int_by_rank",
     "is_collective",
+    "is_group_call",
     "set_group_timeout",
 ]
+
+FAKE = "fake"
+"""The backend of a process group whose other ranks are not there."""
 
 functional_collectives = torch.ops._c10d_functional
 """Collectives that return new tensors, which are ready after `wait_tensor`. `torch.compile` takes
@@ -33,6 +41,34 @@ them into its graphs."""
 def is_collective(operator: Any) -> bool:
     """Whether an operator is one of `functional_collectives`."""
     return bool(operator.namespace == "_c10d_functional")
+
+
+def is_group_call(operator: Any) -> bool:
+    """Whether an operator is what a function of `torch.distributed`, such as `isend`, calls."""
+    return bool(operator.namespace == "c10d")
+
+
+class GroupClock:
+    """A context that counts the calls which make process groups, and their seconds of CPU."""
+
+    def __init__(self) -> None:
+        self.calls, self.seconds = 0, 0.0
+
+    def __enter__(self) -> GroupClock:
+        self.make = distributed_c10d._new_group_with_tag
+        distributed_c10d._new_group_with_tag = self.timed
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        distributed_c10d._new_group_with_tag = self.make
+
+    def timed(self, *args: Any, **kwargs: Any) -> Any:
+        started = time.process_time()
+        try:
+            return self.make(*args, **kwargs)
+        finally:
+            self.calls += 1
+            self.seconds += time.process_time() - started
 
 
 def group_named(name: str) -> dist.ProcessGroup:

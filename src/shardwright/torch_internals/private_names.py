@@ -169,6 +169,10 @@ DISTRIBUTED = (
         "torch.distributed.distributed_c10d._set_pg_timeout",
         "lets the groups of a mesh wait as long as that of all processes",
     ),
+    PrivateName(
+        "torch.distributed.distributed_c10d._new_group_with_tag",
+        "counts and times process groups: all that make one call it",
+    ),
     PrivateName("torch.distributed.ProcessGroup._get_backend", "reads how long a group waits"),
     PrivateName("torch.distributed.ProcessGroup._device_types", "the same"),
     PrivateName("torch._C._distributed_c10d.Backend.Options._timeout", "the same"),
@@ -266,6 +270,7 @@ ATEN_OPERATORS = (
     "_assert_tensor_metadata",
     "_fused_rms_norm",
     "_grouped_mm",
+    "_local_scalar_dense",
     "_log_softmax",
     "_prelu_kernel",
     "_safe_softmax",

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardwright.errors import CheckpointError, DamagedCheckpointError, LockError
 from shardwright.parallel.module import ParallelModule
 from shardwright.plan import Plan
-from shardwright.runtime.devices import world_timeout
+from shardwright.runtime.devices import has_other_ranks, world_timeout
 from shardwright.train import checkpoint_state
 from shardwright.train.checkpoint_manifest import (
     CheckpointInfo,
@@ -34,6 +34,7 @@ from shardwright.train.checkpoint_manifest import (
 )
 from shardwright.train.checkpoint_storage import (
     CheckpointReader,
+    OneRankPlanner,
     PublishingWriter,
     clear_leftovers,
     complete_steps,
@@ -158,7 +159,7 @@ class Checkpoints:
         tensors = checkpoint_state.model_tensors(net)
         if optimizer is not None:
             tensors |= checkpoint_state.optimizer_tensors(net, optimizer)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if not has_other_ranks() or dist.get_rank() == 0:
             tensors |= checkpoint_state.random_tensors(checkpoint_state.device_of(net))
         about = CheckpointInfo(
             position=position,
@@ -170,7 +171,7 @@ class Checkpoints:
             run=run,
         )
         self.wait()
-        if dist.is_initialized() and self._group is None:
+        if has_other_ranks() and self._group is None:
             # Long timeout: ranks wait in this group while others write their files.
             self._group = dist.new_group(backend="gloo", timeout=world_timeout())
         # Collective: no rank starts writing before rank 0 has cleared the leftovers.
@@ -181,6 +182,8 @@ class Checkpoints:
         writer = PublishingWriter(self.path(position.step), about, self._keep)
         target: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
         target["no_dist"] = self._group is None
+        if dist.is_initialized() and self._group is None:
+            target["planner"] = OneRankPlanner()
         path = self.path(position.step)
         with _convert_errors(path):
             if self._asynchronous:
@@ -192,7 +195,7 @@ class Checkpoints:
     def _claim(self) -> list[str]:
         """On rank 0, locks the folder and removes the leftovers of crashed runs, which those of a
         live one could not be told from; says what prevents it."""
-        if dist.is_initialized() and dist.get_rank() > 0:
+        if has_other_ranks() and dist.get_rank() > 0:
             return []
         try:
             if self._locks is None:
@@ -260,6 +263,9 @@ class Checkpoints:
         saved = cast("dict[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata)
         prefix = f"{checkpoint_state.MODEL}."
         shapes = {k.removeprefix(prefix): e.size for k, e in saved.items() if k.startswith(prefix)}
+        if dist.is_initialized() and not has_other_ranks():
+            whole = checkpoint_state.original_module(net).state_dict()
+            shapes = {name: each.shape for name, each in whole.items()} | shapes
         names = match_saved_names(net, shapes, str(folder), new_adapters=optimizer is None)
         held, optimized = checkpoint_state.model_tensors(net), dict[str, Tensor]()
         model = {
@@ -332,7 +338,7 @@ def load_checkpoint(
 
 def _verified(folder: Path) -> CheckpointInfo | str:
     """What the checkpoint holds beside tensors, or what is damaged; the same on every rank."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if has_other_ranks() else (0, 1)
     result: CheckpointInfo | Exception | str
     try:
         result = info = CheckpointInfo.read(folder)
@@ -342,7 +348,7 @@ def _verified(folder: Path) -> CheckpointInfo | str:
     except CheckpointError as error:
         result = error
     results = [result]
-    if dist.is_initialized():
+    if has_other_ranks():
         results = [result] * size
         dist.all_gather_object(results, result)
     failed = next((each for each in results if not isinstance(each, CheckpointInfo)), result)
@@ -369,7 +375,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, fol
 def _from_rank_0(items: Sequence[Item]) -> list[Item]:
     """The items of rank 0, on every rank."""
     box = [list(items)]
-    if dist.is_initialized():
+    if has_other_ranks():
         dist.broadcast_object_list(box, src=0)
     return box[0]
 

@@ -17,6 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
@@ -109,6 +113,14 @@ class PublishingWriter(FileSystemWriter):
         earlier = [step for step in complete_steps(self._folder.parent) if step <= current]
         for step in earlier[: -self._keep]:
             _remove(self._folder.with_name(f"step-{step}"))
+
+
+class OneRankPlanner(DefaultSavePlanner):
+    """Plans what one rank writes where the others write nothing: shards that are not all there."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
+        return self.global_plan, self.metadata
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.parallel.module import ParallelModule
 from shardwright.runtime.agreement import gathered, text_of_rank
 from shardwright.runtime.collective_errors import ProgramLine, program_line
+from shardwright.runtime.devices import has_other_ranks
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.dtensor import local_tensor
 
@@ -47,7 +48,7 @@ def earliest(net: torch.nn.Module, order: int, text: str) -> str | None:
     Args:
         order: of this rank's text; `NOWHERE` if it has none.
     """
-    if not (isinstance(net, ParallelModule) and net.devices.several):
+    if not (isinstance(net, ParallelModule) and net.devices.several and has_other_ranks()):
         return None if order == NOWHERE else text
     device = net.devices.device
     orders = gathered(torch.tensor(order, device=device)).tolist()

@@ -1,0 +1,117 @@
+"""`shardwright rehearse`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from enum import StrEnum
+from io import StringIO
+from json import dumps
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shardwright.cli.app import app
+from shardwright.cli.options import (
+    ClusterOption,
+    ConfigArgument,
+    DevicesOption,
+    MemCoeffOption,
+    existing,
+    report_batch,
+    run_of,
+)
+from shardwright.config.rehearse import rehearse_run
+from shardwright.cost.memory import binary
+from shardwright.errors import PlanError
+from shardwright.plan import Plan
+from shardwright.plan.table import WIDTH
+from shardwright.train.rehearsal import RankRehearsal, Rehearsal
+
+
+class Where(StrEnum):
+    """Where the tensors of a rehearsed rank lie."""
+
+    META = "meta"
+    CPU = "cpu"
+
+
+@app.command("rehearse")
+def rehearse_command(
+    config: ConfigArgument,
+    devices: DevicesOption,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="A rank to rehearse, may be repeated; by default the first and last of each stage."
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Use a saved plan, without a search.", callback=existing(PlanError)),
+    ] = None,
+    device: Annotated[
+        Where,
+        typer.Option(help="meta: any model fits; cpu: computes, and writes a checkpoint too."),
+    ] = Where.META,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    mem_coeff: MemCoeffOption = None,
+    cluster: ClusterOption = None,
+) -> None:
+    """Train for three steps as one rank of many, in this process, without the other ranks and
+    without devices. Exit status 1 if a rank sends other bytes than the plan says."""
+    run = run_of(config, mem_coeff, cluster=cluster).on(devices)
+    saved = Plan.load(plan) if plan is not None else None
+    if saved is not None and saved.devices != devices:
+        raise PlanError(f"{plan} is for {saved.devices} devices, not for {devices}")
+    report_batch(run, config, devices)
+    chosen = saved or run.plan(devices)
+    result = rehearse_run(run, chosen, rank or (), torch.device(device.value))
+    typer.echo(dumps(asdict(result), indent=1) if json else rehearsal_text(result))
+    if not result.passes():
+        raise typer.Exit(1)
+
+
+def rehearsal_text(result: Rehearsal) -> str:
+    """A table for each rank: its phases, and what it sends in a step."""
+    console = Console(file=StringIO(), width=WIDTH, color_system=None)
+    for rank in result.ranks:
+        console.print(_rank_table(rank, result.devices))
+        console.print("\n".join(_rank_lines(rank)), highlight=False, markup=False, soft_wrap=True)
+    text: StringIO = console.file  # type: ignore[assignment]
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _rank_table(rank: RankRehearsal, devices: int) -> Table:
+    title = f"Rank {rank.rank} of {devices}, stage {rank.stage}, tensors on {rank.device}"
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    table.add_column("phase")
+    table.add_column("CPU seconds", justify="right")
+    table.add_column("of these")
+    for phase in rank.phases:
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phase.parts.items())
+        table.add_row(phase.name, f"{phase.seconds:.2f}", parts)
+    return table
+
+
+def _rank_lines(rank: RankRehearsal) -> Iterator[str]:
+    yield f"process groups made   {rank.groups:,}"
+    parameters, state = binary(rank.parameter_bytes), binary(rank.optimizer_bytes)
+    yield f"keeps                 {parameters} of parameters, {state} of the optimizer"
+    peak, planned = binary(rank.peak_bytes), binary(rank.planned_peak)
+    yield f"peak memory           {peak} counted, {planned} planned"
+    if rank.checkpoint_bytes is None:
+        yield "checkpoint            none on the meta device, which has no numbers: --device cpu"
+    else:
+        yield f"checkpoint            {binary(rank.checkpoint_bytes)} written and read"
+    for kind, traffic in sorted(rank.traffic.items()):
+        yield f"{kind:21} {traffic.calls:,} calls, {traffic.bytes:,} bytes in a step"
+    verdict = "as planned" if rank.as_planned else "NOT as planned"
+    yield (
+        f"bytes sent            {rank.sent_bytes[-1]:,} counted, {rank.planned_bytes:,} planned:"
+        f" {verdict}"
+    )

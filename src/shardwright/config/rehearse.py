@@ -1,0 +1,50 @@
+"""A rehearsal of the run that a configuration describes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from shardwright.config.run import Run
+from shardwright.config.schema import CheckpointSection
+from shardwright.config.training import Training
+from shardwright.plan import Plan
+from shardwright.train.rehearsal import STEPS, Rehearsal, first_and_last_ranks, rehearse_rank
+
+
+def rehearse_run(
+    run: Run, plan: Plan, ranks: Sequence[int] = (), device: torch.device | None = None
+) -> Rehearsal:
+    """Trains for three steps as each of some ranks of the plan's devices, without the others.
+
+    The run starts anew, from its own data; its checkpoints are neither read nor written.
+
+    Args:
+        ranks: by default the first and the last of each stage.
+        device: the CPU, or by default the meta device.
+
+    Raises:
+        PlanError: there is no such rank, the plan is for another model, or a process group is
+            running.
+        ShardwrightError: what `train` would raise.
+    """
+    settings = run.config.train
+    train = settings.model_copy(
+        update={
+            "steps": STEPS,
+            "epochs": max(STEPS, settings.epochs),
+            "checkpoint": CheckpointSection(every=STEPS),
+            "resume": False,
+            "load": None,
+        }
+    )
+    short = replace(run, config=run.config.model_copy(update={"train": train}))
+    where = device or torch.device("meta")
+    prepare = partial(Training.of, short, plan)
+    chosen = dict.fromkeys(ranks or first_and_last_ranks(plan))
+    return Rehearsal(
+        plan.devices, tuple(rehearse_rank(rank, plan, where, prepare) for rank in chosen)
+    )

@@ -1,0 +1,103 @@
+"""From a run and its plan to a trained model, as one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from shardwright.api import parallelize
+from shardwright.config.run import Run
+from shardwright.errors import PlanError
+from shardwright.parallel.module import ParallelModule
+from shardwright.plan import Plan
+from shardwright.train.checkpoint import Checkpoints
+from shardwright.train.loop import train
+from shardwright.train.non_finite import check_finite_state
+from shardwright.train.position import Position
+from shardwright.train.process_group import World, process_group
+from shardwright.train.step_log import StepRecord
+
+
+def train_rank(
+    run: Run,
+    plan: Plan,
+    world: World,
+    on_step: Callable[[StepRecord], None],
+    on_start: Callable[[Position], None] = lambda start: None,
+) -> None:
+    """Train as one rank of `world`.
+
+    Args:
+        on_start: called with the position where the run starts or resumes.
+
+    Raises:
+        PlanError: the world is not of the plan's size, or the plan is for another model.
+        CheckpointError: the newest checkpoint is of another model.
+    """
+    if world.size != plan.devices:
+        raise PlanError(
+            f"the plan is for {plan.devices} devices, but there are {world.size} processes: "
+            f"start {plan.devices}, or plan for {world.size}"
+        )
+    timeout = timedelta(seconds=run.config.train.timeout_seconds)
+    saving: AbstractContextManager[Checkpoints | None] = run.checkpoints() or nullcontext()
+    with process_group(world, timeout) as device, saving as checkpoints:
+        Training.of(run, plan, device).train(checkpoints, on_step, on_start)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run on one rank, from the moment when it has its share of the parameters."""
+
+    run: Run
+    plan: Plan
+    net: ParallelModule
+    optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def of(cls, run: Run, plan: Plan, device: torch.device) -> Training:
+        """Raises: PlanError: the plan is for another model."""
+        # On the meta device there are no values, so none are made.
+        model = run.model_to_plan() if device.type == "meta" else run.model()
+        net = parallelize(model.to(device), plan, device)
+        assert isinstance(net, ParallelModule)
+        return cls(run, plan, net, run.optimizer(net.parameters()))
+
+    def train(
+        self,
+        checkpoints: Checkpoints | None,
+        on_step: Callable[[StepRecord], None],
+        on_start: Callable[[Position], None] = lambda start: None,
+    ) -> None:
+        """All steps that are left; the other arguments are those of `train_rank`."""
+        run, net, optimizer = self.run, self.net, self.optimizer
+        settings, policy, numbers = run.config.train, run.checkpoint_policy, run.numbers
+        start = policy.begin(net, optimizer, checkpoints, numbers)
+        last = run.last_step(start)
+        on_start(start)
+
+        def after_step(place: Position) -> None:
+            saves = policy.saves_at(place.step, last) and checkpoints is not None
+            if saves or place.step == last:
+                check_finite_state(net, optimizer, f"after step {place.step}")
+            if saves and checkpoints is not None:
+                checkpoints.save(net, optimizer, place, self.plan, numbers)
+
+        train(
+            net,
+            optimizer,
+            run.batches,
+            epochs=settings.epochs,
+            max_steps=settings.steps,
+            device=net.devices.device,
+            on_step=on_step,
+            start=start,
+            after_step=after_step,
+            rate=run.rate(last),
+            clip_norm=run.config.optimizer.clip_norm,
+            non_finite=settings.non_finite,
+        )
