@@ -132,6 +132,11 @@ def test_complex_numbers_are_whole_pairs() -> None:
     assert str(check(aten.resolve_conj.default, torch.view_as_complex(randn(4, 2)))) == "b -> b"
 
 
+def test_a_dimension_of_one_is_broadcast_to_none() -> None:
+    assert str(check(aten.expand.default, randn(4, 1), [4, 0])) == "b _ -> b s"
+    assert str(check(aten.add.Tensor, randn(4, 1), randn(4, 0))) == "b _, b s -> b s"
+
+
 def test_broadcast_tensors_are_expanded_in_parts() -> None:
     found = check(aten.broadcast_tensors.default, [randn(4, 1), randn(6)])
     assert str(found) == "b _, s -> b s, b s"

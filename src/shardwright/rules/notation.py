@@ -100,12 +100,12 @@ def sharding_rule(
                 f"{op}: {value} has {len(value.shape)} dimensions, but {dims} names {len(dims)}"
             )
         for name, size in zip(dims, value.shape, strict=True):
-            if name is not None:
-                sizes[name] = max(size, sizes.get(name, 0))
+            if name is not None and sizes.get(name, 1) == 1:
+                sizes[name] = size
     capacities = dict(capacity or {})
     broadcast = tuple(
         tuple(
-            None if name is None or (size == 1 and sizes[name] > 1) else name
+            None if name is None or (size == 1 != sizes[name]) else name
             for name, size in zip(dims, value.shape, strict=True)
         )
         for dims, value in zip(inputs, op.inputs, strict=True)
