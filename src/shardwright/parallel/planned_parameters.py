@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 from torch import nn
@@ -13,6 +14,8 @@ from shardwright.errors import PlanError
 from shardwright.torch_internals.dtensor import local_tensor
 from shardwright.torch_internals.modules import own_parameters
 from shardwright.torch_internals.tensors import storage_id, version
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class PlannedParameter(NamedTuple):
@@ -52,8 +55,12 @@ class PlannedParameters:
             )
             for name, parameter, (path, _, leaf) in named
         )
-        self._sharded = [(n, p) for n, p, *_ in self.all if isinstance(p, DTensor)]
-        self._versions = [version(parameter) for _, parameter in self._sharded]
+        self._tensors = tuple(p.parameter for p in self.all)
+        self._trained = tuple(p.trained for p in self.all)
+        self._places = tuple(p.bearer for p in self.all), tuple(p.leaf for p in self.all)
+        self._storages = tuple(p.storage for p in self.all)
+        self._sharded = tuple(p for p in self._tensors if isinstance(p, DTensor))
+        self._versions = tuple(map(version, self._sharded))
 
     def frozen_or_unfrozen(self) -> tuple[str, ...]:
         """Names of those whose `requires_grad` was set since the plan.
@@ -61,8 +68,16 @@ class PlannedParameters:
         Raises:
             PlanError: for a parameter that is not what was planned.
         """
-        changed = []
-        for name, parameter, trained, bearer, leaf, storage in self.all:
+        if not all(map(is_, map(dict.get, *self._places), self._tensors)):
+            self._refuse_replaced()
+        if self._sharded and tuple(map(storage_id, self._tensors)) != self._storages:
+            self._refuse_replaced()
+        if tuple(map(_REQUIRES_GRAD, self._tensors)) == self._trained:
+            return ()
+        return tuple(p.name for p in self.all if p.parameter.requires_grad is not p.trained)
+
+    def _refuse_replaced(self) -> None:
+        for name, parameter, _, bearer, leaf, storage in self.all:
             if bearer.get(leaf) is not parameter:
                 raise PlanError(
                     f"parameter {name!r} was replaced after planning, which would have no effect: "
@@ -73,9 +88,6 @@ class PlannedParameters:
                     f"`.data` of parameter {name!r} was replaced, which has no effect on a "
                     "DTensor: copy into it under `torch.no_grad()` (`parameter.copy_(value)`)"
                 )
-            if parameter.requires_grad is not trained:
-                changed.append(name)
-        return tuple(changed)
 
     def before_forward(self, recomputes: bool) -> Callable[[], None]:
         """Lets shards count changes in place as their DTensors do, so that autograd refuses values
@@ -94,23 +106,16 @@ class PlannedParameters:
         def before_backward() -> None:
             self._count_changes()
             if recomputes and versions is not self._versions:
-                changed = next(
-                    name
-                    for (name, *_), before, now in zip(
-                        self._sharded, versions, self._versions, strict=True
-                    )
-                    if before != now
-                )
                 raise RuntimeError(
-                    f"parameter {changed!r}, which the backward pass reads again to compute "
-                    "operators, has been modified by an inplace operation since the forward pass"
+                    "a parameter, which the backward pass reads again to compute operators, has "
+                    "been modified by an inplace operation since the forward pass"
                 )
 
         return before_backward
 
     def _count_changes(self) -> None:
-        versions = [version(parameter) for _, parameter in self._sharded]
+        versions = tuple(map(version, self._sharded))
         if versions != self._versions:
             pairs = zip(self._sharded, versions, self._versions, strict=True)
-            increment_version([local_tensor(p) for (_, p), now, before in pairs if now != before])
+            increment_version([local_tensor(p) for p, now, before in pairs if now != before])
             self._versions = versions

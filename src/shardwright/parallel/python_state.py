@@ -44,6 +44,7 @@ class PythonState:
             (path, place, of_model, forward_hooks(self._by_path[path])[place])
             for path, both in hooks.items()
             for place, of_model in enumerate(both)
+            if of_model
         ]
         self._children = [
             (path, children, list(children.values()))
@@ -124,8 +125,8 @@ class PythonState:
             by_module.setdefault(path, []).append(name)
             if not isinstance(value, (int, float, complex, str, bytes, type(None), nn.Module)):
                 objects[id(value)] = value
-        hooks = [hooks for _, _, *pair in self._captured_hooks for hooks in pair]
-        self._hooks_left = [(hooks, len(hooks)) for hooks in hooks]
+        self._hooks_left = [hooks for _, _, *pair in self._captured_hooks for hooks in pair]
+        self._counts_left = list(map(len, self._hooks_left))
         for path, place, of_model, mine in self._captured_hooks:
             seen.append((path, place, tuple(number for number in mine if number in of_model)))
         number = self._numbers.setdefault(tuple(seen), len(self._numbers))
@@ -142,7 +143,7 @@ class PythonState:
                     return False
         except (KeyError, RuntimeError):  # Deleted, or another tensor.
             return False
-        if any(len(hooks) != before for hooks, before in self._hooks_left):
+        if list(map(len, self._hooks_left)) != self._counts_left:
             return False
         return all(unchanged() for unchanged in self._unchanged)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -40,15 +40,12 @@ def device_below(tensor: Tensor) -> torch.device:
     return device
 
 
-def storage_id(tensor: Tensor) -> int:
-    """The identity of the memory of a tensor, with numbers or without; another storage may get the
-    same once this one is freed."""
-    return int(torch._C._storage_id(tensor))  # type: ignore[attr-defined]
+storage_id: Callable[[Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
+"""The identity of the memory of a tensor, with numbers or without; another storage may get the same
+once this one is freed."""
 
-
-def version(tensor: Tensor) -> int:
-    """How often the tensor was changed in place."""
-    return tensor._version
+version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
+"""How often the tensor was changed in place."""
 
 
 def as_subclass(kind: type[Subclass], tensor: Tensor) -> Subclass:
