@@ -16,6 +16,7 @@ from benchmarks import (
     bench_one_device,
     bench_pins,
     bench_scale,
+    bench_scale_start,
     bench_search,
     bench_structure,
 )
@@ -41,6 +42,20 @@ def test_an_unknown_benchmark_is_refused_with_the_valid_names(capsys):
     message = capsys.readouterr().err
     assert "speed" in message
     assert all(name in message for name in names())
+
+
+def test_the_start_of_a_rank_is_a_row_and_a_goal_that_is_missed_is_named():
+    start = bench_scale_start.measured(8)
+    assert start is not None
+    phases = {"plan", "process groups", "start", "step 1", "step 2", "checkpoint"}
+    assert phases <= set(start.seconds)
+    slow = {**start.seconds, "step 1": 11.0, "step 2": 2 * start.seconds["step 2"]}
+    first, second, groups = bench_scale_start.missed(
+        replace(start, devices=4096, seconds=slow, groups=5000), start
+    )
+    assert first == "4,096 devices: the first step takes 11.0 s"
+    assert second == "4,096 devices: the second step takes 2.0 times as long"
+    assert groups == "4,096 devices: 5,000 process groups are made"
 
 
 def test_a_row_must_have_a_cell_for_every_column():
