@@ -41,6 +41,17 @@ def test_every_step_sends_what_the_plan_says(case: str, device: str) -> None:
     assert max(rank.planned_bytes for rank in result.ranks) == plan.bytes > 0
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_weighs_micro_batches_of_ranks_with_their_own_part_is_expected(stages: int) -> None:
+    options = {"mode": "data_parallel", "dataset_strategy": "data_parallel", "micro_batches": 2}
+    (net, args, batch), plan = planned(llama(8), 4, stages=stages, **options)
+    rows = 8 * stages // 4
+    part = {k: v[:rows] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    ranks = sw.rehearse(net, args, part, plan).ranks
+    assert all(rank.as_planned for rank in ranks)
+    assert ranks[-1].planned_bytes > sum(plan.partitioned.step_bytes[-1])
+
+
 def test_the_first_and_the_last_rank_of_each_stage_are_rehearsed() -> None:
     model, plan = planned(gpt2(8), 8, stages=2, micro_batches=4)
     ranks = sw.rehearse(*model, plan).ranks

@@ -42,8 +42,8 @@ def rehearse(
     What other ranks would send is not there: numbers mean nothing.
 
     Args:
-        args, kwargs: of a call with the whole batch; of tensors only shapes matter on the meta
-            device.
+        args, kwargs: of a call as a rank makes it, with the whole batch or, if the plan says so,
+            its own part; on the meta device only shapes matter.
         ranks: by default the first and the last of each stage.
         device: `meta`, where nothing is computed and any model fits, or `cpu`.
         optimizer: makes it from the parameters.

@@ -208,6 +208,17 @@ def arrival_axes(graph: Graph, decisions: Decisions) -> tuple[int, ...]:
     return tuple(sorted({axis for dims in cut for axes in dims for axis in axes}))
 
 
+def weighing_bytes(partitioned: Partitioned) -> int:
+    """What a device of the last stage sends in a step to weigh the losses of micro-batches: the
+    number of targets of each, where they arrive cut. A plan does not count it."""
+    pipeline, mesh = partitioned.pipeline, partitioned.mesh
+    axes = arrival_axes(partitioned.graph, partitioned.decisions)
+    if pipeline.micro_batches == 1 or pipeline.loss_reduction == "sum":
+        return 0
+    size, local = mesh.size(axes), torch.float64.itemsize * pipeline.micro_batches
+    return -(-2 * (size - 1) * local // size)
+
+
 def _counted(graph: Graph) -> tuple[Value | None, int]:
     """The targets that a mean loss counts, and which of them it ignores."""
     op = graph.producer.get(graph.loss) if graph.loss is not None else None

@@ -24,6 +24,7 @@ from shardwright.cost.memory import memory
 from shardwright.cost.tensor_tracking import PARAMETERS, FusedAttention
 from shardwright.errors import PlanError
 from shardwright.parallel.module import ParallelModule
+from shardwright.parallel.train_step import weighing_bytes
 from shardwright.plan import Plan
 from shardwright.runtime.dtensor import own_tensor
 from shardwright.torch_internals.distributed import GroupClock
@@ -57,7 +58,7 @@ class RankRehearsal:
         groups: how many calls made process groups.
         traffic: of a training step, by kind of collective.
         sent_bytes: in each step.
-        planned_bytes: in a step, as the plan says.
+        planned_bytes: in a step, as the plan says, and to weigh its micro-batches.
         parameter_bytes, optimizer_bytes: what the rank keeps of them.
         peak_bytes: the most that its tensors took in a step.
         planned_peak: the same as the plan says.
@@ -172,13 +173,19 @@ def rehearse_rank(
         groups=groups.calls,
         traffic=lone.traffic,
         sent_bytes=tuple(sent),
-        planned_bytes=sum(net.partitioned.step_bytes[stage]),
+        planned_bytes=_planned_bytes(net),
         parameter_bytes=sum(own_tensor(p).nbytes for p in net.parameters()),
         optimizer_bytes=sum(own_tensor(t).nbytes for t in state),
         peak_bytes=sum(lone.kinds(lone.peak(end=happened[-1])).values()),
         planned_peak=memory(net.partitioned, optimizer, plan.dry_runs).stages[stage].peak,
         checkpoint_bytes=None if checkpoints is None else sum(files),
     )
+
+
+def _planned_bytes(net: ParallelModule) -> int:
+    stage, last = net.devices.stage, net.partitioned.chunks[-1].stage
+    weighing = weighing_bytes(net.partitioned) if stage == last else 0
+    return sum(net.partitioned.step_bytes[stage]) + weighing
 
 
 @dataclass
