@@ -1,5 +1,6 @@
-"""Measures on these ranks what it costs a step to compare it with other ranks, and what it costs to
-compare the values of parameters; rank 0 prints the numbers."""
+"""Measures on these ranks what it costs a step to see whether the model was changed, and to compare
+the step with other ranks, and what it costs to compare the values of parameters; rank 0 prints the
+numbers."""
 
 from __future__ import annotations
 
@@ -47,6 +48,14 @@ def main() -> None:
     shapes = statistics.median(seconds(lambda: begin(kind, leaves), CALLS, pause=0.001))
     batch_guard.EVERY = 1  # type: ignore[misc]
     contents = statistics.median(seconds(lambda: begin(kind, leaves), CALLS, pause=0.001))
+    planned = parallel._parameters_as_planned
+
+    def look() -> None:
+        parallel._state.key()
+        planned.frozen_or_unfrozen()
+        planned.before_forward(recomputes=False)()
+
+    state = statistics.median(seconds(look, CALLS, pause=0.001))
     torch.manual_seed(0)
     tensors = {"weights": torch.randn(MEBIBYTES * 2**18)}
     device = torch.device("cpu")
@@ -54,7 +63,7 @@ def main() -> None:
     tensors["weights"] += dist.get_rank()
     (sent,) = seconds(lambda: take_values_of_rank_0(tensors, device), 1)
     if dist.get_rank() == 0:
-        numbers = {"step": step, "shapes": shapes, "contents": contents}
+        numbers = {"step": step, "shapes": shapes, "contents": contents, "state": state}
         print(json.dumps({**numbers, "equal": equal, "sent": sent}), flush=True)
     dist.destroy_process_group()
 
