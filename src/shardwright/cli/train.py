@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from shardwright import __version__
 from shardwright.cli.app import app
 from shardwright.cli.options import (
     LOG_DIR,
@@ -27,15 +28,17 @@ from shardwright.cli.options import (
 )
 from shardwright.config import Run
 from shardwright.config.training import train_rank
-from shardwright.errors import LayoutError, PlanError, StrategyError
+from shardwright.errors import ConfigError, LayoutError, PlanError, StrategyError
 from shardwright.plan import Plan
 from shardwright.train.checkpoint_manifest import CheckpointWarning
 from shardwright.train.folder_lock import lock_folders
 from shardwright.train.launch import DeviceRange, StoppedError, launch, launch_elastic
 from shardwright.train.log_folder import LogFolder
+from shardwright.train.node import Node, launch_node
 from shardwright.train.position import Position
 from shardwright.train.process_group import World, is_launched
 from shardwright.train.progress_bar import Follower, LiveProgress
+from shardwright.train.same_run import same_run
 from shardwright.train.step_log import StepRecord, open_step_log
 
 
@@ -65,25 +68,122 @@ def train_command(
             help="When ranks are killed, replan for the remaining devices and resume.",
         ),
     ] = None,
+    nnodes: Annotated[
+        str | None,
+        typer.Option(metavar="N|MIN:MAX", help="Number of nodes; each runs this command."),
+    ] = None,
+    node_rank: Annotated[int | None, typer.Option(help="Rank of this node, from 0 on.")] = None,
+    rdzv: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="The address of node 0, and a free port there."),
+    ] = None,
+    nproc_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, help="Devices of each of several nodes; by default its accelerators."),
+    ] = None,
 ) -> None:
-    """Train on local processes, one per device, or under torchrun on the processes it started."""
+    """Train on local processes, one per device, on several nodes, or under torchrun on the
+    processes it started."""
+    node = _node(nnodes, node_rank, rdzv, nproc_per_node, devices, elastic)
+    if node is not None:
+        _train_node(node, config, plan, log_dir, mem_coeff, resume, max_restarts)
+        return
+    # What a launched rank raises is reported by its launcher.
+    body = record(_train) if is_launched() else _train
+    body(config, devices, plan, log_dir, mem_coeff, resume, max_restarts, elastic)
+
+
+def _node(
+    nnodes: str | None,
+    rank: int | None,
+    rdzv: str | None,
+    local_size: int | None,
+    devices: int | None,
+    elastic: str | None,
+) -> Node | None:
+    """The node that the options describe, if they do."""
+    if nnodes is None:
+        if rank is not None or rdzv is not None or local_size is not None:
+            raise ConfigError("--node-rank, --rdzv and --nproc-per-node need --nnodes")
+        return None
+    if devices is not None or elastic is not None:
+        raise ConfigError(
+            "--nnodes: give --nproc-per-node instead of --devices, and --nnodes MIN:MAX instead of"
+            " --elastic"
+        )
+    if is_launched():
+        raise ConfigError(
+            "--nnodes: torchrun has started this process: give it the number of nodes"
+        )
+    return Node.parse(nnodes, rank, rdzv, local_size)
+
+
+def _train_node(
+    node: Node,
+    config: Path,
+    plan: Path | None,
+    log_dir: Path,
+    mem_coeff: str | None,
+    resume: bool,
+    max_restarts: int,
+) -> None:
+    """Starts the ranks of one of several nodes, which plan and train."""
+    run, logs = run_of(config, mem_coeff, resume=resume), LogFolder(log_dir)
+    if node.rank == 0:
+        with lock_folders(*_written(run, logs)):
+            run.check_resumes()
+            logs.clear(num_ranks=1, keep_steps=run.resumes)
+    command = ["-P", "-m", "shardwright", "train", str(config), "--log-dir", str(log_dir)]
+    command += [] if plan is None else ["--plan", str(plan)]
+    command += [] if mem_coeff is None else ["--mem-coeff", mem_coeff]
+    # A node may come back into a run that goes on; node 0 has seen to it that it is the same run.
+    command += ["--resume"] if run.checkpoints() is not None else []
+    timeout = timedelta(seconds=run.config.train.timeout_seconds)
+    launch_node(command, node, logs, max_restarts=max_restarts, timeout=timeout)
+
+
+def _train(
+    config: Path,
+    devices: int | None,
+    plan: Path | None,
+    log_dir: Path,
+    mem_coeff: str | None,
+    resume: bool,
+    max_restarts: int,
+    elastic: str | None,
+) -> None:
     world, bounds = World.from_environment(), DeviceRange.parse(elastic) if elastic else None
     run, logs = run_of(config, mem_coeff, resume=resume or world.restarts > 0), LogFolder(log_dir)
+    timeout = timedelta(seconds=run.config.train.timeout_seconds)
     # Under torchrun rank 0 locks them; ranks of this command find that their launcher has.
-    with lock_folders(*(_written(run, logs) if world.rank == 0 else ())) as locks:
+    with (
+        same_run(world, _facts(run), timeout),
+        lock_folders(*(_written(run, logs) if world.rank == 0 else ())) as locks,
+    ):
         if world.restarts == 0:
             run.check_resumes()
         run, chosen = _planned(run, config, devices, plan, bounds, world)
         if run.language is not None and run.language.only_strategies:
             return
         if is_launched():
-            record(_train_one_rank)(run, chosen, world, logs)
+            _train_one_rank(run, chosen, world, logs)
             return
         logs.clear(num_ranks=chosen.devices, keep_steps=run.resumes)
         if chosen.devices == 1 and max_restarts == 0 and bounds is None:
             _train_one_rank(run, chosen, world, logs)
         else:
             _Ranks(config, run, logs, locks).train(chosen, max_restarts, bounds)
+
+
+def _facts(run: Run) -> dict[str, object]:
+    """What the nodes of a run must have in common. One that comes later may be told to resume."""
+    sections = run.config.model_dump(mode="json", exclude={"train": {"resume"}})
+    keys = {
+        f"{section}.{key}": value
+        for section, values in sections.items()
+        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
+    }
+    return {"shardwright": __version__, **keys}
 
 
 def _written(run: Run, logs: LogFolder) -> list[Path]:

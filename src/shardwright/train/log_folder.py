@@ -53,9 +53,10 @@ class LogFolder:
         if record is not None:
             steps.write_bytes(record)
 
-    def archive_attempt(self) -> None:
-        """Rename the logs of all ranks, to `stdout.attempt-0` for example, before a restart."""
-        for folder in self.run.glob("rank.[0-9]*"):
+    def archive_attempt(self, rank: int | None = None) -> None:
+        """Rename the logs of a rank, or of all ranks, to `stdout.attempt-0` for example, before a
+        restart."""
+        for folder in self.run.glob("rank.[0-9]*") if rank is None else [self.rank(rank)]:
             attempt = len(list(folder.glob("stdout.attempt-*")))
             for name in ("stdout", "stderr", "error.json"):
                 if (folder / name).exists():

@@ -88,7 +88,7 @@ def process_group(world: World, timeout: timedelta = TIMEOUT) -> Iterator[torch.
     with naming_redistributions():
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
-            store=_store(world, timeout),
+            store=join_store(world, timeout),
             rank=world.rank,
             world_size=world.size,
             timeout=timeout,
@@ -106,11 +106,13 @@ def _die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _store(world: World, timeout: timedelta) -> Store:
-    """The launcher's store, through which the processes find each other.
+def join_store(world: World, timeout: timedelta) -> Store:
+    """The store through which the processes find each other: their launcher's, or rank 0's.
 
-    It survives restarts, so each start has its own prefix and does not see earlier keys.
+    The launcher's survives restarts, so each start has its own prefix and sees no earlier keys.
     """
     store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
     store.set_timeout(timeout)
-    return PrefixStore(f"restart {world.restarts} of {world.size} ranks", store)
+    # Nodes that came later have seen fewer restarts than others; their launchers keep no store.
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return PrefixStore(f"restart {world.restarts if kept else 0} of {world.size} ranks", store)

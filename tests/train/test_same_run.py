@@ -1,0 +1,84 @@
+"""Ranks of two nodes, as processes of one machine."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+RANK = """
+import json, sys
+from datetime import timedelta
+import torch
+from shardwright.errors import ConfigError
+from shardwright.runtime.collective_errors import CommunicationError
+from shardwright.train import World, same_run as room
+facts, device, torch.__version__, seconds = json.loads(sys.argv[1])
+room.local_device = lambda world: torch.device(device)
+try:
+    with room.same_run(World.from_environment(), facts, timedelta(seconds=seconds)):
+        print("same")
+except (ConfigError, CommunicationError) as error:
+    print(type(error).__name__, error)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(*ranks: Mapping[str, object], size: int = 2, seconds: float = 60) -> list[str]:
+    """What each rank prints, a node of its own each, with its changes to what all have."""
+    port, started = free_port(), []
+    for rank, changes in enumerate(ranks):
+        facts = {"train.steps": changes.get("steps", 5)}
+        device, version = changes.get("device", "cpu"), changes.get("torch", "2.13.0")
+        environment = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": str(changes.get("local_size", 1)),
+            # Of these the ranks of a node that came later have seen fewer.
+            "TORCHELASTIC_RESTART_COUNT": str(rank),
+        }
+        command = [sys.executable, "-c", RANK, json.dumps([facts, device, version, seconds])]
+        started.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    return [process.communicate(timeout=120)[0].strip() for process in started]
+
+
+def test_ranks_of_the_same_run_go_on() -> None:
+    assert run({}, {}) == ["same", "same"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"steps": 6}, "train.steps: 6 for rank 1 on {0}, 5 for rank 0 on {0}"),
+        ({"torch": "2.12.1"}, 'torch: "2.12.1" for rank 1 on {0}, "2.13.0" for rank 0 on {0}'),
+        ({"device": "cuda"}, 'device: "cuda" for rank 1 on {0}, "cpu" for rank 0 on {0}'),
+        ({"local_size": 4}, "ranks on the node: 4 for rank 1 on {0}, 1 for rank 0 on {0}"),
+    ],
+)
+def test_a_difference_between_nodes_is_one_error_on_each_rank(
+    changes: Mapping[str, object], difference: str
+) -> None:
+    error = difference.format(socket.gethostname())
+    assert run({}, changes) == [f"ConfigError {error}; all nodes of a run need the same"] * 2
+
+
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_for_a_collective() -> None:
+    (line,) = run({}, seconds=2)
+    assert line == "CommunicationError not all 2 ranks came within 2 s"
