@@ -29,8 +29,8 @@ OBJECTS = {
     "torch.nn.RNNBase": nn.LSTM(1, 1),
 }
 """What has names that its class has not."""
-OTHERS = {"_attn_implementation", "_getframe", "_supports_sdpa"}
-"""Private names of transformers and of `sys`."""
+OTHERS = {"_attn_implementation", "_exit", "_getframe", "_supports_sdpa"}
+"""Private names of transformers, and of `sys` and `os`."""
 
 
 def resolve(path: str) -> Any:
