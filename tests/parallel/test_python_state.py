@@ -19,6 +19,9 @@ from shardwright.errors import CaptureError, PlanError
 BATCH = torch.randn(4, 8)
 
 
+FACTOR, SHIFTS, TABLE = 1.0, [0.0], np.ones(8, dtype=np.float32)
+
+
 class Config:
     def __init__(self) -> None:
         self.power = 1
@@ -26,7 +29,7 @@ class Config:
 
 
 class Scaled(nn.Module):
-    shift = 0.5
+    shift, scale = 0.5, 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +41,14 @@ class Scaled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = getattr(torch, self.name)(self.linear(x)) * self.alpha * self.mask
         result: Tensor = self.drop(y * self.pair[1] + self.shift) * getattr(self, "factor", 1.0)
-        return result
+        return self.scale * result * factor_of(self) + self.shifts()
+
+    def shifts(self) -> Tensor:
+        return sum(SHIFTS) + torch.tensor(TABLE)
+
+
+def factor_of(net: nn.Module) -> float:
+    return FACTOR if net.training else -FACTOR
 
 
 class Net(nn.Module):
@@ -74,6 +84,12 @@ def delete(net: Any) -> None:
     del net.inner.factor
 
 
+def change_globals(net: Any) -> None:
+    """For the module and for what was planned of it."""
+    global FACTOR
+    FACTOR = 3.0
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "number": lambda net: setattr(net.inner, "alpha", 0.5),
     "text": lambda net: setattr(net.inner, "name", "relu"),
@@ -84,6 +100,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "new attribute": lambda net: setattr(net.inner, "factor", 2.0),
     "deleted": delete,
     "root": lambda net: setattr(net, "flag", False),
+    "class": lambda net: setattr(type(net.inner), "scale", 0.25),
+    "global variable": change_globals,
+    "global list in place": lambda net: SHIFTS.__setitem__(0, 4.0),
+    "global array in place": lambda net: TABLE.__setitem__(2, 4.0),
     "object": lambda net: setattr(net.config, "power", 2),
     "list in an object": lambda net: net.config.sizes.append(4.0),
     "trained": freeze,
@@ -169,7 +189,7 @@ def test_a_replaced_or_parametrized_parameter_is_refused_at_the_next_call() -> N
                 call(BATCH)
 
 
-def test_the_guard_of_32_layers_takes_less_than_a_tenth_of_a_millisecond() -> None:
+def test_the_guard_takes_less_time_than_to_list_all_modules() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -186,8 +206,11 @@ def test_the_guard_of_32_layers_takes_less_than_a_tenth_of_a_millisecond() -> No
         child.register_forward_pre_hook(lambda module, args: args)
     planned = parallel(net)
     assert len(list(planned.modules())) > 400
-    seconds = min(timeit.repeat(planned._state.key, number=1, repeat=500))
-    assert seconds < 2e-4, "0.05 ms on a free core; twice the limit on a busy one"
+
+    def least(call: Callable[[], object]) -> float:
+        return min(timeit.repeat(call, number=1, repeat=500))
+
+    assert least(planned._state.key) < least(lambda: list(planned.modules()))
 
 
 class Counting(Scaled):

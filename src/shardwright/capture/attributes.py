@@ -1,4 +1,5 @@
-"""Plain attributes of modules while a model is traced: which `forward` reads, and which it changes.
+"""Plain attributes of modules, and global variables, while a model is traced: which `forward`
+reads, and which it changes.
 
 What `forward` reads is part of what was captured. What it changes would change once, at capture.
 """
@@ -7,13 +8,14 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
+from shardwright.capture.global_variables import GLOBALS, globals_of, globals_read
 from shardwright.errors import CaptureError
 from shardwright.torch_internals.hooks import forward_hooks
 from shardwright.torch_internals.tensors import version
@@ -41,6 +43,8 @@ def content(value: Any) -> Hashable:
         return "parameter", id(value)
     if isinstance(value, Tensor):
         return "tensor", id(value), version(value)
+    if isinstance(value, np.ndarray):
+        return "array", id(value), value.tobytes()
     if isinstance(value, _GENERATORS):
         return type(value).__name__, id(value), pickle.dumps(value)
     if isinstance(value, (list, tuple)):
@@ -71,6 +75,21 @@ def _only_completed(before: Any, after: Any) -> bool:
     )
 
 
+def variables_at(modules: Mapping[str, nn.Module], path: str) -> dict[str, Any]:
+    """The attributes of a module's own, or the variables of a file."""
+    return globals_of(path) if path.startswith(GLOBALS) else vars(modules[path])
+
+
+def variable(modules: Mapping[str, nn.Module], path: str, name: str) -> Any:
+    """The value of an attribute or a global variable; of an attribute that only the class has, if
+    it is a number or a text; else `MISSING`."""
+    own = variables_at(modules, path)
+    if name in own or path.startswith(GLOBALS):
+        return own.get(name, MISSING)
+    of_class = getattr(type(modules[path]), name, MISSING)
+    return of_class if isinstance(of_class, (*_PLAIN, tuple)) else MISSING
+
+
 def plain_text(value: Any) -> str:
     """A number, a text, None, or a tuple of them as text, `""` for anything else."""
     parts = value if isinstance(value, tuple) else (value,)
@@ -80,8 +99,8 @@ def plain_text(value: Any) -> str:
 def attribute_texts(
     module: nn.Module, read: Iterable[tuple[str, str]], written: Iterable[tuple[str, str]] = ()
 ) -> tuple[tuple[str, str, str], ...]:
-    """Path, name and value as text of attributes that `forward` reads or sets, and of each module
-    that has forward hooks their number."""
+    """Path, name and value as text of attributes and global variables that `forward` reads or sets,
+    and of each module that has forward hooks their number."""
     modules = dict(module.named_modules())
     hooks = (
         (path, HOOKS, str(sum(map(len, forward_hooks(child)))))
@@ -92,9 +111,10 @@ def attribute_texts(
         (
             path,
             name,
-            plain_text(vars(modules[path]).get(name, MISSING) if path in modules else MISSING),
+            plain_text(variable(modules, path, name)),
         )
         for path, name in read
+        if path in modules or path.startswith(GLOBALS)
     )
     return (*attributes, *((*place, SET) for place in written), *hooks)
 
@@ -109,7 +129,8 @@ def has_attributes(module: nn.Module, known: tuple[tuple[str, str, str], ...]) -
 def _shallow(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         return type(value).__name__, *map(_shallow, value)
-    return content(value) if isinstance(value, (*_PLAIN, Tensor)) else ("object", id(value))
+    plain = isinstance(value, (*_PLAIN, Tensor, np.ndarray))
+    return content(value) if plain else ("object", id(value))
 
 
 class TracedAttributes:
@@ -125,7 +146,9 @@ class TracedAttributes:
         self._by_path = dict(module.named_modules())
         self._before = {path: _contents(child) for path, child in self._by_path.items()}
         self.writes: dict[tuple[str, str], None] = {}
-        self.reads: dict[tuple[str, str], None] = {}
+        self.reads: dict[tuple[str, str], None] = dict.fromkeys(globals_read(module))
+        for path, name in self.reads:
+            self._before.setdefault(path, {})[name] = content(globals_of(path)[name])
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -166,18 +189,22 @@ class TracedAttributes:
 
     def _check_unchanged(self) -> None:
         for path, name in self.reads:
-            own = vars(self._by_path[path])
+            own = variables_at(self._by_path, path)
             if name in own:
                 before, after = self._before[path].get(name), content(own[name])
                 if before != after and not _only_completed(before, after):
                     raise self._changed(path, name)
 
     def _changed(self, path: str, name: str) -> CaptureError:
-        where, kind = f"{path}.{name}" if path else name, type(self._by_path[path]).__name__
+        if path.startswith(GLOBALS):
+            what = f"global variable {name!r} of {path.removeprefix(GLOBALS)}"
+        else:
+            where = f"{path}.{name}" if path else name
+            what = f"attribute {where!r} of a {type(self._by_path[path]).__name__}"
         return CaptureError(
-            f"`forward` changes the attribute {where!r} of a {kind}, which the next call reads: a "
-            "captured model would keep its first value. Register it as a buffer "
-            "(`register_buffer`) and change that in place, or set it between steps"
+            f"`forward` changes the {what}, which the next call reads: a captured model would keep "
+            "its first value. Register it as a buffer (`register_buffer`) and change that in place,"
+            " or set it between steps"
         )
 
     @staticmethod

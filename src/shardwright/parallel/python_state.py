@@ -1,4 +1,5 @@
-"""What a captured program depends on besides tensors: attributes, modes, hooks and submodules.
+"""What a captured program depends on besides tensors: attributes, global variables, modes, hooks
+and submodules.
 
 A step looks whether anything differs from what it last saw, and only then at what does.
 """
@@ -9,9 +10,19 @@ from collections.abc import Callable, Hashable, Iterable
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
-from shardwright.capture.attributes import HOOKS, MISSING, SET, content, plain_text
+from shardwright.capture.attributes import (
+    HOOKS,
+    MISSING,
+    SET,
+    content,
+    plain_text,
+    variable,
+    variables_at,
+)
+from shardwright.capture.global_variables import GLOBALS
 from shardwright.errors import PlanError
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.hooks import (
@@ -91,7 +102,8 @@ class PythonState:
     def copy_to(self, template: nn.Module) -> None:
         """Gives another copy of the captured model the attributes that this one has."""
         copies = dict(template.named_modules())
-        for path, name in self._names:
+        of_modules = (place for place in self._names if not place[0].startswith(GLOBALS))
+        for path, name in of_modules:
             mine, other = self._by_path[path].__dict__, copies[path].__dict__
             if name not in mine:
                 other.pop(name, None)
@@ -109,18 +121,19 @@ class PythonState:
         self._registered = hooks_registered()
         by_module: dict[str, list[str]] = {}
         objects: dict[int, Any] = {}
+        of_class: dict[tuple[type, str], Any] = {}
         self._read: list[tuple[dict[str, Any], Callable[[Any], Any], Any]] = []
         self._unchanged: list[Callable[[], bool]] = []
         seen: list[Hashable] = []
         texts = []
         for path, name in self._names:
-            own = self._by_path[path].__dict__
-            value = own.get(name, MISSING)
+            own, value = variables_at(self._by_path, path), variable(self._by_path, path, name)
             seen.append((path, name, content(value)))
             texts.append(plain_text(value))
             self._kept.append(value)
             if name not in own:
                 self._unchanged.append(_still_missing(own, name))
+                of_class[type(self._by_path.get(path)), name] = value
                 continue
             by_module.setdefault(path, []).append(name)
             if not isinstance(value, (int, float, complex, str, bytes, type(None), nn.Module)):
@@ -132,20 +145,20 @@ class PythonState:
         number = self._numbers.setdefault(tuple(seen), len(self._numbers))
         self._key: Hashable = (tuple(texts), number)
         for path, names in by_module.items():
-            own, read = self._by_path[path].__dict__, itemgetter(*names)
+            own, read = variables_at(self._by_path, path), itemgetter(*names)
             self._read.append((own, read, read(own)))
         self._unchanged += [_still_inside(value) for value in objects.values()]
+        self._unchanged += [_still_of_class(*place, value) for place, value in of_class.items()]
 
     def _is_unchanged(self) -> bool:
-        try:
-            for own, read, before in self._read:
-                if read(own) != before:
-                    return False
-        except (KeyError, RuntimeError):  # Deleted, or another tensor.
-            return False
         if list(map(len, self._hooks_left)) != self._counts_left:
             return False
-        return all(unchanged() for unchanged in self._unchanged)
+        try:
+            if any(read(own) != before for own, read, before in self._read):
+                return False
+            return all(unchanged() for unchanged in self._unchanged)
+        except (KeyError, RuntimeError, ValueError):  # Deleted, another tensor, another array.
+            return False
 
     def _hook_counts(self) -> dict[str, tuple[int, int]]:
         return {
@@ -172,8 +185,15 @@ def _still_missing(own: dict[str, Any], name: str) -> Callable[[], bool]:
     return lambda: name not in own
 
 
+def _still_of_class(kind: type, name: str, before: Any) -> Callable[[], bool]:
+    """Of a number or a text, or `MISSING`; what else a class has is not watched."""
+    return lambda: before in (MISSING, getattr(kind, name, MISSING))
+
+
 def _still_inside(value: Any) -> Callable[[], bool]:
-    if hasattr(value, "__dict__") and not isinstance(value, Tensor):
+    arrays = (Tensor, np.ndarray)
+    inside = vars(value).values() if hasattr(value, "__dict__") else ()
+    if inside and not isinstance(value, arrays) and not any(isinstance(x, arrays) for x in inside):
         copies = {
             name: part.copy() if isinstance(part, (list, dict, set)) else part
             for name, part in vars(value).items()

@@ -1,0 +1,84 @@
+"""Global variables of the user's files that the `forward` of a model reads."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+GLOBALS = "globals of "
+"""Where a variable stands is this and the name of its file as a module; paths of models differ."""
+
+_LIBRARIES = {*sys.stdlib_module_names, "numpy", "peft", "shardwright", "torch", "transformers"} - {
+    "__main__"
+}
+_VARIABLES = (bool, int, float, complex, str, bytes, type(None), Tensor, np.ndarray)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+
+
+def globals_of(place: str) -> dict[str, Any]:
+    """The variables of a place; none if its file is not there."""
+    file = sys.modules.get(place.removeprefix(GLOBALS))
+    return {} if file is None else vars(file)
+
+
+def globals_read(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Place and name of the global variables that may be read by `forward` of a class of the
+    user's, by the methods and functions that it names, and so on.
+
+    What is in libraries is left out, and so are variables of an enclosing function.
+    """
+    seen: set[CodeType] = set()
+    for kind in dict.fromkeys(map(type, model.modules())):
+        if not _is_library(kind.__module__):
+            yield from _read_by(getattr(kind, "forward", None), kind, seen)
+
+
+def _read_by(function: Any, kind: type, seen: set[CodeType]) -> Iterator[tuple[str, str]]:
+    function = getattr(function, "__func__", function)
+    function = inspect.unwrap(function) if isinstance(function, FunctionType) else None
+    if not isinstance(function, FunctionType) or function.__code__ in seen:
+        return
+    if _is_library(function.__module__):
+        return
+    seen.add(function.__code__)
+    names = set(_names(function.__code__))
+    for name in sorted(names):
+        for base in kind.__mro__:  # `super()` may call any of them.
+            yield from _read_by(vars(base).get(name), kind, seen)
+    file = sys.modules.get(function.__module__)
+    if file is None or vars(file) is not function.__globals__:
+        return
+    imported = [vars(file)[name] for name in names & vars(file).keys()]
+    for place in (file, *(value for value in imported if isinstance(value, ModuleType))):
+        if _is_library(place.__name__):
+            continue
+        for name in sorted(names & vars(place).keys()):
+            if _is_variable(vars(place)[name]) and not name.startswith("__"):
+                yield GLOBALS + place.__name__, name
+            yield from _read_by(vars(place)[name], kind, seen)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The global variables and attributes that a function uses."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_variable(value: Any) -> bool:
+    """Whether it holds a state, and is not what a file defines or imports."""
+    if isinstance(value, (*_VARIABLES, *_CONTAINERS)):
+        return True
+    defined = isinstance(value, (type, ModuleType, nn.Module)) or callable(value)
+    return hasattr(value, "__dict__") and not defined
+
+
+def _is_library(name: str) -> bool:
+    return name.partition(".")[0] in _LIBRARIES
