@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwright.errors import ConfigError
 from shardwright.runtime.collective_errors import CommunicationError
@@ -48,18 +48,22 @@ def same_run(world: World, facts: Mapping[str, Any], timeout: timedelta) -> Iter
             ranks = [json.loads(shared.get(f"rank {rank}")) for rank in range(world.size)]
             shared.set("difference", _difference(ranks))
         difference = shared.get("difference").decode()
-        read = shared.add("read", 1)
+        _wait_for_readers(shared, world)
     except RuntimeError as error:
         raise CommunicationError(
             f"not all {world.size} ranks came within {timeout.total_seconds():.0f} s"
         ) from error
     if difference:
-        deadline = time.monotonic() + FAREWELL
-        while world.rank == 0 and read < world.size and time.monotonic() < deadline:
-            time.sleep(0.05)
-            read = shared.add("read", 0)
         raise ConfigError(difference)
     yield
+
+
+def _wait_for_readers(store: Store, world: World) -> None:
+    """Counts this rank; on rank 0 returns once all have been counted."""
+    read, deadline = store.add("read", 1), time.monotonic() + FAREWELL
+    while world.rank == 0 and read < world.size and time.monotonic() < deadline:
+        time.sleep(0.05)
+        read = store.add("read", 0)
 
 
 def _difference(ranks: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
