@@ -94,6 +94,7 @@ def test_the_loss_starts_at_ln_10_and_falls_below_1_within_100_steps(script: str
     assert max(values[-50:]) < 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_many_dimensions_at_once_have_the_loss_of_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

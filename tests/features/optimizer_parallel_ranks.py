@@ -200,9 +200,8 @@ CHECKS = (
     check_gradients_accumulate_over_calls,
     check_frozen_parameters,
     check_other_modes_and_batches,
-    check_compiled,
 )
-SLOW_CHECKS = (check_every_level, check_compiled_levels)
+SLOW_CHECKS = (check_compiled, check_every_level, check_compiled_levels)
 
 
 if __name__ == "__main__":

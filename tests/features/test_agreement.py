@@ -22,6 +22,7 @@ def test_ranks_agree_or_all_say_why_not(check: str, output: str) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [ending.__name__ for ending in ENDINGS])
 def test_ranks_in_different_collectives_all_name_the_call_that_differs(ending: str) -> None:
     output = torchrun(SCRIPT, 4, ending)

@@ -117,7 +117,7 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not_stopped(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("devices", ["1", "2"])
+@pytest.mark.parametrize("devices", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], devices: str
 ) -> None:
@@ -233,7 +233,7 @@ def test_a_killed_rank_costs_no_step_and_none_is_done_twice(
             r"in `inner_bias_output = all_to_all_dim1_to_dim0_a\(inner\)`",
             marks=pytest.mark.slow,
         ),
-        ("stages", "in an exchange between pipeline stages"),
+        pytest.param("stages", "in an exchange between pipeline stages", marks=pytest.mark.slow),
         (
             "backward",
             r"in the gradient of `outer_bias_output_1 = slice_dim0_a\(outer_bias_output\)`",

@@ -71,6 +71,7 @@ def test_sparse_tensors_are_refused() -> None:
     assert all("sparse" in each.why for each in ends), ends
 
 
+@pytest.mark.slow
 def test_replicas_of_random_operators_draw_the_same_and_repetitions_too() -> None:
     ends = endings(named(*DRAWING))
     assert not bad(ends), bad(ends)

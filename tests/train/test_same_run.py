@@ -67,8 +67,16 @@ def test_ranks_of_the_same_run_go_on() -> None:
     ("changes", "difference"),
     [
         ({"steps": 6}, "train.steps: 6 for rank 1 on {0}, 5 for rank 0 on {0}"),
-        ({"torch": "2.12.1"}, 'torch: "2.12.1" for rank 1 on {0}, "2.13.0" for rank 0 on {0}'),
-        ({"device": "cuda"}, 'device: "cuda" for rank 1 on {0}, "cpu" for rank 0 on {0}'),
+        pytest.param(
+            {"torch": "2.12.1"},
+            'torch: "2.12.1" for rank 1 on {0}, "2.13.0" for rank 0 on {0}',
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"device": "cuda"},
+            'device: "cuda" for rank 1 on {0}, "cpu" for rank 0 on {0}',
+            marks=pytest.mark.slow,
+        ),
         ({"local_size": 4}, "ranks on the node: 4 for rank 1 on {0}, 1 for rank 0 on {0}"),
     ],
 )
