@@ -1,6 +1,6 @@
 """What `test_faults.py` runs on two ranks, of which one does not come to a collective.
 
-hanging_ranks.py forward|backward|stages FOLDER
+hanging_ranks.py call|forward|backward|stages FOLDER
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def main(where: str, folder: Path) -> None:
             time.sleep(100)
         if where == "stages":
             parallel.train_step(x)
-        if world.rank == 1 and where == "forward":
+        if where == "forward":
+            parallel(x)
+        if world.rank == 1 and where in ("call", "forward"):
             time.sleep(100)
         loss = parallel(x)
         if world.rank == 1:

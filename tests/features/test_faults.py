@@ -233,6 +233,7 @@ def test_a_killed_rank_costs_no_step_and_none_is_done_twice(
             r"in `inner_bias_output = all_to_all_dim1_to_dim0_a\(inner\)`",
             marks=pytest.mark.slow,
         ),
+        pytest.param("call", "in the comparison of what the ranks call", marks=pytest.mark.slow),
         pytest.param("stages", "in an exchange between pipeline stages", marks=pytest.mark.slow),
         (
             "backward",
@@ -249,7 +250,8 @@ def test_a_rank_that_does_not_come_is_told_by_the_redistribution_that_waited(
     ready.mkdir()
     with pytest.raises(RankFailedError) as caught:
         launch([str(script), where, str(ready)], 2, logs)
-    place = named + (r" \(line \d+ of the program, (relu|square)\)" if where != "stages" else "")
+    in_program = where in ("forward", "backward")
+    place = named + (r" \(line \d+ of the program, (relu|square)\)" if in_program else "")
     first, second = str(caught.value).splitlines()
     assert re.match(r"rank 1 \(process \d+\) did not answer the others; its log: .*", first)
     # Gloo says one or the other, as the pair of sockets or the operation ends first.

@@ -114,6 +114,8 @@ def _where(error: BaseException) -> str | None:
     """In words where the collective was that failed; None if the error came from elsewhere."""
     frames = list(walk_tb(error.__traceback__))
     rooms = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    if rooms[-1] == _GUARD:
+        return "the comparison of what the ranks call"
     if not (_CONVERTING.intersection(rooms) or rooms[-1].startswith("torch.distributed.")):
         return None
     words = []
@@ -152,6 +154,7 @@ def _described(bucket: Bucket) -> str:
 
 _BUCKETS = "shardwright.runtime.buckets"
 _CONVERTING = {"shardwright.runtime.collectives", _BUCKETS}
+_GUARD = "shardwright.runtime.batch_guard"
 _GONE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
 """What gloo and stores say of another process that is gone, or does not answer."""
 _STAGES = {"shardwright.parallel.pipeline_stage", "shardwright.parallel.pipeline_module"}
