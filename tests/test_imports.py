@@ -1,4 +1,5 @@
-"""Rooms import only upwards in the table of the architecture, files never in a circle.
+"""Rooms import only upwards in the table of the architecture, files never in a circle; names are
+unique.
 
 The first rooms know no torch."""
 
@@ -9,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from benchmarks import bench_structure
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "shardwright"
@@ -101,6 +103,11 @@ def test_a_module_imports_only_rooms_above_its_own_in_the_table(module: Path) ->
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     assert circle({path: path.read_text(encoding="utf-8") for path in MODULES}) == []
+
+
+def test_no_class_alias_or_public_function_has_the_name_of_another() -> None:
+    (table,) = bench_structure.run()
+    assert not [line for line in table.missed if "twice" in line]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import yaml
 
 from shardwright.errors import ShardwrightError
 
-Kind = type[ShardwrightError]
+ErrorKind = type[ShardwrightError]
 
 MAX_DEPTH = 100
 """Levels of mappings and lists in each other; recursion over what is read stays far from Python's
@@ -44,7 +44,7 @@ def shown(value: object) -> str:
     return _Shortened().repr(value)
 
 
-def read_text(path: str | Path, kind: Kind) -> str:
+def read_text(path: str | Path, kind: ErrorKind) -> str:
     """The text of a file, without the byte order mark that some editors write.
 
     Raises:
@@ -54,7 +54,7 @@ def read_text(path: str | Path, kind: Kind) -> str:
         return Path(path).read_text(encoding="utf-8-sig")
 
 
-def check_exists(path: str | Path, kind: Kind) -> None:
+def check_exists(path: str | Path, kind: ErrorKind) -> None:
     """Reads nothing, so that what a pipe holds is still there to be read.
 
     Raises:
@@ -65,7 +65,7 @@ def check_exists(path: str | Path, kind: Kind) -> None:
 
 
 @contextmanager
-def _naming(path: str | Path, kind: Kind) -> Iterator[None]:
+def _naming(path: str | Path, kind: ErrorKind) -> Iterator[None]:
     """Errors of the operating system and of decoding, as one that names the file."""
     try:
         yield
@@ -78,7 +78,7 @@ def _naming(path: str | Path, kind: Kind) -> Iterator[None]:
         raise kind(f"{path}: {reason}") from None
 
 
-def parse_json(text: str, where: str, kind: Kind) -> Any:
+def parse_json(text: str, where: str, kind: ErrorKind) -> Any:
     """The plain data of a JSON text.
 
     Raises:
@@ -97,7 +97,7 @@ def parse_json(text: str, where: str, kind: Kind) -> Any:
     return data
 
 
-def parse_yaml(text: str, where: str, kind: Kind) -> Any:
+def parse_yaml(text: str, where: str, kind: ErrorKind) -> Any:
     """The plain data of a YAML text; dates are text, and `1e-3` is a number.
 
     Raises:

@@ -171,11 +171,11 @@ def backward(ends: Sequence[Tensor], starts: Sequence[Tensor | None]) -> None:
         torch.autograd.backward([end for end, _ in pairs], [start for _, start in pairs])
 
 
-Run = Callable[[Mapping[str, Tensor]], Outcome]
+StepFunction = Callable[[Mapping[str, Tensor]], Outcome]
 """One step of a program, from parameters and buffers by name."""
 
 
-def train_program(run: Run, graph: Graph, state: Mapping[str, Tensor]) -> TrainedSteps:
+def train_program(run: StepFunction, graph: Graph, state: Mapping[str, Tensor]) -> TrainedSteps:
     """The same steps with what a program says of outputs, gradients and updates.
 
     Args:
@@ -204,7 +204,7 @@ def interpreted(
     pieces: Sequence[Sequence[Any]],
     weights: Sequence[float | Tensor],
     starts: Sequence[Tensor | None],
-) -> Run:
+) -> StepFunction:
     """A step of the graph on one device, operator by operator."""
 
     def run(state: Mapping[str, Tensor]) -> Outcome:

@@ -10,7 +10,7 @@ import torch
 
 from shardwright.config.run import Run
 from shardwright.config.schema import CheckpointSection
-from shardwright.config.training import Training
+from shardwright.config.training import RankTraining
 from shardwright.plan import Plan
 from shardwright.train.rehearsal import STEPS, Rehearsal, first_and_last_ranks, rehearse_rank
 
@@ -43,7 +43,7 @@ def rehearse_run(
     )
     short = replace(run, config=run.config.model_copy(update={"train": train}))
     where = device or torch.device("meta")
-    prepare = partial(Training.of, short, plan)
+    prepare = partial(RankTraining.of, short, plan)
     chosen = dict.fromkeys(ranks or first_and_last_ranks(plan))
     return Rehearsal(
         plan.devices, tuple(rehearse_rank(rank, plan, where, prepare) for rank in chosen)

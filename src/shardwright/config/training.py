@@ -46,11 +46,11 @@ def train_rank(
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
     saving: AbstractContextManager[Checkpoints | None] = run.checkpoints() or nullcontext()
     with process_group(world, timeout) as device, saving as checkpoints:
-        Training.of(run, plan, device).train(checkpoints, on_step, on_start)
+        RankTraining.of(run, plan, device).train(checkpoints, on_step, on_start)
 
 
 @dataclass(frozen=True)
-class Training:
+class RankTraining:
     """A run on one rank, from the moment when it has its share of the parameters."""
 
     run: Run
@@ -59,7 +59,7 @@ class Training:
     optimizer: torch.optim.Optimizer
 
     @classmethod
-    def of(cls, run: Run, plan: Plan, device: torch.device) -> Training:
+    def of(cls, run: Run, plan: Plan, device: torch.device) -> RankTraining:
         """Raises: PlanError: the plan is for another model."""
         # On the meta device there are no values, so none are made.
         model = run.model_to_plan() if device.type == "meta" else run.model()

@@ -21,8 +21,8 @@ from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, S
 from shardwright.text_files import shown
 
 Natural = Annotated[int, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Sizes = tuple[Natural, ...]
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
@@ -30,7 +30,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 def _schema(of: type, without: Iterable[str] = (), **changed: Any) -> Any:
     """A model of what a file holds of the dataclass `of`: all its fields but those in `without`,
     with the types of `changed` where the file holds another; other numbers are at least 0."""
-    numbers: dict[Any, Any] = {int: Natural, float: NotNegative, Shape: Sizes}
+    numbers: dict[Any, Any] = {int: Natural, float: Amount, Shape: Sizes}
     hints = get_type_hints(of)
     kinds = {f.name: numbers.get(hints[f.name], hints[f.name]) for f in fields(of)} | changed
     definitions: Any = {name: (kind, ...) for name, kind in kinds.items() if name not in without}
@@ -47,7 +47,7 @@ def _named(kind: Any) -> Any:
 
 
 class _Mesh(BaseModel, extra="forbid", strict=True):
-    device_matrix: tuple[Count, ...]
+    device_matrix: tuple[AtLeastOne, ...]
     alias_names: tuple[str, ...]
 
 
@@ -69,8 +69,8 @@ class _OwnLayout(_Mesh):
 
 
 class _Pin(BaseModel, extra="forbid", strict=True):
-    inputs: tuple[tuple[Count, ...] | _OwnLayout | None, ...]
-    outputs: tuple[tuple[Count, ...] | _OwnLayout | None, ...] | None
+    inputs: tuple[tuple[AtLeastOne, ...] | _OwnLayout | None, ...]
+    outputs: tuple[tuple[AtLeastOne, ...] | _OwnLayout | None, ...] | None
 
 
 class _Input(BaseModel, extra="forbid", strict=True):
@@ -84,7 +84,7 @@ _PlanFile: type[BaseModel] = _schema(
     PlanData,
     without=("optimizer", "graph", "dry_runs", "memory_limit"),
     version=int,
-    devices=Count,
+    devices=AtLeastOne,
     mesh=_Mesh,
     parameters=dict[str, tuple[Sizes, str]],
     inputs=tuple[_Input | str | int | float | bool | None, ...],
@@ -106,10 +106,10 @@ _PlanFile: type[BaseModel] = _schema(
     pipeline=_schema(
         PipelineSpec,
         without=("chunk_of",),
-        stages=Count,
-        micro_batches=Count,
+        stages=AtLeastOne,
+        micro_batches=AtLeastOne,
         schedule=Literal[tuple(SCHEDULES)],
-        chunks=Count,
+        chunks=AtLeastOne,
         part_of=dict[str, Natural],
         loss_reduction=Literal[REDUCTIONS],
     ),
@@ -119,7 +119,7 @@ _PlanFile: type[BaseModel] = _schema(
 
 
 class PlanFile(_PlanFile):  # type: ignore[valid-type, misc]
-    memory_limit: Count | None = None
+    memory_limit: AtLeastOne | None = None
 
 
 def check_types(text: str, where: str) -> None:

@@ -37,7 +37,7 @@ STEPS = 3
 
 
 @dataclass(frozen=True)
-class Phase:
+class RehearsalPhase:
     """A part of a rehearsal, in seconds of CPU.
 
     Args:
@@ -68,7 +68,7 @@ class RankRehearsal:
     rank: int
     stage: int
     device: str
-    phases: tuple[Phase, ...]
+    phases: tuple[RehearsalPhase, ...]
     groups: int
     traffic: dict[str, Traffic]
     sent_bytes: tuple[int, ...]
@@ -192,14 +192,14 @@ def _planned_bytes(net: ParallelModule) -> int:
 class _Clock:
     """Takes the time of one phase after the other, and of parts of it."""
 
-    phases: list[Phase] = field(default_factory=list)
+    phases: list[RehearsalPhase] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.process_time)
 
     def end(self, name: str) -> None:
         """Ends the phase that began where the one before ended."""
         now = time.process_time()
-        self.phases.append(Phase(name, now - self.began, self.parts))
+        self.phases.append(RehearsalPhase(name, now - self.began, self.parts))
         self.parts, self.began = {}, now
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
