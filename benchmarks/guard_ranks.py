@@ -53,7 +53,6 @@ def main() -> None:
     def look() -> None:
         parallel._state.key()
         planned.frozen_or_unfrozen()
-        planned.before_forward(recomputes=False)()
 
     state = statistics.median(seconds(look, CALLS, pause=0.001))
     torch.manual_seed(0)

@@ -155,6 +155,14 @@ def test_a_state_that_was_seen_before_is_not_captured_again() -> None:
     assert len(planned._forwards) == 3
 
 
+def test_an_equal_number_of_another_type_is_another_state() -> None:
+    planned = parallel(Net())
+    for alpha in (2, 2.0, 2, True, 1):
+        planned.inner.alpha = alpha
+        planned(BATCH)
+    assert len(planned._forwards) == 4
+
+
 def test_what_forward_sets_is_not_left_from_before() -> None:
     planned = parallel(Net())
     planned(BATCH)

@@ -22,11 +22,18 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "shardwright"
 ROOM = PACKAGE / "torch_internals"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != ROOM)
+
+
+class OwnTensor(torch.Tensor):
+    """What `nn.Parameter` leaves of its class."""
+
+
 OBJECTS = {
     "torch._ops.OpOverload": torch.ops.aten.mean.dim,
     "torch.fx.Node": fx.Graph().placeholder("x"),
     "torch.nn.Module": nn.Module(),
     "torch.nn.RNNBase": nn.LSTM(1, 1),
+    "torch.nn.Parameter": nn.Parameter(torch.zeros(1).as_subclass(OwnTensor)),
 }
 """What has names that its class has not."""
 OTHERS = {"_attn_implementation", "_exit", "_getframe", "_supports_sdpa"}

@@ -178,7 +178,8 @@ class ParallelModule(ModuleWrapper):
             self._forwards[situation] = self._compiled(self._bind_program(captured))
         bound = self._forwards[situation]
         parameters, buffers = bound.places.read()
-        check_unchanged = self._parameters_as_planned.before_forward(bound.recomputes)
+        as_planned = self._parameters_as_planned
+        checks = [as_planned.unchanged_until_backward()] if bound.recomputes else []
         shards = local_shards(parameters, self.devices.layout)
         if self.training:
             self.random_step += 1
@@ -186,7 +187,7 @@ class ParallelModule(ModuleWrapper):
         with self._guard.explaining_errors():
             outputs, updates = bound.program(shards, buffers, inputs, seed)
         if self.devices.layout.num_devices > 1:
-            before_backward(outputs, check_unchanged)
+            before_backward(outputs, checks)
         names = (buffer.name for buffer, _ in bound.graph.updates)
         bound.places.write(dict(zip(names, updates, strict=True)))
         return pytree.tree_unflatten(self._returned(bound, outputs), bound.graph.out_spec)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from operator import attrgetter, is_
+from operator import is_
 from typing import NamedTuple
 
 from torch import nn
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import PlanError
-from shardwright.torch_internals.dtensor import local_tensor
 from shardwright.torch_internals.modules import own_parameters
-from shardwright.torch_internals.tensors import storage_id, version
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
+from shardwright.torch_internals.tensors import (
+    getters_without_overrides,
+    requires_grad,
+    storage_id,
+    version,
+)
 
 
 class PlannedParameter(NamedTuple):
@@ -59,8 +60,7 @@ class PlannedParameters:
         self._trained = tuple(p.trained for p in self.all)
         self._places = tuple(p.bearer for p in self.all), tuple(p.leaf for p in self.all)
         self._storages = tuple(p.storage for p in self.all)
-        self._sharded = tuple(p for p in self._tensors if isinstance(p, DTensor))
-        self._versions = tuple(map(version, self._sharded))
+        self._any_sharded = any(isinstance(p, DTensor) for p in self._tensors)
 
     def frozen_or_unfrozen(self) -> tuple[str, ...]:
         """Names of those whose `requires_grad` was set since the plan.
@@ -70,10 +70,11 @@ class PlannedParameters:
         """
         if not all(map(is_, map(dict.get, *self._places), self._tensors)):
             self._refuse_replaced()
-        if self._sharded and tuple(map(storage_id, self._tensors)) != self._storages:
+        if self._any_sharded and tuple(map(storage_id, self._tensors)) != self._storages:
             self._refuse_replaced()
-        if tuple(map(_REQUIRES_GRAD, self._tensors)) == self._trained:
-            return ()
+        with getters_without_overrides():
+            if tuple(map(requires_grad, self._tensors)) == self._trained:
+                return ()
         return tuple(p.name for p in self.all if p.parameter.requires_grad is not p.trained)
 
     def _refuse_replaced(self) -> None:
@@ -89,33 +90,19 @@ class PlannedParameters:
                     "DTensor: copy into it under `torch.no_grad()` (`parameter.copy_(value)`)"
                 )
 
-    def before_forward(self, recomputes: bool) -> Callable[[], None]:
-        """Lets shards count changes in place as their DTensors do, so that autograd refuses values
-        that were changed between forward and backward.
+    def unchanged_until_backward(self) -> Callable[[], None]:
+        """What to call before a backward pass that reads parameters again to compute operators,
+        which autograd does not see; it raises RuntimeError as autograd does."""
+        versions = self._versions()
 
-        Args:
-            recomputes: whether the backward pass reads parameters again, which autograd does not
-                see.
-
-        Returns:
-            To be called before that backward pass; it raises RuntimeError as autograd does.
-        """
-        self._count_changes()
-        versions = self._versions
-
-        def before_backward() -> None:
-            self._count_changes()
-            if recomputes and versions is not self._versions:
+        def check() -> None:
+            if self._versions() != versions:
                 raise RuntimeError(
                     "a parameter, which the backward pass reads again to compute operators, has "
                     "been modified by an inplace operation since the forward pass"
                 )
 
-        return before_backward
+        return check
 
-    def _count_changes(self) -> None:
-        versions = tuple(map(version, self._sharded))
-        if versions != self._versions:
-            pairs = zip(self._sharded, versions, self._versions, strict=True)
-            increment_version([local_tensor(p) for p, now, before in pairs if now != before])
-            self._versions = versions
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(map(version, self._tensors))

@@ -7,7 +7,9 @@ A step looks whether anything differs from what it last saw, and only then at wh
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from operator import itemgetter
+from dataclasses import dataclass
+from itertools import chain
+from operator import call, contains, is_, itemgetter
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,19 @@ Attributes = Iterable[tuple[str, str, str]]
 """Path, name and text of attributes, as a graph has them."""
 
 
+@dataclass(frozen=True, eq=False)
+class StateKey:
+    """A state, told from others by what it is, as to compare texts takes long.
+
+    Args:
+        texts: of the attributes that have one.
+        number: of the states that its module had before.
+    """
+
+    texts: tuple[str, ...]
+    number: int
+
+
 class PythonState:
     """The state of a module that users may change between steps.
 
@@ -57,14 +72,16 @@ class PythonState:
             for place, of_model in enumerate(both)
             if of_model
         ]
-        self._children = [
-            (path, children, list(children.values()))
+        self._children = {
+            path: children
             for path, child in self._by_path.items()
             if (children := own_modules(child))
-        ]
+        }
+        self._parents = list(self._children.values())
+        self._planned_children = list(map(list, map(dict.values, self._parents)))
         self._names: dict[tuple[str, str], None] = {}
-        self._numbers: dict[Hashable, int] = {}
-        self._kept: list[Any] = []
+        self._keys: dict[Hashable, StateKey] = {}
+        self._kept: dict[int, Any] = {}
         self._hooks = self._hook_counts()
         self.watch(attributes)
 
@@ -79,19 +96,15 @@ class PythonState:
                 self._names[path, name] = None
         self._see()
 
-    def key(self) -> Hashable:
-        """What a program depends on of this state; equal if nothing has changed, and on all ranks
-        if the same has.
+    def key(self) -> StateKey:
+        """What a program depends on of this state; the same if nothing has changed, with the same
+        text on all ranks if the same has.
 
         Raises:
             PlanError: for a hook or a submodule that is not part of what was captured.
         """
-        for path, children, before in self._children:
-            if list(children.values()) != before:
-                raise PlanError(
-                    f"a submodule of {_where(path)} was replaced after planning, which would have "
-                    "no effect: replace it before `plan`"
-                )
+        if list(map(list, map(dict.values, self._parents))) != self._planned_children:
+            self._refuse_replaced()
         if hooks_registered() != self._registered:
             self._check_hooks()
             self._see()
@@ -116,45 +129,67 @@ class PythonState:
         for path, child in copies.items():
             child.training = self._by_path[path].training
 
+    def _refuse_replaced(self) -> None:
+        for (path, children), planned in zip(
+            self._children.items(), self._planned_children, strict=True
+        ):
+            if list(children.values()) != planned:
+                raise PlanError(
+                    f"a submodule of {_where(path)} was replaced after planning, which would have "
+                    "no effect: replace it before `plan`"
+                )
+
     def _see(self) -> None:
-        """Takes the state as it is, and prepares to find whether it changes."""
+        """Takes the state as it is, and prepares to find whether it changes.
+
+        As most steps find nothing, what looks at every module is a loop in C.
+        """
         self._registered = hooks_registered()
         by_module: dict[str, list[str]] = {}
         objects: dict[int, Any] = {}
         of_class: dict[tuple[type, str], Any] = {}
-        self._read: list[tuple[dict[str, Any], Callable[[Any], Any], Any]] = []
-        self._unchanged: list[Callable[[], bool]] = []
+        self._missing: tuple[list[dict[str, Any]], list[str]] = ([], [])
         seen: list[Hashable] = []
         texts = []
         for path, name in self._names:
             own, value = variables_at(self._by_path, path), variable(self._by_path, path, name)
             seen.append((path, name, content(value)))
             texts.append(plain_text(value))
-            self._kept.append(value)
+            is_plain = bool(plain_text(value))
+            if not is_plain:
+                self._kept[id(value)] = value
             if name not in own:
-                self._unchanged.append(_still_missing(own, name))
+                self._missing[0].append(own)
+                self._missing[1].append(name)
                 of_class[type(self._by_path.get(path)), name] = value
                 continue
             by_module.setdefault(path, []).append(name)
-            if not isinstance(value, (int, float, complex, str, bytes, type(None), nn.Module)):
+            if not is_plain and not isinstance(value, nn.Module):
                 objects[id(value)] = value
         self._hooks_left = [hooks for _, _, *pair in self._captured_hooks for hooks in pair]
         self._counts_left = list(map(len, self._hooks_left))
         for path, place, of_model, mine in self._captured_hooks:
             seen.append((path, place, tuple(number for number in mine if number in of_model)))
-        number = self._numbers.setdefault(tuple(seen), len(self._numbers))
-        self._key: Hashable = (tuple(texts), number)
-        for path, names in by_module.items():
-            own, read = variables_at(self._by_path, path), itemgetter(*names)
-            self._read.append((own, read, read(own)))
-        self._unchanged += [_still_inside(value) for value in objects.values()]
+        key = StateKey(tuple(texts), len(self._keys))
+        self._key = self._keys.setdefault((key.texts, *seen), key)
+        # The first name is read twice, as of one name a getter would return no tuple.
+        self._readers = [itemgetter(*names, names[0]) for names in by_module.values()]
+        self._owners = [variables_at(self._by_path, path) for path in by_module]
+        self._values = list(self._read())
+        self._unchanged = [_still_inside(value) for value in objects.values()]
         self._unchanged += [_still_of_class(*place, value) for place, value in of_class.items()]
+
+    def _read(self) -> Iterable[Any]:
+        return chain.from_iterable(map(call, self._readers, self._owners))
 
     def _is_unchanged(self) -> bool:
         if list(map(len, self._hooks_left)) != self._counts_left:
             return False
         try:
-            if any(read(own) != before for own, read, before in self._read):
+            # An equal number may be of another type, which is another program.
+            if not all(map(is_, self._read(), self._values)):
+                return False
+            if any(map(contains, *self._missing)):
                 return False
             return all(unchanged() for unchanged in self._unchanged)
         except (KeyError, RuntimeError, ValueError):  # Deleted, another tensor, another array.
@@ -179,10 +214,6 @@ class PythonState:
                     "effect: register forward hooks before `plan`, or hooks on the module that "
                     "`parallelize` returned or on its parameters"
                 )
-
-
-def _still_missing(own: dict[str, Any], name: str) -> Callable[[], bool]:
-    return lambda: name not in own
 
 
 def _still_of_class(kind: type, name: str, before: Any) -> Callable[[], bool]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from shardwright.errors import PlanError
 
 
-def before_backward(outputs: Iterable[Any], call: Callable[[], None]) -> None:
-    """Calls `call` where a backward pass enters the program, and lets one with `create_graph=True`
-    raise there, before anything is communicated.
+def before_backward(outputs: Iterable[Any], checks: Iterable[Callable[[], None]]) -> None:
+    """Calls `checks` where a backward pass enters the program, and lets one with
+    `create_graph=True` raise there, before anything is communicated.
 
     The collectives of a program are differentiable once: what came of a second pass would be wrong.
     """
@@ -25,7 +25,8 @@ def before_backward(outputs: Iterable[Any], call: Callable[[], None]) -> None:
                 " gradients) are not supported on several devices; leave them out, or plan for one"
                 " device"
             )
-        call()
+        for check in checks:
+            check()
 
     for tensor in outputs:
         if isinstance(tensor, Tensor) and tensor.requires_grad:

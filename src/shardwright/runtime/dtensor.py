@@ -19,7 +19,13 @@ from shardwright.partition.decisions import Storage
 from shardwright.runtime.adopt_optimizer import remember
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.parameter_hooks import has_hooks, take_hooks
-from shardwright.torch_internals.dtensor import StridedShard, local_tensor, spec_of, with_spec
+from shardwright.torch_internals.dtensor import (
+    StridedShard,
+    counting_with_shard,
+    local_tensor,
+    spec_of,
+    with_spec,
+)
 
 
 def local_shard(tensor: Tensor, where: TensorLayout, devices: Devices) -> DTensor:
@@ -87,6 +93,8 @@ def with_stored_parameters(
             memo[id(tensor)] = None
         elif isinstance(tensor, nn.Parameter):
             new = nn.Parameter(stored_tensors[name], requires_grad=tensor.requires_grad)
+            if isinstance(new, DTensor):
+                new = counting_with_shard(new)
             take_hooks(new, tensor, partial(stored, name))
             memo[id(tensor)] = new
         else:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import cast
+
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["DTensorSpec", "StridedShard", "held_chunks", "local_tensor", "spec_of", "with_spec"]
+from shardwright.torch_internals.tensors import as_subclass
+
+__all__ = [
+    "DTensorSpec",
+    "StridedShard",
+    "counting_with_shard",
+    "held_chunks",
+    "local_tensor",
+    "spec_of",
+    "with_spec",
+]
 
 StridedShard = _StridedShard
 """The placement of a dimension that axes further right cut first: its blocks are `split_factor`
@@ -34,3 +46,16 @@ def with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
 def held_chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
     """Offsets and sizes, in the whole tensor, of what this rank holds."""
     return tensor.__create_chunk_list__()  # type: ignore[no-any-return,no-untyped-call]
+
+
+def counting_with_shard(parameter: DTensor) -> nn.Parameter:
+    """The parameter, as one tensor with its part on this rank to autograd: a change of one in place
+    counts as one of the other, so that a backward pass refuses parts that were saved before."""
+    local = parameter._local_tensor
+    if type(local) is not Tensor:  # of simulated ranks
+        return cast(nn.Parameter, parameter)
+    result = as_subclass(DTensor, local)
+    result.data = parameter
+    result._local_tensor, result._spec = local, parameter._spec
+    result.requires_grad_(parameter.requires_grad)._is_param = True
+    return cast(nn.Parameter, result)

@@ -87,6 +87,10 @@ DISPATCH = (
     ),
     PrivateName("torch._C.DisableTorchFunction", "the same for modes and subclasses of functions"),
     PrivateName(
+        "torch._C.DisableTorchFunctionSubclass",
+        "reads attributes of many DTensors in half the time",
+    ),
+    PrivateName(
         "torch._C._disabled_torch_function_impl",
         "leaves a deferred tensor to `__torch_dispatch__` alone",
     ),
@@ -107,7 +111,11 @@ TENSORS = (
         "`data_ptr()`, for storages with data",
     ),
     PrivateName("torch.Tensor._version", "finds tensors that were changed in place"),
-    PrivateName("torch.Tensor._make_subclass", "makes deferred tensors"),
+    PrivateName(
+        "torch.Tensor._make_subclass",
+        "makes deferred tensors, and DTensors whose changes autograd sees in their shards",
+    ),
+    PrivateName("torch.nn.Parameter._is_param", "makes such a DTensor a parameter"),
     PrivateName(
         "torch._conj", "replays a conjugated view", "`torch.conj`, which views complex tensors only"
     ),

@@ -19,7 +19,9 @@ __all__ = [
     "data_setter",
     "device_below",
     "each_norm",
+    "getters_without_overrides",
     "negated",
+    "requires_grad",
     "scale_all_",
     "storage_id",
     "version",
@@ -43,6 +45,13 @@ def device_below(tensor: Tensor) -> torch.device:
 storage_id: Callable[[Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 """The identity of the memory of a tensor, with numbers or without; another storage may get the same
 once this one is freed."""
+
+requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+"""Whether a tensor requires a gradient."""
+
+getters_without_overrides = torch._C.DisableTorchFunctionSubclass
+"""A context in which getters do not ask the class of a tensor whether it overrides them, which is
+most of their time for a DTensor, which overrides none."""
 
 version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
 """How often the tensor was changed in place."""
