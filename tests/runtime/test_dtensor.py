@@ -14,7 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout, TensorLayout
-from shardwright.runtime.dtensor import from_placements, placements
+from shardwright.runtime.devices import Devices
+from shardwright.runtime.dtensor import from_placements, local_shard, placements
+from shardwright.torch_internals.dtensor import held_chunks
 
 MATRICES = ((2, 3), (2, 2, 3), (2, 3, 5), (2, 2, 2, 2))
 
@@ -60,6 +62,27 @@ def test_distributing_a_tensor_leaves_the_block_of_the_layout(rank_of_eight):
     for laid in all_layouts((2, 2, 2)):
         made = distribute_tensor(full, mesh, placements(laid), src_data_rank=None)
         assert torch.equal(made.to_local(), full[laid.slices(rank_of_eight, full.shape)]), laid
+
+
+@pytest.mark.parametrize("rank_of_eight", range(8), indirect=True)
+def test_axes_that_are_not_neighbors_are_one_axis_of_the_mesh(rank_of_eight):
+    layout = Layout((2, 2, 2), ("a", "b", "c"))
+    devices = Devices.of_process(layout, torch.device("cpu"), mesh_axes=((0, 2), (1,)))
+    assert devices.mesh is not None
+    assert (devices.mesh.shape, devices.mesh.mesh_dim_names) == ((4, 2), ("a_c", "b"))
+    full = torch.arange(16 * 8, dtype=torch.float64).reshape(16, 8)
+    for dims in product(((), (0, 2), (1,), (0, 2, 1), (1, 0, 2)), repeat=2):
+        if len({*dims[0], *dims[1]}) == len(dims[0]) + len(dims[1]):
+            laid = TensorLayout(layout, dims)
+            slices = laid.slices(rank_of_eight, full.shape)
+            shard = local_shard(full, laid, devices)
+            (held,) = held_chunks(shard)
+            assert torch.equal(shard.to_local(), full[slices])
+            assert tuple(held.offsets) == tuple(part.start for part in slices)
+            for axis, joined in enumerate(devices.mesh_axes):
+                ranks = dist.get_process_group_ranks(devices.mesh.get_group(axis))
+                assert devices.group(joined).in_order
+                assert ranks[devices.mesh.get_local_rank(axis)] == rank_of_eight
 
 
 def test_sums_and_whole_axes_have_their_placements():

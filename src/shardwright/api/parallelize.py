@@ -17,6 +17,7 @@ from shardwright.errors import PlanError, ShardwrightError
 from shardwright.graph.graph import Graph
 from shardwright.parallel.module import ParallelModule, parallel_module
 from shardwright.parallel.pipeline_module import pipeline_module
+from shardwright.partition.fold_axes import dtensor_axes
 from shardwright.partition.partitioned import Partitioned
 from shardwright.plan import Plan
 from shardwright.planner.pipeline import Pipeline
@@ -55,7 +56,9 @@ def parallelize(
     with _in_mode(net, plan.training):
         graph = _agreed_graph(net, plan, where)
         partitioned = plan.partition(graph)
-        devices = Devices.of_process(partitioned.mesh, where, plan.pipeline.stages)
+        devices = Devices.of_process(
+            partitioned.mesh, where, plan.pipeline.stages, dtensor_axes(partitioned)
+        )
         if sync and devices.several:
             take_state_of_rank_0(net, where)
         make: Callable[[nn.Module, Partitioned, Devices], ParallelModule]

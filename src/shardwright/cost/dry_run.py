@@ -132,7 +132,7 @@ class _MetaChunk:
     ) -> _MetaChunk:
         mesh = chunk.mesh
         place = mesh.coordinates(mesh.ranks[0])
-        devices = Devices(mesh, META, None, lambda function: function(place))
+        devices = Devices(mesh, META, lambda function: function(place))
         constants = {value: tensor.to(META) for value, tensor in chunk.graph.constants.items()}
         if constants:
             chunk = replace(chunk, graph=replace(chunk.graph, constants=constants))

@@ -21,7 +21,7 @@ from shardwright.parallel.planned_parameters import PlannedParameters
 from shardwright.parallel.python_state import PythonState
 from shardwright.parallel.train_step import GradientAccumulation, TrainStep, loss_of
 from shardwright.partition.decisions import adapt_decisions
-from shardwright.partition.fold_axes import fold_axes, split_axes
+from shardwright.partition.fold_axes import dtensor_axes, fold_axes, split_axes
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.runtime.batch_guard import BatchGuard
@@ -91,6 +91,7 @@ class BoundProgram:
     program: Program
     places: TensorPlaces
     recomputes: bool
+    devices: Devices
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ class ParallelModule(ModuleWrapper):
     `train_step` runs forward and backward over all micro-batches of a batch, `clip_grad_norm_` is
     that of all devices.
 
-    Called in another mode (`eval()`) or with inputs of other shapes than the plan was made for, it
-    captures the model once more and runs it with the plan's cuts as far as they divide.
+    In another mode (`eval()`), or for inputs of other shapes than the plan's, it captures the model
+    once more and runs it with the plan's cuts as far as they divide.
 
     Args:
         module: a copy of the model, its parameters stored as planned.
@@ -237,9 +238,8 @@ class ParallelModule(ModuleWrapper):
     def _bind_program(self, partitioned: Partitioned) -> BoundProgram:
         graph, (whole,) = partitioned.graph, partitioned.chunks
         places = TensorPlaces.of(self, graph.parameters, graph.buffers)
-        recomputes = bool(partitioned.decisions.recompute)
-        program = lower(whole, self.devices.along(whole.mesh))
-        return BoundProgram(graph, program, places, recomputes)
+        recomputes, devices = bool(partitioned.decisions.recompute), self._along(partitioned)
+        return BoundProgram(graph, lower(whole, devices), places, recomputes, devices)
 
     def _compiled(self, bound: BoundProgram) -> BoundProgram:
         if self._compiler is None:
@@ -276,7 +276,10 @@ class ParallelModule(ModuleWrapper):
         return BoundStep(step, places)
 
     def _make_step(self, partitioned: Partitioned) -> TrainStep:
-        return GradientAccumulation(partitioned, self.devices.along(partitioned.mesh))
+        return GradientAccumulation(partitioned, self._along(partitioned))
+
+    def _along(self, partitioned: Partitioned) -> Devices:
+        return self.devices.along(partitioned.mesh, dtensor_axes(partitioned))
 
     def _on_device(self, leaves: Sequence[Any]) -> list[Any]:
         device = self.devices.device
@@ -303,16 +306,14 @@ class ParallelModule(ModuleWrapper):
             PlanError: if the call has other arguments, or other dtypes, than the planned one.
             CaptureError: if the model cannot be captured in this situation.
         """
-        planned = self.partitioned
+        planned, template = self.partitioned, self.template
         _check_call(planned.graph, args, kwargs)
-        (template,) = self._template
         self._state.copy_to(template)
         for name, parameter, *_ in self._parameters_as_planned.all:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
         graph = capture(template, args, kwargs, planned.graph.compute_dtype)
         self._state.watch(graph.attributes)
-        shapes = ", ".join(str(value) for value in graph.input_values)
-        log.info("captured the model for %s, training=%s", shapes, self.training)
+        log.info("captured the model for %s, training=%s", graph.input_values, self.training)
         mesh, decisions = split_axes(planned.mesh, planned.decisions)
         decisions = adapt_decisions(decisions, graph, mesh)
         captured = Partitioned(graph, mesh, decisions, self._pipeline_of(graph))
@@ -331,7 +332,7 @@ class ParallelModule(ModuleWrapper):
                 where = flow.returned(value)
                 if where.sharded or where.partial:
                     like = torch.empty(value.shape, device="meta")
-                    tensor = as_dtensor(tensor, like, where, self.devices.along(where.layout))
+                    tensor = as_dtensor(tensor, like, where, bound.devices)
             result.append(tensor)
         return result
 

@@ -100,7 +100,7 @@ class PipelineModule(ParallelModule):
                     raise PlanError(
                         f"{name!r} is read in this mode by stage {stage}, which does not hold it"
                     )
-        return RankStages(partitioned, self.devices.along(partitioned.mesh))
+        return RankStages(partitioned, self._along(partitioned))
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
         for name, parameter, trained, *_ in self._parameters_as_planned.all:
@@ -129,7 +129,9 @@ class PipelineModule(ParallelModule):
         count = stages.micro_batches if joined else 1
         shape = (value.shape[0] * count, *value.shape[1:]) if joined else value.shape
         if chunk.stage == self.devices.stage:
-            pieces = [self._gathered(chunk, value, tensor) for tensor in local_outputs[value.name]]
+            pieces = [
+                self._gathered(stages, chunk, value, tensor) for tensor in local_outputs[value.name]
+            ]
             if value is partitioned.graph.loss:
                 whole = stages.reduced(pieces)
             else:
@@ -151,13 +153,13 @@ class PipelineModule(ParallelModule):
         pieces = rows.reshape(count, ranks, -1, *rows.shape[1:])
         return pieces.transpose(0, 1).reshape(rows.shape)
 
-    def _gathered(self, chunk: Chunk, value: Value, tensor: Tensor) -> Tensor:
+    def _gathered(self, stages: RankStages, chunk: Chunk, value: Value, tensor: Tensor) -> Tensor:
         axes = chunk.decisions.departures.get(value.name, ((),) * len(value.shape))
         where = TensorLayout(chunk.mesh, axes)
         if not where.sharded:
             return tensor
         like = torch.empty(value.shape, device="meta")
-        return as_dtensor(tensor, like, where, self.devices.along(chunk.mesh)).full_tensor()
+        return as_dtensor(tensor, like, where, stages.devices).full_tensor()
 
 
 def pipeline_module(

@@ -24,7 +24,7 @@ from shardwright.lower.program import lower
 from shardwright.parallel.train_step import GradientAccumulation
 from shardwright.partition.communication import Communication, initial_layout
 from shardwright.partition.partitioned import Partitioned
-from shardwright.runtime.devices import Devices, Index, device_mesh
+from shardwright.runtime.devices import Devices, Index
 from shardwright.torch_internals.dispatch import TorchDispatchMode, in_backward_pass
 from shardwright.torch_internals.distributed import (
     FakeStore,
@@ -76,9 +76,8 @@ def simulated_devices(layout: Layout) -> Iterator[tuple[Devices, LocalTensorMode
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        mesh = device_mesh(layout, "cpu")
         with LocalTensorMode(size) as mode:
-            yield Devices(layout, cpu, mesh, per_rank), mode
+            yield Devices(layout, cpu, per_rank, connected=True), mode
     finally:
         dist.destroy_process_group()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 
 from shardwright.layout.axes import Axes, axis_names, prime_factors
+from shardwright.layout.joined_axes import join_axes
 from shardwright.layout.layout import Layout
 from shardwright.partition.decisions import CutAxes, Decisions
 from shardwright.partition.partitioned import Partitioned
@@ -25,16 +26,11 @@ def fold_axes(partitioned: Partitioned, apart: Layout | None = None) -> Partitio
     mesh = partitioned.mesh
     borders = () if apart is None else _borders(apart)
     alike = {axis for axis, inside in enumerate(_borders(mesh)) if inside not in borders}
-    for axes in _axes_of(partitioned):
-        neighbors = set(pairwise(axes))
-        alike -= {axis for axis in axes if (axis, axis + 1) not in neighbors}
-        alike -= {axis - 1 for axis in axes if (axis - 1, axis) not in neighbors}
-    joined: list[list[int]] = []
-    for axis in range(len(mesh.device_matrix)):
-        if axis - 1 in alike:
-            joined[-1].append(axis)
-        else:
-            joined.append([axis])
+    joined = join_axes(
+        len(mesh.device_matrix),
+        _axes_of(partitioned),
+        lambda axis, behind: behind == axis + 1 and axis in alike,
+    )
     layout = _layout(tuple(map(mesh.size, joined)), apart or mesh)
     if layout == mesh:
         return partitioned
@@ -43,6 +39,21 @@ def fold_axes(partitioned: Partitioned, apart: Layout | None = None) -> Partitio
         partitioned.decisions, lambda axes: tuple(number[axis] for axis in axes if axis in number)
     )
     return replace(partitioned, mesh=layout, decisions=decisions)
+
+
+def dtensor_axes(partitioned: Partitioned) -> tuple[Axes, ...]:
+    """The axes of the mesh of all DTensors: of those that parameters, and outputs left in pieces,
+    treat alike one, wherever they stand. What else communicates does so over the axes themselves.
+    """
+    layouts = [
+        chunk.communication.returned(value)
+        for chunk in partitioned.chunks
+        for value in chunk.returned
+    ]
+    lists = [axes for dims in partitioned.decisions.storage.values() for axes in dims]
+    lists += [axes for layout in layouts for axes in layout.axes]
+    lists += [tuple(sorted(layout.partial)) for layout in layouts]
+    return join_axes(len(partitioned.mesh.device_matrix), lists)
 
 
 def split_axes(mesh: Layout, decisions: Decisions) -> tuple[Layout, Decisions]:

@@ -8,18 +8,20 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from itertools import product
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import PlanError
+from shardwright.layout.axes import Axes
+from shardwright.layout.joined_axes import joined_layout
 from shardwright.layout.layout import Layout
-from shardwright.torch_internals.distributed import FAKE, group_timeout, set_group_timeout
+from shardwright.torch_internals.distributed import FAKE, group_named, group_timeout, splits
 
 Index = int | torch.SymInt
 """A number that depends on the rank: a `SymInt` where many ranks are simulated in one process."""
@@ -33,7 +35,7 @@ class Group:
     block `i` when the blocks are counted along `axes`, the first the most significant.
     """
 
-    axes: tuple[int, ...]
+    axes: Axes
     name: str
     size: int
     order: tuple[int, ...]
@@ -51,35 +53,49 @@ class Devices:
 
     Args:
         layout: the device matrix of the plan.
-        mesh: the same as a `DeviceMesh`; None for a single device, or without a process group.
         per_rank: the value, on this rank, of a function of the coordinates on the device matrix.
         rank: the number of this rank in its stage.
         stage, stages: the number of its stage, and how many there are.
-        across: this rank's peers in all stages, those at its place; None if there is one stage.
+        connected: whether groups are made in the running process group; else they are names.
+        mesh: the `DeviceMesh` of DTensors; None where there are none.
+        mesh_axes: the axes of the layout that make up each axis of `mesh`.
+        mesh_layout: the same as `mesh`.
     """
 
     layout: Layout
     device: torch.device
-    mesh: DeviceMesh | None
     per_rank: Callable[[Callable[[tuple[int, ...]], int]], Index]
     rank: int = 0
     stage: int = 0
     stages: int = 1
-    across: dist.ProcessGroup | None = None
-    _names: dict[tuple[int, ...], str] = field(default_factory=dict)
-    _along: dict[Layout, Devices] = field(default_factory=dict)
+    connected: bool = False
+    mesh: DeviceMesh | None = None
+    mesh_axes: tuple[Axes, ...] = ()
+    mesh_layout: Layout | None = None
+    _names: dict[Axes, str] = field(default_factory=dict)
+    _along: dict[tuple[Layout, tuple[Axes, ...]], Devices] = field(default_factory=dict)
     _among: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     @classmethod
-    def of_process(cls, layout: Layout, device: torch.device, stages: int = 1) -> Devices:
+    def of_process(
+        cls,
+        layout: Layout,
+        device: torch.device,
+        stages: int = 1,
+        mesh_axes: tuple[Axes, ...] | None = None,
+    ) -> Devices:
         """The devices of the running process group, divided into `stages`.
+
+        Args:
+            mesh_axes: the axes of `layout` that make up each axis of the mesh of DTensors; by
+                default each is one.
 
         Raises:
             PlanError: if there is no process group, or one of another size than the plan's.
         """
         total = layout.num_devices * stages
         if total == 1:
-            return cls(layout, device, None, lambda function: function(()))
+            return cls(layout, device, lambda function: function(()))
         if not dist.is_initialized():
             raise PlanError(
                 f"the plan is for {total} devices, but no process group is running: "
@@ -94,33 +110,50 @@ class Devices:
         _let_threads_finish_at_exit()
         stage, rank = divmod(dist.get_rank(), layout.num_devices)
         place = layout.coordinates(rank)
-        # A mesh looks its devices up; the meta device has none.
-        kind = "cpu" if device.type == "meta" else device.type
-        mesh, across = _meshes(layout, kind, stages)
-        timeout = world_timeout()
-        for group in (*(mesh.get_all_groups() if mesh is not None else ()), across):
-            if group is not None and timeout is not None:
-                set_group_timeout(timeout, group)
-        return cls(
-            layout, device, mesh, lambda function: function(place), rank, stage, stages, across
-        )
+        devices = cls(layout, device, lambda function: function(place), rank, stage, stages, True)
+        if stages > 1:
+            devices.among(tuple(range(stages)))
+        if mesh_axes is None:
+            mesh_axes = tuple((axis,) for axis in range(len(layout.device_matrix)))
+        return devices._with_mesh(mesh_axes)
 
     @classmethod
     def of_rank(cls, layout: Layout, rank: int) -> Devices:
         """The devices as `rank` sees them, without a process group: to read its program only."""
         place = layout.coordinates(rank)
-        return cls(layout, torch.device("cpu"), None, lambda function: function(place), rank)
+        return cls(layout, torch.device("cpu"), lambda function: function(place), rank)
 
-    def along(self, layout: Layout) -> Devices:
-        """The same devices along the axes of another matrix; made at the first request, so every
-        rank must ask for them in the same order."""
-        if layout == self.layout:
+    def along(self, layout: Layout, mesh_axes: tuple[Axes, ...]) -> Devices:
+        """The same devices along the axes of another matrix, or with another mesh; made at the
+        first request, so every rank must ask for them in the same order."""
+        key = layout, mesh_axes
+        if key == (self.layout, self.mesh_axes) or not self.connected:
             return self
-        if layout not in self._along:
-            self._along[layout] = Devices.of_process(layout, self.device, self.stages)
-        return self._along[layout]
+        if key not in self._along:
+            self._along[key] = (
+                self._with_mesh(mesh_axes)
+                if layout == self.layout
+                else Devices.of_process(layout, self.device, self.stages, mesh_axes)
+            )
+        return self._along[key]
 
-    def group(self, axes: tuple[int, ...]) -> Group:
+    def _with_mesh(self, mesh_axes: tuple[Axes, ...]) -> Devices:
+        """These devices and their groups, with a mesh of these axes."""
+        if self.layout.num_devices == 1:
+            return self
+        # A mesh looks its devices up; the meta device has none.
+        kind = "cpu" if self.device.type == "meta" else self.device.type
+        coarse = joined_layout(self.layout, mesh_axes)
+        ranks = torch.tensor(coarse.ranks).reshape(coarse.device_matrix)
+        mesh = DeviceMesh.from_group(
+            [group_named(self.group(axes).name) for axes in mesh_axes],
+            kind,
+            ranks + self.stage * self.layout.num_devices,
+            mesh_dim_names=coarse.alias_names,
+        )
+        return replace(self, mesh=mesh, mesh_axes=mesh_axes, mesh_layout=coarse)
+
+    def group(self, axes: Axes) -> Group:
         """The group over the joined `axes`; made at the first request, so every rank must ask for
         its groups in the same order."""
         key = tuple(sorted(axes))
@@ -131,7 +164,7 @@ class Devices:
             order[block(self.layout, place, axes)] = block(self.layout, place, key)
         return Group(axes, self._names[key], len(order), tuple(order))
 
-    def index(self, axes: tuple[int, ...]) -> Index:
+    def index(self, axes: Axes) -> Index:
         """Which block this rank holds along the joined `axes`."""
         return self.per_rank(lambda place: block(self.layout, place, axes))
 
@@ -139,7 +172,7 @@ class Devices:
         """The seed of rank 0's process, on every rank: devices that hold the same block must draw
         the same numbers, however their processes were seeded."""
         seed = torch.tensor(torch.initial_seed() % 2**31, device=self.device)
-        if (self.mesh is not None or self.across is not None) and has_other_ranks():
+        if self.connected and has_other_ranks():
             dist.broadcast(seed, src=0)
         return int(seed)
 
@@ -156,25 +189,21 @@ class Devices:
     def among(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
         """This rank's peers in some of the stages; None on ranks of other stages. Made at the first
         request, so every rank must ask for the same stages in the same order."""
-        if len(stages) == self.stages:
-            return self.across
         if stages not in self._among:
             size = self.layout.num_devices
             peers = [[stage * size + place for stage in stages] for place in range(size)]
             self._among[stages] = _subgroup(peers)
         return self._among[stages]
 
-    def _create(self, axes: tuple[int, ...]) -> str:
+    @property
+    def across(self) -> dist.ProcessGroup | None:
+        """This rank's peers in all stages, those at its place; None if there is one stage."""
+        return self.among(tuple(range(self.stages))) if self.stages > 1 else None
+
+    def _create(self, axes: Axes) -> str:
         layout = self.layout
-        if self.mesh is None:
+        if not self.connected:
             return f"over {''.join(layout.alias_names[axis] for axis in axes)}"
-        if len(axes) == 1:
-            return str(self.mesh.get_group(layout.alias_names[axes[0]]).group_name)
-        everyone = len(axes) == len(layout.device_matrix) and layout.rank_list is None
-        if everyone and self.stages == 1:
-            world = dist.group.WORLD
-            assert world is not None
-            return str(world.group_name)
         joined: dict[tuple[int, ...], list[int]] = {}
         for stage in range(self.stages):
             for rank, place in zip(layout.ranks, places(layout), strict=True):
@@ -196,11 +225,6 @@ def places(layout: Layout) -> Iterator[tuple[int, ...]]:
     return product(*(range(size) for size in layout.device_matrix))
 
 
-def device_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The `DeviceMesh` with the axes of `layout`, over all ranks of the process group."""
-    return init_device_mesh(device_type, layout.device_matrix, mesh_dim_names=layout.alias_names)
-
-
 def world_timeout() -> timedelta | None:
     """How long a collective of all processes waits; PyTorch lets new groups wait by a default of
     their own."""
@@ -212,25 +236,17 @@ def world_timeout() -> timedelta | None:
 def _subgroup(ranks: list[list[int]]) -> dist.ProcessGroup | None:
     """The group of this rank, of those with these ranks; None if it is in none. Every rank of the
     process group must ask for it."""
+    world = dist.group.WORLD
+    assert world is not None
+    if len(ranks[0]) == world.size():
+        return world
+    if splits(world):
+        return dist.split_group(world, ranks, timeout=world_timeout())
     mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=world_timeout())  # type: ignore[no-untyped-call]
     return mine  # type: ignore[no-any-return]
 
 
-def _meshes(
-    layout: Layout, device_type: str, stages: int
-) -> tuple[DeviceMesh | None, dist.ProcessGroup | None]:
-    """The mesh of this rank's stage, and the group of its peers in all stages."""
-    if stages == 1:
-        return device_mesh(layout, device_type), None
-    # A name that no axis has.
-    across = "stage" + "_" * ("stage" in layout.alias_names)
-    names = (across, *layout.alias_names)
-    mesh = init_device_mesh(device_type, (stages, *layout.device_matrix), mesh_dim_names=names)
-    own = mesh[layout.alias_names] if layout.device_matrix else None
-    return own, mesh.get_group(across)
-
-
-def block(layout: Layout, place: tuple[int, ...], axes: tuple[int, ...]) -> int:
+def block(layout: Layout, place: tuple[int, ...], axes: Axes) -> int:
     """Which block the device at `place` holds of a dimension that the joined `axes` cut."""
     index = 0
     for axis in axes:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from shardwright.deferred import Deferred, copies_of_attributes, values_of
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout.axes import Axes
+from shardwright.layout.joined_axes import on_joined_axes
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.decisions import Storage
 from shardwright.runtime.adopt_optimizer import remember
@@ -30,18 +31,21 @@ from shardwright.torch_internals.dtensor import (
 
 def local_shard(tensor: Tensor, where: TensorLayout, devices: Devices) -> DTensor:
     """This rank's block of a whole `tensor`, as a DTensor of the whole tensor's shape."""
-    assert devices.mesh is not None
     block = tensor.detach()[where.slices(devices.rank, tuple(tensor.shape))]
     return as_dtensor(block.to(devices.device, copy=True).contiguous(), tensor, where, devices)
 
 
 def as_dtensor(local: Tensor, like: Tensor, where: TensorLayout, devices: Devices) -> DTensor:
-    """A DTensor of the shape of `like` with this shard on this rank; communicates nothing."""
-    assert devices.mesh is not None
+    """A DTensor of the shape of `like` with this shard on this rank; communicates nothing.
+
+    Raises:
+        LayoutError: if `where` parts axes that are one in the mesh of the devices.
+    """
+    assert devices.mesh is not None and devices.mesh_layout is not None
     return DTensor.from_local(
         local,
         devices.mesh,
-        placements(where),
+        placements(on_joined_axes(where, devices.mesh_axes, devices.mesh_layout)),
         run_check=False,
         shape=like.shape,
         stride=torch.empty(like.shape, device="meta").stride(),

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 __all__ = [
@@ -27,7 +26,7 @@ __all__ = [
     "int_by_rank",
     "is_collective",
     "is_group_call",
-    "set_group_timeout",
+    "splits",
 ]
 
 FAKE = "fake"
@@ -82,9 +81,10 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
-def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    """Lets collectives of `group` wait so long."""
-    _set_pg_timeout(timeout, group)
+def splits(group: dist.ProcessGroup) -> bool:
+    """Whether all subgroups of `group` can be made by one call of `split_group`."""
+    device = group.bound_device_id
+    return device is not None and group._get_backend(device).supports_splitting
 
 
 def int_by_rank(values: Mapping[int, int]) -> torch.SymInt:

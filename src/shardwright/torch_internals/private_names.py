@@ -174,14 +174,12 @@ DISTRIBUTED = (
     ),
     PrivateName("torch.distributed.distributed_c10d._resolve_process_group", "a group by its name"),
     PrivateName(
-        "torch.distributed.distributed_c10d._set_pg_timeout",
-        "lets the groups of a mesh wait as long as that of all processes",
-    ),
-    PrivateName(
         "torch.distributed.distributed_c10d._new_group_with_tag",
         "counts and times process groups: all that make one call it",
     ),
-    PrivateName("torch.distributed.ProcessGroup._get_backend", "reads how long a group waits"),
+    PrivateName(
+        "torch.distributed.ProcessGroup._get_backend", "reads how long a group waits, if it splits"
+    ),
     PrivateName("torch.distributed.ProcessGroup._device_types", "the same"),
     PrivateName("torch._C._distributed_c10d.Backend.Options._timeout", "the same"),
     PrivateName(
