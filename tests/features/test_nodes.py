@@ -183,7 +183,7 @@ def test_a_node_that_is_not_like_the_others_is_named_on_each_once(
         assert len(printed(rank)) == 1, printed(rank)
         (line,) = printed(rank)
         assert line.startswith(f"error: {difference}")
-        assert line.endswith("; all nodes of a run need the same")
+        assert line.endswith("; all ranks of a run need the same")
 
 
 def test_a_second_node_of_a_rank_leaves_the_run_alone(

@@ -19,7 +19,7 @@ from shardwright.errors import ConfigError
 from shardwright.runtime.collective_errors import CommunicationError
 from shardwright.train import World, same_run as room
 facts, device, torch.__version__, seconds = json.loads(sys.argv[1])
-room.local_device = lambda world: torch.device(device)
+room.device_fact = lambda world, choice: device
 try:
     with room.same_run(World.from_environment(), facts, timedelta(seconds=seconds)):
         print("same")
@@ -84,7 +84,7 @@ def test_a_difference_between_nodes_is_one_error_on_each_rank(
     changes: Mapping[str, object], difference: str
 ) -> None:
     error = difference.format(socket.gethostname())
-    assert run({}, changes) == [f"ConfigError {error}; all nodes of a run need the same"] * 2
+    assert run({}, changes) == [f"ConfigError {error}; all ranks of a run need the same"] * 2
 
 
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_for_a_collective() -> None:

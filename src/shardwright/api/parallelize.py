@@ -7,7 +7,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwright.api.agreement import check_ranks_agree, several_ranks, take_state_of_rank_0
@@ -21,6 +20,7 @@ from shardwright.partition.fold_axes import dtensor_axes
 from shardwright.partition.partitioned import Partitioned
 from shardwright.plan import Plan
 from shardwright.planner.pipeline import Pipeline
+from shardwright.runtime.accelerator import device_of_group
 from shardwright.runtime.agreement import check_description
 from shardwright.runtime.devices import Devices
 from shardwright.torch_internals import pytree
@@ -42,8 +42,8 @@ def parallelize(
     divide.
 
     Args:
-        device: where this rank computes; by default the current accelerator if its process group
-            is one, else the CPU.
+        device: where this rank computes; by default its accelerator if its process group works on
+            one, else the CPU.
         sync: False where the values are known to be the same on all ranks; they are then not
             compared.
 
@@ -52,7 +52,7 @@ def parallelize(
             different models or plans.
     """
     net = net.net if isinstance(net, Pipeline) else net
-    where = torch.device(device) if device is not None else _own_device()
+    where = torch.device(device) if device is not None else device_of_group()
     with _in_mode(net, plan.training):
         graph = _agreed_graph(net, plan, where)
         partitioned = plan.partition(graph)
@@ -103,16 +103,6 @@ def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
     yield
     for module, mode in zip(net.modules(), modes, strict=True):
         module.training = mode
-
-
-def _own_device() -> torch.device:
-    """The current accelerator if the process group (if any) works on it, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.device("cpu")
-    if dist.is_initialized() and accelerator.type not in str(dist.get_backend_config()):
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def _example(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -157,7 +157,7 @@ def _train(
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
     # Under torchrun rank 0 locks them; ranks of this command find that their launcher has.
     with (
-        same_run(world, _facts(run), timeout),
+        same_run(world, _facts(run), timeout, run.config.train.device),
         lock_folders(*(_written(run, logs) if world.rank == 0 else ())) as locks,
     ):
         if world.restarts == 0:

@@ -271,6 +271,7 @@ class TrainSection(Section, frozen=True):
     log_every: Count = 100
     seed: Seed = 1
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu"] = "auto"
     checkpoint: CheckpointSection | None = None
     resume: bool = False
     load: str | None = None

@@ -45,7 +45,7 @@ def train_rank(
         )
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
     saving: AbstractContextManager[Checkpoints | None] = run.checkpoints() or nullcontext()
-    with process_group(world, timeout) as device, saving as checkpoints:
+    with process_group(world, timeout, run.config.train.device) as device, saving as checkpoints:
         RankTraining.of(run, plan, device).train(checkpoints, on_step, on_start)
 
 

@@ -31,7 +31,7 @@ from shardwright.cost.cluster import (
     read_cluster,
 )
 from shardwright.errors import ConfigError
-from shardwright.runtime.loopback import loopback_interfaces
+from shardwright.runtime.accelerator import HOST_BACKEND, loopback_interfaces
 from shardwright.text_files import read_text
 
 logger = logging.getLogger("shardwright.cost")
@@ -119,7 +119,7 @@ def _measure(rank: int, processes: int, result: Path) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     os.environ |= {**loopback_interfaces(), **os.environ}
     store = result.with_name("store").as_uri()
-    dist.init_process_group("gloo", store, rank=rank, world_size=processes)
+    dist.init_process_group(HOST_BACKEND, store, rank=rank, world_size=processes)
     device = measure_device(processes, dist.barrier)
     short, long = (
         _seconds(partial(_all_reduces, elements), processes, dist.barrier) / BURST

@@ -23,6 +23,7 @@ from shardwright.errors import DataError
 from shardwright.graph.graph import Graph, Value
 from shardwright.layout.layout import TensorLayout
 from shardwright.partition.decisions import CutAxes
+from shardwright.runtime.accelerator import Arrival, SideStream, pinned
 from shardwright.runtime.agreement import hash_of
 from shardwright.runtime.content_hash import content_hash
 from shardwright.runtime.devices import Devices, has_other_ranks
@@ -79,7 +80,7 @@ class CallComparison:
     rows: Tensor
     hashes: Sequence[Tensor]
     work: Any
-    arrival: torch.Event | None
+    arrival: Arrival | None
 
     def is_there(self) -> bool:
         return bool(self.work.is_completed() if self.arrival is None else self.arrival.query())
@@ -108,8 +109,7 @@ class BatchGuard:
         self._kinds: dict[Hashable, Tensor] = {}
         self._calls = 0
         self._unread: deque[CallComparison] = deque()
-        accelerated = self._active and self._device.type != "cpu"
-        self._beside = torch.Stream(self._device) if accelerated else None
+        self._beside = SideStream.of(self._device) if self._active else None
 
     def begin(self, kind: Hashable, leaves: Sequence[Any]) -> None:
         """Starts to compare a call.
@@ -177,16 +177,15 @@ class BatchGuard:
             assert dist.group.WORLD is not None
             work = dist.group.WORLD.allreduce([rows])
             return CallComparison(self._calls, rows, contents, work, None)
-        self._beside.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._beside:
-            rows = rows.pin_memory()
+        with self._beside.after_program():
+            rows = pinned(rows)
             every = rows.to(self._device, non_blocking=True)
             if contents:
                 every[rank, 2:] = torch.stack(contents)
             work = dist.all_reduce(every, async_op=True)
             work.wait()  # only the stream waits
             rows.copy_(every, non_blocking=True)
-            return CallComparison(self._calls, rows, contents, work, self._beside.record_event())
+            return CallComparison(self._calls, rows, contents, work, self._beside.event())
 
     def _read(self, waits: int) -> None:
         """Compares what has arrived.

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardwright.errors import CheckpointError, DamagedCheckpointError, LockError
 from shardwright.parallel.module import ParallelModule
 from shardwright.plan import Plan
+from shardwright.runtime.accelerator import HOST_BACKEND
 from shardwright.runtime.devices import has_other_ranks, world_timeout
 from shardwright.train import checkpoint_state
 from shardwright.train.checkpoint_manifest import (
@@ -173,7 +174,7 @@ class Checkpoints:
         self.wait()
         if has_other_ranks() and self._group is None:
             # Long timeout: ranks wait in this group while others write their files.
-            self._group = dist.new_group(backend="gloo", timeout=world_timeout())
+            self._group = dist.new_group(backend=HOST_BACKEND, timeout=world_timeout())
         # Collective: no rank starts writing before rank 0 has cleared the leftovers.
         for problem in _from_rank_0(self._claim()):
             raise CheckpointError(problem)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
 from shardwright.parallel.module import ParallelModule
+from shardwright.runtime.accelerator import generator_states, set_generator_states
 from shardwright.train.checkpoint_manifest import CheckpointWarning
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
@@ -172,19 +173,13 @@ def _restored_groups(
 
 def random_tensors(device: torch.device) -> dict[str, Tensor]:
     """The states of PyTorch's generators of the CPU and of the accelerator `device`."""
-    states = {f"{RANDOM}.cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[f"{RANDOM}.{device.type}"] = torch.get_device_module(device).get_rng_state(device)
-    return states
+    return {f"{RANDOM}.{kind}": state for kind, state in generator_states(device).items()}
 
 
 def restore_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Set the generators to states from `random_tensors`."""
-    for key, state in tensors.items():
-        if key == f"{RANDOM}.cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(device).set_rng_state(state, device)
+    states = {key.removeprefix(f"{RANDOM}."): state for key, state in tensors.items()}
+    set_generator_states(states, device)
 
 
 def device_of(net: nn.Module) -> torch.device:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlsplit
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
@@ -28,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTime
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwright.errors import ConfigError
+from shardwright.runtime.accelerator import num_accelerators
 from shardwright.train.launch import StoppedError
 from shardwright.train.log_folder import LogFolder
 from shardwright.train.process_group import TIMEOUT
@@ -90,7 +90,7 @@ class Node:
             raise ConfigError(f"--node-rank {rank}: must be 0 to {maximum - 1} (--nnodes {nnodes})")
         host, port = _endpoint(rdzv)
         if local_size is None:
-            local_size = max(1, torch.accelerator.device_count())
+            local_size = max(1, num_accelerators())
         return Node(rank, minimum, maximum, host, port, local_size)
 
     @property

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from shardwright.errors import NonFiniteError
 from shardwright.parallel.module import ParallelModule
+from shardwright.runtime.accelerator import generator_states, set_generator_states
+from shardwright.train.checkpoint_state import device_of
 from shardwright.train.first_non_finite import (
     NOWHERE,
     earliest,
@@ -40,14 +42,14 @@ class NonFiniteSteps:
     optimizer: torch.optim.Optimizer
     policy: NonFinite
     _before: Mapping[str, Tensor] = field(default_factory=dict)
-    _generators: tuple[Tensor, ...] = ()
+    _generators: Mapping[str, Tensor] = field(default_factory=dict)
 
     def remember(self) -> None:
         """Keeps what a step changes before the optimizer does; to be called before each step."""
         self._before = {n: t.detach().clone() for n, t in _changed_by_forward(self.net).items()}
         if not isinstance(self.net, ParallelModule) or not self.net.devices.several:
             # Several ranks seed each operator; one draws from PyTorch's own generators.
-            self._generators = (torch.get_rng_state(), *_accelerator_state())
+            self._generators = generator_states(device_of(self.net))
 
     def take_back(self, batch: Sequence[Tensor], loss: float, norm: float, where: str) -> None:
         """Undoes a step before its optimizer's, for which the loss or the norm is not finite.
@@ -81,10 +83,7 @@ class NonFiniteSteps:
         now = _changed_by_forward(self.net)
         for name, before in self._before.items():
             local(now[name].detach()).copy_(local(before))
-        if self._generators:
-            torch.set_rng_state(self._generators[0])
-            if len(self._generators) > 1:
-                torch.get_device_module().set_rng_state(self._generators[1])
+        set_generator_states(self._generators, device_of(self.net))
         self.optimizer.zero_grad()
 
 
@@ -133,9 +132,3 @@ def _changed_by_forward(net: nn.Module) -> dict[str, Tensor]:
     state = dict(net.named_parameters()) | dict(net.named_buffers())
     names = (value.name for value, _ in net.partitioned.graph.updates)
     return {name: state[name] for name in names if state.get(name) is not None}
-
-
-def _accelerator_state() -> tuple[Tensor, ...]:
-    if not torch.accelerator.is_available():
-        return ()
-    return (torch.get_device_module().get_rng_state(),)

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from shardwright.runtime.loopback import LOOPBACK, loopback_interfaces
+from shardwright.runtime.accelerator import LOOPBACK, loopback_interfaces
 from shardwright.train.log_folder import LogFolder
 from shardwright.train.rank_failure import RankEnd, RankError
 
