@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import timeit
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.errors import CaptureError, PlanError
+from shardwright.parallel.python_state import PythonState
 
 BATCH = torch.randn(4, 8)
 
@@ -293,3 +295,16 @@ def test_an_attribute_that_forward_changes_for_the_next_call_is_refused(
     with pytest.raises(CaptureError, match=rf"attribute '0.{name}' .* Register it as a buffer"):
         sw.plan(net, (BATCH,), devices=2)
     assert str(vars(net[0])[name]) == str(before), "capture leaves the module as it is"
+
+
+def test_what_is_kept_does_not_grow_with_changes_back_and_forth() -> None:
+    module = Scaled()
+    state = PythonState(module, [("", "alpha", "1.0")], {})
+    keys, blocks = set(), []
+    for step in range(3001):
+        module.alpha = 1e6 + step % 2
+        keys.add(state.key())
+        if step % 1000 == 0:
+            blocks.append(sys.getallocatedblocks())
+    assert len(keys) == 2
+    assert blocks[3] - blocks[1] < 500
