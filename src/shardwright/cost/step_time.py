@@ -3,7 +3,9 @@
 An operator takes the longer of its operations at the device's matrix rate and its bytes at the
 device's memory bandwidth, and an overhead. A collective takes what `Links` says. What overlaps:
 
-- Redistributions of activations do not: the next operator waits for them.
+- Redistributions of activations with what the program computes beside them, as listed in
+  `partition/overlap.py`: operators between where a value is made and where it is read, and the
+  gradients of the weights that its readers delay. For the rest of each the next operator waits.
 - Gradients of parameters overlap the backward computation, as their buckets are reduced while
   earlier operators are differentiated. Only what exceeds it counts.
 - Parameters that are stored sharded are gathered while earlier operators compute: likewise, against
@@ -14,7 +16,7 @@ device's memory bandwidth, and an overhead. A collective takes what `Links` says
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -26,6 +28,7 @@ from shardwright.layout.axes import Axes, Shape
 from shardwright.layout.layout import Layout
 from shardwright.layout.redistribution import RedistributionStep
 from shardwright.partition.communication import Communication
+from shardwright.partition.overlap import overlaps
 from shardwright.partition.parameter_buckets import Bucket
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts, Reduction
@@ -52,7 +55,8 @@ class StepTime:
         update: the optimizer's.
         micro_batches: how many follow each other.
         bubble: the share of the step in which a pipeline stage waits.
-        overlaps: whether communication of parameters and gradients goes on beside computation.
+        overlaps: whether communication goes on beside computation.
+        forward_hidden, backward_hidden: of the redistributions, what goes on beside computation.
     """
 
     forward: float
@@ -67,18 +71,20 @@ class StepTime:
     micro_batches: int = 1
     bubble: float = 0.0
     overlaps: bool = True
+    forward_hidden: float = 0.0
+    backward_hidden: float = 0.0
 
     @property
     def forward_seconds(self) -> float:
         """One micro-batch forward, with all that it waits for."""
-        waits = self._waits(self.gathers_each, self.forward)
-        return self.forward + self.forward_redistributions + waits
+        waits = self._waits(self.gathers_each, self.forward - self.forward_hidden)
+        return self.forward + self.forward_redistributions - self.forward_hidden + waits
 
     @property
     def backward_seconds(self) -> float:
         """One micro-batch backward, with all that it waits for."""
-        waits = self._waits(self.gradients_each, self.backward)
-        return self.backward + self.backward_redistributions + waits
+        waits = self._waits(self.gradients_each, self.backward - self.backward_hidden)
+        return self.backward + self.backward_redistributions - self.backward_hidden + waits
 
     @property
     def computation(self) -> float:
@@ -89,8 +95,8 @@ class StepTime:
     def exposed(self) -> float:
         """What no computation hides of the communication of parameters and gradients that is made
         once a step: with the first micro-batch forward, with the last one backward."""
-        forward = max(0.0, self.forward - self.gathers_each)
-        backward = max(0.0, self.backward - self.gradients_each)
+        forward = max(0.0, self.forward - self.forward_hidden - self.gathers_each)
+        backward = max(0.0, self.backward - self.backward_hidden - self.gradients_each)
         return self._waits(self.gathers, forward) + self._waits(self.gradients, backward)
 
     def _waits(self, communication: float, computation: float) -> float:
@@ -264,6 +270,7 @@ def step_time(
             sent, returned = model.step(transfer.step, transfer.value, transfer.trained)
             again = sent if transfer.again else 0.0
             there, back = there + sent, back + returned + again
+    hidden = _hidden(graph, flow, cuts, model) if not model.shared else (0.0, 0.0)
     once, each = _parameters(flow, model)
     stored = sum(_stored_bytes(flow, value) for value in graph.parameters if value.requires_grad)
     return StepTime(
@@ -279,7 +286,44 @@ def step_time(
         micro_batches=micro_batches,
         bubble=bubble,
         overlaps=not model.shared,
+        forward_hidden=hidden[0],
+        backward_hidden=hidden[1],
     )
+
+
+def _hidden(
+    graph: Graph, flow: Communication, cuts: Mapping[str, Cuts], model: TimeModel
+) -> ComputeAndExposed:
+    """What goes on beside computation of the redistributions of activations; the computation of an
+    operator hides as much as it takes, of one redistribution or of several."""
+    among = overlaps(graph, flow)
+    delayed = {op for overlap in among.values() for op in overlap.linears}
+    spare: dict[tuple[str, str], float] = {}
+
+    def hide(seconds: float, part: str, ops: Sequence[Op]) -> float:
+        left = seconds
+        for op in ops:
+            if (op.name, part) not in spare:
+                forward, backward = model.operator(op, cuts.get(op.name, {}))
+                # Of a linear layer whose weight is delayed half is computed there.
+                half = backward / 2 if op in delayed else backward
+                spare[op.name, part] = {"forward": forward, "weight": backward - half}.get(
+                    part, half
+                )
+            used = min(left, spare[op.name, part])
+            spare[op.name, part] -= used
+            left -= used
+        return seconds - left
+
+    forward_hidden = backward_hidden = 0.0
+    for transfer, overlap in among.items():
+        sent, returned = model.step(transfer.step, transfer.value, transfer.trained)
+        there = hide(sent, "forward", overlap.beside)
+        back = hide(returned, "weight", overlap.linears)
+        back += hide(returned - back, "backward", overlap.beside)
+        forward_hidden += there
+        backward_hidden += back + (there if transfer.again else 0.0)
+    return forward_hidden, backward_hidden
 
 
 def _inside(graph: Graph, flow: Communication, model: TimeModel) -> ComputeAndExposed:

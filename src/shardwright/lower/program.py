@@ -16,16 +16,18 @@ from torch import Tensor
 from shardwright.graph.graph import Graph, Kind, Op, Value, ops_from_inputs
 from shardwright.lower.emit import Source, expression
 from shardwright.lower.emit_buckets import BucketLines
+from shardwright.lower.emit_transfers import TransferLines
 from shardwright.lower.kernels import Kernels
 from shardwright.partition.chunk import Chunk
 from shardwright.partition.communication import Communication
+from shardwright.partition.overlap import overlaps
 from shardwright.partition.parameter_buckets import bucketed_steps
 from shardwright.partition.transfer import Transfer
 from shardwright.rules import is_random, rule_of
 from shardwright.rules.rule import Cuts, ShardingRule, TwoPhaseKernel
 from shardwright.runtime.buckets import BoundBucket
-from shardwright.runtime.collectives import bind, start_all_reduce
 from shardwright.runtime.devices import Devices
+from shardwright.runtime.overlap import linear
 from shardwright.runtime.random import (
     Seeded,
     number_of,
@@ -114,12 +116,11 @@ class _Lowering:
     buckets: BucketLines = field(init=False)
     source: Source = field(default_factory=Source)
     variables: dict[Value, str] = field(default_factory=dict)
-    converted: dict[int, str] = field(default_factory=dict)
+    transfers: TransferLines = field(init=False)
     fused: dict[Value, Op] = field(default_factory=dict)
     kernels: Kernels = field(init=False)
     started: dict[Op, str] = field(default_factory=dict)
     recomputed: frozenset[Value] = frozenset()
-    _bound: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -138,6 +139,14 @@ class _Lowering:
             self.source.name(name)
         self.buckets = BucketLines(self.flow, self.devices, self.unsharded, self.source)
         self.kernels = Kernels(self.devices, self.cuts, self.flow)
+        self.transfers = TransferLines(
+            self.flow,
+            self.devices,
+            self.source,
+            overlaps(self.graph, self.flow),
+            self._pending_loss(),
+            self._weight,
+        )
         again = (self.graph.by_name[name] for name in self.flow.segment_of)
         self.recomputed = frozenset(value for op in again for value in op.inputs)
         early = self._start_ahead()
@@ -208,39 +217,18 @@ class _Lowering:
             name = self._variable(value)
         else:
             route = route[bucketed_steps(route) :]
-        for transfer in route:
-            if id(transfer) not in self.converted:
-                self._transfer(transfer, name)
-            name = self.converted[id(transfer)]
-        return name
+        return self.transfers.convert(name, route)
 
-    def _transfer(self, transfer: Transfer, before: str) -> None:
-        step = transfer.step
-        over = "".join(self.devices.layout.alias_names[a] for a in step.axes)
-        dims = "_to_".join(f"dim{d}" for d in (step.dim, step.to_dim) if d is not None)
-        wanted = "_".join(part for part in (step.kind, dims, over) if part)
-        if step.kind == "all_gather" and step.backward == "reduce_scatter":
-            wanted += "_varying"
-        key = (step.kind, step.axes, step.dim, step.to_dim, step.backward)
-        if step.spec.pattern == "point_to_point":
-            key = (*key, step.source.axes, step.target.axes)  # type: ignore[assignment]
-        if self._is_pending_loss(transfer):
-            wanted, key = f"start_{wanted}", ("start", *key)  # type: ignore[assignment]
-            function = self._bound[key] = start_all_reduce(step, self.devices)
-        else:
-            function = self._bound.setdefault(key, bind(step, self.devices))
-        redistribution = self.source.refer(wanted, function)
-        name = self.source.name(transfer.value.name)
-        segment = transfer.segment
-        self.source.add([name], f"{redistribution}({before})", [before], segment=segment)
-        self.converted[id(transfer)] = name
-
-    def _is_pending_loss(self, transfer: Transfer) -> bool:
+    def _pending_loss(self) -> Transfer | None:
+        """The all-reduce of the loss, if it is only started."""
         loss = self.graph.loss
-        if not self.pending_loss or transfer.value is not loss or self.graph.consumers[loss]:
-            return False
+        if not self.pending_loss or loss is None or self.graph.consumers[loss]:
+            return None
         route = self.flow.output_routes[loss]
-        return transfer is route[-1] and transfer.step.kind == "all_reduce"
+        return route[-1] if route and route[-1].step.kind == "all_reduce" else None
+
+    def _weight(self, op: Op) -> str:
+        return self._converted(op.inputs[1], self.flow.routes[op.name, 1])
 
     # Operators
 
@@ -286,9 +274,12 @@ class _Lowering:
         def variable(_: Value) -> str:
             return mine[next(counter)]
 
+        function = self._function(op, rule)
+        if op in self.transfers.delayed:
+            function, mine[1] = self.source.refer("linear", linear), self.transfers.delayed[op]
+            variables[1] = mine[1]
         texts = [expression(a, variable) for a in args]
         texts += [f"{key}={expression(a, variable)}" for key, a in kwargs.items()]
-        function = self._function(op, rule)
         if self.devices.several and is_random(op):
             texts.insert(0, "seed")
         if op in self.started:
@@ -299,6 +290,8 @@ class _Lowering:
         call, comment = f"{function}({', '.join(texts)})", self._comment(op, rule)
         segment = self._segment(op)
         self.source.add(names, call, variables, comment, _returns_many(op), segment)
+        for value, name in zip(op.outputs, names, strict=True):
+            self.transfers.start(value, name)
 
     def _segment(self, op: Op) -> str | None:
         segment = self.flow.segment_of.get(op.name)
@@ -369,20 +362,23 @@ class _Lowering:
             and self._segment(op) == self._segment(add)
         )
 
-    def _reads(self, linear: Op) -> list[str]:
+    def _reads(self, layer: Op) -> list[str]:
         """The variables that it reads; they come before those of its bias."""
         return [
-            self._converted(value, self.flow.routes[linear.name, index])
-            for index, value in enumerate(linear.inputs)
+            self._converted(value, self.flow.routes[layer.name, index])
+            for index, value in enumerate(layer.inputs)
         ]
 
-    def _with_bias(self, linear: Op, add: Op, bias: str) -> None:
-        reads = self._reads(linear)
-        name = self.variables[add.output] = self.source.name(linear.output.name)
-        comment = f"{self._comment(linear, rule_of(linear))}; with {add.name}"
+    def _with_bias(self, layer: Op, add: Op, bias: str) -> None:
+        reads, function = self._reads(layer), "aten.linear.default"
+        if layer in self.transfers.delayed:
+            function, reads[1] = self.source.refer("linear", linear), self.transfers.delayed[layer]
+        name = self.variables[add.output] = self.source.name(layer.output.name)
+        comment = f"{self._comment(layer, rule_of(layer))}; with {add.name}"
         reads.append(bias)
-        call, segment = f"aten.linear.default({', '.join(reads)})", self._segment(linear)
+        call, segment = f"{function}({', '.join(reads)})", self._segment(layer)
         self.source.add([name], call, reads, comment, segment=segment)
+        self.transfers.start(add.output, name)
 
 
 def _short(op: Op) -> str:

@@ -183,7 +183,7 @@ class LossWeights:
         with torch.no_grad():
             counts = torch.stack([self._count(piece) for piece in pieces])
             if self._arrivals:
-                counts = all_reduce(counts, self._devices.group(self._arrivals))
+                counts = all_reduce(self._devices.group(self._arrivals))(counts)
             loss = self._graph.loss
             double = loss is not None and loss.dtype == torch.float64
             return (counts / counts.sum()).to(torch.float64 if double else torch.float32).unbind()

@@ -153,7 +153,7 @@ def _described(bucket: Bucket) -> str:
 
 
 _BUCKETS = "shardwright.runtime.buckets"
-_CONVERTING = {"shardwright.runtime.collectives", _BUCKETS}
+_CONVERTING = {"shardwright.runtime.collectives", "shardwright.runtime.overlap", _BUCKETS}
 _GUARD = "shardwright.runtime.batch_guard"
 _GONE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
 """What gloo and stores say of another process that is gone, or does not answer."""

@@ -32,35 +32,89 @@ from shardwright.runtime.devices import Devices, Group, Index, block
 from shardwright.torch_internals.distributed import functional_collectives as c10d
 
 
-def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
+@dataclass(frozen=True)
+class Collective:
+    """One collective in two halves, between which others may compute; called, it runs at once.
+
+    Args:
+        start: begins it, and gives what is on its way.
+        finish: waits for that, and gives the result in the dtype of what was sent.
+        joined: the dimension along which a result of so many blocks is joined, which arrive one
+            after the other; None if it arrives as it is.
+    """
+
+    start: Function
+    finish: Callable[[Tensor, torch.dtype], Tensor]
+    joined: tuple[int, int] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.finish(self.start(x), x.dtype)
+
+    def pending_shape(self, shape: Sequence[int]) -> list[int]:
+        """Of what is on its way to a result of this shape."""
+        pending = list(shape)
+        if self.joined is not None:
+            dim, blocks = self.joined
+            pending[dim] //= blocks
+            pending[0] *= blocks
+        return pending
+
+
+def at_once(function: Function) -> Collective:
+    """What is not taken apart: it sends nothing, or is waited for as soon as it is started."""
+    return Collective(function, lambda out, dtype: out)
+
+
+def all_reduce(group: Group, kind: str = "sum") -> Collective:
     """Sum (or maximum) over the group."""
-    return complete(c10d.all_reduce(sendable(x), kind, group.name), x.dtype)
+    return Collective(lambda x: c10d.all_reduce(sendable(x), kind, group.name), complete)
 
 
-def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
+def all_gather(dim: int, group: Group) -> Collective:
     """The blocks of the group joined along `dim`."""
-    out = complete(c10d.all_gather_into_tensor(sendable(x), group.size, group.name), x.dtype)
-    if dim == 0 and group.in_order:
+
+    def start(x: Tensor) -> Tensor:
+        out: Tensor = c10d.all_gather_into_tensor(sendable(x), group.size, group.name)
         return out
-    blocks = out.chunk(group.size, 0)
-    return torch.cat([blocks[position] for position in group.order], dim)
+
+    return Collective(start, _joining(dim, group), (dim, group.size))
 
 
-def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+def reduce_scatter(dim: int, group: Group) -> Collective:
     """Sum over the group, cut along `dim`: this rank's block."""
-    if dim != 0 or not group.in_order:
-        x = torch.cat(_by_position(x.chunk(group.size, dim), group), 0)
-    out = c10d.reduce_scatter_tensor(sendable(x), "sum", group.size, group.name)
-    return complete(out, x.dtype)
+
+    def start(x: Tensor) -> Tensor:
+        if dim != 0 or not group.in_order:
+            x = torch.cat(_by_position(x.chunk(group.size, dim), group), 0)
+        out: Tensor = c10d.reduce_scatter_tensor(sendable(x), "sum", group.size, group.name)
+        return out
+
+    return Collective(start, complete)
 
 
-def all_to_all(x: Tensor, dim: int, to_dim: int, group: Group) -> Tensor:
+def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
     """A tensor cut along `dim` becomes whole there and cut along `to_dim`."""
-    parts = torch.cat(_by_position(x.chunk(group.size, to_dim), group), 0)
-    sizes = [parts.shape[0] // group.size] * group.size
-    out = complete(c10d.all_to_all_single(sendable(parts), sizes, sizes, group.name), x.dtype)
-    blocks = out.chunk(group.size, 0)
-    return torch.cat([blocks[position] for position in group.order], dim)
+
+    def start(x: Tensor) -> Tensor:
+        parts = torch.cat(_by_position(x.chunk(group.size, to_dim), group), 0)
+        sizes = [parts.shape[0] // group.size] * group.size
+        out: Tensor = c10d.all_to_all_single(sendable(parts), sizes, sizes, group.name)
+        return out
+
+    return Collective(start, _joining(dim, group), (dim, group.size))
+
+
+def _joining(dim: int, group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
+    """Joins blocks that arrive one after the other."""
+
+    def finish(pending: Tensor, dtype: torch.dtype) -> Tensor:
+        out = complete(pending, dtype)
+        if dim == 0 and group.in_order:
+            return out
+        blocks = out.chunk(group.size, 0)
+        return torch.cat([blocks[position] for position in group.order], dim)
+
+    return finish
 
 
 def slice_block(x: Tensor, dim: int, index: Index, parts: int) -> Tensor:
@@ -140,8 +194,8 @@ class _Redistribute(torch.autograd.Function):
 class BoundCollective:
     """One step, bound to the devices; called on the local tensor."""
 
-    forward: Function
-    backward: Function
+    forward: Collective
+    backward: Collective
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.requires_grad:
@@ -155,48 +209,40 @@ def bind(step: RedistributionStep, devices: Devices) -> BoundCollective:
 
 
 def _bind_slice(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    cut, group, dim = _cut(step, devices), devices.group(step.axes), _dim(step)
-    return BoundCollective(cut, lambda g: all_gather(g, dim, group))
+    group = devices.group(step.axes)
+    return BoundCollective(_cut(step, devices), all_gather(_dim(step), group))
 
 
 def _bind_vary(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    group = devices.group(step.axes)
-    return BoundCollective(identity, lambda g: all_reduce(g, group))
+    return BoundCollective(at_once(identity), all_reduce(devices.group(step.axes)))
 
 
 def _bind_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    group = devices.group(step.axes)
-    return BoundCollective(lambda x: all_reduce(x, group), identity)
+    return BoundCollective(all_reduce(devices.group(step.axes)), at_once(identity))
 
 
 def _bind_reduce_scatter(step: RedistributionStep, devices: Devices) -> BoundCollective:
     group, dim = devices.group(step.axes), _dim(step)
-    return BoundCollective(
-        lambda x: reduce_scatter(x, dim, group), lambda g: all_gather(g, dim, group)
-    )
+    return BoundCollective(reduce_scatter(dim, group), all_gather(dim, group))
 
 
 def _bind_all_gather(step: RedistributionStep, devices: Devices) -> BoundCollective:
     group, dim = devices.group(step.axes), _dim(step)
     if step.backward == "reduce_scatter":
-        return BoundCollective(
-            lambda x: all_gather(x, dim, group), lambda g: reduce_scatter(g, dim, group)
-        )
-    return BoundCollective(lambda x: all_gather(x, dim, group), _cut(step, devices))
+        return BoundCollective(all_gather(dim, group), reduce_scatter(dim, group))
+    return BoundCollective(all_gather(dim, group), _cut(step, devices))
 
 
 def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollective:
     group, dim, to_dim = devices.group(step.axes), _dim(step), step.to_dim
     assert to_dim is not None
-    return BoundCollective(
-        lambda x: all_to_all(x, dim, to_dim, group), lambda g: all_to_all(g, to_dim, dim, group)
-    )
+    return BoundCollective(all_to_all(dim, to_dim, group), all_to_all(to_dim, dim, group))
 
 
-def _cut(step: RedistributionStep, devices: Devices) -> Function:
+def _cut(step: RedistributionStep, devices: Devices) -> Collective:
     """Keeps this rank's block along the step's dimension."""
     dim, parts, index = _dim(step), devices.layout.size(step.axes), devices.index(step.axes)
-    return lambda x: slice_block(x, dim, index, parts)
+    return at_once(lambda x: slice_block(x, dim, index, parts))
 
 
 def _dim(step: RedistributionStep) -> int:
@@ -206,8 +252,8 @@ def _dim(step: RedistributionStep) -> int:
 
 def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
     """As `bind`, for an all-reduce whose result is waited for by who reads it."""
-    group = devices.group(step.axes)
-    return BoundCollective(lambda x: c10d.all_reduce(x.contiguous(), "sum", group.name), identity)
+    start = all_reduce(devices.group(step.axes)).start
+    return BoundCollective(at_once(start), at_once(identity))
 
 
 def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective:
@@ -217,8 +263,8 @@ def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective
     send = [_one_where(devices, group, source) for source in came_from]
     receive = [_one_where(devices, group, target) for target in to]
     return BoundCollective(
-        lambda x: exchange(x, send, receive, group.name),
-        lambda g: exchange(g, receive, send, group.name),
+        at_once(lambda x: exchange(x, send, receive, group.name)),
+        at_once(lambda g: exchange(g, receive, send, group.name)),
     )
 
 
@@ -226,8 +272,8 @@ def _bind_all_to_all_v(step: RedistributionStep, devices: Devices) -> BoundColle
     group = devices.group(step.axes)
     forward = cell_exchange(step.source, step.target)
     return BoundCollective(
-        _exchange_of_cells(forward, group, devices),
-        _exchange_of_cells(forward.backward, group, devices),
+        at_once(_exchange_of_cells(forward, group, devices)),
+        at_once(_exchange_of_cells(forward.backward, group, devices)),
     )
 
 
@@ -286,5 +332,5 @@ def bound_reduction(group: Group, kind: str, varying: bool) -> Reduce:
 
     if kind != "sum":
         return Reduce(whole, start, wait)
-    backward: Function = (lambda g: all_reduce(g, group)) if varying else identity
-    return Reduce(BoundCollective(whole, backward), start, wait)
+    backward = all_reduce(group) if varying else at_once(identity)
+    return Reduce(BoundCollective(at_once(whole), backward), start, wait)

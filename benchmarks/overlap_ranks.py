@@ -1,0 +1,86 @@
+"""What `bench_overlap.py` runs on both hosts: training steps under PyTorch's profiler."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+import shardwright as sw
+from benchmarks.models import small
+from shardwright.lower import program
+from shardwright.partition.overlap import Overlap
+from shardwright.partition.transfer import Transfer
+
+SIZES = {"batch": 4, "sequence": 128, "layers": 4, "heads": 8, "kv_heads": 8, "width": 512}
+STEPS = 5
+
+
+def main(steps: int, sizes: Mapping[str, int]) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    net, args, kwargs = small("llama", **sizes)
+    plan = sw.plan(net, args, kwargs, devices=dist.get_world_size(), mem_coeff=1000.0)
+    result = {}
+    for name in ("at once", "overlapped", "compiled"):
+        with at_once() if name == "at once" else overlapped():
+            parallel: Any = sw.parallelize(net, plan, "cpu")
+            if name == "compiled":
+                parallel.compile(fullgraph=True, backend="aot_eager")
+            parallel.train_step(**kwargs)
+            result[name] = measured(parallel, kwargs, steps)
+    if dist.get_rank() == 0:
+        print(json.dumps(result), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Programs that wait for every redistribution where it is made."""
+
+    def nothing(*_: object) -> dict[Transfer, Overlap]:
+        return {}
+
+    whole = program.overlaps
+    program.overlaps = nothing
+    try:
+        yield
+    finally:
+        program.overlaps = whole
+
+
+@contextmanager
+def overlapped() -> Iterator[None]:
+    yield
+
+
+def measured(parallel: Any, kwargs: Mapping[str, Any], steps: int) -> dict[str, float]:
+    """Milliseconds of a step, of its collectives, and of waiting for them: medians."""
+    rows = []
+    for _ in range(steps):
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CPU]) as timeline:
+            started = time.perf_counter()
+            parallel.train_step(**kwargs)
+            seconds = time.perf_counter() - started
+        parallel.zero_grad()
+        events = timeline.events()
+        assert events is not None
+        waits = sum(e.cpu_time_total for e in events if e.name == "_c10d_functional::wait_tensor")
+        sent = sum(e.time_range.elapsed_us() for e in events if e.name.startswith("gloo:"))
+        rows.append((1e3 * seconds, sent / 1e3, waits / 1e3))
+    step, sent, waits = (statistics.median(column) for column in zip(*rows, strict=True))
+    return {"step": step, "communication": sent, "exposed": waits}
+
+
+if __name__ == "__main__":
+    main(STEPS, SIZES) if len(sys.argv) == 1 else main(1, json.loads(sys.argv[1]))
