@@ -58,7 +58,8 @@ def measured(*arguments: str) -> dict[str, dict[str, float]]:
             environment = {**where, "RANK": str(rank), "PYTHONPATH": path}
             command = (sys.executable, "-m", "benchmarks.overlap_ranks", *arguments)
             processes.append(host.start(*command, output=files[rank], environment=environment))
-        if any([process.wait(TIMEOUT) for process in processes]):
+        statuses = [process.wait(TIMEOUT) for process in processes]
+        if any(statuses):
             raise RuntimeError(f"a process failed:\n{files[0].read_text()[-4000:]}")
         rows: dict[str, dict[str, float]] = json.loads(files[0].read_text().splitlines()[-1])
         return rows

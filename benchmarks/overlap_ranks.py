@@ -7,8 +7,9 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
 from benchmarks.models import small
-from shardwright.lower import program
-from shardwright.partition.overlap import Overlap
-from shardwright.partition.transfer import Transfer
+from shardwright.partition.chunk import Chunk
 
 SIZES = {"batch": 4, "sequence": 128, "layers": 4, "heads": 8, "kv_heads": 8, "width": 512}
 STEPS = 5
@@ -31,7 +30,7 @@ def main(steps: int, sizes: Mapping[str, int]) -> None:
     plan = sw.plan(net, args, kwargs, devices=dist.get_world_size(), mem_coeff=1000.0)
     result = {}
     for name in ("at once", "overlapped", "compiled"):
-        with at_once() if name == "at once" else overlapped():
+        with at_once() if name == "at once" else nullcontext():
             parallel: Any = sw.parallelize(net, plan, "cpu")
             if name == "compiled":
                 parallel.compile(fullgraph=True, backend="aot_eager")
@@ -47,20 +46,8 @@ def main(steps: int, sizes: Mapping[str, int]) -> None:
 def at_once() -> Iterator[None]:
     """Programs that wait for every redistribution where it is made."""
 
-    def nothing(*_: object) -> dict[Transfer, Overlap]:
-        return {}
-
-    whole = program.overlaps
-    program.overlaps = nothing
-    try:
+    with mock.patch.object(Chunk, "overlaps", {}):
         yield
-    finally:
-        program.overlaps = whole
-
-
-@contextmanager
-def overlapped() -> Iterator[None]:
-    yield
 
 
 def measured(parallel: Any, kwargs: Mapping[str, Any], steps: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.layout.redistribution import RedistributionStep, redistribution_steps
 from shardwright.parallel.simulate_ranks import ByteCounter, assemble_shards, simulated_devices
 from shardwright.runtime.collectives import BINDINGS, bind, sendable
+from shardwright.runtime.overlap import FinishCollective, StartCollective
 from torchrun import torchrun
 
 MATRICES = ((2, 2), (2, 3), (2, 2, 2))
@@ -42,8 +43,10 @@ def ways(matrix: tuple[int, ...]) -> st.SearchStrategy[tuple[TensorLayout, Tenso
     return st.tuples(layouts(mesh, True), layouts(mesh, False))
 
 
-def convert(source: TensorLayout, target: TensorLayout) -> tuple[Tensor, float, Tensor, Tensor]:
-    """A value in `source`, converted to `target`, and its gradient.
+def convert(
+    source: TensorLayout, target: TensorLayout, halves: bool
+) -> tuple[Tensor, float, Tensor, Tensor]:
+    """A value in `source`, converted to `target`, and its gradient; in two halves if so said.
 
     Returns the value put together, the difference between its copies, the gradient put together,
     and the gradient that it should be.
@@ -84,7 +87,8 @@ def convert(source: TensorLayout, target: TensorLayout) -> tuple[Tensor, float, 
         x = mode.rank_map(lambda r: term(r)[source.slices(r, SHAPE)].clone()).requires_grad_()
         y = x
         for step in redistribution_steps(source, target, SHAPE):
-            y = bind(step, devices)(y)
+            bound = bind(step, devices)
+            y = FinishCollective(bound)(StartCollective(bound)(y)) if halves else bound(y)
         # The gradient of a varying value is a sum: give each rank an equal part of it.
         parts = mesh.size(tuple(target.varying))
         g = mode.rank_map(lambda r: (upstream / parts)[target.slices(r, SHAPE)].clone())
@@ -96,13 +100,13 @@ def convert(source: TensorLayout, target: TensorLayout) -> tuple[Tensor, float, 
     return got - full, max(difference, spread), gradient, upstream
 
 
-@given(st.sampled_from(MATRICES).flatmap(ways))
+@given(st.sampled_from(MATRICES).flatmap(ways), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_a_redistribution_keeps_the_value_and_its_gradient(
-    way: tuple[TensorLayout, TensorLayout],
+    way: tuple[TensorLayout, TensorLayout], halves: bool
 ) -> None:
     source, target = way
-    error, spread, gradient, wanted = convert(source, target)
+    error, spread, gradient, wanted = convert(source, target, halves)
     torch.testing.assert_close(error, torch.zeros_like(error), rtol=0, atol=1e-9)
     assert spread < 1e-9
     torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-9)

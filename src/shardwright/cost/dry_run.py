@@ -139,7 +139,7 @@ class _MetaChunk:
         alone = not chunk.arriving and not chunk.leaving
         unsharded = partitioned.pipeline.micro_batches > 1 or not alone
         program = lower(chunk, devices, unsharded)
-        module = StageModule(chunk, program, partitioned.graph, follows=halves)
+        module = StageModule(chunk, program, partitioned.graph)
         layouts = program.communication.initial_layouts
 
         def local(value: Value, dtype: torch.dtype | None = None) -> Tensor:

@@ -50,6 +50,7 @@ def _on_cluster(
         chunk.decisions.cuts,
         model,
         micro_batches=pipeline.micro_batches,
+        beside=chunk.overlaps,
     )
     send = 0.0
     if chunk.leaving:

@@ -28,8 +28,9 @@ from shardwright.layout.axes import Axes, Shape
 from shardwright.layout.layout import Layout
 from shardwright.layout.redistribution import RedistributionStep
 from shardwright.partition.communication import Communication
-from shardwright.partition.overlap import overlaps
+from shardwright.partition.overlap import Overlap
 from shardwright.partition.parameter_buckets import Bucket
+from shardwright.partition.transfer import Transfer
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts, Reduction
 
@@ -248,6 +249,7 @@ def step_time(
     *,
     micro_batches: int = 1,
     bubble: float = 0.0,
+    beside: Mapping[Transfer, Overlap] | None = None,
 ) -> StepTime:
     """Seconds of one training step of `graph` as it was decided.
 
@@ -257,6 +259,7 @@ def step_time(
         model: of the cluster and the device matrix.
         micro_batches: how many of the graph's batches make up a step.
         bubble: the share of the step in which a pipeline stage waits.
+        beside: what the program computes beside redistributions; by default nothing.
     """
     forward = backward = 0.0
     for op in graph.ops:
@@ -270,7 +273,7 @@ def step_time(
             sent, returned = model.step(transfer.step, transfer.value, transfer.trained)
             again = sent if transfer.again else 0.0
             there, back = there + sent, back + returned + again
-    hidden = _hidden(graph, flow, cuts, model) if not model.shared else (0.0, 0.0)
+    hidden = _hidden(beside, cuts, model) if beside and not model.shared else (0.0, 0.0)
     once, each = _parameters(flow, model)
     stored = sum(_stored_bytes(flow, value) for value in graph.parameters if value.requires_grad)
     return StepTime(
@@ -292,12 +295,11 @@ def step_time(
 
 
 def _hidden(
-    graph: Graph, flow: Communication, cuts: Mapping[str, Cuts], model: TimeModel
+    beside: Mapping[Transfer, Overlap], cuts: Mapping[str, Cuts], model: TimeModel
 ) -> ComputeAndExposed:
     """What goes on beside computation of the redistributions of activations; the computation of an
     operator hides as much as it takes, of one redistribution or of several."""
-    among = overlaps(graph, flow)
-    delayed = {op for overlap in among.values() for op in overlap.linears}
+    delayed = {op for overlap in beside.values() for op in overlap.linears}
     spare: dict[tuple[str, str], float] = {}
 
     def hide(seconds: float, part: str, ops: Sequence[Op]) -> float:
@@ -316,7 +318,7 @@ def _hidden(
         return seconds - left
 
     forward_hidden = backward_hidden = 0.0
-    for transfer, overlap in among.items():
+    for transfer, overlap in beside.items():
         sent, returned = model.step(transfer.step, transfer.value, transfer.trained)
         there = hide(sent, "forward", overlap.beside)
         back = hide(returned, "weight", overlap.linears)

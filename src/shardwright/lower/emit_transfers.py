@@ -13,7 +13,7 @@ from shardwright.partition.overlap import Overlap
 from shardwright.partition.transfer import Transfer
 from shardwright.runtime.collectives import BoundCollective, bind, start_all_reduce
 from shardwright.runtime.devices import Devices
-from shardwright.runtime.overlap import DelayGradient, Finish, Start
+from shardwright.runtime.overlap import DelayGradient, FinishCollective, StartCollective
 
 
 @dataclass
@@ -66,10 +66,10 @@ class TransferLines:
         for op in self.overlaps[transfer].linears:
             self._delay(op, transfer)
         pending = self._started[transfer]
-        return self._line(transfer, "finish", self._half(transfer, Finish), pending)
+        return self._line(transfer, "finish", self._half(transfer, FinishCollective), pending)
 
     def _start(self, transfer: Transfer, before: str) -> None:
-        function = self._half(transfer, Start)
+        function = self._half(transfer, StartCollective)
         self._started[transfer] = self._line(transfer, "start", function, before)
 
     def _delay(self, op: Op, transfer: Transfer) -> None:
@@ -95,7 +95,9 @@ class TransferLines:
         self.source.add([name], call, [before], segment=transfer.segment)
         return name
 
-    def _half(self, transfer: Transfer, half: type[Start] | type[Finish]) -> Any:
+    def _half(
+        self, transfer: Transfer, half: type[StartCollective] | type[FinishCollective]
+    ) -> Any:
         function = self._function(transfer)
         return self._bound.setdefault((half, id(function)), half(function))
 

@@ -20,14 +20,13 @@ from shardwright.lower.emit_transfers import TransferLines
 from shardwright.lower.kernels import Kernels
 from shardwright.partition.chunk import Chunk
 from shardwright.partition.communication import Communication
-from shardwright.partition.overlap import overlaps
 from shardwright.partition.parameter_buckets import bucketed_steps
 from shardwright.partition.transfer import Transfer
 from shardwright.rules import is_random, rule_of
 from shardwright.rules.rule import Cuts, ShardingRule, TwoPhaseKernel
 from shardwright.runtime.buckets import BoundBucket
 from shardwright.runtime.devices import Devices
-from shardwright.runtime.overlap import linear
+from shardwright.runtime.overlap import delayed_linear
 from shardwright.runtime.random import (
     Seeded,
     number_of,
@@ -143,7 +142,7 @@ class _Lowering:
             self.flow,
             self.devices,
             self.source,
-            overlaps(self.graph, self.flow),
+            self.chunk.overlaps,
             self._pending_loss(),
             self._weight,
         )
@@ -276,7 +275,10 @@ class _Lowering:
 
         function = self._function(op, rule)
         if op in self.transfers.delayed:
-            function, mine[1] = self.source.refer("linear", linear), self.transfers.delayed[op]
+            function, mine[1] = (
+                self.source.refer("linear", delayed_linear),
+                self.transfers.delayed[op],
+            )
             variables[1] = mine[1]
         texts = [expression(a, variable) for a in args]
         texts += [f"{key}={expression(a, variable)}" for key, a in kwargs.items()]
@@ -372,7 +374,10 @@ class _Lowering:
     def _with_bias(self, layer: Op, add: Op, bias: str) -> None:
         reads, function = self._reads(layer), "aten.linear.default"
         if layer in self.transfers.delayed:
-            function, reads[1] = self.source.refer("linear", linear), self.transfers.delayed[layer]
+            function, reads[1] = (
+                self.source.refer("linear", delayed_linear),
+                self.transfers.delayed[layer],
+            )
         name = self.variables[add.output] = self.source.name(layer.output.name)
         comment = f"{self._comment(layer, rule_of(layer))}; with {add.name}"
         reads.append(bias)

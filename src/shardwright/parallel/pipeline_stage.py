@@ -74,12 +74,11 @@ class StageModule(nn.Module):
 
     step: StepContext
 
-    def __init__(self, chunk: Chunk, program: Program, whole: Graph, follows: bool) -> None:
+    def __init__(self, chunk: Chunk, program: Program, whole: Graph) -> None:
         super().__init__()
         self.chunk = chunk
         self.program = program
         self.unsharded = UnshardedParameters(program)
-        self._follows = follows
         self._inputs = [
             index
             for value in chunk.graph.input_values
@@ -107,7 +106,9 @@ class StageModule(nn.Module):
             loss: Tensor = tensors[self.chunk.graph.loss]
             return loss
         leaving = [_with_gradient(value, tensors[value]) for value in self.chunk.leaving]
-        follows = [tensor for tensor in received if tensor.requires_grad and self._follows]
+        follows = [
+            tensor for tensor in received if tensor.requires_grad and self.chunk.splits_backward
+        ]
         return border(leaving, follows[:1])
 
     def read(self, micro_batch: int, arrived: Sequence[Tensor]) -> list[Any]:
@@ -143,9 +144,9 @@ class RankStages:
 
     def __post_init__(self) -> None:
         self._create_groups()
-        graph, follows = self.partitioned.graph, self.pipeline.schedule_spec.splits_backward
+        graph = self.partitioned.graph
         self.modules = tuple(
-            StageModule(chunk, lower(chunk, self.devices, unsharded=True), graph, follows)
+            StageModule(chunk, lower(chunk, self.devices, unsharded=True), graph)
             for chunk in self.partitioned.chunks_of(self.devices.stage)
         )
         self._weights = LossWeights(graph, self.devices, self._arrival_axes)

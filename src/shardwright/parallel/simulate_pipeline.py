@@ -63,12 +63,7 @@ class _Chain:
         self.partitioned = partitioned
         graph, pipeline = partitioned.graph, partitioned.pipeline
         self.modules = [
-            StageModule(
-                chunk,
-                lower(chunk, devices, unsharded=True),
-                graph,
-                follows=pipeline.schedule_spec.splits_backward,
-            )
+            StageModule(chunk, lower(chunk, devices, unsharded=True), graph)
             for chunk in partitioned.chunks
         ]
         self.sent = [[0, 0] for _ in range(pipeline.stages)]

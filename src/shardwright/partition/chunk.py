@@ -10,6 +10,8 @@ from shardwright.graph.graph import Graph, Value
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.communication import Communication, communication
 from shardwright.partition.decisions import CutAxes, Decisions
+from shardwright.partition.overlap import Overlap, overlaps
+from shardwright.partition.transfer import Transfer
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +27,7 @@ class Chunk:
             left for the next.
         arriving, leaving: the values that are received and sent.
         returned: outputs of the model that are computed here.
+        splits_backward: whether its backward pass comes in two halves, gradients of inputs first.
     """
 
     number: int
@@ -35,11 +38,17 @@ class Chunk:
     arriving: tuple[Value, ...] = ()
     leaving: tuple[Value, ...] = ()
     returned: tuple[Value, ...] = ()
+    splits_backward: bool = False
 
     @cached_property
     def communication(self) -> Communication:
         """All that its devices send each other; everybody who asks reads the same."""
         return communication(self.graph, self.mesh, self.decisions)
+
+    @cached_property
+    def overlaps(self) -> dict[Transfer, Overlap]:
+        """What its programs compute beside redistributions."""
+        return overlaps(self.graph, self.communication, delays=not self.splits_backward)
 
     @property
     def border_bytes(self) -> tuple[int, int]:

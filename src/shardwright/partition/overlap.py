@@ -38,8 +38,13 @@ class Overlap:
     linears: tuple[Op, ...]
 
 
-def overlaps(graph: Graph, flow: Communication) -> dict[Transfer, Overlap]:
-    """The redistributions beside which something is computed."""
+def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Transfer, Overlap]:
+    """The redistributions beside which something is computed.
+
+    Args:
+        delays: whether gradients of weights are delayed. Where a schedule computes them apart from
+            those of the inputs, there would be nothing beside which they could be.
+    """
     place = {op.name: number for number, op in enumerate(graph.ops)}
     first_use: dict[Transfer, int] = {}
     readers: dict[Transfer, list[Op]] = {}
@@ -61,7 +66,10 @@ def overlaps(graph: Graph, flow: Communication) -> dict[Transfer, Overlap]:
         delayed = tuple(
             op
             for op in readers.get(transfer, ())
-            if transfer.step.backward and _delays(op) and _inside(flow, op, transfer.segment)
+            if delays
+            and transfer.step.backward
+            and _delays(op)
+            and _inside(flow, op, transfer.segment)
         )
         if beside or delayed:
             result[transfer] = Overlap(beside, delayed)

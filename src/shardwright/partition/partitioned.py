@@ -141,7 +141,8 @@ class Partitioned:
             departures={**decisions.departures, **departures},
         )
         stage, ends = self.pipeline.stage_of(number), (piece.arriving, piece.leaving)
-        return Chunk(number, stage, piece.graph, self.mesh, own, *ends, piece.returned)
+        halves = self.pipeline.schedule_spec.splits_backward
+        return Chunk(number, stage, piece.graph, self.mesh, own, *ends, piece.returned, halves)
 
     def _crossing(self, value: Value) -> CutAxes:
         """How a value leaves the chunk that computes it."""

@@ -63,9 +63,14 @@ class ProgramLine:
         return above.startswith("# ") and not above.startswith("# bucket ")
 
     def _operator(self, lines: list[str]) -> str:
-        """The operator of the line; of a redistribution, that which reads it and comes next. A
-        comment above its line names it."""
-        for line in lines[self.line - 2 :]:
+        """The operator of the line; of a redistribution, that which reads it and comes next, behind
+        the line where it is finished. A comment above its line names it."""
+        first = self.line - 2
+        started = _STARTED.match(lines[self.line - 1])
+        if started is not None:
+            finish = f"finish_{started[2]}({started[1]})"
+            first = next((n for n, line in enumerate(lines) if finish in line), first)
+        for line in lines[first:]:
             if line.startswith("# "):
                 return f", {re.split('[:;]', line.removeprefix('# '))[0]}"
         return ""
@@ -155,6 +160,7 @@ def _described(bucket: Bucket) -> str:
 _BUCKETS = "shardwright.runtime.buckets"
 _CONVERTING = {"shardwright.runtime.collectives", "shardwright.runtime.overlap", _BUCKETS}
 _GUARD = "shardwright.runtime.batch_guard"
+_STARTED = re.compile(r"(\w+) = start_([a-z]\w+)\(")
 _GONE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
 """What gloo and stores say of another process that is gone, or does not answer."""
 _STAGES = {"shardwright.parallel.pipeline_stage", "shardwright.parallel.pipeline_module"}

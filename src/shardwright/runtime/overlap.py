@@ -42,18 +42,18 @@ class Pending(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Start:
+class StartCollective:
     """Starts a redistribution of a local tensor."""
 
     bound: BoundCollective
 
     def __call__(self, x: Tensor) -> Pending:
-        token = _Start.apply(x, self.bound) if x.requires_grad else None  # type: ignore[no-untyped-call]
+        token = _StartWithGradient.apply(x, self.bound) if x.requires_grad else None  # type: ignore[no-untyped-call]
         return Pending(token, self.bound.forward.start(x.detach()), x.dtype)
 
 
 @dataclass(frozen=True)
-class Finish:
+class FinishCollective:
     """The local tensor that a redistribution gives."""
 
     bound: BoundCollective
@@ -62,10 +62,10 @@ class Finish:
         token, tensor, dtype = pending
         if token is None:
             return self.bound.forward.finish(tensor, dtype)
-        return _Finish.apply(token, tensor, dtype, self.bound)  # type: ignore[no-any-return,no-untyped-call]
+        return _FinishWithGradient.apply(token, tensor, dtype, self.bound)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _Start(torch.autograd.Function):
+class _StartWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bound: BoundCollective) -> Tensor:
         ctx.backward_collective, ctx.dtype, ctx.place = bound.backward, x.dtype, program_line()
@@ -76,7 +76,7 @@ class _Start(torch.autograd.Function):
         return ctx.backward_collective.finish(gradients[0], ctx.dtype), None
 
 
-class _Finish(torch.autograd.Function):
+class _FinishWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, token: Tensor, tensor: Tensor, dtype: torch.dtype, bound: BoundCollective
@@ -121,10 +121,10 @@ class DelayGradient:
         return DelayedWeight(weight.detach(), *tokens)
 
 
-def linear(x: Tensor, delayed: DelayedWeight, bias: Tensor | None = None) -> Tensor:
+def delayed_linear(x: Tensor, delayed: DelayedWeight, bias: Tensor | None = None) -> Tensor:
     """A linear layer with a weight whose gradient is delayed."""
     weight, gradient, token = delayed
-    if gradient is None or not x.requires_grad:
+    if gradient is None:
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, gradient, token)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -156,4 +156,5 @@ class _Linear(torch.autograd.Function):
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return gradient @ weight, None, bias, gradient, x
+        x_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
+        return x_gradient, None, bias, gradient, x
