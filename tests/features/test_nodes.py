@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from benchmarks.namespaces import NEEDS, Host, can_be_made, two_hosts
 
 import shardwright as sw
 from markdown_fences import ROOT, fences
-from namespaces import Host, two_hosts
 from shardwright.config import Run
 from shardwright.train.log_folder import LogFolder
 
@@ -53,6 +53,8 @@ TRAIN = (sys.executable, "-m", "shardwright", "train")
 
 @pytest.fixture
 def hosts() -> Iterator[tuple[Host, Host]]:
+    if not can_be_made():
+        pytest.skip(NEEDS)
     with two_hosts() as pair:
         yield pair
 
@@ -76,6 +78,11 @@ def train(host: Host, rank: int, config: str, *options: str) -> subprocess.Popen
     where = ("--nnodes", "2", "--rdzv", "10.77.0.1:29400")
     devices = () if "--nproc-per-node" in options else ("--nproc-per-node", "2")
     return host.start(*command, *where, *devices, *options, output=Path(f"node{rank}.txt"))
+
+
+def train_alone(host: Host, config: str) -> subprocess.Popen[bytes]:
+    """Starts a run on one device of a host."""
+    return host.start(*TRAIN, config, "--log-dir", "one", output=Path("one.txt"))
 
 
 def ends(*nodes: subprocess.Popen[bytes]) -> list[int]:
@@ -107,8 +114,7 @@ def at_step(number: int) -> bool:
 
 def assert_like_one_device(host: Host, config: str) -> None:
     """Each step once, in order, with the losses and the parameters of one device."""
-    single = (*TRAIN, configure("one.yaml"), "--log-dir", "one")
-    assert ends(host.start(*single, output=Path("one.txt"))) == [0]
+    assert ends(train_alone(host, configure("one.yaml"))) == [0]
     mine, theirs = steps("logs"), steps("one")
     assert [place[:2] for place in mine] == [place[:2] for place in theirs]
     torch.testing.assert_close([loss for *_, loss in mine], [loss for *_, loss in theirs])
@@ -164,6 +170,41 @@ def test_a_node_that_is_killed_and_comes_back_loses_no_step_and_does_none_twice(
     assert ends(first, train(hosts[1], 1, config)) == [0, 0]
     assert any(line.startswith("rank 0: resuming after step ") for line in printed(0))
     assert_like_one_device(hosts[0], config)
+
+
+def test_a_run_goes_on_with_fewer_nodes_and_takes_another_in(
+    hosts: tuple[Host, Host], folder: Path
+) -> None:
+    """Replanned for 2, 1 and 2 nodes of one device."""
+    config = configure("run.yaml", seconds=0.5, steps=100_000)
+    options = ("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3")
+    first, second = (train(host, rank, config, *options) for rank, host in enumerate(hosts))
+    wait_for(LogFolder(Path("logs")).stdout(1).exists)
+    before = len(resumptions())
+    done = len(steps("logs"))
+    wait_for(lambda: at_step(done + 7))
+    hosts[1].kill()
+    second.wait()
+    wait_for(lambda: len(resumptions()) == before + 1)
+    alone = len(steps("logs"))
+    wait_for(lambda: at_step(alone + 3))
+    second = train(hosts[1], 1, config, *options)
+    wait_for(lambda: len(resumptions()) == before + 2)
+    together = len(steps("logs"))
+    wait_for(lambda: at_step(together + 3))
+    assert [first.poll(), second.poll()] == [None, None]
+    assert printed(1) == []
+    for host in hosts:
+        host.kill()
+    assert ends(train_alone(hosts[0], configure("one.yaml", steps=together))) == [0]
+    mine, theirs = steps("logs")[:together], steps("one")
+    assert [place[:2] for place in mine] == [place[:2] for place in theirs]
+    torch.testing.assert_close([loss for *_, loss in mine], [loss for *_, loss in theirs])
+
+
+def resumptions() -> list[str]:
+    """What rank 0 has printed of them."""
+    return [line for line in printed(0) if line.startswith("rank 0: resuming after step ")]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwright.api.keywords import method_called_with
 from shardwright.api.parallelize import parallelize
-from shardwright.api.plan import plan_model
+from shardwright.api.plan import plan_collectively
 from shardwright.constraints import DatasetStrategy
 from shardwright.constraints.load_strategies import load_strategies
 from shardwright.errors import PlanError, StrategyError
@@ -154,7 +154,7 @@ class AutoParallel(ModuleWrapper):
         devices = dist.get_world_size() if dist.is_initialized() else 1
         keywords = self.options.keywords(KeywordOptions)
         options = PlanOptions(devices=devices, mode=self.parallel_mode, **keywords)
-        self._plan = plan_model(options, network, args, kwargs)
+        self._plan = plan_collectively(options, network, args, kwargs)
         parallel = parallelize(network, self._plan)
         assert isinstance(parallel, ParallelModule)
         self._parallel = (parallel,)

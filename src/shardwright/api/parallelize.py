@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwright.api.agreement import check_ranks_agree, several_ranks, take_state_of_rank_0
+from shardwright.api.shared_plan import are_all_ranks, shared_graph
 from shardwright.capture.attributes import has_attributes
 from shardwright.capture.capture import capture
 from shardwright.errors import PlanError, ShardwrightError
@@ -21,7 +22,7 @@ from shardwright.partition.partitioned import Partitioned
 from shardwright.plan import Plan
 from shardwright.planner.pipeline import Pipeline
 from shardwright.runtime.accelerator import device_of_group
-from shardwright.runtime.agreement import check_description
+from shardwright.runtime.agreement import check_description, gathered
 from shardwright.runtime.devices import Devices
 from shardwright.torch_internals import pytree
 
@@ -74,12 +75,21 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
         PlanError: if models or plans differ.
     """
     alone = not several_ranks(plan)
+
+    def captured() -> Graph:
+        return capture(net, *_example(plan), compute_dtype=plan.computed_in)
+
     try:
         graph = plan.graph
+        if not alone and are_all_ranks(plan.devices):
+            lacking = gathered(torch.tensor(graph is None, device=device))
+            if lacking.any():
+                sent = shared_graph(net, plan, lambda: graph or captured())
+                graph = graph or sent
         if graph is not None:
             _check_parameters(net, plan)
         if graph is None or not has_attributes(net, graph.attributes):
-            graph = capture(net, *_example(plan), compute_dtype=plan.computed_in)
+            graph = captured()
         plan.check_fits(graph)
         _check_parameters(net, plan)
     except ShardwrightError as error:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.api.keywords import called_with
+from shardwright.api.shared_plan import are_all_ranks, shared_plan
 from shardwright.capture.capture import capture
 from shardwright.constraints.shard import pins_of
+from shardwright.cost.cluster import LOCAL
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.partition.pipeline_spec import AUTO
@@ -20,6 +22,7 @@ from shardwright.planner.choose_stages import suggest_stages, with_best_stages
 from shardwright.planner.fit_memory import within_memory
 from shardwright.planner.options import PlanOptions
 from shardwright.planner.pipeline import Pipeline, merged_options, micro_batch_example
+from shardwright.torch_internals import pytree
 
 
 @dataclass(frozen=True)
@@ -29,19 +32,24 @@ class PlanCall(PlanOptions):
     net: nn.Module | Graph
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] | None = None
+    collective: bool = True
 
 
 @called_with(PlanCall)
 def plan(call: PlanCall) -> Plan:
     """Decides how every operator of `net` is split over `devices` devices.
 
-    Needs no process group and touches no device; a model on the meta device will do.
+    Needs no process group and touches no device; a model on the meta device will do. In a process
+    group of `devices` ranks all of them call this, as often and in the same order; rank 0 plans,
+    and the others receive its plan and the captured model, however long that takes.
 
     Args:
         net: a model, or a graph that was captured before.
         args, kwargs: an example of its call, with the whole batch; only shapes and dtypes matter.
+        collective: False lets this rank plan for itself, whatever the others do. So does a rank
+            whose model or options are not those of rank 0.
 
-    Raises:
+    Raises: what rank 0 raises while it plans, on all ranks.
         TypeError: for an option that there is not.
         StrategyError: if an option is not valid, nothing can be cut, an operator cannot be cut
             as it is pinned, or stages cannot be as requested.
@@ -52,7 +60,30 @@ def plan(call: PlanCall) -> Plan:
         CaptureError: if the model cannot be captured.
     """
     options = PlanOptions(**call.keywords(PlanOptions))
-    return plan_model(options, call.net, call.args, call.kwargs)
+    do = plan_collectively if call.collective else plan_model
+    return do(options, call.net, call.args, call.kwargs)
+
+
+def plan_collectively(
+    options: PlanOptions,
+    net: nn.Module | Graph,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Plan:
+    """The plan of rank 0 on all ranks, if the process group has `options.devices` of them.
+
+    Raises: as `plan`.
+    """
+    if not are_all_ranks(options.devices):
+        return plan_model(options, net, args, kwargs)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+    asked = {**vars(options), "on_progress": None}
+    if options.cluster is not None and options.known_cluster.name == LOCAL:
+        asked["cluster"] = LOCAL  # Each machine measures its own.
+    request = (asked, net, shapes, repr(spec))
+    shared = shared_plan(request, lambda: plan_model(options, net, args, kwargs))
+    return replace(shared, optimizer=options.optimizer)
 
 
 def plan_model(

@@ -27,26 +27,31 @@ def globals_of(place: str) -> dict[str, Any]:
     return {} if file is None else vars(file)
 
 
-def globals_read(model: nn.Module) -> Iterator[tuple[str, str]]:
+def globals_read(
+    model: nn.Module, codes: dict[CodeType, None] | None = None
+) -> Iterator[tuple[str, str]]:
     """Place and name of the global variables that may be read by `forward` of a class of the
     user's, by the methods and functions that it names, and so on.
 
     What is in libraries is left out, and so are variables of an enclosing function.
+
+    Args:
+        codes: to which the code of these functions is added.
     """
-    seen: set[CodeType] = set()
+    seen = {} if codes is None else codes
     for kind in dict.fromkeys(map(type, model.modules())):
         if not _is_library(kind.__module__):
             yield from _read_by(getattr(kind, "forward", None), kind, seen)
 
 
-def _read_by(function: Any, kind: type, seen: set[CodeType]) -> Iterator[tuple[str, str]]:
+def _read_by(function: Any, kind: type, seen: dict[CodeType, None]) -> Iterator[tuple[str, str]]:
     function = getattr(function, "__func__", function)
     function = inspect.unwrap(function) if isinstance(function, FunctionType) else None
     if not isinstance(function, FunctionType) or function.__code__ in seen:
         return
     if _is_library(function.__module__):
         return
-    seen.add(function.__code__)
+    seen[function.__code__] = None
     names = set(_names(function.__code__))
     for name in sorted(names):
         for base in kind.__mro__:  # `super()` may call any of them.

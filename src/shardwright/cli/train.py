@@ -164,8 +164,10 @@ def _train(
             run.check_resumes()
         run, chosen = _planned(run, config, devices, plan, bounds, world)
         if run.language is not None and run.language.only_strategies:
+            if not isinstance(chosen, Plan) and world.rank == 0:
+                chosen()
             return
-        if is_launched():
+        if not isinstance(chosen, Plan) or is_launched():
             _train_one_rank(run, chosen, world, logs)
             return
         logs.clear(num_ranks=chosen.devices, keep_steps=run.resumes)
@@ -199,8 +201,9 @@ def _planned(
     file: Path | None,
     bounds: DeviceRange | None,
     world: World,
-) -> tuple[Run, Plan]:
-    """The run on its number of devices, and its plan: that of `file`, or a search."""
+) -> tuple[Run, Plan | Callable[[], Plan]]:
+    """The run on its number of devices, and its plan: that of `file`, or a search, which of several
+    ranks one does when all are there."""
     saved = Plan.load(file) if file is not None else None
     if devices is None:
         devices = saved.devices if saved else bounds.maximum if bounds else world.size
@@ -212,12 +215,19 @@ def _planned(
         )
     run = run.on(devices)
     report_batch(run, config, devices)
-    plan = saved or run.plan(devices)
-    if world.rank == 0 and saved is None:
-        strategies = run.save_strategies(plan)
+    if saved is not None:
+        return run, saved
+    if world.size not in (1, devices):
+        raise PlanError(f"--devices {devices}, but there are {world.size} processes")
+
+    def plan() -> Plan:
+        new = run.plan(devices)
+        strategies = run.save_strategies(new)
         if strategies is not None:
             typer.echo(f"the strategies of the plan are saved in {strategies}", err=True)
-    return run, plan
+        return new
+
+    return run, plan() if world.size == 1 else plan
 
 
 @dataclass(frozen=True)
@@ -299,7 +309,9 @@ class _Ranks:
                 yield progress
 
 
-def _train_one_rank(run: Run, plan: Plan, world: World, logs: LogFolder) -> None:
+def _train_one_rank(
+    run: Run, plan: Plan | Callable[[], Plan], world: World, logs: LogFolder
+) -> None:
     """Rank 0 writes each step to its `steps.jsonl`, prints the documented line every `log_every`
     steps, and shows its progress on a terminal; the other ranks print nothing."""
     if world.rank != 0:

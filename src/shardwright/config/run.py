@@ -225,6 +225,10 @@ class Run:
         if self.config.model.is_language_model:
             with torch.device("meta"):
                 return self.model()
+        return self.deferred_model()
+
+    def deferred_model(self) -> nn.Module:
+        """Likewise, with what initializes them; of a model of the meta device nothing does."""
         with suppress(ShardwrightError), no_init_parameters():
             return self.model()
         return self.model()

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 
 from shardwright.api import parallelize
+from shardwright.api.shared_plan import shared_plan
 from shardwright.config.run import Run
 from shardwright.errors import PlanError
 from shardwright.parallel.module import ParallelModule
@@ -24,7 +25,7 @@ from shardwright.train.step_log import StepRecord
 
 def train_rank(
     run: Run,
-    plan: Plan,
+    plan: Plan | Callable[[], Plan],
     world: World,
     on_step: Callable[[StepRecord], None],
     on_start: Callable[[Position], None] = lambda start: None,
@@ -32,13 +33,15 @@ def train_rank(
     """Train as one rank of `world`.
 
     Args:
+        plan: or what makes it, which rank 0 calls for all.
         on_start: called with the position where the run starts or resumes.
 
     Raises:
         PlanError: the world is not of the plan's size, or the plan is for another model.
         CheckpointError: the newest checkpoint is of another model.
+        ShardwrightError: on all ranks, what rank 0 raises while it plans.
     """
-    if world.size != plan.devices:
+    if isinstance(plan, Plan) and world.size != plan.devices:
         raise PlanError(
             f"the plan is for {plan.devices} devices, but there are {world.size} processes: "
             f"start {plan.devices}, or plan for {world.size}"
@@ -46,6 +49,9 @@ def train_rank(
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
     saving: AbstractContextManager[Checkpoints | None] = run.checkpoints() or nullcontext()
     with process_group(world, timeout, run.config.train.device) as device, saving as checkpoints:
+        if not isinstance(plan, Plan):
+            # Code that differs between nodes would go unnoticed if the graph came from rank 0.
+            plan = shared_plan((run.model_to_plan(), run.config.parallel.model_dump()), plan)
         RankTraining.of(run, plan, device).train(checkpoints, on_step, on_start)
 
 
@@ -62,7 +68,7 @@ class RankTraining:
     def of(cls, run: Run, plan: Plan, device: torch.device) -> RankTraining:
         """Raises: PlanError: the plan is for another model."""
         # On the meta device there are no values, so none are made.
-        model = run.model_to_plan() if device.type == "meta" else run.model()
+        model = run.model_to_plan() if device.type == "meta" else run.deferred_model()
         net = parallelize(model.to(device), plan, device)
         assert isinstance(net, ParallelModule)
         return cls(run, plan, net, run.optimizer(net.parameters()))

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+NEEDS = "network namespaces need Linux, root and `ip`"
+"""Why there may be no hosts."""
 
 
-def _can_be_made() -> bool:
+def can_be_made() -> bool:
+    """Whether this machine has what it takes to make hosts."""
     if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
         return False
     name = f"probe{os.getpid()}"
@@ -64,6 +66,10 @@ class Host:
         """Cuts the link to the other."""
         _ip("-n", self.namespace, "link", "set", self.namespace, "down")
 
+    def mend(self) -> None:
+        """Joins it again."""
+        _ip("-n", self.namespace, "link", "set", self.namespace, "up")
+
     def shape(self, rate: str) -> None:
         """Bounds what it sends, to `100mbit` for example, by a token bucket."""
         bucket = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
@@ -75,10 +81,7 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts, which are removed with all their processes. Skips the test where there are none to
-    be had."""
-    if not _can_be_made():
-        pytest.skip("network namespaces need Linux, root and `ip`")
+    """Two hosts, which are removed with all their processes."""
     hosts = tuple(Host(f"sw{os.getpid()}{name}", f"10.77.0.{i + 1}") for i, name in enumerate("ab"))
     first, second = hosts
     try:
