@@ -4,6 +4,7 @@
 #   make golden     write the texts of tests/golden anew, to be read as a diff
 #   make check      lint, format, types, import order
 #   make bench      the numbers of docs/benchmarks.md
+#   make bench-gpu  what one accelerator can tell, into gpu_results/
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install test test-slow golden check format bench demo clean
+.PHONY: install test test-slow golden check format bench bench-gpu demo clean
 
 install: $(STAMP)
 
@@ -49,6 +50,9 @@ format: install
 
 bench: install
 	$(BIN)/python -m benchmarks
+
+bench-gpu: install
+	$(BIN)/python benchmarks/gpu.py --out gpu_results
 
 demo: install
 	@$(BIN)/python examples/demo.py

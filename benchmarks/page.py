@@ -21,7 +21,7 @@ def facts() -> dict[str, str]:
     """When, what and on which machine is measured."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "command": f"`{COMMAND}`, which `make bench` runs",
         "Python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers")},
@@ -79,7 +79,7 @@ def title_and_text(docstring: str) -> tuple[str, str]:
     return title, "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
-def _commit() -> str:
+def commit() -> str:
     """The current commit, with `-dirty` if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:

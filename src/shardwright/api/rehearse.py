@@ -45,7 +45,8 @@ def rehearse(
         args, kwargs: of a call as a rank makes it, with the whole batch or, if the plan says so,
             its own part; on the meta device only shapes matter.
         ranks: by default the first and the last of each stage.
-        device: `meta`, where nothing is computed and any model fits, or `cpu`.
+        device: `meta`, where nothing is computed and any model fits, `cpu`, or an accelerator,
+            whose memory is then measured.
         optimizer: makes it from the parameters.
         clip_norm: maximum total norm of the gradients; None to leave them.
 

@@ -31,7 +31,13 @@ from shardwright.cost.cluster import (
     read_cluster,
 )
 from shardwright.errors import ConfigError
-from shardwright.runtime.accelerator import HOST_BACKEND, loopback_interfaces
+from shardwright.runtime.accelerator import (
+    CPU,
+    HOST_BACKEND,
+    device_memory,
+    loopback_interfaces,
+    seconds_of,
+)
 from shardwright.text_files import read_text
 
 logger = logging.getLogger("shardwright.cost")
@@ -41,6 +47,9 @@ ASSUMED_LINK = LinkLevel("processes", bandwidth=1e9, latency=2e-4, collectives=G
 
 MATRIX, STREAM, SMALL = 768, 1 << 23, 8
 """Rows of the matrices, elements of the long and of the short vectors that are timed."""
+
+LARGE_MATRIX, LARGE_STREAM = 8192, 1 << 28
+"""The same of an accelerator."""
 
 CHAIN = 300
 """So many small operators follow each other."""
@@ -142,8 +151,13 @@ def _measure(rank: int, processes: int, result: Path) -> None:
     dist.destroy_process_group()
 
 
-def measure_device(processes: int = 1, together: Callable[[], object] = lambda: None) -> Device:
-    """The CPU as `processes` such as this one share it, each with all threads that torch uses.
+def measure_device(
+    processes: int = 1,
+    together: Callable[[], object] = lambda: None,
+    device: torch.device = CPU,
+) -> Device:
+    """The CPU as `processes` such as this one share it, each with all threads that torch uses; or
+    an accelerator, which no other process uses.
 
     Args:
         together: waits for the other processes, which measure the same.
@@ -151,29 +165,32 @@ def measure_device(processes: int = 1, together: Callable[[], object] = lambda: 
 
     def seconds(work: Callable[[], object]) -> float:
         """Of all processes' work, one after the other, at the rate of the whole CPU."""
+        if device != CPU:
+            return median([seconds_of(work, device) for _ in range(REPEATS + 1)][1:])
         return _seconds(work, processes, together) / processes
 
+    rows, elements = (MATRIX, STREAM) if device == CPU else (LARGE_MATRIX, LARGE_STREAM)
     rates = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        a = torch.ones(MATRIX, MATRIX, dtype=dtype)
-        rates[str(dtype).removeprefix("torch.")] = 2 * MATRIX**3 / seconds(partial(torch.mm, a, a))
-    x, y = torch.ones(STREAM), torch.ones(STREAM)
-    moved = 3 * x.element_size() * STREAM
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        a = torch.rand(rows, rows, device=device).to(dtype)
+        rates[str(dtype).removeprefix("torch.")] = 2 * rows**3 / seconds(partial(torch.mm, a, a))
+    x, y = torch.ones(elements, device=device), torch.ones(elements, device=device)
+    moved = 3 * x.element_size() * elements
     # A single process leaves the other cores to those that will be beside it.
-    beside = CORES if processes == 1 else 1
+    beside = CORES if processes == 1 and device == CPU else 1
     return Device(
-        memory=pages,
+        memory=device_memory(device),
         rates=rates,
         memory_bandwidth=moved / seconds(partial(torch.add, x, y, out=x)),
-        overhead=seconds(_chain) / (3 * CHAIN) / beside,
-        at_full_rate=1,
+        overhead=seconds(partial(_chain, device)) / (3 * CHAIN) / beside,
+        at_full_rate=1 if device == CPU else None,
     )
 
 
-def _chain() -> None:
+def _chain(device: torch.device) -> None:
     """Products that each are computed forward and have two gradients, too small to take time."""
-    y, factors = torch.ones(SMALL), [torch.ones(SMALL, requires_grad=True) for _ in range(CHAIN)]
+    y = torch.ones(SMALL, device=device)
+    factors = [torch.ones(SMALL, requires_grad=True, device=device) for _ in range(CHAIN)]
     y.requires_grad_()
     for factor in factors:
         y = y * factor

@@ -6,9 +6,11 @@ here. No other file names a kind of accelerator, a backend, a stream or an event
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -130,6 +132,50 @@ def set_generator_states(states: Mapping[str, Tensor], device: torch.device) -> 
 def pinned(tensor: Tensor) -> Tensor:
     """A copy in memory of the host from which, and to which, an accelerator copies on its own."""
     return tensor.pin_memory()
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """What `device` takes for all that `work` calls, by its own clock."""
+    if device.type == "cpu":
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    stream = torch.accelerator.current_stream(device)
+    first, last = (torch.Event(device, enable_timing=True) for _ in range(2))
+    torch.accelerator.synchronize(device)
+    stream.record_event(first)
+    work()
+    stream.record_event(last)
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory, for the CPU those of the machine."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
+class AllocatedPeak:
+    """The most that PyTorch's allocator of an accelerator has given out since `restart`, beyond
+    what it had when this was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        gc.collect()  # What is freed later would count against what is measured.
+        self._before = torch.accelerator.memory_allocated(device)
+
+    @classmethod
+    def of(cls, device: torch.device) -> AllocatedPeak | None:
+        """None for devices whose memory PyTorch does not count."""
+        return None if device.type in ("cpu", "meta") else cls(device)
+
+    def restart(self) -> None:
+        torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def bytes(self) -> int:
+        return torch.accelerator.max_memory_allocated(self._device) - self._before
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.cost.tensor_tracking import LiveBytes
 from shardwright.errors import PlanError
 from shardwright.parallel.simulate_ranks import sent_bytes
+from shardwright.runtime.accelerator import CPU
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.distributed import (
     FAKE,
@@ -43,8 +44,11 @@ class Traffic:
 
 
 @contextmanager
-def fake_process_group(rank: int, size: int) -> Iterator[None]:
+def fake_process_group(rank: int, size: int, device: torch.device = CPU) -> Iterator[None]:
     """A process group in which only this rank is there. One rank needs none.
+
+    Args:
+        device: where its tensors are.
 
     Raises:
         PlanError: a process group is running.
@@ -55,8 +59,8 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
         yield
         return
     devices = dist.Backend.backend_capability[FAKE]
-    if "meta" not in devices:  # Stages send each other tensors that are there.
-        devices.append("meta")
+    if device.type not in devices:  # Stages send each other tensors that are there.
+        devices.append(device.type)
     dist.init_process_group(FAKE, store=FakeStore(), rank=rank, world_size=size)
     try:
         yield

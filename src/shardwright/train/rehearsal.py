@@ -26,6 +26,7 @@ from shardwright.errors import PlanError
 from shardwright.parallel.module import ParallelModule
 from shardwright.parallel.train_step import weighing_bytes
 from shardwright.plan import Plan
+from shardwright.runtime.accelerator import AllocatedPeak, accelerator
 from shardwright.runtime.dtensor import own_tensor
 from shardwright.torch_internals.distributed import GroupClock
 from shardwright.train.checkpoint import Checkpoints
@@ -54,7 +55,8 @@ class RankRehearsal:
     """What one rank did.
 
     Args:
-        device: where its tensors were: `cpu`, or `meta`, where they have no numbers and no memory.
+        device: where its tensors were: `cpu`, the accelerator, or `meta`, where they have no
+            numbers and no memory.
         groups: how many calls made process groups.
         traffic: of a training step, by kind of collective.
         sent_bytes: in each step.
@@ -62,7 +64,8 @@ class RankRehearsal:
         parameter_bytes, optimizer_bytes: what the rank keeps of them.
         peak_bytes: the most that its tensors took in a step.
         planned_peak: the same as the plan says.
-        checkpoint_bytes: of its files; None on the meta device, where there are none.
+        allocated_peak: what the accelerator's allocator gave out at most in a step; None elsewhere.
+        checkpoint_bytes: of its files; None where there are none, which is not on the CPU.
     """
 
     rank: int
@@ -77,6 +80,7 @@ class RankRehearsal:
     optimizer_bytes: int
     peak_bytes: int
     planned_peak: int
+    allocated_peak: int | None
     checkpoint_bytes: int | None
 
     @property
@@ -128,7 +132,7 @@ def rehearse_rank(
     """Trains as `rank` of the plan's devices.
 
     Args:
-        device: the CPU or the meta device.
+        device: the CPU, the meta device, or an accelerator.
         prepare: makes the model, the rank's shards of it, and the optimizer.
 
     Raises:
@@ -136,27 +140,34 @@ def rehearse_rank(
     """
     if not 0 <= rank < plan.devices:
         raise PlanError(f"no rank {rank}: {plan.devices} devices are ranks 0 to {plan.devices - 1}")
-    if device.type not in ("meta", "cpu"):
-        raise PlanError(f"a rank cannot be rehearsed on '{device}': valid are meta or cpu")
+    kind = accelerator()
+    valid = ["meta", "cpu", *([kind.type] if kind is not None else [])]
+    if device.type not in valid:
+        raise PlanError(f"a rank cannot be rehearsed on '{device}': valid are {' or '.join(valid)}")
     clock, lone = _Clock(), LoneRank()
     with (
         TemporaryDirectory() as folder,
         GroupClock() as groups,
-        fake_process_group(rank, plan.devices),
+        fake_process_group(rank, plan.devices, device),
         torch.random.fork_rng(),
         FusedAttention() if device.type == "meta" else nullcontext(),
         lone,
     ):
+        allocated, peaks = AllocatedPeak.of(device), list[int]()
         trainee = prepare(device)
         clock.parts["process groups"] = groups.seconds
         clock.end("start")
         sent, happened = _observe(trainee, lone, clock), list[int]()
-        checkpoints = None if device.type == "meta" else Checkpoints(folder)
+        checkpoints = Checkpoints(folder) if device.type == "cpu" else None
 
         def on_step(record: StepRecord) -> None:
             clock.end(f"step {len(sent)}")
             happened.append(len(lone.history))
+            if allocated is not None:
+                peaks.append(allocated.bytes())
 
+        if allocated is not None:
+            allocated.restart()
         trainee.train(checkpoints, on_step)
         if checkpoints is not None:
             clock.end("checkpoint written")
@@ -178,6 +189,7 @@ def rehearse_rank(
         optimizer_bytes=sum(own_tensor(t).nbytes for t in state),
         peak_bytes=sum(lone.kinds(lone.peak(end=happened[-1])).values()),
         planned_peak=memory(net.partitioned, optimizer, plan.dry_runs).stages[stage].peak,
+        allocated_peak=max(peaks, default=None),
         checkpoint_bytes=None if checkpoints is None else sum(files),
     )
 

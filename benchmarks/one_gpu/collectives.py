@@ -1,0 +1,108 @@
+"""The program's collectives over the device's own backend, in a process group of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwright as sw
+from benchmarks.one_gpu.rates import seconds
+from benchmarks.one_gpu.sizes import Sizes
+from benchmarks.table import Table
+from shardwright.layout.layout import Layout
+from shardwright.runtime import collectives
+from shardwright.runtime.accelerator import HOST_BACKEND, backend_of
+from shardwright.runtime.agreement import check_description, take_values_of_rank_0
+from shardwright.runtime.batch_guard import BatchGuard
+from shardwright.runtime.devices import Devices, Group
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@contextmanager
+def group_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone, over the backend of `device`."""
+    own = None if device.type == "cpu" else device
+    dist.init_process_group(
+        backend_of(device), store=dist.HashStore(), rank=0, world_size=1, device_id=own
+    )
+    try:
+        world = dist.group.WORLD
+        assert world is not None
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def own_collectives(device: torch.device, sizes: Sizes) -> Table:
+    """Runs each, looks whether it gives what it was given, and takes its time."""
+    table = Table(
+        f"{backend_of(device)}, one rank, {sizes.message:,} elements",
+        ("collective", "ms", "GB/s", "result"),
+    )
+    with group_of_one(device) as world:
+        group = Group((0,), str(world.group_name), 1, (0,))
+        for dtype in DTYPES:
+            x = torch.randn(8, sizes.message // 8, device=device).to(dtype)
+            for name, call in _calls(group).items():
+                taken = seconds(partial(call, x), device, sizes)
+                result = "exact" if torch.equal(call(x), x) else "wrong"
+                kind = str(dtype).removeprefix("torch.")
+                rate = f"{x.nbytes / taken / 1e9:.4g}"
+                table.add(f"{name}, {kind}", f"{1e3 * taken:.3f}", rate, result)
+                if result != "exact":
+                    table.missed.append(f"{name}, {kind}: the result is wrong")
+        for name, check in _checks(device).items():
+            check()
+            table.add(name, "", "", "runs")
+    return table
+
+
+def _calls(group: Group) -> dict[str, Callable[[Tensor], Tensor]]:
+    def compiled(x: Tensor) -> Tensor:
+        return collectives.all_reduce(x, group)
+
+    return {
+        "all-reduce": partial(collectives.all_reduce, group=group),
+        "all-gather": partial(collectives.all_gather, dim=0, group=group),
+        "reduce-scatter": partial(collectives.reduce_scatter, dim=0, group=group),
+        "all-to-all": partial(collectives.all_to_all, dim=0, to_dim=1, group=group),
+        "permute": partial(collectives.exchange, send=[1], receive=[1], name=group.name),
+        "all-reduce, compiled": torch.compile(compiled, fullgraph=True),
+    }
+
+
+def _checks(device: torch.device) -> dict[str, Callable[[], None]]:
+    """What ranks compare with each other, and how."""
+    values = {"weight": torch.randn(1000, device=device), "on the host": torch.randn(10)}
+    net, batch = nn.Linear(8, 4), torch.randn(16, 8)
+    graph = sw.plan(net, (batch,), devices=1).graph
+    assert graph is not None
+    # Two stages, of which the other is not looked for.
+    devices = Devices(Layout((), ()), device, None, lambda function: function(()), stages=2)
+
+    def guard() -> None:
+        guard = BatchGuard(devices, graph, {})
+        for _ in range(5):
+            guard.begin("a call", [batch.to(device)])
+
+    def objects() -> None:
+        group, every = dist.new_group(backend=HOST_BACKEND), [None]
+        dist.all_gather_object(every, {"step": 1}, group=group)
+        assert every == [{"step": 1}]
+
+    return {
+        "comparison of models and plans": lambda: check_description(["a line"], device),
+        "rank 0's parameters for all": lambda: _expect(take_values_of_rank_0(values, device)),
+        "comparison of batches, on a stream beside the program's": guard,
+        "objects over the host's backend, for checkpoints": objects,
+    }
+
+
+def _expect(differing: list[str]) -> None:
+    assert not differing

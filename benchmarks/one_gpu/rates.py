@@ -1,0 +1,155 @@
+"""What the accelerator reaches, kernel by kernel, and the cluster file that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.one_gpu.sizes import Sizes
+from benchmarks.table import Table
+from shardwright.cost.calibrate import measure_device
+from shardwright.cost.cluster import Cluster, Device
+from shardwright.cost.clusters import load_cluster
+from shardwright.runtime.accelerator import pinned, seconds_of
+
+
+def measured_cluster(
+    device: torch.device, sizes: Sizes, name: str, links: str
+) -> tuple[Cluster, list[Table]]:
+    """The cluster of such devices, and the tables with all figures.
+
+    Args:
+        links: the cluster whose levels it gets, since one device has no links.
+    """
+    found = measure_device(device=device)
+    products, matrix_share = _products(device, sizes, found)
+    memory_bound, memory_share = _memory_bound(device, sizes, found)
+    shares = {"matrix_efficiency": matrix_share, "memory_efficiency": memory_share}
+    cluster = Cluster(name, replace(found, **shares), load_cluster(links).levels)
+    figures = Table("The device, as the cluster file has it", ("", "measured"))
+    for dtype, rate in found.rates.items():
+        figures.add(f"matrix products, {dtype}", f"{rate / 1e12:.3g} TFLOP/s")
+    figures.add("memory bandwidth", f"{found.memory_bandwidth / 1e9:.4g} GB/s")
+    figures.add("matrix efficiency, median of all products in the first dtype", _percent(shares, 0))
+    figures.add("memory efficiency, median of what is memory-bound", _percent(shares, 1))
+    figures.add("overhead of an operator", f"{found.overhead * 1e6:.2f} µs")
+    figures.add("memory", f"{found.memory / 2**30:.1f} GiB")
+    return cluster, [
+        figures,
+        products,
+        _attention(device, sizes, found),
+        memory_bound,
+        _copies(device, sizes),
+    ]
+
+
+def _percent(shares: dict[str, float], place: int) -> str:
+    return f"{list(shares.values())[place]:.0%}"
+
+
+def seconds(work: Callable[[], object], device: torch.device, sizes: Sizes) -> float:
+    """The median time, after two calls that are not counted."""
+    times = [seconds_of(work, device) for _ in range(sizes.repeats + 2)]
+    return median(times[2:])
+
+
+def _products(device: torch.device, sizes: Sizes, found: Device) -> tuple[Table, float]:
+    names = [str(dtype).removeprefix("torch.") for dtype in sizes.dtypes]
+    table = Table("Matrix products, TFLOP/s", ("m × n × k", *names, f"of the peak, {names[0]}"))
+    shares = []
+    for m, n, k in sizes.matrices:
+        rates = []
+        for dtype in sizes.dtypes:
+            a, b = (torch.randn(shape, device=device, dtype=dtype) for shape in ((m, k), (k, n)))
+            rates.append(2 * m * n * k / seconds(partial(torch.mm, a, b), device, sizes))
+        shares.append(min(1.0, rates[0] / found.rate(sizes.dtypes[0])))
+        cells = (f"{rate / 1e12:.3g}" for rate in rates)
+        table.add(f"{m:,} × {n:,} × {k:,}", *cells, f"{shares[-1]:.0%}")
+    return table, median(shares)
+
+
+def _attention(device: torch.device, sizes: Sizes, found: Device) -> Table:
+    table = Table(
+        f"Causal attention, {sizes.block.heads} heads of {sizes.block.head_width}, bfloat16",
+        ("batch × positions", "forward, TFLOP/s", "and backward, TFLOP/s", "of the products' peak"),
+    )
+    tokens = max(sizes.sequences)
+    for sequence in sizes.sequences:
+        shape = (tokens // sequence, sizes.block.heads, sequence, sizes.block.head_width)
+        q, k, v = (
+            torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(3)
+        )
+
+        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        gradient = torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+        def both(forward: Callable[[], Tensor] = forward, gradient: Tensor = gradient) -> None:
+            forward().backward(gradient)  # type: ignore[no-untyped-call]
+
+        # Half of the two products of each pair of positions is masked.
+        flops = 2 * q.numel() * sequence
+        alone = flops / seconds(forward, device, sizes)
+        together = 3.5 * flops / seconds(both, device, sizes)
+        cells = (f"{rate / 1e12:.3g}" for rate in (alone, together))
+        share = together / found.rate(torch.bfloat16)
+        table.add(f"{shape[0]} × {sequence:,}", *cells, f"{share:.0%}")
+    return table
+
+
+def _memory_bound(device: torch.device, sizes: Sizes, found: Device) -> tuple[Table, float]:
+    table = Table(
+        "Operators that read and write",
+        ("operator", "GB/s", "of the bandwidth"),
+    )
+    shares = []
+    for name, moved, work in _streams(device, sizes):
+        rate = moved / seconds(work, device, sizes)
+        shares.append(min(1.0, rate / found.memory_bandwidth))
+        table.add(name, f"{rate / 1e9:.4g}", f"{rate / found.memory_bandwidth:.0%}")
+    return table, median(shares)
+
+
+def _streams(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Name, bytes read and written, and call."""
+    width = sizes.block.width
+    for dtype in (torch.bfloat16, torch.float32):
+        x, y = (torch.randn(sizes.elements // width, width, device=device) for _ in range(2))
+        x, y, kind = x.to(dtype), y.to(dtype), str(dtype).removeprefix("torch.")
+        size = x.nbytes
+        yield f"copy, {kind}", 2 * size, partial(y.copy_, x)
+        yield f"x + y, {kind}", 3 * size, partial(torch.add, x, y)
+        yield f"silu, {kind}", 2 * size, partial(F.silu, x)
+        yield f"RMS norm, {kind}", 2 * size, partial(F.rms_norm, x, (width,))
+        yield f"softmax, {kind}", 2 * size, partial(torch.softmax, x, -1)
+    parameter = torch.zeros(sizes.elements // 4, device=device, requires_grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.step()
+    # Parameter, gradient and two moments are read, three of them written.
+    yield "AdamW, float32", 7 * parameter.nbytes, optimizer.step
+
+
+def _copies(device: torch.device, sizes: Sizes) -> Table:
+    table = Table("Copies between host and device", ("direction", "GB/s"))
+    there = torch.zeros(sizes.elements // 4, device=device)
+    here = torch.zeros(sizes.elements // 4)
+    hosts = {"pageable": here}
+    if device.type != "cpu":
+        hosts["pinned"] = pinned(here)
+    for kind, host in hosts.items():
+        for direction, work in (
+            ("to the device", partial(there.copy_, host, non_blocking=True)),
+            ("to the host", partial(host.copy_, there, non_blocking=True)),
+        ):
+            rate = host.nbytes / seconds(work, device, sizes)
+            table.add(f"{direction}, {kind}", f"{rate / 1e9:.3g}")
+    return table

@@ -1,0 +1,93 @@
+"""The benchmark of one accelerator, on the CPU with sizes at which it measures nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.one_gpu.collectives import group_of_one
+from benchmarks.one_gpu.memory import PLANS, ranks_of
+from benchmarks.one_gpu.rates import measured_cluster
+from benchmarks.one_gpu.sizes import FULL, TINY
+
+from shardwright.cost.cluster import cluster_to_yaml, read_cluster
+from shardwright.cost.clusters import load_cluster
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The script, as somebody runs it from a checkout that is not installed."""
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_rates_of_a_device_become_a_cluster_file_that_is_read() -> None:
+    cluster, tables = measured_cluster(CPU, TINY, "tried", "h100")
+    assert read_cluster(cluster_to_yaml(cluster), "tried.yaml") == cluster
+    assert cluster.levels == load_cluster("h100").levels
+    assert 0 < cluster.device.matrix_efficiency <= 1
+    products = next(table for table in tables if "products" in table.title)
+    assert len(products.rows) == len(TINY.matrices)
+
+
+@pytest.mark.parametrize("name", ["level3, recompute", "2 stages, 1f1b"])
+def test_the_rank_of_a_plan_needs_the_memory_that_is_predicted(name: str) -> None:
+    ranks = ranks_of(name, CPU, TINY)
+    assert [rank.stage for rank in ranks] == list(range(len(ranks)))
+    for rank in ranks:
+        assert rank.as_planned and rank.allocated_peak is None
+        assert rank.planned_peak == pytest.approx(rank.peak_bytes, rel=0.02)
+
+
+def test_twelve_plans_are_measured() -> None:
+    assert len(set(PLANS)) == 12
+    assert len(FULL.sequences) > 2 and torch.bfloat16 in FULL.dtypes
+
+
+def test_a_group_of_one_rank_leaves_no_process_group_behind() -> None:
+    with group_of_one(CPU) as world:
+        assert world.size() == 1
+    assert not torch.distributed.is_initialized()
+
+
+def test_without_an_accelerator_it_says_how_to_try_it(tmp_path: Path) -> None:
+    done = run(tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "no accelerator here; --tiny --device cpu tries all of it" in done.stdout
+
+
+def test_a_missing_dependency_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "pydantic.py").write_text(
+        "raise ModuleNotFoundError('no pydantic', name='pydantic')"
+    )
+    done = run(tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no pydantic: benchmarks/gpu.py needs torch, numpy,")
+    assert "pip download pydantic" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_all_of_it_runs_and_is_written(tmp_path: Path) -> None:
+    done = run(tmp_path, "--tiny", "--device", "cpu", "--out", "results")
+    # Numbers of such sizes miss goals.
+    assert done.returncode in (0, 1), done.stderr[-3000:]
+    page = (tmp_path / "results" / "gpu.md").read_text(encoding="utf-8")
+    assert page.count("\n## ") == 4
+    assert page.count("| exact |") == 12 and page.count("| runs |") == 4 and "wrong" not in page
+    assert all(f"| {name} | 0 |" in page for name in PLANS)
+    assert "program, compiled" in page
+    (file,) = (tmp_path / "results").glob("*.yaml")
+    assert load_cluster(file).device.rates["bfloat16"] > 0
