@@ -34,3 +34,11 @@ def test_what_is_changed_between_steps_takes_effect_or_is_refused() -> None:
     refused = ["data of weights are replaced", "a layer is parametrized after planning"]
     ends = {one.program: one.end for one in outcomes([*exact, *refused], ranks=2)}
     assert ends == dict.fromkeys(exact, EXACT) | dict.fromkeys(refused, REFUSED)
+
+
+@pytest.mark.distributed
+def test_what_pytorch_offers_around_a_model_works_or_is_refused() -> None:
+    exact = ["whole tensors are loaded", "a penalty on parameters"]
+    refused = ["anomalies are detected", "a deep copy is trained", "the whole module is saved"]
+    ends = {(one.program, one.end) for one in outcomes([*exact, *refused], ranks=2)}
+    assert ends == {(name, EXACT) for name in exact} | {(name, REFUSED) for name in refused}

@@ -27,3 +27,11 @@ def test_an_ordinary_gradient_flows_also_where_the_output_is_changed_in_place() 
     y.backward()
     assert calls
     torch.testing.assert_close(x.grad, torch.ones(2))
+
+
+def test_a_pass_that_looks_for_anomalies_is_refused() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = (x**3).sum()
+    before_backward([y], [])
+    with torch.autograd.detect_anomaly(), pytest.raises(sw.PlanError, match="check_nan=False"):
+        y.backward()

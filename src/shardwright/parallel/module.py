@@ -16,7 +16,7 @@ from shardwright.deferred import copies_of_attributes
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
 from shardwright.lower.program import Program, lower
-from shardwright.parallel.module_wrapper import ModuleWrapper
+from shardwright.parallel.module_wrapper import ModuleWrapper, Uncopyable
 from shardwright.parallel.planned_parameters import PlannedParameters
 from shardwright.parallel.python_state import PythonState
 from shardwright.parallel.train_step import GradientAccumulation, TrainStep, loss_of
@@ -102,7 +102,7 @@ class BoundStep:
     places: TensorPlaces
 
 
-class ParallelModule(ModuleWrapper):
+class ParallelModule(Uncopyable, ModuleWrapper):
     """A model split over the devices of the running process group.
 
     It has the parameters, buffers and names of the model that it was made from; on more than one
@@ -172,15 +172,13 @@ class ParallelModule(ModuleWrapper):
         whole = self._whole_leaves(leaves)
         situation = self._situation(spec, [key_of(leaf) for leaf in whole])
         inputs = self._on_device(leaves)
-        kind = ("forward", self.training, torch.is_grad_enabled(), *situation)
-        self._guard.begin(kind, inputs)
+        self._guard.begin(("forward", self.training, torch.is_grad_enabled(), *situation), inputs)
         if situation not in self._forwards:
             captured = self._capture(*pytree.tree_unflatten(whole, spec))
             self._forwards[situation] = self._compiled(self._bind_program(captured))
         bound = self._forwards[situation]
         parameters, buffers = bound.places.read()
-        as_planned = self._parameters_as_planned
-        checks = [as_planned.unchanged_until_backward()] if bound.recomputes else []
+        checks = self._parameters_as_planned.checks_before_backward(bound.recomputes)
         shards = local_shards(parameters, self.devices.layout)
         if self.training:
             self.random_step += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -65,3 +65,14 @@ class ModuleWrapper(nn.Module):
             delattr(self._wrapped[0], name)
         else:
             super().__delattr__(name)
+
+
+class Uncopyable:
+    """What is bound to the process groups of this process and to parameters of its own."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise PlanError(
+            f"a {type(self).__name__} can be neither copied nor pickled, as it is bound to this "
+            "process: save `state_dict()` or a checkpoint, and load it into another model that is "
+            "parallelized with the same plan; for averages keep copies of the parameters"
+        )

@@ -87,12 +87,18 @@ class PlannedParameters:
             if storage_id(parameter) != storage and isinstance(parameter, DTensor):
                 raise PlanError(
                     f"`.data` of parameter {name!r} was replaced, which has no effect on a "
-                    "DTensor: copy into it under `torch.no_grad()` (`parameter.copy_(value)`)"
+                    "DTensor: copy into it under `torch.no_grad()` (`parameter.copy_(value)`); "
+                    "convert a model (`to`, `half`, `double`) before `plan`"
                 )
 
-    def unchanged_until_backward(self) -> Callable[[], None]:
-        """What to call before a backward pass that reads parameters again to compute operators,
-        which autograd does not see; it raises RuntimeError as autograd does."""
+    def checks_before_backward(self, recomputes: bool) -> list[Callable[[], None]]:
+        """What to call before a backward pass; it raises RuntimeError as autograd does.
+
+        Args:
+            recomputes: whether that reads parameters again, which autograd does not see.
+        """
+        if not recomputes:
+            return []
         versions = self._versions()
 
         def check() -> None:
@@ -102,7 +108,7 @@ class PlannedParameters:
                     "been modified by an inplace operation since the forward pass"
                 )
 
-        return check
+        return [check]
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(map(version, self._tensors))

@@ -23,6 +23,7 @@ from shardwright.runtime.parameter_hooks import has_hooks, take_hooks
 from shardwright.torch_internals.dtensor import (
     StridedShard,
     counting_with_shard,
+    held_chunks,
     local_tensor,
     spec_of,
     with_spec,
@@ -106,7 +107,25 @@ def with_stored_parameters(
     parameters = dict(module.named_parameters())
     replacements = {name: memo[id(p)] for name, p in parameters.items() if name not in left_out}
     remember(parameters, replacements)
-    return copy.deepcopy(module, memo)
+    result = copy.deepcopy(module, memo)
+    if devices.mesh is not None:
+        result.register_load_state_dict_pre_hook(_cut_whole_tensors)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Before a state is loaded: of whole tensors, as one device saves them, takes what this rank
+    holds; communicates nothing."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        whole = state.get(prefix + name)
+        if not isinstance(parameter, DTensor) or not isinstance(whole, Tensor):
+            continue
+        if not isinstance(whole, DTensor) and whole.shape == parameter.shape:
+            local = torch.empty_like(local_tensor(parameter))
+            for chunk in held_chunks(parameter):
+                ends = zip(chunk.offsets, chunk.sizes, strict=True)
+                local.copy_(whole.detach()[tuple(slice(at, at + size) for at, size in ends)])
+            state[prefix + name] = with_spec(local, spec_of(parameter))
 
 
 def _check_has_values(name: str, tensor: Tensor) -> None:
