@@ -47,14 +47,14 @@ def loopback_interfaces() -> dict[str, str]:
     return {f"{backend}_SOCKET_IFNAME": name for backend in BACKENDS for name in loopback}
 
 
-def accelerator() -> torch.device | None:
+def accelerator_kind() -> torch.device | None:
     """The kind of accelerator of this machine, if there is one."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def num_accelerators() -> int:
     """How many this process sees."""
-    return torch.accelerator.device_count() if accelerator() is not None else 0
+    return torch.accelerator.device_count() if accelerator_kind() is not None else 0
 
 
 def device_of_rank(local_rank: int, local_size: int) -> torch.device:
@@ -65,7 +65,7 @@ def device_of_rank(local_rank: int, local_size: int) -> torch.device:
     Raises:
         ConfigError: there are fewer accelerators than processes.
     """
-    kind, count = accelerator(), num_accelerators()
+    kind, count = accelerator_kind(), num_accelerators()
     if kind is None or (local_size > 1 and not _communicates(kind)):
         return CPU
     if count >= local_size:
@@ -88,7 +88,7 @@ def hardware_of(device: torch.device) -> str | None:
 def device_of_group() -> torch.device:
     """The accelerator of this process if the process group (if any) works on it through a backend
     of its own, else the CPU. Where the program has chosen none, it is that of the local rank."""
-    kind = accelerator()
+    kind = accelerator_kind()
     if kind is None:
         return CPU
     index, local_rank = torch.accelerator.current_device_index(), 0

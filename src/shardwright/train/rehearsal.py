@@ -26,7 +26,7 @@ from shardwright.errors import PlanError
 from shardwright.parallel.module import ParallelModule
 from shardwright.parallel.train_step import weighing_bytes
 from shardwright.plan import Plan
-from shardwright.runtime.accelerator import AllocatedPeak, accelerator
+from shardwright.runtime.accelerator import AllocatedPeak, accelerator_kind
 from shardwright.runtime.dtensor import own_tensor
 from shardwright.torch_internals.distributed import GroupClock
 from shardwright.train.checkpoint import Checkpoints
@@ -140,7 +140,7 @@ def rehearse_rank(
     """
     if not 0 <= rank < plan.devices:
         raise PlanError(f"no rank {rank}: {plan.devices} devices are ranks 0 to {plan.devices - 1}")
-    kind = accelerator()
+    kind = accelerator_kind()
     valid = ["meta", "cpu", *([kind.type] if kind is not None else [])]
     if device.type not in valid:
         raise PlanError(f"a rank cannot be rehearsed on '{device}': valid are {' or '.join(valid)}")
