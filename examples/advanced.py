@@ -71,7 +71,7 @@ def main() -> None:
         print(plan)
 
     with process_group(world) as device:
-        net = sw.parallelize(net.to(device), plan, device)
+        net = sw.parallelize(net, plan, device)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
         for epoch in range(arguments.epochs):
             for step, (images, labels) in enumerate(islice(batches.epoch(epoch), arguments.steps)):

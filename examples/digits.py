@@ -32,7 +32,7 @@ def main() -> None:
     net = sw.WithLoss(Classifier(), nn.CrossEntropyLoss())
     plan = sw.plan(net, next(batches.epoch(0)), {}, devices=world.size)
     with process_group(world) as device:
-        net = sw.parallelize(net.to(device), plan, device)
+        net = sw.parallelize(net, plan, device)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
         for epoch in range(3):
             for step, (images, labels) in enumerate(batches.epoch(epoch)):

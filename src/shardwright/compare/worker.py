@@ -78,7 +78,7 @@ def _step(
     run: Run, plan: Plan, batch: Sequence[Tensor], device: torch.device
 ) -> Callable[[], object]:
     """Forward, backward and update as `train` makes them."""
-    net = parallelize(run.model().to(device), plan, device)
+    net = parallelize(run.model(), plan, device)
     assert isinstance(net, ParallelModule)
     optimizer = run.optimizer(net.parameters())
     here = [tensor.to(device) for tensor in batch]

@@ -69,7 +69,7 @@ class RankTraining:
         """Raises: PlanError: the plan is for another model."""
         # On the meta device there are no values, so none are made.
         model = run.model_to_plan() if device.type == "meta" else run.deferred_model()
-        net = parallelize(model.to(device), plan, device)
+        net = parallelize(model, plan, device)
         assert isinstance(net, ParallelModule)
         return cls(run, plan, net, run.optimizer(net.parameters()))
 
