@@ -45,7 +45,7 @@ def test_an_unknown_benchmark_is_refused_with_the_valid_names(capsys):
 
 
 def test_the_start_of_a_rank_is_a_row_and_a_goal_that_is_missed_is_named():
-    start = bench_scale_start.measured(8)
+    start = bench_scale_start.measured("searched", 8)
     assert start is not None
     phases = {"plan", "process groups", "start", "step 1", "step 2", "checkpoint"}
     assert phases <= set(start.seconds)

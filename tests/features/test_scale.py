@@ -13,6 +13,8 @@ from torch import nn
 
 import shardwright as sw
 from sample_models import llama
+from shardwright.layout.layout import Layout
+from shardwright.runtime.devices import Devices
 from shardwright.torch_internals.distributed import FakeStore
 
 DEVICES = 256
@@ -52,3 +54,34 @@ def test_a_rank_of_many_makes_few_groups_and_trains_at_once(
     assert time.process_time() - started < 5
     assert len(plan.mesh.device_matrix) == 8
     assert len(group_sizes) <= most
+
+
+def test_what_a_search_finds_has_parameters_on_one_mesh_of_fewer_axes(
+    group_sizes: list[int],
+) -> None:
+    net, args, kwargs = llama(batch=DEVICES // 8, width=64, vocabulary=512)
+    plan = sw.plan(net, args, kwargs, devices=DEVICES)
+    parallel = sw.parallelize(net, plan)
+    (mesh,) = {parameter.device_mesh for parameter in parallel.parameters()}
+    assert mesh.ndim < len(parallel.partitioned.mesh.device_matrix)
+    assert mesh.size() == DEVICES
+    assert len(group_sizes) <= 3 * DEVICES
+
+
+def test_a_group_that_splits_gives_the_groups_of_an_axis_in_one_call(
+    group_sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[list[int]]] = []
+
+    def split_group(parent: dist.ProcessGroup, ranks: list[list[int]], **_: Any) -> Any:
+        calls.append(ranks)
+        return parent
+
+    monkeypatch.setattr("shardwright.runtime.devices.splits", lambda group: True)
+    monkeypatch.setattr(dist, "split_group", split_group)
+    Devices.of_process(Layout((2, 128), ("a", "b")), torch.device("cpu")).group((0, 1))
+    assert calls == [
+        [[rank, rank + 128] for rank in range(128)],
+        [list(range(128)), list(range(128, 256))],
+    ]
+    assert not group_sizes
