@@ -198,6 +198,12 @@ def test_the_links_of_a_page_lead_to_files(page: Path) -> None:
 
 
 @every_page
+def test_the_scripts_of_a_page_parse(page: Path) -> None:
+    for fence in of_language(page, "sh"):
+        subprocess.run(["bash", "-n"], input=fence.text, text=True, check=True)
+
+
+@every_page
 def test_the_yaml_of_a_page_is_valid(page: Path) -> None:
     for fence in of_language(page, "yaml"):
         if fence.file_name:
