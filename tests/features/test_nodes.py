@@ -179,7 +179,7 @@ def test_a_run_goes_on_with_fewer_nodes_and_takes_another_in(
     config = configure("run.yaml", seconds=0.5, steps=100_000)
     options = ("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3")
     first, second = (train(host, rank, config, *options) for rank, host in enumerate(hosts))
-    wait_for(LogFolder(Path("logs")).stdout(1).exists)
+    wait_for(lambda: LogFolder(Path("logs")).stdout(1).exists() and at_step(1))
     before = len(resumptions())
     done = len(steps("logs"))
     wait_for(lambda: at_step(done + 7))
