@@ -21,7 +21,7 @@ from shardwright.partition.fold_axes import dtensor_axes
 from shardwright.partition.partitioned import Partitioned
 from shardwright.plan import Plan
 from shardwright.planner.pipeline import Pipeline
-from shardwright.runtime.accelerator import device_of_group
+from shardwright.runtime.accelerator import device_of_group, use_device
 from shardwright.runtime.agreement import check_description, gathered
 from shardwright.runtime.devices import Devices
 from shardwright.torch_internals import pytree
@@ -54,6 +54,7 @@ def parallelize(
     """
     net = net.net if isinstance(net, Pipeline) else net
     where = torch.device(device) if device is not None else device_of_group()
+    use_device(where)
     with _in_mode(net, plan.training):
         graph = _agreed_graph(net, plan, where)
         partitioned = plan.partition(graph)

@@ -170,8 +170,10 @@ def measure_device(
         return _seconds(work, processes, together) / processes
 
     rows, elements = (MATRIX, STREAM) if device == CPU else (LARGE_MATRIX, LARGE_STREAM)
+    # Not every accelerator has double precision, and few CPUs are fast in half precision.
+    third = torch.float64 if device == CPU else torch.float16
     rates = {}
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for dtype in (torch.float32, torch.bfloat16, third):
         a = torch.rand(rows, rows, device=device).to(dtype)
         rates[str(dtype).removeprefix("torch.")] = 2 * rows**3 / seconds(partial(torch.mm, a, a))
     x, y = torch.ones(elements, device=device), torch.ones(elements, device=device)

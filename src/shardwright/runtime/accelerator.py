@@ -108,7 +108,7 @@ def backend_of(device: torch.device) -> str:
 
 def use_device(device: torch.device) -> None:
     """Lets this process compute on `device` where it names none."""
-    if device.type != "cpu":
+    if device.type not in ("cpu", "meta") and device.index is not None:
         torch.accelerator.set_device_index(device)
 
 
