@@ -71,17 +71,16 @@ class Source:
         line = Line(tuple(names), expression, tuple(reads), comment, unpack, segment)
         self.lines.append(line)
 
-    def text(self, header: str, returns: str, outputs: Sequence[str], again: Again) -> str:
-        """The whole function.
+    def nested(self, outputs: Sequence[str], again: Again) -> list[Line]:
+        """The lines of the function, those of segments in functions inside.
 
         Args:
-            returns, kept: what it returns, and the variables in that.
+            outputs: the variables that it returns.
             again: runs the functions inside, so that the backward pass can run them again.
         """
-        lines = self.lines
-        if any(line.segment is not None for line in lines):
-            lines = nested(lines, outputs, self.name, self.refer(again.__name__, again))
-        return "\n".join([header, *write_body(lines, outputs), f"    return {returns}"]) + "\n"
+        if all(line.segment is None for line in self.lines):
+            return self.lines
+        return nested(self.lines, outputs, self.name, self.refer(again.__name__, again))
 
     def compile(self, text: str, name: str) -> Callable[..., Any]:
         """The function `name` that `text` defines."""

@@ -12,6 +12,7 @@ from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts, Local, ShardingRule
 from shardwright.runtime.collectives import bound_reduction
 from shardwright.runtime.devices import Devices
+from shardwright.torch_internals.operators import OpOverload, operator_name, schema_of
 
 
 @dataclass
@@ -46,3 +47,18 @@ class Kernels:
             output_shapes=tuple(made[value].shard_shape(value.shape) for value in op.outputs),
             reduce=functions,
         )
+
+
+def short_name(op: Op) -> str:
+    """`aten.mean.dim` → `mean`."""
+    if isinstance(op.target, OpOverload):
+        return operator_name(op.target)
+    return op.target.__name__
+
+
+def returns_many(op: Op) -> bool:
+    """Whether the target returns a sequence of tensors, be it of one."""
+    if isinstance(op.target, OpOverload):
+        returns = schema_of(op.target).returns
+        return len(returns) > 1 or str(returns[0].type) == "List[Tensor]"
+    return len(op.outputs) > 1

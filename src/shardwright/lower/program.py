@@ -7,17 +7,19 @@ redistributions wherever a value is read in another layout than it was produced 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwright.graph.graph import Graph, Kind, Op, Value, ops_from_inputs
-from shardwright.lower.emit import Source, expression
+from shardwright.lower.emit import Source, expression, write_body
 from shardwright.lower.emit_buckets import BucketLines
 from shardwright.lower.emit_transfers import TransferLines
-from shardwright.lower.kernels import Kernels
+from shardwright.lower.kernels import Kernels, returns_many, short_name
+from shardwright.lower.regions import Compiler, compile_regions
 from shardwright.partition.chunk import Chunk
 from shardwright.partition.communication import Communication
 from shardwright.partition.parameter_buckets import bucketed_steps
@@ -34,7 +36,7 @@ from shardwright.runtime.random import (
     recompute_segment,
 )
 from shardwright.runtime.regather import BackwardRegather
-from shardwright.torch_internals.operators import OpOverload, operator_name, schema_of
+from shardwright.torch_internals.operators import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -53,6 +55,7 @@ class Program:
         buckets: those of `communication`, bound to the devices.
         unsharded: whether parameters are read as `UnshardedParameters` hand them out.
         again: what the backward pass gathers again; None if nothing.
+        by_region: gives the function with its equal blocks compiled; None if it has none.
     """
 
     source: str
@@ -62,6 +65,12 @@ class Program:
     buckets: tuple[BoundBucket, ...]
     unsharded: bool = False
     again: BackwardRegather | None = None
+    by_region: Callable[[Compiler], Callable[..., Any] | None] = lambda compiler: None
+
+    def compiled(self, compiler: Compiler, regional: bool) -> Program:
+        """The program, or its equal blocks as one function, as `compiler` makes it."""
+        function = self.by_region(compiler) if regional else None
+        return replace(self, function=function or compiler(self.function))
 
     def __call__(
         self,
@@ -167,7 +176,9 @@ class _Lowering:
             for before, value in self.graph.updates
         ]
         returns = f"[{', '.join(outputs)}], [{', '.join(updates)}]"
-        text = self.source.text(HEADER, returns, [*outputs, *updates], self._again())
+        lines = self.source.nested([*outputs, *updates], self._again())
+        body = write_body(lines, [*outputs, *updates])
+        text = "\n".join([HEADER, *body, f"    return {returns}\n"])
         return Program(
             text,
             self.source.compile(text, "program"),
@@ -176,6 +187,7 @@ class _Lowering:
             self.buckets.bound,
             self.unsharded,
             self.buckets.again,
+            partial(compile_regions, self.source, lines, (HEADER, returns)),
         )
 
     def _again(self) -> Callable[..., Any]:
@@ -249,7 +261,7 @@ class _Lowering:
             routes = [(op.inputs[i], self.flow.routes[op.name, i]) for i in kernel.reads]
             reads = [self._converted(value, route) for value, route in routes]
             name = self.started[op] = self.source.name(f"{op.name}_ahead")
-            start = self.source.refer(f"start_{_short(op)}", kernel.start)
+            start = self.source.refer(f"start_{short_name(op)}", kernel.start)
             self.source.add([name], f"{start}({', '.join(reads)})", reads, f"{op.name}: ahead")
         return early
 
@@ -291,7 +303,7 @@ class _Lowering:
         self.variables.update(zip(op.outputs, names, strict=True))
         call, comment = f"{function}({', '.join(texts)})", self._comment(op, rule)
         segment = self._segment(op)
-        self.source.add(names, call, variables, comment, _returns_many(op), segment)
+        self.source.add(names, call, variables, comment, returns_many(op), segment)
         for value, name in zip(op.outputs, names, strict=True):
             self.transfers.start(value, name)
 
@@ -323,13 +335,13 @@ class _Lowering:
                 dict.fromkeys(a for dim in self.flow.initial_layouts[op.output].axes for a in dim)
             )
             function = Seeded(function, number_of(op.name), self.devices.index(axes))
-            return self.source.refer(f"seeded_{_short(op)}", function)
+            return self.source.refer(f"seeded_{short_name(op)}", function)
         if function is op.target and isinstance(function, OpOverload):
             if function.namespace == "aten":
                 return str(function)
             return f"torch.ops.{function}"
         return self.source.refer(
-            f"local_{_short(op)}" if function is not op.target else _short(op), function
+            f"local_{short_name(op)}" if function is not op.target else short_name(op), function
         )
 
     def _comment(self, op: Op, rule: ShardingRule | None) -> str:
@@ -384,18 +396,3 @@ class _Lowering:
         call, segment = f"{function}({', '.join(reads)})", self._segment(layer)
         self.source.add([name], call, reads, comment, segment=segment)
         self.transfers.start(add.output, name)
-
-
-def _short(op: Op) -> str:
-    """`aten.mean.dim` → `mean`."""
-    if isinstance(op.target, OpOverload):
-        return operator_name(op.target)
-    return op.target.__name__
-
-
-def _returns_many(op: Op) -> bool:
-    """Whether the target returns a sequence of tensors, be it of one."""
-    if isinstance(op.target, OpOverload):
-        returns = schema_of(op.target).returns
-        return len(returns) > 1 or str(returns[0].type) == "List[Tensor]"
-    return len(op.outputs) > 1

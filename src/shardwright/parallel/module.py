@@ -140,7 +140,7 @@ class ParallelModule(Uncopyable, ModuleWrapper):
         self.random_step = 0
         # In a tuple, so that it is no submodule.
         self._template = (template,)
-        self._compiler: Callable[..., Any] | None = None
+        self._compiler: Callable[[Program], Program] | None = None
         graph = partitioned.graph
         self._parameters_as_planned = PlannedParameters(module, graph.frozen)
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
@@ -221,10 +221,16 @@ class ParallelModule(Uncopyable, ModuleWrapper):
         """
         return clip_grad_norm_(self.named_parameters(), max_norm, self.devices)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
         """Compiles the programs with `torch.compile`, in place; takes its arguments.
-        Redistributions are part of the compiled graph."""
-        self._compiler = lambda function: torch.compile(function, *args, **kwargs)
+        Redistributions are part of the compiled graph.
+
+        Args:
+            regional: whether only the equal blocks of a program are compiled, as one function.
+        """
+        self._compiler = lambda program: program.compiled(
+            lambda function: torch.compile(function, *args, **kwargs), regional
+        )
         self._forwards = {key: self._compiled(bound) for key, bound in self._forwards.items()}
         for bound in self._train_steps.values():
             bound.step.compile(self._compiler)
@@ -242,8 +248,7 @@ class ParallelModule(Uncopyable, ModuleWrapper):
     def _compiled(self, bound: BoundProgram) -> BoundProgram:
         if self._compiler is None:
             return bound
-        function = self._compiler(bound.program.function)
-        return replace(bound, program=replace(bound.program, function=function))
+        return replace(bound, program=self._compiler(bound.program))
 
     def _step_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -12,7 +12,7 @@ tensors become tensors of their own and gradients come back in one piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -168,15 +168,14 @@ class RankStages:
     def _arrival_axes(self) -> tuple[int, ...]:
         return arrival_axes(self.partitioned.graph, self.partitioned.decisions)
 
-    def compile(self, compiler: Callable[..., Any]) -> None:
+    def compile(self, compiler: Callable[[Program], Program]) -> None:
         if self.pipeline.schedule_spec.splits_backward:
             raise PlanError(
                 f"{self.pipeline.schedule} runs backward passes in two halves, which compiled"
                 " programs do not have: compile a plan with another schedule"
             )
         for module in self.modules:
-            function = compiler(module.program.function)
-            module.program = replace(module.program, function=function)
+            module.program = compiler(module.program)
 
     def train(
         self,

@@ -8,7 +8,6 @@ the losses of micro-batches with `LossWeights`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from shardwright.errors import PlanError
 from shardwright.graph.custom_ops import MEAN
 from shardwright.graph.graph import Graph, Op, Value, ops_from_inputs
 from shardwright.graph.interpreter import run
-from shardwright.lower.program import lower
+from shardwright.lower.program import Program, lower
 from shardwright.parallel.unsharded_parameters import UnshardedParameters
 from shardwright.partition.decisions import Decisions
 from shardwright.partition.partitioned import Partitioned
@@ -37,8 +36,8 @@ class TrainStep(Protocol):
     def partitioned(self) -> Partitioned:
         """The model, for as many micro-batches as a step has."""
 
-    def compile(self, compiler: Callable[..., Any]) -> None:
-        """Replaces the function of each program by what `compiler` makes of it.
+    def compile(self, compiler: Callable[[Program], Program]) -> None:
+        """Replaces each program by what `compiler` makes of it.
 
         Raises:
             PlanError: if the schedule cannot run compiled programs.
@@ -108,8 +107,8 @@ class GradientAccumulation:
         self._sums = pipeline.loss_reduction == "sum"
         self._place = next(i for i, value in enumerate(graph.outputs) if value is loss)
 
-    def compile(self, compiler: Callable[..., Any]) -> None:
-        self.program = replace(self.program, function=compiler(self.program.function))
+    def compile(self, compiler: Callable[[Program], Program]) -> None:
+        self.program = compiler(self.program)
 
     def train(
         self,

@@ -43,6 +43,10 @@ class BoundBucket:
     gathers: tuple[Gather, ...]
     replicas: Group | None
 
+    def __post_init__(self) -> None:
+        # Before a program is compiled: torch.compile does not enter the lock of a cached property.
+        _ = self.sizes, self.dtype, self.stored_dtype, self._parts, self._orders
+
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of the stored shards."""
