@@ -45,7 +45,7 @@ class BoundBucket:
 
     def __post_init__(self) -> None:
         # Before a program is compiled: torch.compile does not enter the lock of a cached property.
-        _ = self.sizes, self.dtype, self.stored_dtype, self._parts, self._orders
+        _ = self.sizes, self.dtype, self.stored_dtype, self._parts, self._alone
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
