@@ -13,6 +13,7 @@ import torch
 from benchmarks import (
     bench_bytes,
     bench_faults,
+    bench_nodes,
     bench_one_device,
     bench_pins,
     bench_scale,
@@ -42,6 +43,12 @@ def test_an_unknown_benchmark_is_refused_with_the_valid_names(capsys):
     message = capsys.readouterr().err
     assert "speed" in message
     assert all(name in message for name in names())
+
+
+def test_without_network_namespaces_one_line_says_why_nodes_are_skipped(monkeypatch):
+    monkeypatch.setattr(bench_nodes, "can_be_made", lambda: False)
+    (table,) = bench_nodes.run()
+    assert table.rows == [("network namespaces need Linux, root and `ip`",)]
 
 
 def test_the_start_of_a_rank_is_a_row_and_a_goal_that_is_missed_is_named():
