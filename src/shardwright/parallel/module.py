@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from shardwright.capture.capture import capture
 from shardwright.deferred import copies_of_attributes
-from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
 from shardwright.lower.program import Program, lower
+from shardwright.parallel.call import check_planned_call, key_of
 from shardwright.parallel.module_wrapper import ModuleWrapper, Uncopyable
 from shardwright.parallel.planned_parameters import PlannedParameters
 from shardwright.parallel.python_state import PythonState
@@ -310,7 +310,7 @@ class ParallelModule(Uncopyable, ModuleWrapper):
             CaptureError: if the model cannot be captured in this situation.
         """
         planned, template = self.partitioned, self.template
-        _check_call(planned.graph, args, kwargs)
+        check_planned_call(planned.graph, args, kwargs)
         self._state.copy_to(template)
         for name, parameter, *_ in self._parameters_as_planned.all:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
@@ -362,44 +362,3 @@ def template_of(module: nn.Module) -> nn.Module:
     )
     memo.update((id(b), meta(b)) for b in module.buffers())
     return copy.deepcopy(module, memo)
-
-
-def key_of(leaf: Any) -> Any:
-    """What the program depends on of one argument."""
-    if isinstance(leaf, Value):
-        return leaf.shape, leaf.stored_dtype, leaf.differentiable
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad and torch.is_grad_enabled()
-    return type(leaf), leaf
-
-
-def _check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises:
-    PlanError: if a call has other arguments than `graph`, or tensors of other dtypes.
-    """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    if spec != graph.in_spec:
-        raise PlanError(
-            f"called with {_call(args, kwargs)}, but planned for other arguments: "
-            f"{', '.join(str(leaf) for leaf in graph.inputs)}"
-        )
-    for wanted, leaf in zip(graph.inputs, leaves, strict=True):
-        if not isinstance(wanted, Value):
-            if type(leaf) is not type(wanted) or leaf != wanted:
-                raise PlanError(f"an argument is {leaf!r}, planned for {wanted!r}")
-        elif not isinstance(leaf, Tensor):
-            raise PlanError(f"input {wanted.name!r} is {leaf!r}, planned for a tensor")
-        elif leaf.dtype != wanted.stored_dtype:
-            raise PlanError(
-                f"input {wanted.name!r} has dtype {leaf.dtype}, planned for {wanted.stored_dtype}"
-            )
-        elif leaf.ndim != len(wanted.shape):
-            raise PlanError(
-                f"input {wanted.name!r} is {tuple(leaf.shape)}, planned for {wanted.shape}: every "
-                "rank is given the whole batch"
-            )
-
-
-def _call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    count = f"{len(args)} positional argument{'s' if len(args) != 1 else ''}"
-    return f"{count} and keywords {sorted(kwargs)}" if kwargs else count
