@@ -69,6 +69,7 @@ def text(net: object) -> str:
     return "\n".join(description(net))
 
 
+@pytest.mark.slow
 def test_a_description_is_the_same_in_every_process() -> None:
     texts = [
         subprocess.run(

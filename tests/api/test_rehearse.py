@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,9 +59,9 @@ def test_the_first_and_the_last_rank_of_each_stage_are_rehearsed() -> None:
     assert [(rank.rank, rank.stage) for rank in ranks] == [(0, 0), (3, 0), (4, 1), (7, 1)]
 
 
-@pytest.mark.slow
 def test_one_rank_of_64_starts_and_trains() -> None:
-    model, plan = planned(mlp(64, (64, 128, 64)), 64)
+    sharing = replace(SHARDED, shard_size=8)
+    model, plan = planned(mlp(64, (64, 128, 64)), 64, mode="data_parallel", hsdp=sharing)
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
     (rank,) = sw.rehearse(*model, plan, ranks=[37], optimizer=sgd, device="cpu").ranks
     assert rank.as_planned
@@ -68,7 +69,7 @@ def test_one_rank_of_64_starts_and_trains() -> None:
         *("start", "step 1", "step 2", "step 3", "checkpoint written", "checkpoint read")
     ]
     assert set(rank.phases[1].parts) == {"forward and backward", "clipping", "optimizer"}
-    assert rank.groups > 0
+    assert rank.groups == 16
 
 
 def test_memory_is_that_of_the_plan() -> None:

@@ -15,6 +15,7 @@ def test_every_program_trains_as_on_one_device_or_is_refused() -> None:
     assert sum(one.end == EXACT for one in ends) > len(ends) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_program_whose_ranks_have_other_batches_is_refused_with_both_remedies() -> None:
     ends = outcomes(["each rank has a batch of its own"])

@@ -71,6 +71,7 @@ def test_ranks_of_one_accelerator_are_one_error_on_each() -> None:
     )
 
 
+@pytest.mark.slow
 def test_more_ranks_than_accelerators_compute_on_the_cpu_only_if_told_to() -> None:
     errors = run((2, "0,1"), (2, "0,1"), (2, "0,1"))
     assert {error.partition(":")[0] for error in errors} == {
