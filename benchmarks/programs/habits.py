@@ -268,3 +268,35 @@ def the_loss_decides_whether_to_step(parallel: Parallel) -> Training:
         optimizer.zero_grad()
         yield float(loss)
     return net
+
+
+@program
+def a_row_of_each_weight_stays_zero(parallel: Parallel) -> Training:
+    net = parallel(Classifier(), *batch())
+    optimizer = _sgd(net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = net(*batch(step))
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter[0].zero_()
+        yield number(loss)
+    return net
+
+
+@program
+def gradients_of_a_row_are_left_out(parallel: Parallel) -> Training:
+    net = parallel(Classifier(), *batch())
+    optimizer = _sgd(net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = net(*batch(step))
+        loss.backward()
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.grad[:2].zero_()
+        optimizer.step()
+        yield number(loss)
+    return net

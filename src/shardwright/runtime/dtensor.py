@@ -19,6 +19,7 @@ from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.decisions import Storage
 from shardwright.runtime.adopt_optimizer import remember
 from shardwright.runtime.devices import Devices
+from shardwright.runtime.gathered_copies import refuse_lost_writes
 from shardwright.runtime.parameter_hooks import has_hooks, take_hooks
 from shardwright.torch_internals.dtensor import (
     StridedShard,
@@ -70,6 +71,7 @@ def with_stored_parameters(
         PlanError: if parameters are on the meta device and nothing says how to initialize them.
         DeferredError: if a parameter made inside `no_init_parameters` cannot be initialized.
     """
+    refuse_lost_writes()
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
 
     def stored(name: str, whole: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -10,11 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardwright.torch_internals.operators import OpOverload
 from shardwright.torch_internals.tensors import as_subclass
 
 __all__ = [
     "DTensorSpec",
     "StridedShard",
+    "change_results",
     "counting_with_shard",
     "held_chunks",
     "local_tensor",
@@ -59,3 +62,20 @@ def counting_with_shard(parameter: DTensor) -> nn.Parameter:
     result._local_tensor, result._spec = local, parameter._spec
     result.requires_grad_(parameter.requires_grad)._is_param = True
     return cast(nn.Parameter, result)
+
+
+def change_results(operator: OpOverload, change: Callable[[Any, Sequence[Any]], Any]) -> None:
+    """Lets every DTensor of the process return `change(results, args)` from an operator; the first
+    change of an operator stays."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+
+    def handler(called: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Without an entry of its own the operator does what it always does.
+        handlers.pop(called, None)
+        try:
+            results = called(*args, **kwargs)
+        finally:
+            handlers[called] = handler
+        return change(results, args)
+
+    handlers.setdefault(operator, handler)

@@ -212,6 +212,10 @@ DTENSOR = (
         "where a rank's shard lies in the whole tensor, for single-file checkpoints",
     ),
     PrivateName(
+        "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers",
+        "finds views that are copies, so that writes to them are refused",
+    ),
+    PrivateName(
         "torch.distributed.tensor.placement_types._StridedShard",
         "a dimension cut over axes of the mesh from right to left",
     ),
