@@ -81,6 +81,7 @@ def test_a_speed_up_is_that_within_a_round() -> None:
     assert measured_table(found).row_count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ways_are_run_by_processes_and_ranked(tmp_path: Path) -> None:
     file = written(tmp_path, 2, 1, 1)

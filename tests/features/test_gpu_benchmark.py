@@ -63,12 +63,14 @@ def test_a_group_of_one_rank_leaves_no_process_group_behind() -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_without_an_accelerator_it_says_how_to_try_it(tmp_path: Path) -> None:
     done = run(tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert "no accelerator here; --tiny --device cpu tries all of it" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_missing_dependency_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "pydantic.py").write_text(
         "raise ModuleNotFoundError('no pydantic', name='pydantic')"

@@ -90,7 +90,13 @@ def test_a_tiny_model_on_eight_ranks_equals_one_device(name: str, lora: LoRA | N
     check_random_plan(net, batch, {}, graph, sw.plan(graph, devices=8, mem_coeff=16.0))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "llama2_70b" else pytest.mark.slow)
+        for name in ARCHITECTURES
+    ],
+)
 def test_a_random_plan_of_a_tiny_model_equals_one_device(name: str) -> None:
     net, batch = tiny(name)
     graph = sw.capture(net, batch)

@@ -71,6 +71,7 @@ def test_with_one_micro_batch_there_is_one_stage() -> None:
     assert sw.plan(NET, X, devices=8, stages="auto", cluster="a100").pipeline.stages == 1
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_into_memory_does_not_count() -> None:
     free = with_best_stages(searched(micro_batches=8), decide)
     options = replace(searched(micro_batches=8), memory_limit=free.memory().peak // 2)

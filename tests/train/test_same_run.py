@@ -77,7 +77,11 @@ def test_ranks_of_the_same_run_go_on() -> None:
             'device: "cuda" for rank 1 on {0}, "cpu" for rank 0 on {0}',
             marks=pytest.mark.slow,
         ),
-        ({"local_size": 4}, "ranks on the node: 4 for rank 1 on {0}, 1 for rank 0 on {0}"),
+        pytest.param(
+            {"local_size": 4},
+            "ranks on the node: 4 for rank 1 on {0}, 1 for rank 0 on {0}",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_difference_between_nodes_is_one_error_on_each_rank(

@@ -38,6 +38,7 @@ def test_the_recursion_comes_near_the_bound_for_a_language_model() -> None:
     assert recursive < 1.05 * found.bound
 
 
+@pytest.mark.slow
 def test_too_many_combinations_are_refused() -> None:
     with pytest.raises(StrategyError, match=r"an operator has .* combinations of cuts"):
         graph = captured(llama, batch=64, width=1024)
