@@ -64,16 +64,15 @@ def own_collectives(device: torch.device, sizes: Sizes) -> Table:
 
 
 def _calls(group: Group) -> dict[str, Callable[[Tensor], Tensor]]:
-    def compiled(x: Tensor) -> Tensor:
-        return collectives.all_reduce(x, group)
+    all_reduce = collectives.all_reduce(group)
 
     return {
-        "all-reduce": partial(collectives.all_reduce, group=group),
-        "all-gather": partial(collectives.all_gather, dim=0, group=group),
-        "reduce-scatter": partial(collectives.reduce_scatter, dim=0, group=group),
-        "all-to-all": partial(collectives.all_to_all, dim=0, to_dim=1, group=group),
+        "all-reduce": all_reduce,
+        "all-gather": collectives.all_gather(0, group),
+        "reduce-scatter": collectives.reduce_scatter(0, group),
+        "all-to-all": collectives.all_to_all(0, 1, group),
         "permute": partial(collectives.exchange, send=[1], receive=[1], name=group.name),
-        "all-reduce, compiled": torch.compile(compiled, fullgraph=True),
+        "all-reduce, compiled": torch.compile(all_reduce, fullgraph=True),
     }
 
 

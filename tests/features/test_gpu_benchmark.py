@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.one_gpu.collectives import group_of_one
+from benchmarks.one_gpu.collectives import group_of_one, own_collectives
 from benchmarks.one_gpu.memory import PLANS, ranks_of
 from benchmarks.one_gpu.rates import measured_cluster
 from benchmarks.one_gpu.sizes import FULL, TINY
@@ -55,6 +55,12 @@ def test_the_rank_of_a_plan_needs_the_memory_that_is_predicted(name: str) -> Non
 def test_twelve_plans_are_measured() -> None:
     assert len(set(PLANS)) == 12
     assert len(FULL.sequences) > 2 and torch.bfloat16 in FULL.dtypes
+
+
+def test_all_collectives_of_one_rank_are_exact() -> None:
+    table = own_collectives(CPU, TINY)
+    assert not table.missed
+    assert [row[-1] for row in table.rows] == ["exact"] * 12 + ["runs"] * 4
 
 
 def test_a_group_of_one_rank_leaves_no_process_group_behind() -> None:
