@@ -123,7 +123,7 @@ def test_devices_that_share_a_processor_are_slower_in_proportion(tiny: Cluster) 
         (
             "latency: 2 us",
             "latency: 2 us, collectives: nccl",
-            "collectives must be one of trees, gloo",
+            "collectives must be one of trees, rings, gloo",
         ),
         ("devices: 16", "devices: many", r"levels\[1\].devices must be a positive whole number"),
         (TEXT, "[1, 2]", "the file must be a mapping"),
@@ -166,3 +166,26 @@ def test_calibration_measures_links_between_processes(
 def test_one_process_alone_measures_no_links() -> None:
     with pytest.raises(ValueError, match="at least 2 processes, not 1"):
         calibrate.measure_cluster(1)
+
+
+@pytest.mark.parametrize("name", built_in())
+def test_a_cluster_is_read_as_it_is_written(name: str) -> None:
+    cluster = load_cluster(name)
+    assert read_cluster(cluster_to_yaml(cluster), "written") == cluster
+
+
+def test_efficiencies_that_a_file_does_not_name_change_nothing(tiny: Cluster) -> None:
+    device = tiny.device
+    assert device.rate(torch.float32, (1, 2, 3)) == device.rate(torch.float32, attention=True)
+    assert device.rate(torch.float32) == 0.5 * device.rates["float32"]
+    assert device.overlap_slowdown == 0
+    assert tiny.levels[0].rate == tiny.levels[0].bandwidth
+
+
+def test_small_matrices_reach_less_and_attention_what_it_reaches() -> None:
+    keys = "matrix_half: 64\n  attention_efficiency: 20%\n  overlap_slowdown: 0.25\n  matrix_eff"
+    device = read_cluster(TEXT.replace("matrix_eff", keys), "full").device
+    large, small = device.rate(torch.float32), device.rate(torch.float32, (64, 192, 448))
+    assert small == pytest.approx(large * 1 / 2 * 3 / 4 * 7 / 8)
+    assert device.rate(torch.float32, attention=True) == pytest.approx(large * 0.2 / 0.5)
+    assert device.overlap_slowdown == 0.25

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from shardwright.cost.cluster import GLOO, Cluster, Device, LinkLevel
+from shardwright.cost.cluster import GLOO, RINGS, Cluster, Device, LinkLevel
 from shardwright.cost.collectives import Links
 from shardwright.layout.layout import Layout, prime_mesh
 
@@ -71,3 +73,19 @@ def test_gloo_hands_messages_round_a_ring_and_reduces_all_to_scatter() -> None:
     assert all_reduce == pytest.approx(2 * (7 * 1 + 7 / 8 * 800 / 100))
     assert links.seconds("reduce_scatter", (0, 1, 2), 800) == all_reduce
     assert links.seconds("all_gather", (0,), 800) == pytest.approx(1 + 1 / 2 * 800 / 100)
+
+
+def test_a_gather_goes_around_one_ring_of_all_devices_and_an_all_reduce_along_trees() -> None:
+    levels = tuple(replace(level, collectives=RINGS) for level in (NODE, NETWORK))
+    links = Links(replace(CLUSTER, levels=levels), prime_mesh(16))
+    # 16 devices in 4 nodes: 12 of the messages stay in a node.
+    assert links.seconds("all_gather", range(4), 0) == 12 * 1 + 3 * 3
+    assert links.seconds("reduce_scatter", (2, 3), 0) == 3 * 1
+    assert links.seconds("all_reduce", range(4), 0) == 2 * (2 * 1 + 2 * 3)
+
+
+def test_a_collective_sends_at_the_share_of_the_bandwidth_that_a_link_reaches() -> None:
+    half = replace(CLUSTER, levels=(replace(NODE, efficiency=0.5), NETWORK))
+    for kind in ("all_gather", "all_to_all", "permute"):
+        whole, slow = (Links(c, prime_mesh(4)).seconds(kind, (1,), 800) for c in (CLUSTER, half))
+        assert slow - 1 == pytest.approx(2 * (whole - 1))

@@ -115,8 +115,30 @@ def test_nothing_overlaps_where_devices_share_a_processor(graph: Graph) -> None:
     time = timed(graph, data_parallel(graph, prime_mesh(2)), 2, processes)
     assert time.backward > time.gradients > 0
     assert time.exposed == time.gradients
-    alone = StepTime(1.0, 2.0, 0.0, 0.0, 0.5, 0.5, 0.0, 1.5, 1.75, overlaps=False)
+    alone = StepTime(1.0, 2.0, 0.0, 0.0, 0.5, 0.5, 0.0, 1.5, 1.75, slowdown=1.0)
     assert alone.seconds == 1.0 + 2.0 + 0.5 + 0.5 + 1.5 + 1.75
+
+
+def test_what_is_hidden_slows_the_computation_down() -> None:
+    time = StepTime(
+        *(1.0, 2.0, 0.5, 0.5, 0.5, 3.0, 0.0),
+        forward_hidden=0.25,
+        backward_hidden=0.5,
+        slowdown=0.5,
+    )
+    assert (time.forward_seconds, time.backward_seconds) == (1.5 - 0.125, 2.5 - 0.25)
+    # Beside the computation that is left: half a second of gathers, and 1.5 of 3 of reductions.
+    assert time.exposed == 0.25 + (3 - 1.5) + 0.75
+
+
+def test_a_cut_leaves_matrix_products_a_smaller_share_of_the_peak(graph: Graph) -> None:
+    device = Device(1, {"float32": 1e6}, memory_bandwidth=1e9, matrix_half=8)
+    model = TimeModel(replace(CLUSTER, device=device), prime_mesh(2))
+    flops = 2 * 32 * 8 * 16
+    for cut, (rows, columns, inner) in (("b", (16, 16, 8)), ("j", (32, 8, 8)), ("k", (32, 16, 4))):
+        forward, _ = model.operator(graph.by_name["one"], {cut: (0,)})
+        reached = rows / (rows + 8) * columns / (columns + 8) * inner / (inner + 8)
+        assert forward == pytest.approx(flops / 2 / 1e6 / reached), cut
 
 
 @pytest.mark.parametrize("model", [mlp, llama], ids=lambda m: m.__name__)

@@ -79,7 +79,7 @@ def test_plans_send_the_same_on_folded_axes(matrix: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("devices", [8, 12])
 def test_what_runs_sends_what_was_planned(devices: int) -> None:
     net, args, kwargs = encoder(batch=24, sequence=12, width=24)
-    plan = sw.plan(net, args, kwargs, devices=devices, cluster="h100")
+    plan = sw.plan(net, args, kwargs, devices=devices, cluster="ascend910b")
     assert plan.graph is not None
     runs = plan.partition(plan.graph)
     assert len(runs.mesh.device_matrix) < len(plan.mesh.device_matrix)

@@ -7,9 +7,10 @@ that any of its groups crosses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from shardwright.text_files import parse_yaml, shown
 LOCAL = "local"
 """The name of the cluster that is this machine: processes on its CPU."""
 
-TREES, GLOO = "trees", "gloo"
+TREES, RINGS, GLOO = "trees", "rings", "gloo"
 """How collectives are made."""
 
 
@@ -38,9 +39,11 @@ class LinkLevel:
         bandwidth: bytes per second that each device sends, all devices sending at once.
         latency: seconds from the start of a message to its arrival.
         devices: how many devices one group of this level joins; None: any number.
+        efficiency: the share of the bandwidth that collectives of large tensors reach.
         collectives: `trees`: a group of p devices needs ⌈log₂ p⌉ messages one after the other;
-            `gloo`: it hands p − 1 from neighbor to neighbor, and its reduce-scatter is an
-            all-reduce.
+            `rings`: so does an all-reduce, but an all-gather and a reduce-scatter go around one
+            ring of all devices, as NCCL's do; `gloo`: p − 1 messages go from neighbor to neighbor,
+            and a reduce-scatter is an all-reduce.
     """
 
     name: str
@@ -48,6 +51,12 @@ class LinkLevel:
     latency: float
     devices: int | None = None
     collectives: str = TREES
+    efficiency: float = 1.0
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second that each device of a collective sends."""
+        return self.bandwidth * self.efficiency
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,12 @@ class Device:
         memory: bytes.
         rates: for each dtype (`bfloat16`) the peak of its matrix products, in FLOP per second.
         memory_bandwidth: bytes per second.
-        matrix_efficiency, memory_efficiency: the share of the peaks that operators reach.
+        matrix_efficiency, memory_efficiency: the share of the peaks that large operators reach.
+        attention_efficiency: likewise, of attention in one operator; None: that of other products.
+        matrix_half: a matrix product of d rows, columns or inner products reaches d / (d + this)
+            of what it would reach with any number of them.
+        overlap_slowdown: of communication beside computation the share by which both together take
+            longer than the computation.
         overhead: seconds that each operator takes at least.
         at_full_rate: how many devices can compute at the full rate at once (processes on the cores
             of one CPU); None: all of them.
@@ -69,13 +83,25 @@ class Device:
     memory_bandwidth: float
     matrix_efficiency: float = 1.0
     memory_efficiency: float = 1.0
+    attention_efficiency: float | None = None
+    matrix_half: float = 0.0
+    overlap_slowdown: float = 0.0
     overhead: float = 0.0
     at_full_rate: int | None = None
 
-    def rate(self, dtype: torch.dtype) -> float:
-        """FLOP per second of matrix products; of a dtype that is not listed, the lowest rate."""
-        name = str(dtype).removeprefix("torch.")
-        return self.rates.get(name, min(self.rates.values())) * self.matrix_efficiency
+    def rate(
+        self, dtype: torch.dtype, sides: Iterable[float] = (), attention: bool = False
+    ) -> float:
+        """FLOP per second of matrix products; of a dtype that is not listed, at the lowest peak.
+
+        Args:
+            sides: the numbers of their rows, columns and inner products; none if they are large.
+            attention: whether they are those of attention in one operator.
+        """
+        peak = self.rates.get(str(dtype).removeprefix("torch."), min(self.rates.values()))
+        if attention and self.attention_efficiency is not None:
+            return peak * self.attention_efficiency
+        return peak * self.matrix_efficiency * prod(d / (d + self.matrix_half) for d in sides)
 
     @property
     def stream(self) -> float:
@@ -182,25 +208,22 @@ def read_cluster(text: str, where: str) -> Cluster:
 
 def cluster_to_yaml(cluster: Cluster) -> str:
     """The cluster as YAML, as `read_cluster` reads it."""
-    device = cluster.device
-    levels = [
-        {"name": level.name, "bandwidth": level.bandwidth, "latency": level.latency}
-        | ({} if level.devices is None else {"devices": level.devices})
-        | ({} if level.collectives == TREES else {"collectives": level.collectives})
-        for level in cluster.levels
-    ]
-    described = {
-        "memory": device.memory,
-        "rates": dict(device.rates),
-        "memory_bandwidth": device.memory_bandwidth,
-        "matrix_efficiency": device.matrix_efficiency,
-        "memory_efficiency": device.memory_efficiency,
-        "overhead": device.overhead,
+    content = {
+        "name": cluster.name,
+        "device": _described(cluster.device),
+        "levels": [_described(level) for level in cluster.levels],
     }
-    if device.at_full_rate is not None:
-        described["at_full_rate"] = device.at_full_rate
-    content = {"name": cluster.name, "device": described, "levels": levels}
     return yaml.safe_dump(content, sort_keys=False)
+
+
+def _described(part: Device | LinkLevel) -> dict[str, Any]:
+    """The fields that differ from their defaults."""
+    entries = ((each, getattr(part, each.name)) for each in fields(part))
+    return {
+        each.name: dict(entry) if isinstance(entry, Mapping) else entry
+        for each, entry in entries
+        if entry != each.default
+    }
 
 
 MOST = 1e30
@@ -245,8 +268,8 @@ class _Entries:
             )
         return number
 
-    def share(self, key: str) -> float:
-        share = self.number(key, SHARE, 1.0)
+    def share(self, key: str, default: float = 1.0) -> float:
+        share = self.number(key, SHARE, default, zero=not default)
         if share > 1:
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} must be at most 1 (100%), not {share:g}"
@@ -278,7 +301,7 @@ class _Entries:
 def _device(entries: _Entries) -> Device:
     entries.only(
         *("memory", "rates", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"),
-        *("overhead", "at_full_rate"),
+        *("attention_efficiency", "matrix_half", "overlap_slowdown", "overhead", "at_full_rate"),
     )
     rates = _Entries(entries.needed("rates"), entries.where, f"{entries.prefix}rates.")
     for dtype in rates.mapping:
@@ -292,19 +315,27 @@ def _device(entries: _Entries) -> Device:
         memory_bandwidth=entries.number("memory_bandwidth", BYTES_PER_SECOND),
         matrix_efficiency=entries.share("matrix_efficiency"),
         memory_efficiency=entries.share("memory_efficiency"),
+        attention_efficiency=(
+            entries.share("attention_efficiency")
+            if "attention_efficiency" in entries.mapping
+            else None
+        ),
+        matrix_half=entries.number("matrix_half", {"": 1.0}, 0.0, zero=True),
+        overlap_slowdown=entries.share("overlap_slowdown", 0.0),
         overhead=entries.number("overhead", SECONDS, 0.0, zero=True),
         at_full_rate=entries.count("at_full_rate"),
     )
 
 
 def _level(entries: _Entries) -> LinkLevel:
-    entries.only("name", "bandwidth", "latency", "devices", "collectives")
+    entries.only("name", "bandwidth", "latency", "devices", "efficiency", "collectives")
     return LinkLevel(
         name=str(entries.needed("name")),
         bandwidth=entries.number("bandwidth", BYTES_PER_SECOND),
         latency=entries.number("latency", SECONDS, zero=True),
         devices=entries.count("devices"),
-        collectives=entries.one_of("collectives", (TREES, GLOO)),
+        efficiency=entries.share("efficiency"),
+        collectives=entries.one_of("collectives", (TREES, RINGS, GLOO)),
     )
 
 

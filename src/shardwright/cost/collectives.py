@@ -5,7 +5,7 @@ several levels of links work level by level, as NCCL's and HCCL's hierarchical a
 all-reduce over nodes is a reduce-scatter within each node, an all-reduce of the shards between
 nodes, and an all-gather within each node. Rounds: a group of p devices needs ⌈log₂ p⌉ (Thakur,
 Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005), or
-p − 1 where messages go round a ring, as gloo's do.
+p − 1 where messages go round a ring, as gloo's do, and NCCL's unless they sum over all devices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import ceil, log2, prod
 
-from shardwright.cost.cluster import GLOO, Cluster, LinkLevel
+from shardwright.cost.cluster import GLOO, RINGS, Cluster, LinkLevel
 from shardwright.layout.collective_spec import COLLECTIVES
 from shardwright.layout.layout import Layout
 
@@ -50,7 +50,7 @@ class Links:
         if pattern == "point_to_point":
             # Every device sends all that it has to one other, which may be in another node.
             link = self.cluster.levels[group[-1][0]]
-            return link.latency + num_bytes / link.bandwidth
+            return link.latency + num_bytes / link.rate
         if pattern == "pairwise":
             return self._all_to_all(group, num_bytes)
         return self._level_by_level(group, num_bytes, collective)
@@ -59,12 +59,15 @@ class Links:
         self, group: list[tuple[int, int]], num_bytes: float, collective: str
     ) -> float:
         """Each level moves what the levels inside it have left: the whole, cut by their devices."""
-        seconds, left = 0.0, num_bytes
+        seconds, left, behind = 0.0, num_bytes, prod(size for _, size in group)
         for level, size in group:
             link = self.cluster.levels[level]
-            once = messages(link, size) * link.latency + (size - 1) / size * left / link.bandwidth
+            hops = messages(link, size)
+            if link.collectives == RINGS and rounds(link, collective) == 1:
+                hops = behind - behind // size
+            once = hops * link.latency + (size - 1) / size * left / link.rate
             seconds += rounds(link, collective) * once
-            left /= size
+            left, behind = left / size, behind // size
         return seconds
 
     def _all_to_all(self, group: list[tuple[int, int]], num_bytes: float) -> float:
@@ -74,7 +77,7 @@ class Links:
         for level, size in group:
             link = self.cluster.levels[level]
             share = (reached * size - reached) / devices
-            seconds += messages(link, size) * link.latency + share * num_bytes / link.bandwidth
+            seconds += messages(link, size) * link.latency + share * num_bytes / link.rate
             reached *= size
         return seconds
 

@@ -37,6 +37,9 @@ class Work:
         forward_bytes, backward_bytes: for each tensor that it reads or writes the bytes, and the
             factors that share them between devices.
         gradients: of how many inputs it computes the gradient.
+        sides: of a matrix product its rows, its columns and its inner products: how many there are,
+            and the factors that share them.
+        is_attention: whether it is attention in one operator.
     """
 
     dtype: torch.dtype
@@ -45,6 +48,8 @@ class Work:
     forward_bytes: tuple[tuple[int, frozenset[str]], ...]
     backward_bytes: tuple[tuple[int, frozenset[str]], ...]
     gradients: int
+    sides: tuple[tuple[float, frozenset[str]], ...] = ()
+    is_attention: bool = False
 
 
 def work_of(op: Op) -> Work:
@@ -98,6 +103,28 @@ def _work(
         forward_bytes=forward,
         backward_bytes=backward,
         gradients=count,
+        sides=_sides(op, rule, flops),
+        is_attention=op.target in _ATTENTION,
+    )
+
+
+def _sides(
+    op: Op, rule: ShardingRule | None, flops: float
+) -> tuple[tuple[float, frozenset[str]], ...]:
+    """The sizes of a matrix product; those of a convolution that is computed as one."""
+    if rule is None or not flops or op.target in _ATTENTION | _RECURRENT:
+        return ()
+    left, right, out = (
+        frozenset(name for name in dims if name is not None)
+        for dims in (*rule.inputs[:2], rule.outputs[0])
+    )
+    batch, columns = left & right & out, (right & out) - left
+    in_batch, wide = (prod(rule.capacity[name] for name in names) for names in (batch, columns))
+    results = op.output.numel
+    return (
+        (results / in_batch / wide, (left & out) - right),
+        (float(wide), columns),
+        (flops / 2 / results, (left & right) - out),
     )
 
 

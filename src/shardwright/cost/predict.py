@@ -41,7 +41,7 @@ def _by_operations(chunk: Chunk) -> ChunkSeconds:
 
 
 def _on_cluster(
-    chunk: Chunk, pipeline: PipelineSpec, model: TimeModel
+    chunk: Chunk, pipeline: PipelineSpec, model: TimeModel, blocking: bool = False
 ) -> tuple[StepTime, ChunkSeconds]:
     """What a chunk takes on the cluster of `model`: in a step, and for one micro-batch."""
     time = step_time(
@@ -50,13 +50,13 @@ def _on_cluster(
         chunk.decisions.cuts,
         model,
         micro_batches=pipeline.micro_batches,
-        beside=chunk.overlaps,
+        beside=None if blocking else chunk.overlaps,
     )
     send = 0.0
     if chunk.leaving:
         target, devices = pipeline.stage_of(chunk.number + 1), chunk.mesh.num_devices
         link = model.links.cluster.level_between(chunk.stage * devices, target * devices)
-        send = link.latency + chunk.border_bytes[0] / link.bandwidth
+        send = link.latency + chunk.border_bytes[0] / link.rate
     return time, ChunkSeconds(time.forward_seconds, time.backward_seconds, send=send)
 
 
@@ -101,7 +101,7 @@ class Predicted:
         return of_stages
 
 
-def predict(partitioned: Partitioned, cluster: Cluster) -> Predicted:
+def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) -> Predicted:
     """Seconds of a training step.
 
     With stages the step lasts as long as their timeline, and what is made once a step after it: the
@@ -109,12 +109,16 @@ def predict(partitioned: Partitioned, cluster: Cluster) -> Predicted:
     Where devices share a processor, a stage that waits leaves it to the others: then the step lasts
     as long as the stages work on average.
 
+    Args:
+        blocking: whether nothing is computed while an activation is redistributed, as in programs
+            that do not start redistributions early.
+
     Raises:
         ConfigError: if the cluster has not so many devices.
     """
     pipeline, chunks = partitioned.pipeline, partitioned.chunks
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
-    times = [_on_cluster(chunk, pipeline, model) for chunk in chunks]
+    times = [_on_cluster(chunk, pipeline, model, blocking) for chunk in chunks]
     steps = tuple(step for step, _ in times)
     if pipeline.stages == 1:
         return Predicted(cluster.name, steps, None, steps[0].seconds)

@@ -1,7 +1,8 @@
 """Seconds of one training step: computation by a roofline, collectives by the α-β model.
 
-An operator takes the longer of its operations at the device's matrix rate and its bytes at the
-device's memory bandwidth, and an overhead. A collective takes what `Links` says. What overlaps:
+An operator takes the longer of its operations at the rate that the device reaches with matrices of
+that size and its bytes at the device's memory bandwidth, and an overhead. A collective takes what
+`Links` says. What overlaps:
 
 - Redistributions of activations with what the program computes beside them, as listed in
   `partition/overlap.py`: operators between where a value is made and where it is read, and the
@@ -10,6 +11,7 @@ device's memory bandwidth, and an overhead. A collective takes what `Links` says
   earlier operators are differentiated. Only what exceeds it counts.
 - Parameters that are stored sharded are gathered while earlier operators compute: likewise, against
   the forward computation.
+- Computation takes longer with communication beside it: of what is hidden, a share of it counts.
 - Where devices are processes that share a processor nothing overlaps: what one sends is copied by
   the cores that the others compute on.
 """
@@ -56,8 +58,9 @@ class StepTime:
         update: the optimizer's.
         micro_batches: how many follow each other.
         bubble: the share of the step in which a pipeline stage waits.
-        overlaps: whether communication goes on beside computation.
         forward_hidden, backward_hidden: of the redistributions, what goes on beside computation.
+        slowdown: of what goes on beside computation the share by which both together take longer
+            than the computation; 1: nothing is gained.
     """
 
     forward: float
@@ -71,21 +74,23 @@ class StepTime:
     gradients_each: float = 0.0
     micro_batches: int = 1
     bubble: float = 0.0
-    overlaps: bool = True
     forward_hidden: float = 0.0
     backward_hidden: float = 0.0
+    slowdown: float = 0.0
 
     @property
     def forward_seconds(self) -> float:
         """One micro-batch forward, with all that it waits for."""
         waits = self._waits(self.gathers_each, self.forward - self.forward_hidden)
-        return self.forward + self.forward_redistributions - self.forward_hidden + waits
+        gained = (1 - self.slowdown) * self.forward_hidden
+        return self.forward + self.forward_redistributions - gained + waits
 
     @property
     def backward_seconds(self) -> float:
         """One micro-batch backward, with all that it waits for."""
         waits = self._waits(self.gradients_each, self.backward - self.backward_hidden)
-        return self.backward + self.backward_redistributions - self.backward_hidden + waits
+        gained = (1 - self.slowdown) * self.backward_hidden
+        return self.backward + self.backward_redistributions - gained + waits
 
     @property
     def computation(self) -> float:
@@ -101,8 +106,8 @@ class StepTime:
         return self._waits(self.gathers, forward) + self._waits(self.gradients, backward)
 
     def _waits(self, communication: float, computation: float) -> float:
-        """What `computation` does not hide."""
-        return max(0.0, communication - computation) if self.overlaps else communication
+        """What `computation` does not hide, and what it takes longer for what it does."""
+        return communication - (1 - self.slowdown) * min(communication, computation)
 
     @property
     def communication(self) -> float:
@@ -142,6 +147,7 @@ class TimeModel:
         devices = mesh.num_devices * stages
         self.device = cluster.device.among(devices)
         self.shared = cluster.device.shared(devices)
+        self.slowdown = 1.0 if self.shared else self.device.overlap_slowdown
         self.sharing = sharing
         self._operators: dict[tuple[object, ...], ComputeAndExposed] = {}
         self._steps: dict[tuple[RedistributionStep, Shape, int], ComputeAndExposed] = {}
@@ -159,13 +165,15 @@ class TimeModel:
         """Seconds of `work` on one device, where each factor is cut into so many shards."""
         everything = prod(shard_counts.values())
 
-        def seconds(flops: float, tensors: tuple[tuple[int, frozenset[str]], ...]) -> float:
-            moved = 0.0
-            for size, factors in tensors:
-                moved += size / prod(shard_counts.get(factor, 1) for factor in factors)
-            compute = flops / everything / self.device.rate(work.dtype)
-            return max(compute, moved / self.device.stream)
+        def shard(size: float, factors: frozenset[str]) -> float:
+            return size / prod(shard_counts.get(factor, 1) for factor in factors)
 
+        def seconds(flops: float, tensors: tuple[tuple[int, frozenset[str]], ...]) -> float:
+            moved = sum(shard(*tensor) for tensor in tensors)
+            return max(flops / everything / rate, moved / self.device.stream)
+
+        sides = (shard(*side) for side in work.sides)
+        rate = self.device.rate(work.dtype, sides, work.is_attention)
         overhead = self.device.overhead
         forward = backward = 0.0
         if work.forward_bytes:
@@ -273,7 +281,7 @@ def step_time(
             sent, returned = model.step(transfer.step, transfer.value, transfer.trained)
             again = sent if transfer.again else 0.0
             there, back = there + sent, back + returned + again
-    hidden = _hidden(beside, cuts, model) if beside and not model.shared else (0.0, 0.0)
+    hidden = _hidden(beside, cuts, model) if beside else (0.0, 0.0)
     once, each = _parameters(flow, model)
     stored = sum(_stored_bytes(flow, value) for value in graph.parameters if value.requires_grad)
     return StepTime(
@@ -288,9 +296,9 @@ def step_time(
         gradients_each=each[1],
         micro_batches=micro_batches,
         bubble=bubble,
-        overlaps=not model.shared,
         forward_hidden=hidden[0],
         backward_hidden=hidden[1],
+        slowdown=model.slowdown,
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwright.errors import ConfigError
 from shardwright.models.attention import Attention
 from shardwright.models.baichuan import Baichuan
+from shardwright.models.gpt import GPT
 from shardwright.models.hf_causal_lm import causal_lm
 from shardwright.models.llama_qwen import llama, qwen
 from shardwright.models.lora import LoRA, adapt
@@ -24,6 +25,7 @@ _FAMILIES: Mapping[str, Callable[[Dimensions, Attention], nn.Module]] = {
     "qwen": qwen,
     "baichuan": Baichuan,
     "pangualpha": PanguAlpha,
+    "gpt": GPT,
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -10,6 +12,13 @@ from shardwright.errors import ConfigError
 from shardwright.models.attention import Attention, causal_attention
 from shardwright.models.loss import draw_weights, next_token_loss
 from shardwright.models.sizes import Dimensions
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def fast_gelu(x: Tensor) -> Tensor:
+    """The sigmoid approximation of GELU (Hendrycks and Gimpel, 2016)."""
+    return x * torch.sigmoid(1.702 * x)
 
 
 class PanguAttention(nn.Module):
@@ -40,27 +49,25 @@ class PanguAttention(nn.Module):
 
 
 class PanguFeedForward(nn.Module):
-    def __init__(self, sizes: Dimensions) -> None:
+    def __init__(self, sizes: Dimensions, activation: Activation) -> None:
         super().__init__()
+        self.activation = activation
         self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size)
         self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(fast_gelu(self.up_proj(x)))
-
-
-def fast_gelu(x: Tensor) -> Tensor:
-    """The sigmoid approximation of GELU (Hendrycks and Gimpel, 2016)."""
-    return x * torch.sigmoid(1.702 * x)
+        return self.down_proj(self.activation(self.up_proj(x)))
 
 
 class PanguBlock(nn.Module):
     """A pre-norm transformer block; with `queries` it is the query layer."""
 
-    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+    def __init__(
+        self, sizes: Dimensions, kind: Attention, activation: Activation = fast_gelu
+    ) -> None:
         super().__init__()
         self.self_attn = PanguAttention(sizes, kind)
-        self.mlp = PanguFeedForward(sizes)
+        self.mlp = PanguFeedForward(sizes, activation)
         self.input_layernorm = nn.LayerNorm(sizes.hidden_size, sizes.norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(sizes.hidden_size, sizes.norm_eps)
         self.dropout = nn.Dropout(sizes.dropout)

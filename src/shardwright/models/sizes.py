@@ -11,7 +11,7 @@ from shardwright.errors import ConfigError
 MAX_LAYERS = 512
 """Blocks of a language model; capturing so many takes minutes. Published ones have up to 126."""
 
-Family = Literal["llama", "qwen", "baichuan", "pangualpha"]
+Family = Literal["llama", "qwen", "baichuan", "pangualpha", "gpt"]
 Positions = Literal["rotary", "alibi", "learned"]
 
 

@@ -124,7 +124,7 @@ def test_depth_adds_nothing_to_decide() -> None:
 def test_a_small_mem_coeff_gives_data_parallel_a_large_one_tensor_parallel(
     language_model: Graph,
 ) -> None:
-    mesh, cluster = prime_mesh(8), load_cluster("h100")
+    mesh, cluster = prime_mesh(8), load_cluster("ascend910b")
     found = {
         mem_coeff: search_by_time(
             SearchRequest(
@@ -165,7 +165,7 @@ def test_where_gradients_take_longer_than_the_backward_pass_they_count(
 
 def test_pinned_operators_are_kept_and_neighbors_follow(language_model: Graph) -> None:
     pinned: dict[str, Cuts] = {"model.layers.1.mlp.up_proj": {"j": (2, 1), "b": (0,)}}
-    cuts = by_time(language_model, prime_mesh(8), load_cluster("h100"), pinned=pinned)
+    cuts = by_time(language_model, prime_mesh(8), load_cluster("ascend910b"), pinned=pinned)
     assert cuts["model.layers.1.mlp.up_proj"] == {"j": (2, 1), "b": (0,)}
     assert cuts["model.layers.1.mlp.down_proj"] == {"k": (1, 2), "b": (0,)}
 
@@ -220,4 +220,5 @@ def test_what_is_gathered_hides_behind_the_forward_pass_and_gradients_behind_the
     cost = ObjectiveCost(forward=1.0, backward=2.0, gathers=1.5, gradients=2.25, update=0.5)
     assert cost.exposed == 0.5 + 0.25
     assert cost.total(4, 0.0) == 4 * 3.0 + 0.75 + 0.5
-    assert cost.total(4, 0.0, overlaps=False) == 4 * 3.0 + 3.75 + 0.5
+    assert cost.total(4, 0.0, slowdown=1.0) == 4 * 3.0 + 3.75 + 0.5
+    assert cost.total(4, 0.0, slowdown=0.5) == 4 * 3.0 + (0.75 + 3.75) / 2 + 0.5

@@ -48,15 +48,15 @@ class ObjectiveCost:
             self.kept + times * other.kept,
         )
 
-    def total(self, micro_batches: int, kept: float, overlaps: bool = True) -> float:
+    def total(self, micro_batches: int, kept: float, slowdown: float = 0.0) -> float:
         """Seconds of a step, and `kept` seconds for each byte that is kept.
 
         Args:
-            overlaps: whether parameters are gathered beside the forward pass, and gradients reduced
-                beside the backward pass.
+            slowdown: of parameters that are gathered beside the forward pass and gradients that are
+                reduced beside the backward pass, the share that counts even so.
         """
         busy = micro_batches * (self.forward + self.backward + self.redistributions)
-        exposed = self.exposed if overlaps else self.gathers + self.gradients
+        exposed = self.exposed + slowdown * (self.gathers + self.gradients - self.exposed)
         return busy + exposed + self.update + kept * self.kept
 
     @property

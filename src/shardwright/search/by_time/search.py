@@ -9,7 +9,7 @@ Gradients of parameters are reduced while the backward pass computes, so that on
 counts: max(0, G - B), which is the largest of λ (G - B) over 0 ≤ λ ≤ 1. Parameters that are stored
 sharded are gathered likewise while the forward pass computes. The search is made for
 λ = 0, which is right if gradients then do not exceed the backward pass, else for larger values.
-Where devices share a processor nothing is hidden, and gradients count in full.
+Of what is hidden the cluster's slowdown counts; where devices share a processor, all of it.
 """
 
 from __future__ import annotations
@@ -174,9 +174,10 @@ class TimedSearch:
 
     def _weights(self, share: float) -> Weights:
         times = self.pricing.micro_batches
-        hides = 0.0 if self.model.shared else share
+        slowdown = self.model.slowdown
+        hides = (1 - slowdown) * share
         gathers = 0.0 if self.model.sharing is None else hides
-        return Weights(times - gathers, times - hides, times, share, self.kept_byte)
+        return Weights(times - gathers, times - hides, times, slowdown + hides, self.kept_byte)
 
     def _cuts(self, choices: Choices) -> list[Cuts]:
         cuts: list[Cuts] = []
@@ -191,5 +192,4 @@ class TimedSearch:
         return self.objective.cost(self._cuts(choices))
 
     def _total(self, cost: ObjectiveCost) -> float:
-        overlaps = not self.model.shared
-        return cost.total(self.pricing.micro_batches, self.kept_byte, overlaps)
+        return cost.total(self.pricing.micro_batches, self.kept_byte, self.model.slowdown)

@@ -1,0 +1,47 @@
+"""GPT-2's architecture (Radford et al., 2019): learned positions, LayerNorm, GELU, a tied head."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwright.models.attention import Attention
+from shardwright.models.loss import draw_weights, next_token_loss
+from shardwright.models.pangualpha import PanguBlock
+from shardwright.models.sizes import Dimensions
+
+
+class GPTBackbone(nn.Module):
+    """From token ids to hidden states."""
+
+    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+        super().__init__()
+        width = sizes.hidden_size
+        self.embed_tokens = nn.Embedding(sizes.vocab_size, width)
+        self.embed_positions = nn.Embedding(sizes.seq_length, width)
+        self.dropout = nn.Dropout(sizes.dropout)
+        self.layers = nn.ModuleList(
+            PanguBlock(sizes, kind, F.gelu) for _ in range(sizes.num_layers)
+        )
+        self.norm = nn.LayerNorm(width, sizes.norm_eps)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        positions = self.embed_positions.weight[: input_ids.shape[1]]
+        x = self.dropout(self.embed_tokens(input_ids) + positions)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class GPT(nn.Module):
+    """GPT with its loss."""
+
+    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+        super().__init__()
+        self.model = GPTBackbone(sizes, kind)
+        draw_weights(self)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """The mean next-token loss; both arguments are `[batch, positions]`."""
+        hidden = self.model(input_ids)
+        return next_token_loss(F.linear(hidden, self.model.embed_tokens.weight), labels)
