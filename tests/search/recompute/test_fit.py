@@ -91,3 +91,29 @@ def test_on_slow_links_what_is_sent_again_costs_more() -> None:
         options = next(b for b in found.blocks if b.name == "model.layers.1").options
         costs.append(options["again"][0].cost - options["kept"][0].cost)
     assert 0 < costs[0] < costs[1]
+
+
+def test_layers_are_blocks_where_the_loss_outweighs_all_layers() -> None:
+    net, args, kwargs = llama(layers=3, vocabulary=2048)
+    graph = sw.capture(net, args, kwargs)
+    plan = sw.plan(graph, devices=1)
+    found = RecomputeCandidates(graph, plan.mesh, plan.decisions, lambda op: 0)
+    assert {"model.layers.0", "model.layers.1"} <= {block.name for block in found.blocks}
+
+
+def test_no_more_is_recomputed_than_the_limit_requires() -> None:
+    net, args, kwargs = llama(layers=8)
+    graph = sw.capture(net, args, kwargs)
+    plan = sw.plan(graph, devices=2)
+
+    def needs(decisions: Decisions) -> Memory:
+        return memory(Partitioned(graph, plan.mesh, decisions, plan.pipeline))
+
+    def fit(limit: int) -> int:
+        fitted = fit_by_recomputation(graph, plan.mesh, plan.decisions, plan.pipeline, limit, needs)
+        return fitted.memory.peak
+
+    most, least = needs(plan.decisions).peak, fit(1)
+    for share in (0.3, 0.7):
+        limit = int(least + share * (most - least))
+        assert limit - 0.1 * (most - least) <= fit(limit) <= limit

@@ -110,7 +110,7 @@ class RecomputeCandidates:
         kept = self._saved_with(self._whole(block_of, True))
         inside: dict[tuple[int, str], int] = {}
         for name, size in plain.items():
-            if name in block_of:
+            if block_of.get(name, (0, ""))[1]:
                 inside[block_of[name]] = inside.get(block_of[name], 0) + size
         return sum(kept.values()) + max(inside.values(), default=0)
 

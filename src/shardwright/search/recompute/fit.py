@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.cost.memory import Memory
@@ -13,17 +13,21 @@ from shardwright.partition.decisions import Decisions, Recompute
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.search.recompute.candidates import (
     DEFAULT_PRICES,
+    Marks,
     RecomputeBlock,
     RecomputeCandidates,
     RecomputePrices,
 )
 from shardwright.search.recompute.knapsack import KnapsackItem, cheapest
 
-ATTEMPTS = 6
-"""How often more is recomputed after a dry run has shown that it is not enough."""
+ATTEMPTS = 8
+"""How often other operators are recomputed after a dry run has shown what those of before free."""
 
-EVERYTHING = 2**62
-"""More bytes than can be freed: all that is possible."""
+MARGIN = 1.02
+"""By how much more is asked than the last attempt lets expect to be needed."""
+
+SLACK = 0.02
+"""So much of the limit may stay free without a further attempt."""
 
 Measure = Callable[[Decisions], Memory]
 """What every device needs at most under a plan."""
@@ -48,8 +52,9 @@ def fit_by_recomputation(
 ) -> MemoryFit:
     """Recomputes in the backward pass what costs least work and frees enough memory.
 
-    What a choice frees is estimated; a dry run then measures it, and more is recomputed where that
-    was not enough, in the end all that can be. What the user has marked stays as it is.
+    What a choice frees is estimated, and a dry run measures it. How much the next choice is asked
+    to free follows from what was measured: more where a stage needs more than its devices have,
+    less where much of that stays free. What the user has marked stays as it is.
 
     Args:
         limit: bytes of a device.
@@ -59,47 +64,95 @@ def fit_by_recomputation(
     Returns:
         Decisions that fit; else, of all attempts, those that need least.
     """
-    best = MemoryFit(decisions, measure(decisions))
-    if best.memory.peak <= limit:
-        return best
-    candidates = RecomputeCandidates(graph, mesh, decisions, _stages(pipeline), prices)
-    flights = _micro_batches(pipeline)
-    needed = dict.fromkeys(range(pipeline.stages), 0)
-    memory = best.memory
-    for attempt in range(ATTEMPTS + 1):
-        for stage in memory.stages:
-            over = stage.peak - limit
-            if over > 0 and attempt == ATTEMPTS:
-                needed[stage.stage] = EVERYTHING
-            elif over > 0:
-                needed[stage.stage] += -(-over // flights[stage.stage])
-        marks, more = _chosen(candidates.blocks, needed)
-        attempted = replace(decisions, recompute={**decisions.recompute, **marks})
-        memory = measure(attempted)
-        if memory.peak < best.memory.peak:
-            best = MemoryFit(attempted, memory)
-        if memory.peak <= limit or not more:
+    plain = measure(decisions)
+    if plain.peak <= limit:
+        return MemoryFit(decisions, plain)
+    blocks = RecomputeCandidates(graph, mesh, decisions, _stages(pipeline), prices).blocks
+    stages = [
+        _StageFit([b for b in blocks if b.stage == number], limit, flights, {0: stage.peak})
+        for number, (stage, flights) in enumerate(
+            zip(plain.stages, _micro_batches(pipeline), strict=True)
+        )
+    ]
+
+    def recomputing(needed: Iterable[int]) -> Decisions:
+        chosen = (stage.marks(size) for stage, size in zip(stages, needed, strict=True))
+        marks = {name: mark for each in chosen for name, mark in each.items()}
+        return replace(decisions, recompute={**decisions.recompute, **marks})
+
+    for attempt in range(1, ATTEMPTS + 1):
+        needed = [stage.next_needed(attempt == ATTEMPTS) for stage in stages]
+        if all(size in stage.peaks for size, stage in zip(needed, stages, strict=True)):
             break
-    return best
+        measured = measure(recomputing(needed))
+        for stage, size, of_stage in zip(stages, needed, measured.stages, strict=True):
+            stage.peaks[size] = of_stage.peak
+    best = recomputing([stage.best for stage in stages])
+    return MemoryFit(best, measure(best))
 
 
-def _chosen(
-    blocks: tuple[RecomputeBlock, ...], needed: Mapping[int, int]
-) -> tuple[dict[str, Recompute], bool]:
-    """The operators to recompute, and whether a stage could free more than they do."""
-    marks: dict[str, Recompute] = {}
-    more = False
-    for stage, size in needed.items():
-        of_stage = [block for block in blocks if block.stage == stage]
-        items = [[item for item, _ in block.options.values()] for block in of_stage]
-        indices = cheapest(items, size)
-        more |= indices is not None and size > 0
+@dataclass(frozen=True)
+class _StageFit:
+    """What is known of one stage.
+
+    Args:
+        blocks: of its operators.
+        flights: how many micro-batches keep activations at a time.
+        peaks: bytes that a device needs if the blocks are asked to free so many bytes of one
+            micro-batch; those are estimates.
+    """
+
+    blocks: Sequence[RecomputeBlock]
+    limit: int
+    flights: int
+    peaks: dict[int, int]
+
+    @property
+    def best(self) -> int:
+        """The least that has fit, or what needed least memory if nothing has."""
+        enough = [needed for needed, peak in self.peaks.items() if peak <= self.limit]
+        return min(enough) if enough else min(self.peaks, key=lambda needed: self.peaks[needed])
+
+    def next_needed(self, last: bool) -> int:
+        """What to ask for; what was asked for before if there is nothing to gain.
+
+        Args:
+            last: whether there is no further attempt.
+        """
+        best, most = self.best, sum(map(_frees, self.blocks))
+        fits = self.peaks[best] <= self.limit
+        if (fits and (best == 0 or self.peaks[best] >= (1 - SLACK) * self.limit)) or (
+            not fits and most in self.peaks
+        ):
+            return best
+        if last:
+            return best if fits else most
+        few = max(needed for needed in self.peaks if not fits or needed < best)
+        over, freed = self.peaks[0] - self.limit, self.peaks[0] - self.peaks[few]
+        if few == 0:
+            expected = over // self.flights + 1
+        else:
+            expected = int(MARGIN * few * over / freed) if freed > 0 else most
+        upper = best if fits else most
+        if few < expected < upper:
+            return expected
+        return (few + best) // 2 if fits else most
+
+    def marks(self, needed: int) -> Marks:
+        """The operators to recompute."""
+        items = [[item for item, _ in block.options.values()] for block in self.blocks]
+        indices = cheapest(items, needed)
         if indices is None:
             indices = [_most(block) for block in items]
-        for block, index in zip(of_stage, indices, strict=True):
+        marks: dict[str, Recompute] = {}
+        for block, index in zip(self.blocks, indices, strict=True):
             if index >= 0:
                 marks.update(list(block.options.values())[index][1])
-    return marks, more
+        return marks
+
+
+def _frees(block: RecomputeBlock) -> int:
+    return max(item.freed for item, _ in block.options.values())
 
 
 def _most(items: list[KnapsackItem]) -> int:
