@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pkgutil
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import benchmarks
 from benchmarks.table import Table
@@ -20,15 +21,19 @@ def names() -> list[str]:
     return sorted(name.removeprefix(PREFIX) for name in found if name.startswith(PREFIX))
 
 
-def measure(name: str) -> tuple[str, list[Table]]:
+def measure(name: str, *arguments: Path) -> tuple[str, list[Table]]:
     """The docstring of a benchmark and its tables, measured in a fresh process on one thread, so
-    that no benchmark finds caches, modules or threads that another one left."""
+    that no benchmark finds caches, modules or threads that another one left.
+
+    Args:
+        arguments: of the benchmark, in place of its defaults.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(_run, name).result()
+        return pool.submit(_run, name, *arguments).result()
 
 
-def _run(name: str) -> tuple[str, list[Table]]:
+def _run(name: str, *arguments: Path) -> tuple[str, list[Table]]:
     module = importlib.import_module(f"benchmarks.{PREFIX}{name}")
-    return module.__doc__ or "", module.run()
+    return module.__doc__ or "", module.run(*arguments)

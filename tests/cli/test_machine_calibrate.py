@@ -32,6 +32,33 @@ levels: [{name: link, bandwidth: 100 GB/s, latency: 0}]
 """
 
 
+ROW = {
+    "id": "tiny",
+    "source": "a laboratory's page",
+    "model": "tiny",
+    "family": "gpt",
+    "hidden": 256,
+    "layers": 1,
+    "heads": 4,
+    "kv_heads": 4,
+    "ffn": 1024,
+    "vocab": 320,
+    "seq": 128,
+    "hardware": "h100",
+    "devices": 8,
+    "data_parallel": 8,
+    "tensor_parallel": 1,
+    "stages": 1,
+    "sequence_parallel": False,
+    "sharded": "none",
+    "micro_batch": 2,
+    "global_batch": 16,
+    "recompute": "none",
+    "dtype": "bf16",
+    "tokens_per_second_per_device": 100_000,
+}
+
+
 def test_calibrate_prints_and_keeps_what_it_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,3 +99,37 @@ def test_a_cluster_beside_the_configuration_is_found(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["options"]["cluster"] == "mine"
+
+
+def test_calibrate_fits_a_cluster_to_published_runs(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": [ROW]}))
+    out = tmp_path / "fitted" / "h100.yaml"
+    command = ["calibrate", "--from", str(tmp_path / "rows.json"), "--out", str(out)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "1 runs on h100, predicted " in result.output
+    assert out.read_text().startswith("# Efficiencies,")
+    assert "#   a laboratory's page" in out.read_text()
+    assert load_cluster(out).device.rates == load_cluster("h100").device.rates
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "x.yaml"], "need --from"),
+        (["--from", "rows.json"], "--from needs --out"),
+        (["--from", "rows.json", "--out", "x.yaml", "--devices", "2"], "takes no --devices"),
+        (["--from", "rows.json", "--out", "x.yaml"], "runs on a100, h100: choose one"),
+        (["--from", "none.json", "--out", "x.yaml"], "no such file"),
+    ],
+)
+def test_calibrate_refuses_what_does_not_go_together(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [ROW, {**ROW, "id": "other", "hardware": "a100"}]
+    Path("rows.json").write_text(json.dumps(rows))
+    result = CliRunner().invoke(app, ["calibrate", *options])
+    assert result.exit_code != 0
+    assert message in " ".join((result.output + str(result.exception)).replace("│", "").split())
+    assert not Path("x.yaml").exists()

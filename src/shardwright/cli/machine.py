@@ -13,9 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright.cli.app import app
-from shardwright.cli.options import LOG_DIR, LogDirOption
+from shardwright.cli.options import LOG_DIR, LogDirOption, ShowProgressOption, existing, progress
+from shardwright.compare.fit_cluster import fit_cluster, runs_on
+from shardwright.compare.published import PlannedRun, read_published
 from shardwright.cost.calibrate import cache_file, calibrate
 from shardwright.cost.cluster import cluster_to_yaml
+from shardwright.cost.clusters import load_cluster
+from shardwright.errors import ConfigError
 from shardwright.models import MODELS, build
 from shardwright.train.folder_lock import lock_folders
 from shardwright.train.launch import launch
@@ -59,15 +63,61 @@ def launch_command(
 @app.command("calibrate")
 def calibrate_command(
     devices: Annotated[
-        int,
-        typer.Option(min=2, max=MOST, help="Number of processes whose links are measured."),
-    ] = 2,
+        int | None,
+        typer.Option(
+            min=2,
+            max=MOST,
+            help="Number of processes whose links are measured; by default 2.",
+            show_default=False,
+        ),
+    ] = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Fit the figures of a cluster to the published training runs of this JSON file.",
+            callback=existing(ConfigError),
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="With --from: the cluster, a name or a YAML file, whose peaks are kept; by default"
+            " that of all runs."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --from: the cluster file to write.")
+    ] = None,
+    show_progress: ShowProgressOption = None,
 ) -> None:
     """Measure this machine's CPU and the links between its processes for the cluster `local`. The
-    result is saved in the user's cache."""
-    cluster = calibrate(devices)
-    typer.echo(cluster_to_yaml(cluster).rstrip())
-    typer.echo(f"# saved in {cache_file()}")
+    result is saved in the user's cache. With --from, fit another cluster to published runs."""
+    if rows is None:
+        if cluster is not None or out is not None:
+            raise typer.BadParameter("--cluster and --out need --from")
+        typer.echo(cluster_to_yaml(calibrate(devices or 2)).rstrip())
+        typer.echo(f"# saved in {cache_file()}")
+        return
+    if out is None or devices is not None:
+        raise typer.BadParameter("--from needs --out, and takes no --devices")
+    runs = read_published(rows)
+    names = sorted({run.hardware for run in runs})
+    if cluster is None and len(names) > 1:
+        raise typer.BadParameter(f"{rows} has runs on {', '.join(names)}: choose one by --cluster")
+    base = load_cluster(cluster or names[0])
+    planned = [PlannedRun(run, base) for run in runs_on(base, runs)]
+    with progress(show_progress) as on_progress:
+        fit = fit_cluster(planned, base, on_progress)
+    sources = sorted({f"#   {each.run.source}" for each in planned})
+    head = f"# Efficiencies, overhead, latencies and slowdown fitted to {len(planned)} runs of"
+    text = "\n".join([head, *sources, cluster_to_yaml(fit.cluster)])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    typer.echo(f"{len(planned)} runs on {base.name}, predicted {fit.error:.1%} off in the median")
+    for name, ratio in fit.unexplained.items():
+        typer.echo(f"not explained: {name}, predicted in {ratio:.2f} of the measured time")
+    typer.echo(f"written to {out}")
 
 
 @app.command("models")

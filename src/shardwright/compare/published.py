@@ -1,0 +1,270 @@
+"""Training runs that others measured and published, and the same runs as they are predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, ValidationError, model_validator
+
+from shardwright.capture.capture import capture
+from shardwright.config.schema import Count, Positive
+from shardwright.constraints.recompute import recompute
+from shardwright.constraints.shard import pins_of
+from shardwright.cost.cluster import Cluster
+from shardwright.cost.predict import predict
+from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.graph.graph import Graph, Op
+from shardwright.models import Dimensions, build, example_batch
+from shardwright.models.expert_sharding import expert_stages, paths_of_blocks, pin_expert
+from shardwright.partition.decisions import Recompute
+from shardwright.planner.candidate import Candidate, CapturedModel, make_candidate
+from shardwright.planner.options import PlanOptions
+from shardwright.text_files import parse_json, read_text, shown
+
+aten = torch.ops.aten
+
+LEVELS = {"none": None, "optimizer": "level1", "gradients": "level2", "parameters": "level3"}
+"""By what is sharded over data parallel devices the level of optimizer parallel."""
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+UNFUSED = ("2104.04473",)
+"""Publications from before there was attention in one operator (Narayanan et al., 2021)."""
+
+
+class PublishedRun(BaseModel, strict=True, frozen=True):
+    """A training run of a language model whose throughput was published; other keys are ignored.
+
+    Args:
+        source: where it was published.
+        hidden, layers, heads, kv_heads, ffn, vocab, seq: dimensions of the model, and positions of
+            a sequence.
+        hardware: name of a cluster.
+        data_parallel: replicas of a stage; `sharded` says what is sharded over them.
+        micro_batch: sequences that a replica computes at once.
+        global_batch: sequences of a step.
+        recompute: `selective`: all but attention and every second matrix product of a block.
+        memory_gib: peak of one device, if published.
+    """
+
+    id: str
+    source: str
+    model: str
+    family: Literal["gpt", "llama", "qwen"]
+    hidden: Count
+    layers: Count
+    heads: Count
+    kv_heads: Count
+    ffn: Count
+    vocab: Count
+    seq: Count
+    hardware: str
+    devices: Count
+    data_parallel: Count
+    tensor_parallel: Count
+    stages: Count
+    sequence_parallel: bool
+    sharded: Literal["none", "optimizer", "gradients", "parameters"]
+    micro_batch: Count
+    global_batch: Count
+    recompute: Literal["none", "selective", "full"]
+    dtype: Literal["bf16", "fp16", "fp32"]
+    tokens_per_second_per_device: Positive
+    memory_gib: Positive | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        parts = f"{self.data_parallel} · {self.tensor_parallel} · {self.stages}"
+        if self.devices != self.data_parallel * self.tensor_parallel * self.stages:
+            raise ValueError(
+                f"devices is {self.devices}, not data_parallel · tensor_parallel · stages = {parts}"
+            )
+        together = self.micro_batch * self.data_parallel
+        if self.global_batch % together:
+            raise ValueError(
+                f"global_batch is {self.global_batch}, which is not a multiple of micro_batch ·"
+                f" data_parallel = {together}"
+            )
+        if self.heads % self.tensor_parallel:
+            raise ValueError(
+                f"heads is {self.heads}, which is not a multiple of tensor_parallel ="
+                f" {self.tensor_parallel}"
+            )
+        _ = self.sizes
+        return self
+
+    @property
+    def sizes(self) -> Dimensions:
+        """The model's. Raises: ConfigError: they contradict each other."""
+        return Dimensions(
+            family=self.family,
+            hidden_size=self.hidden,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            intermediate_size=self.ffn,
+            vocab_size=self.vocab,
+            seq_length=self.seq,
+            norm_eps=1e-5,
+            positions="learned" if self.family == "gpt" else "rotary",
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return self.global_batch // (self.micro_batch * self.data_parallel)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as measured."""
+        return self.global_batch * self.seq / self.devices / self.tokens_per_second_per_device
+
+    def utilization(self, cluster: Cluster, seconds: float) -> float:
+        """The share of the peak that the model's FLOPs need in a step of so many seconds: without
+        recomputation, and all of attention, as Chowdhery et al. (PaLM, 2022) count."""
+        linears = 2 if self.family == "gpt" else 3
+        grouped = 2 + 2 * self.kv_heads / self.heads
+        block = self.hidden * (grouped * self.hidden + linears * self.ffn)
+        weights = self.layers * block + self.vocab * self.hidden
+        per_token = 6 * weights + 12 * self.layers * self.hidden * self.seq
+        tokens = self.global_batch * self.seq / self.devices / seconds
+        return tokens * per_token / cluster.device.rates[DTYPES[self.dtype]]
+
+
+def read_published(file: str | Path) -> list[PublishedRun]:
+    """The runs in the list `rows` of a JSON file.
+
+    Raises:
+        ConfigError: names the file, the row and the key that is missing or impossible.
+    """
+    content = parse_json(read_text(file, ConfigError), str(file), ConfigError)
+    rows = content.get("rows") if isinstance(content, dict) else content
+    if not isinstance(rows, list) or not rows:
+        raise ConfigError(f"{file}: expected a mapping with a list `rows` that is not empty")
+    runs: dict[str, PublishedRun] = {}
+    for number, row in enumerate(rows):
+        where = f"{file}: rows[{number}]"
+        run = _validated(row, where)
+        if run.id in runs:
+            raise ConfigError(f"{where}: id {run.id!r} is that of another row too")
+        runs[run.id] = run
+    return list(runs.values())
+
+
+def _validated(row: Any, where: str) -> PublishedRun:
+    if isinstance(row, dict) and isinstance(row.get("id"), str):
+        where = f"{where} ({row['id']})"
+    try:
+        return PublishedRun.model_validate(row)
+    except ValidationError as error:
+        details = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in details["loc"])
+        if details["type"] == "missing":
+            raise ConfigError(f"{where}: {key} is missing") from None
+        problem = details["msg"].removeprefix("Value error, ")
+        got = f"{key}: {problem}, not {shown(details['input'])}" if key else problem
+        raise ConfigError(f"{where}: {got}") from None
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A published run, divided as its expert divided it. The model is captured at first use, at
+    full size on the meta device.
+
+    Args:
+        cluster: what it ran on.
+    """
+
+    run: PublishedRun
+    cluster: Cluster
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigError: the measured throughput is impossible."""
+        if DTYPES[self.run.dtype] not in self.cluster.device.rates:
+            raise ConfigError(
+                f"row {self.run.id}: cluster {self.cluster.name} has no rate for {self.run.dtype}"
+            )
+        share = self.run.utilization(self.cluster, self.run.seconds)
+        if share > 1:
+            raise ConfigError(
+                f"row {self.run.id}: {self.run.tokens_per_second_per_device:g} tokens per second"
+                f" and device are {share:.0%} of the peak of {self.cluster.name}"
+            )
+
+    def seconds(self, cluster: Cluster | None = None) -> float:
+        """Of a step, as predicted. What others ran did not start redistributions early."""
+        return predict(self.candidate.partitioned, cluster or self.cluster, blocking=True).seconds
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a device needs at most, as predicted."""
+        return self.candidate.memory().peak
+
+    @cached_property
+    def candidate(self) -> Candidate:
+        """The decisions. Raises: ConfigError: the model cannot be divided so."""
+        try:
+            return self._candidate()
+        except ShardwrightError as error:
+            raise ConfigError(f"row {self.run.id}: {error}") from error
+
+    def _candidate(self) -> Candidate:
+        run = self.run
+        unfused = any(source in run.source for source in UNFUSED)
+        with torch.device("meta"):
+            net = build(run.sizes, attention="explicit" if unfused else "fused")
+            batch = example_batch(run.sizes, run.micro_batch * run.data_parallel)
+        blocks = list(paths_of_blocks(net))
+        if run.recompute == "full":
+            for path in blocks:
+                recompute(net.get_submodule(path))
+        pin_expert(
+            net,
+            data_parallel=run.data_parallel,
+            model_parallel=run.tensor_parallel,
+            seq_parallel=run.sequence_parallel,
+        )
+        # Half precision of either kind takes the same time.
+        half = None if run.dtype == "fp32" else torch.bfloat16
+        graph = capture(net, batch, {}, compute_dtype=half)
+        level = LEVELS[run.sharded]
+        options = PlanOptions(
+            devices=run.devices,
+            mode="sharding_propagation",
+            cluster=self.cluster,
+            stage_config=expert_stages(net, run.stages) if run.stages > 1 else None,
+            micro_batches=run.micro_batches,
+            compute_dtype=None if half is None else "bfloat16",
+            hsdp=None if level is None else {"level": level},
+        )
+        names = tuple(name for name, _ in net.named_modules())
+        candidate = make_candidate(CapturedModel(graph, pins_of(graph), names, True), options)
+        if run.recompute != "selective":
+            return candidate
+        marks = dict(_selective(graph, blocks))
+        return replace(candidate, decisions=replace(candidate.decisions, recompute=marks))
+
+
+def _selective(graph: Graph, blocks: Collection[str]) -> Iterator[tuple[str, Recompute]]:
+    """What torchtitan recomputes: of each block all but attention and every second product."""
+    products = dict.fromkeys(blocks, 0)
+    for op in graph.ops:
+        block = _block_of(op, blocks)
+        if block is None or op.target is aten.scaled_dot_product_attention.default:
+            continue
+        if op.target is aten.linear.default:
+            products[block] += 1
+            if products[block] % 2:
+                continue
+        yield op.name, Recompute(block)
+
+
+def _block_of(op: Op, blocks: Collection[str]) -> str | None:
+    parts = op.module.split(".")
+    paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return next((path for path in paths if path in blocks), None)

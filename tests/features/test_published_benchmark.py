@@ -1,0 +1,87 @@
+"""The benchmark of predictions against published measurements."""
+
+import json
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+from benchmarks import bench_published
+from benchmarks.__main__ import main
+from benchmarks.scatter import scatter
+
+from compare.test_published import planned, row
+from shardwright.compare.published import read_published
+
+
+@pytest.fixture(scope="module")
+def prediction() -> bench_published.Prediction:
+    return bench_published.predicted(planned(memory_gib=0.5))
+
+
+def times(prediction: bench_published.Prediction, ratio: float) -> bench_published.Prediction:
+    """The prediction if that had been so many times what was measured."""
+    return replace(prediction, seconds=ratio * prediction.run.seconds)
+
+
+def test_a_run_is_predicted_with_its_memory(prediction: bench_published.Prediction) -> None:
+    assert prediction.seconds > 0
+    assert prediction.memory is not None
+    assert prediction.utilization * prediction.ratio == pytest.approx(
+        prediction.measured_utilization
+    )
+    assert prediction.throughput * prediction.ratio == pytest.approx(1000)
+
+
+def test_goals_that_are_missed_are_named(prediction: bench_published.Prediction) -> None:
+    good = replace(prediction, memory=None)
+    table = bench_published.summary([times(good, 1.02), times(good, 0.95), times(good, 1.05)])
+    assert not table.missed
+    assert [line[-1] for line in table.rows] == ["held", "held", "–"]
+    table = bench_published.summary([times(good, 1.02), times(good, 1.09), times(prediction, 1.4)])
+    assert any("all: a median error of 9.0%" in goal for goal in table.missed)
+    assert "tiny: 40% off, above 30%" in table.missed
+    assert any(goal.startswith("tiny: memory ") for goal in table.missed)
+
+
+def test_the_order_is_a_goal_where_there_are_ten_rows(
+    prediction: bench_published.Prediction,
+) -> None:
+    def rows(count: int) -> list[bench_published.Prediction]:
+        return [
+            replace(
+                times(prediction, 1.0),
+                memory=None,
+                utilization=share / count,
+                measured_utilization=1 - share / count,
+            )
+            for share in range(count)
+        ]
+
+    assert not bench_published.summary(rows(9)).missed
+    assert bench_published.summary(rows(10)).missed == ["h100: ρ of utilization -1.00, below 0.7"]
+
+
+def test_the_picture_has_a_point_with_its_name_for_each_run() -> None:
+    groups = {"a100": [("one <1>", 90.0, 110.0)], "h100": [("two", 1000.0, 800.0), ("x", 5, 5)]}
+    root = ElementTree.fromstring(scatter("tokens", groups))
+    circles = [each for each in root.iter() if each.tag.endswith("circle")]
+    assert len(circles) == 3
+    assert circles[0][0].text == "one <1>: 90 measured, 110 predicted"
+    assert {each.text for each in root.iter() if each.tag.endswith("text")} > {"a100", "h100"}
+
+
+def test_rows_that_are_impossible_are_one_error(tmp_path, capsys) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps({"rows": [row(devices=7)]}))
+    with pytest.raises(SystemExit):
+        main(["--only", "published", "--rows", str(file)])
+    assert "rows[0] (tiny): devices is 7" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--only", "search", "--rows", str(file)])
+    assert "--rows goes with --only published" in capsys.readouterr().err
+
+
+def test_the_published_rows_are_valid_and_of_two_kinds_of_hardware() -> None:
+    runs = read_published(bench_published.ROWS)
+    assert {run.hardware for run in runs} == {"a100", "h100"}
+    assert len(runs) == 48
