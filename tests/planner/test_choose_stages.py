@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.constraints.shard import pins_of
 from shardwright.errors import MemoryLimitError, StrategyError
-from shardwright.planner.candidate import Candidate, CapturedModel, make_candidate
+from shardwright.planner.candidate import Candidate, CapturedModel, candidates
 from shardwright.planner.choose_stages import stage_counts, suggest_stages, with_best_stages
 from shardwright.planner.fit_memory import within_memory
 from shardwright.planner.options import PlanOptions
@@ -46,8 +47,8 @@ def with_stages(options: PlanOptions, stages: int) -> PlanOptions:
     return replace(options, stages=stages)
 
 
-def decide(options: PlanOptions) -> Candidate:
-    return make_candidate(MODEL, options)
+def decide(options: PlanOptions) -> Sequence[Candidate]:
+    return candidates(MODEL, options)
 
 
 def test_numbers_divide_the_devices_and_are_not_more_than_micro_batches() -> None:
@@ -102,7 +103,7 @@ def test_what_cannot_be_faster_than_the_best_is_not_fitted() -> None:
     best = with_best_stages(searched(micro_batches=8), decide)
     fitted = []
 
-    def watched(options: PlanOptions) -> Candidate:
+    def watched(options: PlanOptions) -> Sequence[Candidate]:
         if options.sharding is None:
             fitted.append(options.stages)
         return decide(options)
@@ -116,7 +117,7 @@ def test_where_the_user_chose_a_suggestion_is_logged(caplog: pytest.LogCaptureFi
     other = 8 if best != 8 else 1
     chosen = PlanOptions(devices=8, cluster="a100", stages=other, micro_batches=8)
     with caplog.at_level(logging.WARNING, "shardwright.search"):
-        suggest_stages(chosen, decide(chosen), decide)
+        suggest_stages(chosen, decide(chosen)[0], decide)
     assert f"{best} pipeline stages have the shortest predicted step time" in caplog.text
     assert f"{other} are requested" in caplog.text
 

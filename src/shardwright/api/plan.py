@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.partition.pipeline_spec import AUTO
 from shardwright.plan import Plan
-from shardwright.planner.candidate import Candidate, CapturedModel, make_candidate
+from shardwright.planner.candidate import Candidate, CapturedModel, candidates
 from shardwright.planner.choose_stages import suggest_stages, with_best_stages
 from shardwright.planner.fit_memory import within_memory
 from shardwright.planner.options import PlanOptions
@@ -105,8 +106,8 @@ def plan_model(
         loss_reduction,
     )
 
-    def decide(options: PlanOptions) -> Candidate:
-        return make_candidate(model, options)
+    def decide(options: PlanOptions) -> Sequence[Candidate]:
+        return candidates(model, options)
 
     if options.stages == AUTO:
         return with_best_stages(options, decide).plan()

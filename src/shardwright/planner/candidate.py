@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -134,22 +134,25 @@ class Candidate:
         )
 
 
-MakeCandidate = Callable[[PlanOptions], Candidate]
-"""Decides a model with these options."""
+Decide = Callable[[PlanOptions], Sequence[Candidate]]
+"""Decides a model with these options, in one way or several, the best first."""
 
 
-def make_candidate(model: CapturedModel, options: PlanOptions) -> Candidate:
-    """Decides a model with exactly these options. Of a search by seconds the objective is simpler
-    than what is predicted for a whole plan, so data parallel is taken where it is predicted to be
-    better. Raises: as `plan`."""
+def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate]:
+    """A model, decided with exactly these options. Of a search by seconds the objective is simpler
+    than what is predicted for a whole plan, and operators that are computed again are none of its
+    business, so data parallel stands beside it: the one that is predicted to be better first.
+
+    Raises: as `plan`.
+    """
     candidate = _decide(model, options, options.mode)
     if options.mode != "recursive_programming" or options.cost_model != "time" or model.is_pinned:
-        return candidate
+        return (candidate,)
     try:
         other = _decide(model, options, "data_parallel")
     except StrategyError:  # The batch cannot be divided so.
-        return candidate
-    return min((candidate, other), key=lambda one: one.weighed)
+        return (candidate,)
+    return sorted((candidate, other), key=lambda one: one.weighed)
 
 
 def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate:

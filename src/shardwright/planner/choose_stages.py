@@ -9,7 +9,7 @@ from dataclasses import replace
 from shardwright.errors import MemoryLimitError, ShardwrightError, StrategyError
 from shardwright.partition.decisions import OptimizerParallel
 from shardwright.partition.pipeline_spec import AUTO, PipelineSpec
-from shardwright.planner.candidate import Candidate, MakeCandidate
+from shardwright.planner.candidate import Candidate, Decide
 from shardwright.planner.fit_memory import faster_within_memory
 from shardwright.planner.options import MEM_COEFFS, PlanOptions
 
@@ -17,7 +17,7 @@ log = logging.getLogger("shardwright.search")
 
 
 def with_best_stages(
-    options: PlanOptions, decide: MakeCandidate, best: Candidate | None = None
+    options: PlanOptions, decide: Decide, best: Candidate | None = None
 ) -> Candidate:
     """The candidate whose step takes the least time, over all numbers of stages that divide the
     devices, are not more than the micro-batches, and that the schedule can run.
@@ -40,7 +40,7 @@ def with_best_stages(
     bounds: dict[int, float] = {}
     for stages in numbers:
         try:
-            bounds[stages] = decide(_free_of_limits(_staged(options, stages))).seconds
+            bounds[stages] = decide(_free_of_limits(_staged(options, stages)))[0].seconds
         except StrategyError as error:
             errors.append(error)
             log.info("%d stages: %s", stages, error)
@@ -103,7 +103,7 @@ def max_stages(options: PlanOptions) -> int:
     return min(options.devices, options.micro_batches, options.max_stages or options.devices)
 
 
-def suggest_stages(options: PlanOptions, chosen: Candidate, decide: MakeCandidate) -> None:
+def suggest_stages(options: PlanOptions, chosen: Candidate, decide: Decide) -> None:
     """Logs which number of stages would be chosen where the user's runs, if a cluster was named."""
     if options.cluster is None:
         log.info("suggest_stages has no effect without a cluster")

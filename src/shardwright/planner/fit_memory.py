@@ -14,7 +14,7 @@ from shardwright.cost.pipeline_timeline import check_pipelining
 from shardwright.errors import MemoryLimitError, PlanError, StrategyError
 from shardwright.partition.decisions import LEVELS, OptimizerParallel
 from shardwright.partition.pipeline_spec import PipelineSpec
-from shardwright.planner.candidate import Candidate, MakeCandidate
+from shardwright.planner.candidate import Candidate, Decide
 from shardwright.planner.options import AUTO_RECOMPUTE, MEM_COEFFS, PlanOptions
 from shardwright.search.recompute.candidates import DEFAULT_PRICES, RecomputePrices
 from shardwright.search.recompute.fit import fit_by_recomputation
@@ -43,7 +43,7 @@ class Attempt:
         return self.options.in_words(self.recompute)
 
 
-def within_memory(options: PlanOptions, decide: MakeCandidate) -> Candidate:
+def within_memory(options: PlanOptions, decide: Decide) -> Candidate:
     """The candidate that `options` request if it fits into their memory limit, else the first that
     does after these changes, each on top of those before: parameters and optimizer state are stored
     sharded (`level1` to `level3`), operators are computed again, `mem_coeff` grows, there are more
@@ -60,20 +60,18 @@ def within_memory(options: PlanOptions, decide: MakeCandidate) -> Candidate:
     return candidate
 
 
-def faster_within_memory(
-    options: PlanOptions, decide: MakeCandidate, below: float
-) -> Candidate | None:
+def faster_within_memory(options: PlanOptions, decide: Decide, below: float) -> Candidate | None:
     """Likewise; None if what fits takes `below` seconds or more.
 
     Raises:
         MemoryLimitError: if none fits; says the smallest limit that would do.
     """
-    if options.limit is None:
-        candidate = decide(options)
-        return candidate if candidate.seconds < below else None
     coefficients = MEM_COEFFS if options.has_auto_mem_coeff else ()
     if coefficients:
         options = replace(options, mem_coeff=coefficients[0], memory_limit=options.limit)
+    requested = decide(options)[0]
+    if options.limit is None or requested.memory().peak <= options.limit:
+        return requested if requested.seconds < below else None
     fitting = _Fitting(options, decide, below)
     for choices in _attempts(options, coefficients[1:]):
         fastest = fitting.fastest(choices)
@@ -95,7 +93,7 @@ class _Fitting:
     """
 
     options: PlanOptions
-    decide: MakeCandidate
+    decide: Decide
     below: float
     least: tuple[Memory, Attempt] | None = None
     hopeless: tuple[Candidate, Attempt] | None = None
@@ -104,33 +102,24 @@ class _Fitting:
 
     def fastest(self, choices: Iterable[Attempt]) -> Candidate | None:
         """The fastest of these that fits: as it is, or with operators computed again where that is
-        allowed. No more are tried once there is hardly any time to gain."""
+        allowed. As that only adds to a step, those that are fast as they are come first, and no
+        more are fitted once there is hardly any time to gain."""
         best: Candidate | None = None
-        larger: list[tuple[Candidate, Memory, Attempt]] = []
-        ideal = float("inf")
-        for attempt in choices:
-            if best is not None and ideal >= (1 - GAIN) * best.seconds:
-                break
-            candidate = self._candidate(attempt)
-            if candidate is None:
-                continue
-            ideal = min(ideal, candidate.seconds)
-            if self._is_slow(candidate, best):
-                continue
-            needs = candidate.memory()
-            if self._fits(needs, attempt):
-                best = candidate
-            elif attempt.recompute:
-                larger.append((candidate, needs, attempt))
-        for candidate, needs, attempt in sorted(larger, key=lambda each: each[0].seconds):
+        entries = [entry for attempt in choices for entry in self._candidates(attempt)]
+        for candidate, attempt in sorted(entries, key=lambda entry: entry[0].seconds):
             if best is not None and candidate.seconds >= (1 - GAIN) * best.seconds:
                 break
-            if _always_there(needs) > self.limit:
-                self.hopeless = candidate, attempt
+            if self._is_slow(candidate, best):
                 continue
-            candidate, needs = self._with_recomputation(candidate)
-            if self._fits(needs, attempt) and not self._is_slow(candidate, best):
-                best = candidate
+            fitted, needs = candidate, candidate.memory()
+            if not self._fits(needs, attempt) and attempt.recompute:
+                if _always_there(needs) > self.limit:
+                    self.hopeless = candidate, attempt
+                    continue
+                fitted, needs = self._with_recomputation(candidate)
+                self._fits(needs, attempt)
+            if needs.peak <= self.limit and not self._is_slow(fitted, best):
+                best = fitted
         return best
 
     def least_memory(self) -> tuple[Memory, Attempt]:
@@ -177,19 +166,19 @@ class _Fitting:
         assert self.options.limit is not None
         return self.options.limit
 
-    def _candidate(self, attempt: Attempt) -> Candidate | None:
+    def _candidates(self, attempt: Attempt) -> Iterator[tuple[Candidate, Attempt]]:
         """What was not tried before."""
         try:
-            candidate = self.decide(attempt.options)
+            decided = self.decide(attempt.options)
         except (PlanError, StrategyError):
             if attempt.options == self.options:
                 raise
-            return None
-        needed_by = _needed_by(candidate, self.seen, attempt)
-        if needed_by in self.seen:
-            return None
-        self.seen.append(needed_by)
-        return candidate
+            return
+        for candidate in decided if self.options.cluster is not None else decided[:1]:
+            needed_by = _needed_by(candidate, self.seen, attempt)
+            if needed_by not in self.seen:
+                self.seen.append(needed_by)
+                yield candidate, attempt
 
 
 def _always_there(needs: Memory) -> int:
@@ -227,6 +216,8 @@ def _more_sharded(options: PlanOptions) -> Iterator[PlanOptions]:
     sharding = options.sharding
     done = LEVELS.index(sharding.level) + 1 if sharding is not None else 0
     for level in LEVELS[done:]:
+        if level == "level2" and options.micro_batches == 1:
+            continue  # As `level1`: there is one reduction.
         yield replace(options, hsdp=replace(sharding or OptimizerParallel(), level=level))
 
 
