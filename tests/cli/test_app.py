@@ -153,6 +153,18 @@ def test_mem_coeff_is_a_positive_number_or_auto(folder: Path, command: Command) 
     assert command(*arguments, "auto")[0] == 0
 
 
+def test_a_memory_limit_overrides_the_configuration(folder: Path, command: Command) -> None:
+    arguments = ["plan", "config.yaml", "--devices", "2", "--json", "--memory-limit"]
+    for wrong in ("0", "many", "-1GiB"):
+        status, _, err = command(*arguments, wrong)
+        assert status == 2 and "is no number of bytes" in err
+    (folder / "config.yaml").write_text(CONFIG + "parallel: {memory_limit: 1GB, stages: 1}")
+    found = json.loads(command(*arguments, "1TB")[1])
+    assert found["memory_limit"] == 10**12
+    status, _, err = command(*arguments, "1KiB")
+    assert status == 2 and "fits into memory_limit=1.0 KiB; the smallest one needs" in err
+
+
 def test_the_mode_may_be_exact(folder: Path, command: Command) -> None:
     (folder / "config.yaml").write_text(CONFIG + "parallel: {mode: exact, cluster: a100}")
     found = json.loads(command("plan", "config.yaml", "--devices", "4", "--json")[1])

@@ -51,6 +51,7 @@ OPTIONS = {
     "--out": PLACES,
     "--save-graphs": PLACES,
     "--mem-coeff": WORDS,
+    "--memory-limit": WORDS,
     "--cluster": WORDS,
     "--rounds": NUMBERS,
     "--run": WORDS,

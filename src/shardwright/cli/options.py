@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from shardwright.config import Run
 from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.planner.requirement import bytes_of
 from shardwright.progress import OnProgress, silent
 from shardwright.text_files import check_exists
 from shardwright.train.process_group import is_launched
@@ -70,6 +71,24 @@ MemCoeffOption = Annotated[
         callback=_check_coefficient,
     ),
 ]
+
+
+def _check_memory_limit(text: str | None) -> str | None:
+    """Raises: typer.BadParameter: not a size."""
+    if text is not None and bytes_of(text) is None:
+        raise typer.BadParameter(f"{text!r} is no number of bytes, like 24GiB or 2GB")
+    return text
+
+
+MemoryLimitOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Bytes that a device may need, like 24GiB; overrides the configuration. Parameters are"
+        " sharded and operators computed again until the plan fits.",
+        metavar="SIZE",
+        callback=_check_memory_limit,
+    ),
+]
 ClusterOption = Annotated[
     str | None,
     typer.Option(
@@ -85,6 +104,7 @@ def run_of(
     log_costs: bool = False,
     resume: bool = False,
     cluster: str | None = None,
+    memory_limit: str | None = None,
     on_progress: OnProgress = silent,
 ) -> Run:
     """The run of a configuration, overridden by the options of the command line."""
@@ -95,6 +115,8 @@ def run_of(
         changes["mem_coeff"] = mem_coeff if mem_coeff == "auto" else float(mem_coeff)
     if log_costs:
         changes["log_costs"] = True
+    if memory_limit is not None:
+        changes["memory_limit"] = memory_limit
     if cluster is not None:
         # A path on the command line is relative to the working directory.
         path = Path(cluster)

@@ -21,6 +21,7 @@ from shardwright.cli.options import (
     DevicesOption,
     LogCostsOption,
     MemCoeffOption,
+    MemoryLimitOption,
     ShowProgressOption,
     existing,
     progress,
@@ -56,12 +57,20 @@ def plan_command(
     mem_coeff: MemCoeffOption = None,
     log_costs: LogCostsOption = False,
     cluster: ClusterOption = None,
+    memory_limit: MemoryLimitOption = None,
     every: EveryOption = False,
     show_progress: ShowProgressOption = None,
 ) -> None:
     """Search for a plan and print it. Needs no devices and starts no processes."""
     with progress(show_progress) as on_progress:
-        run = run_of(config, mem_coeff, log_costs, cluster=cluster, on_progress=on_progress)
+        run = run_of(
+            config,
+            mem_coeff,
+            log_costs,
+            cluster=cluster,
+            memory_limit=memory_limit,
+            on_progress=on_progress,
+        )
         plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
         on_progress("memory and table")
         text = plan.to_json() if json else plan_text(plan, every, _width())
@@ -85,9 +94,10 @@ def explain_command(
     mem_coeff: MemCoeffOption = None,
     log_costs: LogCostsOption = False,
     cluster: ClusterOption = None,
+    memory_limit: MemoryLimitOption = None,
 ) -> None:
     """Explain how one operator is sharded, where its inputs come from and what that costs."""
-    run = run_of(config, mem_coeff, log_costs, cluster=cluster)
+    run = run_of(config, mem_coeff, log_costs, cluster=cluster, memory_limit=memory_limit)
     typer.echo(run.plan(devices).explain(name))
 
 

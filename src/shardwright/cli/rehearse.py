@@ -21,6 +21,7 @@ from shardwright.cli.options import (
     ConfigArgument,
     DevicesOption,
     MemCoeffOption,
+    MemoryLimitOption,
     existing,
     report_batch,
     run_of,
@@ -61,10 +62,11 @@ def rehearse_command(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     mem_coeff: MemCoeffOption = None,
     cluster: ClusterOption = None,
+    memory_limit: MemoryLimitOption = None,
 ) -> None:
     """Train for three steps as one rank of many, in this process, without the other ranks and
     without devices. Exit status 1 if a rank sends other bytes than the plan says."""
-    run = run_of(config, mem_coeff, cluster=cluster).on(devices)
+    run = run_of(config, mem_coeff, cluster=cluster, memory_limit=memory_limit).on(devices)
     saved = Plan.load(plan) if plan is not None else None
     if saved is not None and saved.devices != devices:
         raise PlanError(f"{plan} is for {saved.devices} devices, not for {devices}")

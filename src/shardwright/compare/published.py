@@ -22,7 +22,7 @@ from shardwright.graph.graph import Graph, Op
 from shardwright.models import Dimensions, build, example_batch
 from shardwright.models.expert_sharding import expert_stages, paths_of_blocks, pin_expert
 from shardwright.partition.decisions import Recompute
-from shardwright.planner.candidate import Candidate, CapturedModel, make_candidate
+from shardwright.planner.candidate import Candidate, CapturedModel, candidates
 from shardwright.planner.options import PlanOptions
 from shardwright.text_files import parse_json, read_text, shown
 
@@ -243,7 +243,7 @@ class PlannedRun:
             hsdp=None if level is None else {"level": level},
         )
         names = tuple(name for name, _ in net.named_modules())
-        candidate = make_candidate(CapturedModel(graph, pins_of(graph), names, True), options)
+        candidate = candidates(CapturedModel(graph, pins_of(graph), names, True), options)[0]
         if run.recompute != "selective":
             return candidate
         marks = dict(_selective(graph, blocks))
