@@ -158,6 +158,15 @@ def test_selective_keeps_attention_and_every_second_product_of_a_block() -> None
     assert kinds["aten.silu.default", False] == 0
 
 
+def test_what_is_kept_of_blocks_is_counted_besides_what_they_need_as_a_whole() -> None:
+    none, selective, full = (
+        planned(recompute=each, seq=256).memory for each in ("none", "selective", "full")
+    )
+    # 2 sequences of 256 positions in bfloat16: q, attention and down of 64, v of 32, gate of 128.
+    assert selective - full == 2 * (2 * 256) * 2 * (3 * 64 + 32 + 128)
+    assert full < selective < none
+
+
 def test_sharded_parameters_are_gathered_in_every_micro_batch() -> None:
     (whole,) = predict(planned(sharded="none").candidate.partitioned, load_cluster("h100")).chunks
     (shards,) = predict(planned().candidate.partitioned, load_cluster("h100")).chunks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -24,6 +25,7 @@ from shardwright.models.expert_sharding import expert_stages, paths_of_blocks, p
 from shardwright.partition.decisions import Recompute
 from shardwright.planner.candidate import Candidate, CapturedModel, candidates
 from shardwright.planner.options import PlanOptions
+from shardwright.rules import rule_of
 from shardwright.text_files import parse_json, read_text, shown
 
 aten = torch.ops.aten
@@ -203,7 +205,23 @@ class PlannedRun:
     @property
     def memory(self) -> int:
         """Bytes that a device needs at most, as predicted."""
-        return self.candidate.memory().peak
+        candidate = self.candidate
+        if self.run.recompute != "selective":
+            return candidate.memory().peak
+        # Others keep results of blocks whose inputs are all that is kept besides: here the inputs
+        # of what is computed again are kept, which are more.
+        graph, chosen = candidate.model.graph, candidate.decisions
+        blocks = {mark.segment for mark in chosen.recompute.values()}
+        inside = {op.name: path for op in graph.ops if (path := _block_of(op, blocks))}
+        again = {name: Recompute(path) for name, path in inside.items()}
+        peak = candidate.memory(replace(chosen, recompute=again)).peak
+        kept = sum(
+            _result_bytes(graph.by_name[name], candidate)
+            for name in inside
+            if name not in chosen.recompute
+        )
+        stages = self.run.stages
+        return peak + int(kept / stages * min(stages, self.run.micro_batches))
 
     @cached_property
     def candidate(self) -> Candidate:
@@ -262,6 +280,15 @@ def _selective(graph: Graph, blocks: Collection[str]) -> Iterator[tuple[str, Rec
             if products[block] % 2:
                 continue
         yield op.name, Recompute(block)
+
+
+def _result_bytes(op: Op, candidate: Candidate) -> float:
+    """Of the result of `op` on one device."""
+    rule = rule_of(op)
+    assert rule is not None
+    parts = rule.shard_counts(candidate.mesh, candidate.decisions.cuts.get(op.name, {}))
+    named = (parts[factor] for factor in rule.outputs[0] if factor is not None)
+    return op.output.numel * op.output.itemsize / prod(named)
 
 
 def _block_of(op: Op, blocks: Collection[str]) -> str | None:
