@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
+from math import log, prod
+from statistics import median, pstdev
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from shardwright.cost.cluster import Cluster, Device
 from shardwright.cost.clusters import load_cluster
 from shardwright.runtime.accelerator import pinned, seconds_of
 
+HALVES = (0.0, *(2.0**power for power in range(3, 12)))
+"""Values of `matrix_half` that are tried."""
+
 
 def measured_cluster(
     device: torch.device, sizes: Sizes, name: str, links: str
@@ -28,29 +32,34 @@ def measured_cluster(
         links: the cluster whose levels it gets, since one device has no links.
     """
     found = measure_device(device=device)
-    products, matrix_share = _products(device, sizes, found)
+    products, of_matrices = _products(device, sizes, found)
+    attention, attention_share = _attention(device, sizes, found)
     memory_bound, memory_share = _memory_bound(device, sizes, found)
-    shares = {"matrix_efficiency": matrix_share, "memory_efficiency": memory_share}
+    matrix_share, half = matrix_figures(sizes.matrices, of_matrices)
+    shares = {
+        "matrix_efficiency": matrix_share,
+        "matrix_half": half,
+        "attention_efficiency": attention_share,
+        "memory_efficiency": memory_share,
+    }
     cluster = Cluster(name, replace(found, **shares), load_cluster(links).levels)
     figures = Table("The device, as the cluster file has it", ("", "measured"))
     for dtype, rate in found.rates.items():
         figures.add(f"matrix products, {dtype}", f"{rate / 1e12:.3g} TFLOP/s")
     figures.add("memory bandwidth", f"{found.memory_bandwidth / 1e9:.4g} GB/s")
-    figures.add("matrix efficiency, median of all products in the first dtype", _percent(shares, 0))
-    figures.add("memory efficiency, median of what is memory-bound", _percent(shares, 1))
+    figures.add("matrix efficiency, of large products in the first dtype", f"{matrix_share:.0%}")
+    figures.add("matrix half: of d rows, columns or inner products d / (d + this)", f"{half:g}")
+    figures.add("attention efficiency, median", f"{attention_share:.0%}")
+    figures.add("memory efficiency, median of what is memory-bound", f"{memory_share:.0%}")
     figures.add("overhead of an operator", f"{found.overhead * 1e6:.2f} µs")
     figures.add("memory", f"{found.memory / 2**30:.1f} GiB")
     return cluster, [
         figures,
         products,
-        _attention(device, sizes, found),
+        attention,
         memory_bound,
         _copies(device, sizes),
     ]
-
-
-def _percent(shares: dict[str, float], place: int) -> str:
-    return f"{list(shares.values())[place]:.0%}"
 
 
 def seconds(work: Callable[[], object], device: torch.device, sizes: Sizes) -> float:
@@ -59,7 +68,21 @@ def seconds(work: Callable[[], object], device: torch.device, sizes: Sizes) -> f
     return median(times[2:])
 
 
-def _products(device: torch.device, sizes: Sizes, found: Device) -> tuple[Table, float]:
+def matrix_figures(
+    shapes: Sequence[tuple[int, int, int]], shares: Sequence[float]
+) -> tuple[float, float]:
+    """What large matrix products reach, and `matrix_half`: those of which the least is left to
+    explain of the shares of the peak that products of m, n and k reach."""
+
+    def large(half: float) -> list[float]:
+        reached = (prod(d / (d + half) for d in shape) for shape in shapes)
+        return [share / each for share, each in zip(shares, reached, strict=True)]
+
+    half = min(HALVES, key=lambda half: pstdev(map(log, large(half))))
+    return min(1.0, median(large(half))), half
+
+
+def _products(device: torch.device, sizes: Sizes, found: Device) -> tuple[Table, list[float]]:
     names = [str(dtype).removeprefix("torch.") for dtype in sizes.dtypes]
     table = Table("Matrix products, TFLOP/s", ("m × n × k", *names, f"of the peak, {names[0]}"))
     shares = []
@@ -71,15 +94,15 @@ def _products(device: torch.device, sizes: Sizes, found: Device) -> tuple[Table,
         shares.append(min(1.0, rates[0] / found.rate(sizes.dtypes[0])))
         cells = (f"{rate / 1e12:.3g}" for rate in rates)
         table.add(f"{m:,} × {n:,} × {k:,}", *cells, f"{shares[-1]:.0%}")
-    return table, median(shares)
+    return table, shares
 
 
-def _attention(device: torch.device, sizes: Sizes, found: Device) -> Table:
+def _attention(device: torch.device, sizes: Sizes, found: Device) -> tuple[Table, float]:
     table = Table(
         f"Causal attention, {sizes.block.heads} heads of {sizes.block.head_width}, bfloat16",
         ("batch × positions", "forward, TFLOP/s", "and backward, TFLOP/s", "of the products' peak"),
     )
-    tokens = max(sizes.sequences)
+    tokens, shares = max(sizes.sequences), []
     for sequence in sizes.sequences:
         shape = (tokens // sequence, sizes.block.heads, sequence, sizes.block.head_width)
         q, k, v = (
@@ -100,9 +123,9 @@ def _attention(device: torch.device, sizes: Sizes, found: Device) -> Table:
         alone = flops / seconds(forward, device, sizes)
         together = 3.5 * flops / seconds(both, device, sizes)
         cells = (f"{rate / 1e12:.3g}" for rate in (alone, together))
-        share = together / found.rate(torch.bfloat16)
-        table.add(f"{shape[0]} × {sequence:,}", *cells, f"{share:.0%}")
-    return table
+        shares.append(min(1.0, together / found.rate(torch.bfloat16)))
+        table.add(f"{shape[0]} × {sequence:,}", *cells, f"{shares[-1]:.0%}")
+    return table, median(shares)
 
 
 def _memory_bound(device: torch.device, sizes: Sizes, found: Device) -> tuple[Table, float]:

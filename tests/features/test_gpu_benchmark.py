@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.one_gpu.collectives import group_of_one, own_collectives
 from benchmarks.one_gpu.memory import PLANS, ranks_of
-from benchmarks.one_gpu.rates import measured_cluster
+from benchmarks.one_gpu.rates import matrix_figures, measured_cluster
 from benchmarks.one_gpu.sizes import FULL, TINY
 
 from shardwright.cost.cluster import cluster_to_yaml, read_cluster
@@ -39,8 +40,16 @@ def test_the_rates_of_a_device_become_a_cluster_file_that_is_read() -> None:
     assert read_cluster(cluster_to_yaml(cluster), "tried.yaml") == cluster
     assert cluster.levels == load_cluster("h100").levels
     assert 0 < cluster.device.matrix_efficiency <= 1
+    assert cluster.device.attention_efficiency is not None
+    assert 0 < cluster.device.attention_efficiency <= 1
     products = next(table for table in tables if "products" in table.title)
     assert len(products.rows) == len(TINY.matrices)
+
+
+def test_what_large_products_reach_is_found_from_products_of_many_shapes() -> None:
+    shapes = [(4096, 4096, 4096), (256, 4096, 4096), (8192, 128, 1024), (512, 512, 512)]
+    shares = [0.7 * prod(d / (d + 256) for d in shape) for shape in shapes]
+    assert matrix_figures(shapes, shares) == (pytest.approx(0.7), 256)
 
 
 @pytest.mark.parametrize("name", ["level3, recompute", "2 stages, 1f1b"])

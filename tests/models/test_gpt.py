@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from shardwright.errors import ConfigError
 from shardwright.models import MODELS, Dimensions, build, example_batch
 
 SIZES = Dimensions(**{**vars(MODELS["pangualpha_2_6b_tiny"]), "family": "gpt"})
@@ -49,3 +51,8 @@ def test_gpt_computes_the_loss_of_gpt2() -> None:
     ids, labels = example_batch(SIZES, 2, 16)
     # The reference computes its loss in single precision.
     torch.testing.assert_close(net(ids, labels).float(), reference(ids, labels=labels).loss)
+
+
+def test_more_positions_than_there_are_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"65 positions, but the model only has 64"):
+        build(SIZES)(*example_batch(SIZES, 1, 65))

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from shardwright.models.attention import Attention
 from shardwright.models.loss import draw_weights, next_token_loss
-from shardwright.models.pangualpha import PanguBlock
+from shardwright.models.pangualpha import PanguBlock, first_positions
 from shardwright.models.sizes import Dimensions
 
 
@@ -26,7 +26,7 @@ class GPTBackbone(nn.Module):
         self.norm = nn.LayerNorm(width, sizes.norm_eps)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        positions = self.embed_positions.weight[: input_ids.shape[1]]
+        positions = first_positions(self.embed_positions, input_ids.shape[1])
         x = self.dropout(self.embed_tokens(input_ids) + positions)
         for layer in self.layers:
             x = layer(x)

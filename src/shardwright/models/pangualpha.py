@@ -77,6 +77,17 @@ class PanguBlock(nn.Module):
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
+def first_positions(embedding: nn.Embedding, positions: int) -> Tensor:
+    """`[positions, width]`. Raises: ConfigError: the model has not so many."""
+    limit = embedding.num_embeddings
+    if positions > limit:
+        raise ConfigError(
+            f"the sequence has {positions} positions, but the model only has {limit}: shorten"
+            " the sequence, or build the model with a larger seq_length"
+        )
+    return embedding.weight[:positions]
+
+
 class PanguBackbone(nn.Module):
     """From token ids to the hidden states of the query layer."""
 
@@ -92,13 +103,8 @@ class PanguBackbone(nn.Module):
         self.query_layer = PanguBlock(sizes, kind)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        positions, limit = input_ids.shape[1], self.embed_positions.num_embeddings
-        if positions > limit:
-            raise ConfigError(
-                f"the sequence has {positions} positions, but the model only has {limit}: shorten"
-                " the sequence, or build the model with a larger seq_length"
-            )
-        x = self.embed_tokens(input_ids) + self.embed_positions.weight[:positions]
+        positions = input_ids.shape[1]
+        x = self.embed_tokens(input_ids) + first_positions(self.embed_positions, positions)
         x = self.dropout(x)
         for layer in self.layers:
             x = layer(x)

@@ -21,14 +21,15 @@ class Dimensions:
 
     Args:
         family: `llama` and `qwen` (with biases of queries, keys and values) are built on
-            `transformers`; `baichuan` and `pangualpha` are modules of this package.
+            `transformers`; `baichuan`, `pangualpha` and `gpt` (GPT-2) are modules of this
+            package.
         num_layers: number of blocks; in PanguAlpha the last one is the query layer.
         num_kv_heads: key-value heads, each shared by `num_heads / num_kv_heads` query heads.
         intermediate_size: width of the feed-forward layers.
         seq_length: maximum sequence length; only learned positions depend on it.
         norm_eps: epsilon of RMSNorm and LayerNorm.
         rope_base: base of the rotary frequencies.
-        dropout: dropout probability of PanguAlpha.
+        dropout: dropout probability of PanguAlpha and GPT.
 
     Raises:
         ConfigError: if a size is not a positive int, or the sizes and heads are not divisible.
