@@ -113,7 +113,7 @@ def test_graphs_are_saved_before_and_after_planning(command: Command, folder: Pa
     graph, plan, program = (f.read_text() for f in files)
     assert "net.first: aten.linear(x, net.first.weight) -> float64 [8, 32]" in graph
     assert "cuts" not in graph
-    assert plan.startswith("plan for 4 devices = 2·2, axes a b")
+    assert plan.startswith("plan for 4 devices: dp 4")
     assert program.startswith("def program(")
     assert command(*arguments)[0] == 0
     assert [f.read_text() for f in files] == [graph, plan, program]

@@ -100,9 +100,11 @@ def test_counts_are_written_where_they_say_it_all(tmp_path: Path) -> None:
         return json.loads((tmp_path / "strategies.json").read_text())["strategies"]  # type: ignore[no-any-return]
 
     assert saved(mode="data_parallel")["layer1"] == {"in_strategy": [[8, 1], [1, 1]]}
-    # k is cut over a and b, batch over c; counts would give a to the batch.
-    matrices = [{"layout": ["c", ["a", "b"]]}, {"layout": ["None", ["a", "b"]]}]
-    assert saved(order="topology")["layer1"] == {"in_strategy": matrices}
+    assert saved(order="topology")["layer1"] == {"in_strategy": [[2, 4], [1, 4]]}
+    # k is cut over the outer axis; counts would give that to the batch.
+    matrices = [{"layout": ["dp", "tp"]}, {"layout": ["None", "tp"]}]
+    layouts = saved(order="topology", cluster="h100", cost_model="symbolic")
+    assert layouts["layer1"] == {"in_strategy": matrices}
 
 
 class Shared(nn.Module):

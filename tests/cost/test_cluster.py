@@ -55,7 +55,7 @@ def test_written_clusters_read_back_equal(tiny: Cluster) -> None:
 def test_built_in_clusters_join_eight_devices_a_node(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.name == name
-    assert cluster.levels_of(prime_mesh(64)) == (1, 1, 1, 0, 0, 0)
+    assert cluster.levels_of(prime_mesh(64)) == (*[((1, 2),)] * 3, *[((0, 2),)] * 3)
 
 
 def test_a_cluster_is_found_by_path(tmp_path: Path, tiny: Cluster) -> None:
@@ -63,11 +63,13 @@ def test_a_cluster_is_found_by_path(tmp_path: Path, tiny: Cluster) -> None:
     assert load_cluster(tmp_path / "mine.yaml") == tiny
 
 
-def test_axes_lie_on_the_slowest_link_that_they_cross(tiny: Cluster) -> None:
-    assert tiny.levels_of(prime_mesh(8)) == (1, 0, 0)
-    assert tiny.levels_of(Layout((4, 2), ("a", "b"))) == (1, 0)
+def test_axes_lie_on_the_links_that_they_cross(tiny: Cluster) -> None:
+    assert tiny.levels_of(prime_mesh(8)) == (((1, 2),), ((0, 2),), ((0, 2),))
+    # Of four ranks two apart, two are in a node.
+    assert tiny.levels_of(Layout((4, 2), ("a", "b"))) == (((0, 2), (1, 2)), ((0, 2),))
+    assert tiny.levels_of(Layout((16,), ("a",))) == (((0, 4), (1, 4)),)
     # Three ranks in a row cross the border between nodes somewhere: 3, 4, 5.
-    assert tiny.levels_of(Layout((2, 3), ("a", "b"))) == (1, 1)
+    assert tiny.levels_of(Layout((2, 3), ("a", "b"))) == (((1, 2),), ((1, 3),))
 
 
 def test_nodes_are_those_of_which_so_many_devices_need_several(tiny: Cluster) -> None:
@@ -78,13 +80,13 @@ def test_nodes_are_those_of_which_so_many_devices_need_several(tiny: Cluster) ->
 
 def test_every_stage_counts_where_it_lies(tiny: Cluster) -> None:
     pair = Layout((2,), ("a",))
-    assert tiny.levels_of(pair, (0, 2)) == (0,)
-    assert tiny.levels_of(pair, (0, 3)) == (1,)
+    assert tiny.levels_of(pair, (0, 2)) == (((0, 2),),)
+    assert tiny.levels_of(pair, (0, 3)) == (((1, 2),),)
 
 
 def test_ranks_in_another_order_count_as_they_stand(tiny: Cluster) -> None:
     swapped = Layout((2, 4), ("a", "b"), (0, 2, 4, 6, 1, 3, 5, 7))
-    assert tiny.levels_of(swapped) == (0, 1)
+    assert tiny.levels_of(swapped) == (((0, 2),), ((0, 2), (1, 2)))
 
 
 def test_more_devices_than_the_cluster_has_are_an_error(tiny: Cluster) -> None:

@@ -61,8 +61,8 @@ def test_a_group_of_one_device_takes_no_time() -> None:
 
 
 def test_stages_that_do_not_fill_a_node_cross_nodes() -> None:
-    assert Links(CLUSTER, prime_mesh(2), stages=2).levels == (0,)
-    assert Links(CLUSTER, prime_mesh(3), stages=2).levels == (1,)
+    assert Links(CLUSTER, prime_mesh(2), stages=2).levels == (((0, 2),),)
+    assert Links(CLUSTER, prime_mesh(3), stages=2).levels == (((1, 3),),)
 
 
 def test_gloo_hands_messages_round_a_ring_and_reduces_all_to_scatter() -> None:

@@ -194,9 +194,9 @@ def test_the_printed_program_shows_the_function_that_is_run_again() -> None:
     assert """
     # 1: recomputed in the backward pass
     def compute_1(_0, _2_weight):
-        # 1: b over a
+        # 1: b over dp
         _1 = aten.gelu.default(_0)
-        # 2: b over a
+        # 2: b over dp
         _2 = aten.linear.default(_1, _2_weight); del _1
         return _2
     _2 = recompute_segment(compute_1, _0, _2_weight); del _0, _2_weight

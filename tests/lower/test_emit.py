@@ -14,7 +14,7 @@ from shardwright.lower.emit import Source
 
 
 def named_axis(content: str) -> str:
-    return content.replace('"a"', json.dumps("a if open('run', 'w') else print"))
+    return content.replace('"dp"', json.dumps("a if open('run', 'w') else print"))
 
 
 def named_segment(content: str) -> str:

@@ -37,7 +37,7 @@ def test_each_layer_pays_two_all_reduces_forward_and_two_backward(seq_parallel: 
 def test_sequence_parallel_makes_them_reduce_scatters_and_all_gathers() -> None:
     plan = planned("llama2_7b_tiny", 2, 4, seq_parallel=True)
     steps = [s for c in plan.row("model.layers.0.mlp.down_proj").redistributions for s in c.steps]
-    assert "reduce_scatter dim 1 over bc / all_gather" in steps
+    assert "reduce_scatter dim 1 over tp / all_gather" in steps
     assert plan.row("model.layers.1.add").strategy == ((2, 4, 1), (2, 4, 1))
 
 
@@ -71,8 +71,8 @@ def test_context_parallel_equals_one_device(model: str, attention: Attention) ->
 @pytest.mark.parametrize(
     ("attention", "cp", "mp", "queries", "steps"),
     [
-        ("fused", 8, 1, (1, 8, 1, 1), "all_to_all dim 2 to dim 1 over abc / all_to_all"),
-        ("masked", 4, 4, (1, 4, 4, 1), "all_gather dim 2 over ab / reduce_scatter"),
+        ("fused", 8, 1, (1, 8, 1, 1), "all_to_all dim 2 to dim 1 over sp / all_to_all"),
+        ("masked", 4, 4, (1, 4, 4, 1), "all_gather dim 2 over sp / reduce_scatter"),
     ],
 )
 def test_attention_cuts_heads_where_they_divide_else_queries(

@@ -9,11 +9,14 @@ from torch import nn
 import shardwright as sw
 from random_plans import check_random_plan, random_plan_on
 from sample_models import encoder
+from shardwright.cost.clusters import load_cluster
+from shardwright.cost.predict import predict
 from shardwright.graph.graph import Graph
 from shardwright.layout.layout import Layout, prime_mesh
 from shardwright.partition.decisions import CutAxes, Decisions
 from shardwright.partition.fold_axes import fold_axes, split_axes
 from shardwright.partition.partitioned import Partitioned
+from shardwright.plan.build import make_plan
 from shardwright.rules.rule import Cuts
 
 MATRICES = [(4, 2), (2, 4), (6, 2), (2, 6)]
@@ -32,7 +35,7 @@ def folded(storage: CutAxes, cuts: Cuts, devices: int) -> Partitioned:
 def test_data_and_tensor_parallel_need_two_axes() -> None:
     rows, features = (0, 1, 2, 3), (4, 5, 6)
     result = folded((features, ()), {"b": rows, "j": features}, 128)
-    assert result.mesh == Layout((16, 8), ("a", "b"))
+    assert result.mesh == Layout((16, 8), ("dp", "tp"))
     assert result.decisions.cuts == {"linear": {"b": (0,), "j": (1,)}}
     assert result.decisions.storage == {"weight": ((1,), ())}
     apart = split_axes(result.mesh, result.decisions)
@@ -76,14 +79,17 @@ def test_plans_send_the_same_on_folded_axes(matrix: tuple[int, ...]) -> None:
         assert fold_axes(primes).step_bytes == primes.step_bytes
 
 
-@pytest.mark.parametrize("devices", [8, 12])
-def test_what_runs_sends_what_was_planned(devices: int) -> None:
+@pytest.mark.parametrize("devices", [8, 12, 24])
+def test_plans_are_folded_and_what_runs_is_what_was_planned(devices: int) -> None:
     net, args, kwargs = encoder(batch=24, sequence=12, width=24)
     plan = sw.plan(net, args, kwargs, devices=devices, cluster="ascend910b")
-    assert plan.graph is not None
-    runs = plan.partition(plan.graph)
-    assert len(runs.mesh.device_matrix) < len(plan.mesh.device_matrix)
-    assert max(runs.step_bytes) == (plan.forward_bytes, plan.backward_bytes)
+    assert plan.graph is not None and plan.step is not None
+    assert len(plan.mesh.device_matrix) < len(prime_mesh(devices).device_matrix)
+    assert plan.partition(plan.graph) is plan.partitioned
+    assert max(plan.partitioned.step_bytes) == (plan.forward_bytes, plan.backward_bytes)
+    # A folded axis has the links of all that it is made of.
+    again = predict(plan.partitioned, load_cluster("ascend910b"))
+    assert again.seconds == pytest.approx(plan.step.seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("matrix", MATRICES)
@@ -92,3 +98,17 @@ def test_programs_on_folded_axes_compute_as_one_device(matrix: tuple[int, ...]) 
     graph = sw.capture(net, args, kwargs)
     plan = random_plan_on(Layout(matrix, ("a", "b")), graph, seed=1)
     check_random_plan(net, args, kwargs, graph, plan)
+
+
+def test_a_file_with_prime_axes_is_read_and_what_runs_is_folded() -> None:
+    net, args, kwargs = encoder(batch=8, sequence=8, width=16)
+    plan = sw.plan(net, args, kwargs, devices=8, mode="data_parallel")
+    graph = plan.graph
+    assert graph is not None and plan.mesh.sizes == "dp 8"
+    primes = Partitioned(graph, *split_axes(plan.mesh, plan.decisions))
+    earlier = make_plan(primes, mode="data_parallel", options={}, search_seconds=0.0, training=True)
+    read = sw.Plan.from_json(earlier.to_json())
+    assert str(read).startswith("Plan for 8 devices: a 2, b 2, c 2\n")
+    assert read.partition(graph).mesh == plan.mesh
+    assert read.partition(graph).decisions == plan.decisions
+    assert sw.check(net, args, kwargs, read).passes(1e-9)

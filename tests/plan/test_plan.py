@@ -39,9 +39,9 @@ def test_the_table_shows_shapes_cuts_strategies_redistributions_and_bytes() -> N
     for part in (
         "layer1",
         "32×784 512×784 → 32×512",
-        "k/ab, b/c",
+        "k/tp, b/dp",
         "((2,4),(1,4))",
-        "all_reduce over ab",
+        "all_reduce over tp",
         "392.0 KiB",
     ):
         assert part in text
@@ -56,7 +56,7 @@ def test_the_table_folds_equal_blocks_into_one_row() -> None:
 
 def test_explain_tells_rule_cuts_and_the_way_of_each_input() -> None:
     story = plan_of_network().explain("layer2")
-    for part in ("rule: b k, j k -> b j", "cuts: j/ab, b/c", "vary over ab / all_reduce"):
+    for part in ("rule: b k, j k -> b j", "cuts: j/tp, b/dp", "vary over tp / all_reduce"):
         assert part in story
     assert "stored sharded 4·1" in story
 
@@ -65,7 +65,7 @@ def test_the_table_names_axes_that_cut_nothing() -> None:
     assert "compute the same result" not in str(plan_of_network())
     net, args, kwargs = network(batch=32)
     text = str(sw.plan(net, args, kwargs, devices=40))
-    assert "axis d is unused: groups of 5 devices compute the same result" in text
+    assert "axis c is unused: groups of 5 devices compute the same result" in text
 
 
 def test_explain_of_an_unknown_operator_names_the_nearest() -> None:

@@ -72,7 +72,7 @@ def test_an_error_of_a_collective_names_the_redistribution(monkeypatch: pytest.M
     run(net, x, plan)
     monkeypatch.setattr(collectives, "wait", fail)
     said = (
-        r"^communication failed in `sum_1 = all_reduce_a\(sum\)` \(line \d+ of the program\): "
+        r"^communication failed in `sum_1 = all_reduce_dp\(sum\)` \(line \d+ of the program\): "
         r"Timed out waiting 5ms for recv operation \(another rank is gone or stuck\)$"
     )
     with pytest.raises(CommunicationError, match=said), naming_redistributions():

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 import sample_models as models
 import shardwright as sw
-from shardwright.layout.layout import prime_mesh
 from shardwright.partition.decisions import OptimizerParallel, Storage
+from shardwright.partition.fold_axes import split_axes
 
 
 class Shapes(nn.Module):
@@ -23,10 +23,14 @@ class Shapes(nn.Module):
         return x.sum()
 
 
-def stored(shapes: list[tuple[int, ...]], devices: int, **options: int) -> list[tuple[object, ...]]:
+def stored(
+    shapes: list[tuple[int, ...]], devices: int, **options: int
+) -> list[tuple[tuple[int, ...], ...]]:
+    """The axes of each dimension, where each axis has one prime number of devices."""
     net, sharding = Shapes(*shapes), OptimizerParallel(**{"threshold": 0, **options})
     plan = sw.plan(net, (torch.ones(24),), devices=devices, mode="data_parallel", hsdp=sharding)
-    return [plan.storage[f"parts.{index}"] for index in range(len(shapes))]
+    _, decisions = split_axes(plan.mesh, plan.decisions)
+    return [decisions.storage[f"parts.{index}"] for index in range(len(shapes))]
 
 
 def test_the_first_dimension_that_divides_is_sharded() -> None:
@@ -77,6 +81,5 @@ def test_what_the_user_said_stays_and_frozen_parameters_are_sharded_too() -> Non
     plan = sw.plan(net, args, devices=4, mode="semi_auto", hsdp={"threshold": 0})
     storage: Storage = plan.storage
     assert storage["layers.0.weight"] == ((), ())
-    assert storage["layers.1.weight"] == ((0, 1), ())
-    assert prime_mesh(4).num_devices == 4
+    assert storage["layers.1.weight"] == ((0,), ()) and plan.mesh.sizes == "a 4"
     assert sw.check(net, args, None, plan).passes(1e-9)

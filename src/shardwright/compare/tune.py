@@ -9,6 +9,7 @@ from math import prod
 from shardwright.config import Run
 from shardwright.cost.clusters import load_cluster
 from shardwright.errors import ConfigError
+from shardwright.layout.layout import prime_mesh
 from shardwright.plan import Plan
 from shardwright.planner.options import MEM_COEFFS
 from shardwright.planner.requirement import bytes_of
@@ -118,7 +119,7 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
         )
         for each, plan, peak, kind in zip(mem_coeffs, plans, needs, kinds, strict=True)
     ]
-    evens = break_evens(graph, plans[0].mesh)
+    evens = break_evens(graph, prime_mesh(plans[0].mesh.num_devices))
     return Tuning(devices, parallel.cluster, limit, tuple(trials), evens)
 
 

@@ -155,7 +155,7 @@ class StrategyParser:
         def describe(request: _DimRequest) -> str:
             over = ""
             if request.axes and first.num_shards == second.num_shards:
-                over = f" over axes {''.join(self.mesh.alias_names[a] for a in request.axes)}"
+                over = f" over axes {self.mesh.named(request.axes)}"
             return f"{request.location} has {_shards(request.num_shards)}{over}"
 
         hint = ""

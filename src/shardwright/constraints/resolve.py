@@ -181,7 +181,7 @@ def _axes_for_counts(counts: tuple[int, ...], computed: TensorLayout) -> tuple[A
 def _invalid_output(
     parser: StrategyParser, index: int, entry: Entry, computed: TensorLayout, exact: bool
 ) -> StrategyError:
-    names = "".join(computed.alias_names[axis] for axis in sorted(computed.partial))
+    names = computed.layout.named(sorted(computed.partial))
     if computed.partial:
         num_terms = computed.layout.size(computed.partial)
         description = (

@@ -26,6 +26,9 @@ from shardwright.text_files import parse_yaml, shown
 LOCAL = "local"
 """The name of the cluster that is this machine: processes on its CPU."""
 
+Spans = tuple[tuple[int, int], ...]
+"""Levels of links, each with the number that it joins."""
+
 TREES, RINGS, GLOO = "trees", "rings", "gloo"
 """How collectives are made."""
 
@@ -143,8 +146,9 @@ class Cluster:
         sizes = (level.devices for level in self.levels)
         return tuple(size for size in sizes if size is not None and size < devices)
 
-    def levels_of(self, mesh: Layout, first_ranks: tuple[int, ...] = (0,)) -> tuple[int, ...]:
-        """For each axis of `mesh` the level of its links: the slowest that one of its groups needs.
+    def levels_of(self, mesh: Layout, first_ranks: tuple[int, ...] = (0,)) -> tuple[Spans, ...]:
+        """For each axis of `mesh` the levels of links that its groups cross, the fastest first, and
+        how many devices, or groups of the level before, each of them joins.
 
         Args:
             first_ranks: where the ranks of each pipeline stage begin; each has a matrix like this.
@@ -155,14 +159,21 @@ class Cluster:
         self._check_size(max(first_ranks) + mesh.num_devices)
         ranks = np.asarray(mesh.ranks).reshape(mesh.device_matrix)
         places = np.stack([ranks + first for first in first_ranks])
-        return tuple(self._level(places, axis + 1) for axis in range(len(mesh.device_matrix)))
+        axes = range(1, 1 + len(mesh.device_matrix))
+        return tuple(self._spans(np.moveaxis(places, axis, -1)) for axis in axes)
 
-    def _level(self, places: np.ndarray[Any, Any], axis: int) -> int:
-        for number, level in enumerate(self.levels[:-1]):
-            groups = places // (level.devices or 1)
-            if (groups.max(axis=axis) == groups.min(axis=axis)).all():
-                return number
-        return len(self.levels) - 1
+    def _spans(self, places: np.ndarray[Any, Any]) -> Spans:
+        """Of an axis, which comes last."""
+        size, spans, joined = places.shape[-1], [], 1
+        for number, level in enumerate(self.levels):
+            together = size
+            if number < len(self.levels) - 1:
+                groups = places // (level.devices or 1)
+                together = max(n for n in range(1, size + 1) if size % n == 0 and _equal(groups, n))
+            if together > joined:
+                spans.append((number, together // joined))
+            joined = together
+        return tuple(spans)
 
     def level_between(self, rank: int, other: int) -> LinkLevel:
         """The link from one rank to another.
@@ -183,6 +194,12 @@ class Cluster:
                 f"cluster {self.name!r} has {most} devices, but {devices} were requested; add a"
                 " level that joins more of them, or drop `devices` from the last level"
             )
+
+
+def _equal(groups: np.ndarray[Any, Any], length: int) -> bool:
+    """Whether so many neighbors along the last axis are always in one group."""
+    blocks = groups.reshape(*groups.shape[:-1], -1, length)
+    return bool((blocks == blocks[..., :1]).all())
 
 
 def read_cluster(text: str, where: str) -> Cluster:

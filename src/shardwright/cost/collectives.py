@@ -85,9 +85,8 @@ class Links:
         """The levels of the joined axes, innermost first, with the number of devices in each."""
         sizes: dict[int, int] = {}
         for axis in axes:
-            size = self.mesh.device_matrix[axis]
-            if size > 1:
-                sizes[self.levels[axis]] = sizes.get(self.levels[axis], 1) * size
+            for level, size in self.levels[axis]:
+                sizes[level] = sizes.get(level, 1) * size
         return sorted(sizes.items())
 
 

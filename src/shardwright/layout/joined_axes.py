@@ -38,7 +38,7 @@ def join_axes(
 def joined_layout(layout: Layout, joined: tuple[Axes, ...]) -> Layout:
     """The device matrix whose axes are the `joined` ones of `layout`."""
     sizes = tuple(map(layout.size, joined))
-    names = tuple("_".join(layout.alias_names[axis] for axis in axes) for axes in joined)
+    names = tuple(layout.named(axes, "_") for axes in joined)
     ranks = sorted(layout.ranks, key=TensorLayout(layout, joined).block)
     in_order = ranks == list(range(len(ranks)))
     return Layout(sizes, names, None if in_order else tuple(ranks))

@@ -109,6 +109,15 @@ class Layout:
             raise LayoutError(f"unknown axis {name!r}; this layout has {known}, and 'None'")
         return self.alias_names.index(name)
 
+    def named(self, axes: Iterable[int], between: str = "·") -> str:
+        """The names of `axes` as text: `dp·tp`."""
+        return between.join(self.alias_names[axis] for axis in axes)
+
+    @property
+    def sizes(self) -> str:
+        """Each axis with its number of devices, as text: `dp 4, tp 2`."""
+        return ", ".join(map("{} {}".format, self.alias_names, self.device_matrix))
+
     def size(self, axes: Iterable[int]) -> int:
         """Number of devices along the joined `axes` (indices from the left)."""
         return prod(self.device_matrix[a] for a in axes)
@@ -305,18 +314,14 @@ class TensorLayout:
     @property
     def placement(self) -> str:
         """The axes of each dimension by name: `(a, b·c; partial d)`."""
-
-        def named(axes: Iterable[int], between: str) -> str:
-            return between.join(self.alias_names[axis] for axis in axes)
-
-        dims = ", ".join(named(dim, "·") or "None" for dim in self.axes)
+        named = self.layout.named
+        dims = ", ".join(named(dim) or "None" for dim in self.axes)
         marks = f"; partial {named(sorted(self.partial), ' ')}" if self.partial else ""
         marks += f"; varying {named(sorted(self.varying), ' ')}" if self.varying else ""
         return f"({dims}{marks})"
 
     def __repr__(self) -> str:
-        sizes = zip(self.alias_names, self.device_matrix, strict=True)
-        return f"{self.placement} on ({', '.join(f'{name} {size}' for name, size in sizes)})"
+        return f"{self.placement} on ({self.layout.sizes})"
 
     def visualize(self, shape: tuple[int, ...] | None = None) -> str:
         """A picture in text: a grid of the blocks, in each cell the ranks that hold it.

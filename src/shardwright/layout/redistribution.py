@@ -120,7 +120,7 @@ class RedistributionStep:
         return holders
 
     def __str__(self) -> str:
-        names = "·".join(self.source.alias_names[axis] for axis in self.axes)
+        names = self.source.layout.named(self.axes)
         dims = "" if self.dim is None else f", dimension {self.dim}"
         dims += "" if self.to_dim is None else f" to {self.to_dim}"
         return f"{self.kind} {names}{dims}"

@@ -135,12 +135,12 @@ def _ids(transfers: Sequence[Transfer]) -> tuple[int, ...]:
 
 
 def _described(bound: BoundBucket) -> str:
-    """`bucket 0 of 3 parameters: vary over ab, all_gather over c / reduce_scatter`."""
+    """`bucket 0 of 3 parameters: vary over dp, all_gather over fsdp / reduce_scatter`."""
     bucket, words = bound.bucket, []
     for step in bucket.steps:
-        names = step.source.layout.alias_names
+        over = step.source.layout.named(step.axes)
         back = f" / {step.backward}" if step.backward is not None else ""
-        words.append(f"{step.kind} over {''.join(names[a] for a in step.axes)}{back}")
+        words.append(f"{step.kind} over {over}{back}")
     count = len(bucket.members)
     again = ", gathered again in the backward pass" if bucket.again else ""
     parameters = f"{count} parameter{'s' if count > 1 else ''}"

@@ -84,7 +84,7 @@ class TransferLines:
 
     def _line(self, transfer: Transfer, words: str, function: Any, before: str) -> str:
         step = transfer.step
-        over = "".join(self.devices.layout.alias_names[a] for a in step.axes)
+        over = self.devices.layout.named(step.axes, "_")
         dims = "_to_".join(f"dim{d}" for d in (step.dim, step.to_dim) if d is not None)
         wanted = "_".join(part for part in (words, step.kind, dims, over) if part)
         if step.kind == "all_gather" and step.backward == "reduce_scatter":

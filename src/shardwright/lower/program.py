@@ -347,9 +347,9 @@ class _Lowering:
     def _comment(self, op: Op, rule: ShardingRule | None) -> str:
         if rule is None:
             return f"{op.name}: no sharding rule, computed in full on every device"
-        names = self.devices.layout.alias_names
+        named = self.devices.layout.named
         cuts = [
-            f"{factor} over {''.join(names[a] for a in axes)}"
+            f"{factor} over {named(axes)}"
             for factor, axes in self.cuts.get(op.name, {}).items()
             if axes
         ]

@@ -9,16 +9,19 @@ from itertools import accumulate, islice
 from shardwright.layout.axes import Axes, axis_names, prime_factors
 from shardwright.layout.joined_axes import join_axes
 from shardwright.layout.layout import Layout
+from shardwright.partition.axis_meaning import name_axes
 from shardwright.partition.decisions import CutAxes, Decisions
 from shardwright.partition.partitioned import Partitioned
 
 
 def fold_axes(partitioned: Partitioned, apart: Layout | None = None) -> Partitioned:
     """Joins neighboring axes that all decisions and redistributions treat alike: where there is one
-    of them, the other is directly beside it. What every device holds and sends stays the same.
+    of them, the other is directly beside it. What every device holds and sends stays the same. Each
+    is called by its meaning.
 
-    A search decides axes of prime sizes; process groups, DTensors and their placements are made for
-    each axis of what is folded: data and tensor parallel on 1,024 devices are (128, 8).
+    A search decides axes of prime sizes; plans are read, and process groups, DTensors and their
+    placements made, by those of what is folded: data and tensor parallel on 1,024 devices are
+    (dp 128, tp 8).
 
     Args:
         apart: a device matrix of the same ranks whose axes are not joined.
@@ -31,14 +34,16 @@ def fold_axes(partitioned: Partitioned, apart: Layout | None = None) -> Partitio
         _axes_of(partitioned),
         lambda axis, behind: behind == axis + 1 and axis in alike,
     )
-    layout = _layout(tuple(map(mesh.size, joined)), apart or mesh)
-    if layout == mesh:
-        return partitioned
     number = {axes[0]: new for new, axes in enumerate(joined)}
     decisions = _renumbered(
         partitioned.decisions, lambda axes: tuple(number[axis] for axis in axes if axis in number)
     )
-    return replace(partitioned, mesh=layout, decisions=decisions)
+    sizes = tuple(map(mesh.size, joined))
+    if apart is not None and sizes == apart.device_matrix:
+        return replace(partitioned, mesh=apart, decisions=decisions)
+    names = name_axes(partitioned.graph, len(sizes), decisions)
+    layout = Layout(sizes, names, mesh.rank_list)
+    return partitioned if layout == mesh else replace(partitioned, mesh=layout, decisions=decisions)
 
 
 def dtensor_axes(partitioned: Partitioned) -> tuple[Axes, ...]:
@@ -61,7 +66,8 @@ def split_axes(mesh: Layout, decisions: Decisions) -> tuple[Layout, Decisions]:
     factors = [prime_factors(size) for size in mesh.device_matrix]
     starts = list(accumulate(map(len, factors), initial=0))
     sizes = tuple(size for primes in factors for size in primes)
-    return _layout(sizes, mesh), _renumbered(
+    layout = Layout(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)
+    return layout, _renumbered(
         decisions, lambda axes: tuple(n for a in axes for n in range(starts[a], starts[a + 1]))
     )
 
@@ -70,13 +76,6 @@ def _borders(mesh: Layout) -> list[int]:
     """How many devices lie inside of each axis but the last."""
     count = len(mesh.device_matrix)
     return [mesh.size(range(axis + 1, count)) for axis in range(count - 1)]
-
-
-def _layout(sizes: tuple[int, ...], mesh: Layout) -> Layout:
-    """The ranks of `mesh` along axes of other sizes."""
-    if sizes == mesh.device_matrix:
-        return mesh
-    return Layout(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)
 
 
 def _axes_of(partitioned: Partitioned) -> Iterator[Axes]:

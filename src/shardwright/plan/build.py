@@ -197,8 +197,7 @@ def _inside(op: Op, flow: Communication) -> RedistributionRow:
     """The all-reduces that the operator makes itself."""
     steps, forward, backward = [], 0, 0
     for inner in flow.reductions[op.name]:
-        over = "".join(flow.mesh.alias_names[a] for a in inner.axes)
-        steps.append(f"all_reduce {inner.reduction.kind} over {over}")
+        steps.append(f"all_reduce {inner.reduction.kind} over {flow.mesh.named(inner.axes)}")
         there, back = inner.bytes(flow.mesh, op.output.requires_grad)
         again = there if op.name in flow.computed_again else 0
         forward, backward = forward + there, backward + back + again
@@ -218,15 +217,14 @@ def _redistribution(value: Value, route: tuple[Transfer, ...], seen: set[int]) -
 
 
 def describe(transfer: Transfer) -> str:
-    """A step in words: `all_gather dim 1 over bc / reduce_scatter`."""
+    """A step in words: `all_gather dim 1 over tp / reduce_scatter`."""
     step = transfer.step
-    names = step.source.layout.alias_names
     words = [step.kind]
     if step.dim is not None:
         words.append(f"dim {step.dim}")
     if step.to_dim is not None:
         words.append(f"to dim {step.to_dim}")
-    words.append(f"over {''.join(names[a] for a in step.axes)}")
+    words.append(f"over {step.source.layout.named(step.axes)}")
     if transfer.trained and step.backward is not None:
         words.append(f"/ {step.backward}")
     return " ".join(words)

@@ -1,11 +1,11 @@
 """A plan as text in full and reproducible: no timings, no addresses, no source lines.
 
 layer2: aten.linear, b k, j k -> b j
-  cuts j/ab, b/c, strategy ((2,1),(4,1))
-  input relu [32, 512] activation: (c, None; varying a b)
-    vary over ab / all_reduce: 0 bytes forward, 49,152 backward
-  input layer2.weight [512, 512] parameter: (a·b, None; varying c)
-  output [32, 512]: (c, a·b)
+  cuts j/tp, b/dp, strategy ((2,1),(4,1))
+  input relu [32, 512] activation: (dp, None; varying tp)
+    vary over tp / all_reduce: 0 bytes forward, 49,152 backward
+  input layer2.weight [512, 512] parameter: (tp, None; varying dp)
+  output [32, 512]: (dp, tp)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from shardwright.plan.rows import (
     OperatorRow,
     RedistributionRow,
     cuts_text,
+    devices_text,
     shape_text,
     strategy_text,
 )
@@ -41,10 +42,8 @@ def dump(plan: PlanData) -> str:
 
 
 def _head(plan: PlanData) -> Iterator[str]:
-    sizes = "·".join(map(str, plan.mesh.device_matrix)) or "1"
-    names = f", axes {' '.join(plan.mesh.alias_names)}" if plan.mesh.alias_names else ""
     options = ", ".join(f"{key}={value}" for key, value in plan.options.items())
-    yield f"plan for {plan.devices} devices = {sizes}{names}"
+    yield f"plan for {devices_text(plan.mesh, plan.pipeline.stages)}"
     if plan.pipeline.stages * plan.pipeline.micro_batches > 1:
         pipeline = plan.pipeline
         yield (

@@ -75,7 +75,7 @@ ComparedPair = tuple[str, str, str, str]
 
 
 def _operators(first: PlanData, second: PlanData, every: bool) -> Iterator[ComparedPair]:
-    letters = first.mesh == second.mesh
+    names = first.mesh == second.mesh
     staged = first.pipeline.stages > 1 or second.pipeline.stages > 1
     first_rows = {row.name: row for row in first.operators}
     second_rows = {row.name: row for row in second.operators}
@@ -86,17 +86,17 @@ def _operators(first: PlanData, second: PlanData, every: bool) -> Iterator[Compa
             yield name, "operator", first_has, second_has
             continue
         if every or is_notable(one) or is_notable(other):
-            yield name, "cuts", _cuts(first, one, letters), _cuts(second, other, letters)
+            yield name, "cuts", _cuts(first, one, names), _cuts(second, other, names)
         if staged:
             yield name, "stage", f"{one.stage}", f"{other.stage}"
         yield name, "recomputed", _recomputed(one), _recomputed(other)
 
 
-def _cuts(plan: PlanData, row: OperatorRow, letters: bool) -> str:
+def _cuts(plan: PlanData, row: OperatorRow, names: bool) -> str:
     """Each factor with its axes, or where the plans' axes differ with its number of shards."""
     sizes = dict(zip(plan.mesh.alias_names, plan.mesh.device_matrix, strict=True))
     cuts = (
-        f"{factor}/{''.join(axes) if letters else prod(sizes[axis] for axis in axes)}"
+        f"{factor}/{'·'.join(axes) if names else prod(sizes[axis] for axis in axes)}"
         for factor, axes in row.cuts.items()
     )
     return ", ".join(cuts) or "none"

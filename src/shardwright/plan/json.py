@@ -34,10 +34,7 @@ OF_THIS_RUN = {"graph", "optimizer", "dry_runs"}
 def plan_to_json(plan: PlanData) -> str:
     """See `Plan.to_json`."""
     data = {f.name: getattr(plan, f.name) for f in fields(PlanData) if f.name not in OF_THIS_RUN}
-    data["mesh"] = {
-        "device_matrix": plan.mesh.device_matrix,
-        "alias_names": plan.mesh.alias_names,
-    }
+    data["mesh"] = plan.mesh.to_dict()
     data["operators"] = [_row_data(row) for row in plan.operators]
     data["returned"] = [asdict(row) for row in plan.returned]
     data["crossings"] = [asdict(row) for row in plan.crossings]
@@ -72,8 +69,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     known = {f.name for f in fields(PlanData)} - OF_THIS_RUN - {"memory_limit"}
     values = {key: data[key] for key in known}
     values["memory_limit"] = data.get("memory_limit")  # optional
-    mesh = data["mesh"]
-    values["mesh"] = Layout(tuple(mesh["device_matrix"]), tuple(mesh["alias_names"]))
+    values["mesh"] = Layout.from_dict(data["mesh"])
     values["cuts"] = {
         name: {f: tuple(axes) for f, axes in factors.items()}
         for name, factors in data["cuts"].items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.layout.axes import Shape
-from shardwright.layout.layout import TensorLayout
+from shardwright.layout.layout import Layout, TensorLayout
 
 Strategy = tuple[tuple[int, ...], ...]
 
@@ -130,9 +130,22 @@ def shape_text(sizes: Shape) -> str:
     return "×".join(map(str, sizes)) or "1"
 
 
+def devices_text(mesh: Layout, stages: int) -> str:
+    """
+    >>> devices_text(Layout((4, 2), ("dp", "tp")), stages=1)
+    '8 devices: dp 4, tp 2'
+    >>> devices_text(Layout((4, 2), ("dp", "tp")), stages=2)
+    '16 devices: pp 2, dp 4, tp 2'
+    """
+    axes = [f"pp {stages}"] if stages > 1 else []
+    axes += [mesh.sizes] if mesh.device_matrix else []
+    count = mesh.num_devices * stages
+    return ": ".join((f"{count} device{'s' if count > 1 else ''}", ", ".join(axes))).rstrip(": ")
+
+
 def cuts_text(row: OperatorRow) -> str:
-    """`b/ab, k/c`: each sharded factor with its axes."""
-    return ", ".join(f"{factor}/{''.join(axes)}" for factor, axes in row.cuts.items())
+    """`b/dp·sp, k/tp`: each sharded factor with its axes."""
+    return ", ".join(f"{factor}/{'·'.join(axes)}" for factor, axes in row.cuts.items())
 
 
 def strategy_text(strategy: Strategy) -> str:

@@ -9,9 +9,10 @@ from shardwright.constraints import Entry, OperatorStrategy
 from shardwright.constraints.parse import StrategyParser
 from shardwright.constraints.strategy_file import FileEntry
 from shardwright.errors import StrategyError
-from shardwright.graph.graph import Graph
 from shardwright.layout.axes import Axes
 from shardwright.layout.layout import TensorLayout, prime_mesh
+from shardwright.partition.fold_axes import split_axes
+from shardwright.partition.partitioned import Partitioned
 from shardwright.plan.data import PlanData
 from shardwright.plan.rows import OperatorRow
 
@@ -21,8 +22,9 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
 
     Operators without a sharding rule are left out: they have no strategy.
     """
+    primes = _on_prime_axes(plan)
     entries = {
-        row.name: FileEntry(plan.pins.get(row.name) or _strategy(plan, row))
+        row.name: FileEntry(plan.pins.get(row.name) or _strategy(plan, row, primes))
         for row in plan.operators
         if row.rule is not None
     }
@@ -34,13 +36,11 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
     return entries
 
 
-def _strategy(plan: PlanData, row: OperatorRow) -> OperatorStrategy:
+def _strategy(plan: PlanData, row: OperatorRow, primes: Partitioned | None) -> OperatorStrategy:
     outputs = _outputs(plan, row)
     counts = OperatorStrategy(tuple(layout.shard_counts for layout in row.input_layouts), outputs)
     exact = OperatorStrategy(tuple(_placed(layout) for layout in row.input_layouts), outputs)
-    if not row.cuts:
-        return counts
-    return counts if plan.graph is not None and _suffice(plan, plan.graph, counts, row) else exact
+    return counts if not row.cuts or _suffice(row, counts, primes) else exact
 
 
 def _outputs(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
@@ -58,15 +58,24 @@ def _placed(layout: TensorLayout) -> TensorLayout:
     return replace(layout, partial=frozenset(), varying=frozenset())
 
 
-def _suffice(plan: PlanData, graph: Graph, counts: OperatorStrategy, row: OperatorRow) -> bool:
+def _on_prime_axes(plan: PlanData) -> Partitioned | None:
+    """What was planned, on the device matrix on which counts of shards are resolved; None if there
+    is another or no graph."""
+    mesh, decisions = split_axes(plan.mesh, plan.decisions)
+    if plan.graph is None or mesh.device_matrix != prime_mesh(plan.devices).device_matrix:
+        return None
+    return Partitioned(plan.graph, mesh, decisions)
+
+
+def _suffice(row: OperatorRow, counts: OperatorStrategy, primes: Partitioned | None) -> bool:
     """Whether counts of shards alone are resolved to the same cuts."""
-    if plan.mesh.device_matrix != prime_mesh(plan.devices).device_matrix:
+    if primes is None:
         return False
     try:
-        cuts = StrategyParser(graph.by_name[row.name], counts, plan.mesh).cuts()
+        cuts = StrategyParser(primes.graph.by_name[row.name], counts, primes.mesh).cuts()
     except StrategyError:
         return False
-    return cuts == plan.cuts.get(row.name, {})
+    return cuts == primes.decisions.cuts[row.name]
 
 
 def _stored(plan: PlanData) -> Iterator[tuple[str, Entry]]:

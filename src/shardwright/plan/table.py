@@ -14,6 +14,7 @@ from shardwright.plan.repeated_rows import Fold, fold_crossings, fold_names, fol
 from shardwright.plan.rows import (
     OperatorRow,
     cuts_text,
+    devices_text,
     is_notable,
     seconds_text,
     shape_text,
@@ -41,12 +42,8 @@ def plan_table(plan: PlanData, every: bool = False) -> Table:
     Args:
         every: also show operators that follow their neighbors without communication.
     """
-    sizes = "·".join(str(size) for size in plan.mesh.device_matrix) or "1"
-    names = "".join(plan.mesh.alias_names)
     staged = plan.pipeline.stages > 1
-    stages = f"{plan.pipeline.stages} stages x " if staged else ""
-    title = f"Plan for {plan.devices} devices = {stages}{sizes}"
-    title += f", axes {names}" if names else ""
+    title = f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}"
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for column in ("operator", "shapes", "cuts", "strategy", "redistribution: forward / backward"):
         table.add_column(column, overflow="fold")
@@ -219,7 +216,7 @@ def _unused_axes(plan: PlanData) -> Iterable[str]:
     used = {axis for factors in plan.cuts.values() for axes in factors.values() for axis in axes}
     unused = tuple(axis for axis in range(len(plan.mesh.device_matrix)) if axis not in used)
     if unused:
-        names = "".join(plan.mesh.alias_names[axis] for axis in unused)
+        names = plan.mesh.named(unused)
         axes = f"axes {names} are" if len(unused) > 1 else f"axis {names} is"
         size, devices = plan.mesh.size(unused), plan.mesh.num_devices
         copies = f"{size} devices" if size == devices else f"groups of {size} devices"

@@ -20,6 +20,7 @@ from shardwright.graph.graph import Graph
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.communication import storage_as_used
 from shardwright.partition.decisions import Decisions, Storage
+from shardwright.partition.fold_axes import fold_axes
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.plan import Plan, make_plan
@@ -28,6 +29,7 @@ from shardwright.planner.pipeline import pipeline_spec
 from shardwright.rules.rule import Cuts
 from shardwright.search.assign_stages import balanced_stages
 from shardwright.search.modes import MODES, check_takes_pins
+from shardwright.search.nest_axes import nest_axes
 from shardwright.search.optimizer_sharding import sharded_storage
 from shardwright.search.request import SearchRequest
 
@@ -63,7 +65,7 @@ class Candidate:
     """Decisions with the options that they were made for.
 
     Args:
-        mesh: the device matrix of one stage.
+        mesh: the device matrix of one stage, with an axis for each prime factor.
     """
 
     model: CapturedModel
@@ -79,12 +81,22 @@ class Candidate:
         return Partitioned(self.model.graph, self.mesh, self.decisions, self.pipeline)
 
     @cached_property
+    def folded(self) -> Partitioned:
+        """The same on a device matrix of as few axes as it needs."""
+        return fold_axes(self.partitioned)
+
+    @cached_property
     def predicted(self) -> Predicted | None:
         """What a step takes; None if no cluster was named."""
         if self.options.cluster is None:
             return None
         self._report("step time")
         return predict(self.partitioned, self.options.known_cluster)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device of the busiest stage sends in a step."""
+        return max(map(sum, self.partitioned.step_bytes))
 
     @property
     def seconds(self) -> float:
@@ -118,10 +130,10 @@ class Candidate:
         self.options.on_progress(f"{doing}: {self.options.in_words()}")
 
     def plan(self) -> Plan:
-        """The plan."""
+        """The plan, on the folded device matrix."""
         model, options = self.model, self.options
         return make_plan(
-            self.partitioned,
+            self.folded,
             mode=options.mode,
             options=options.of_search,
             search_seconds=self.search_seconds,
@@ -194,7 +206,20 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate:
         bucket_bytes=int(options.bucket_mb * MB),
         recompute=recompute_of(graph),
     )
-    return Candidate(model, options, fixed.mesh, decisions, pipeline, seconds)
+    candidate = Candidate(model, options, fixed.mesh, decisions, pipeline, seconds)
+    return candidate if options.cluster is not None else _nested(candidate, fixed.cuts)
+
+
+def _nested(candidate: Candidate, pinned: Mapping[str, Cuts]) -> Candidate:
+    """The same with its axes dealt out anew, if that sends no more: without a cluster all links are
+    alike."""
+    model, mesh, decisions = candidate.model, candidate.mesh, candidate.decisions
+    cuts = nest_axes(model.graph, mesh, decisions.cuts, pinned)
+    if cuts == decisions.cuts:
+        return candidate
+    storage = _storage(model, mesh, cuts, candidate.options)
+    nested = replace(candidate, decisions=replace(decisions, cuts=cuts, storage=storage))
+    return min((nested, candidate), key=lambda one: (one.sent, len(one.folded.mesh.device_matrix)))
 
 
 def _storage(

@@ -203,7 +203,7 @@ class Devices:
     def _create(self, axes: Axes) -> str:
         layout = self.layout
         if not self.connected:
-            return f"over {''.join(layout.alias_names[axis] for axis in axes)}"
+            return f"over {layout.named(axes)}"
         joined: dict[tuple[int, ...], list[int]] = {}
         for stage in range(self.stages):
             for rank, place in zip(layout.ranks, places(layout), strict=True):

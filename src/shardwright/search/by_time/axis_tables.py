@@ -87,7 +87,7 @@ class AxisTables:
         self.size = model.mesh.device_matrix[axis]
         self.choices = choices
         self.weights = weights
-        self._key = (model.links.levels[axis], self.size, weights)
+        self._key = (model.links.levels[axis], weights)
         self._tables = tables
         self._reads: dict[object, ReadLayouts] = {}
         self.parts = [self._parts(n, variable) for n, variable in enumerate(problem.variables)]

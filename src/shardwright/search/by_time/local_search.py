@@ -126,7 +126,7 @@ class _Neighborhood:
         """The axes; of those that are alike for this operator and its neighbors the last."""
         model = self.objective.model
         numbers = {end.variable for edge in self.edges for end in edge.ends()}
-        links = dict(enumerate(zip(model.links.levels, model.mesh.device_matrix, strict=True)))
+        links = dict(enumerate(model.links.levels))
         uses: list[Mapping[int, object]] = [links]
         uses += [factor_of_axis(cuts[number]) for number in sorted(numbers)]
         return sorted(group[-1] for group in alike_axes(model.mesh, uses))

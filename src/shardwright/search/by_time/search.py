@@ -125,7 +125,7 @@ class TimedSearch:
             known = set()
             for axis in self.axes:
                 # Of axes that are alike in all things it is enough to try one.
-                alike = (self._place(axis), tuple(row[axis] for row in choices))
+                alike = (self.model.links.levels[axis], tuple(row[axis] for row in choices))
                 if axis in settled or alike in known:
                     continue
                 known.add(alike)
@@ -136,10 +136,6 @@ class TimedSearch:
                 break
         cuts = self._cuts(choices)
         return cuts, self.objective.cost(cuts)
-
-    def _place(self, axis: int) -> tuple[int, int]:
-        """The links of an axis and its size."""
-        return self.model.links.levels[axis], self.model.mesh.device_matrix[axis]
 
     def _start(self) -> Choices:
         """No cuts, but those that are pinned."""
