@@ -81,5 +81,5 @@ def test_what_the_user_said_stays_and_frozen_parameters_are_sharded_too() -> Non
     plan = sw.plan(net, args, devices=4, mode="semi_auto", hsdp={"threshold": 0})
     storage: Storage = plan.storage
     assert storage["layers.0.weight"] == ((), ())
-    assert storage["layers.1.weight"] == ((0,), ()) and plan.mesh.sizes == "a 4"
+    assert storage["layers.1.weight"] == ((0,), ()) and plan.mesh.sizes == "fsdp 4"
     assert sw.check(net, args, None, plan).passes(1e-9)
