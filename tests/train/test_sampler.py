@@ -10,12 +10,13 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.errors import DataError
+from shardwright.layout.layout import prime_mesh
 from shardwright.plan import Plan
 from shardwright.train import BatchSampler, local_batch
 
 X, Y = torch.arange(96.0).view(12, 8), torch.arange(12) % 4
 NET = sw.WithLoss(nn.Linear(8, 4), nn.CrossEntropyLoss())
-WHOLE = sw.plan(NET, (X, Y), devices=4)
+WHOLE = replace(sw.plan(NET, (X, Y), devices=4), mesh=prime_mesh(4))
 CUT = replace(WHOLE, arrivals={"x": ((0, 1), ()), "y": ((0, 1),)})
 HALVES = replace(WHOLE, arrivals={"x": ((1,), ()), "y": ((1,),)})
 
