@@ -26,7 +26,6 @@ from benchmarks.scatter import scatter
 from benchmarks.table import Table
 from shardwright.compare.measured import spearman
 from shardwright.compare.published import PlannedRun, PublishedRun, read_published
-from shardwright.cost.clusters import load_cluster
 
 ROWS = ROOT / "benchmarks" / "published_throughput.json"
 PICTURE = PAGE.with_name("published.svg")
@@ -71,7 +70,7 @@ class Prediction:
 
 def run(rows: Path = ROWS) -> list[Table]:
     runs = read_published(rows)
-    planned = [PlannedRun(each, load_cluster(each.hardware)) for each in runs]
+    planned = [PlannedRun(each, each.cluster) for each in runs]
     # All rows are checked before any is planned; a plan is dropped as soon as it is priced.
     predictions = [predicted(replace(each)) for each in planned]
     kinds = sorted({each.run.hardware for each in predictions})

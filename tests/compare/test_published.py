@@ -109,6 +109,11 @@ def test_more_than_the_peak_is_impossible() -> None:
         planned(tokens_per_second_per_device=2.0e3 / share)
 
 
+def test_unknown_hardware_is_refused_with_the_row() -> None:
+    with pytest.raises(ConfigError, match=r"row tiny: hardware: cluster 'h300': .* a100"):
+        _ = PublishedRun(**row(hardware="h300")).cluster
+
+
 def test_what_cannot_be_divided_so_is_refused_with_the_row() -> None:
     with pytest.raises(ConfigError, match=r"row tiny: .*321 entries are not divisible by model_p"):
         planned(vocab=321, data_parallel=4, tensor_parallel=2).seconds()

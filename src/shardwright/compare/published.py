@@ -17,6 +17,7 @@ from shardwright.config.schema import Count, Positive
 from shardwright.constraints.recompute import recompute
 from shardwright.constraints.shard import pins_of
 from shardwright.cost.cluster import Cluster
+from shardwright.cost.clusters import load_cluster
 from shardwright.cost.predict import predict
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.graph.graph import Graph, Op
@@ -115,6 +116,14 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
             norm_eps=1e-5,
             positions="learned" if self.family == "gpt" else "rotary",
         )
+
+    @property
+    def cluster(self) -> Cluster:
+        """What it ran on. Raises: ConfigError: `hardware` names none."""
+        try:
+            return load_cluster(self.hardware)
+        except ConfigError as error:
+            raise ConfigError(f"row {self.id}: hardware: {error}") from None
 
     @property
     def micro_batches(self) -> int:
