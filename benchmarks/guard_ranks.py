@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,15 +39,15 @@ def main() -> None:
     ids = torch.randint(256, (8, 128), generator=torch.Generator().manual_seed(0))
     plan = sw.plan(net, (ids, ids), devices=dist.get_world_size(), mode="data_parallel")
     parallel: Any = sw.parallelize(net, plan)
-    calls: list[tuple[Hashable, Sequence[Any]]] = []
+    calls: list[tuple[Any, ...]] = []
     begin = parallel._guard.begin
     parallel._guard.begin = lambda *call: (calls.append(call), begin(*call))
     step = statistics.median(seconds(lambda: parallel.train_step(ids, ids), STEPS))
-    kind, leaves = calls[-1]
+    last = calls[-1]
     batch_guard.EVERY = 10**9  # type: ignore[misc]
-    shapes = statistics.median(seconds(lambda: begin(kind, leaves), CALLS, pause=0.001))
+    shapes = statistics.median(seconds(lambda: begin(*last), CALLS, pause=0.001))
     batch_guard.EVERY = 1  # type: ignore[misc]
-    contents = statistics.median(seconds(lambda: begin(kind, leaves), CALLS, pause=0.001))
+    contents = statistics.median(seconds(lambda: begin(*last), CALLS, pause=0.001))
     planned = parallel._parameters_as_planned
 
     def look() -> None:

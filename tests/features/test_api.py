@@ -97,8 +97,10 @@ def test_a_call_with_other_arguments_than_planned_is_refused() -> None:
     x, y = args
     with pytest.raises(sw.PlanError, match=r"has dtype torch.float64, planned for torch.float32"):
         parallel(x.double(), y)
-    with pytest.raises(sw.PlanError, match="called with 1 positional argument"):
+    with pytest.raises(sw.PlanError, match="called with 1 positional argument: missing a required"):
         parallel(x)
+    with pytest.raises(sw.PlanError, match=r"got an unexpected keyword argument 'z'"):
+        parallel(x, y, z=1)
     with pytest.raises(sw.PlanError, match=r"is \(16,\), planned for \(8, 16\)"):
         parallel(x[0], y)
     with pytest.raises(sw.PlanError, match="is None, planned for a tensor"):

@@ -215,6 +215,46 @@ def check_inputs_that_arrive_cut() -> None:
         torch.testing.assert_close(smaller, net(*other).detach())
 
 
+class Optional(nn.Module):
+    """Returns a prediction, or the loss if there is a target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, target: Tensor | None = None
+    ) -> Tensor:
+        y = self.down(torch.relu(self.up(x if mask is None else x * mask)))
+        return y if target is None else nn.functional.mse_loss(y, target)
+
+
+def check_calls_with_other_arguments() -> None:
+    """Each rank gives the whole batch or its part, with and without a target."""
+    net, (x, target) = Optional(), batch_of(8)
+    for strategy in ("full_batch", "data_parallel"):
+        plan = sw.plan(net, (x,), {"target": target}, devices=4, dataset_strategy=strategy)
+        parallel, (mine, my_target) = sw.parallelize(net, plan), (x, target)
+        if strategy == "data_parallel":
+            mine, my_target = local_batch(plan, dist.get_rank(), (x, target))
+        loss = parallel(target=my_target, x=mine)
+        torch.testing.assert_close(loss, net(x, target=target))
+        torch.testing.assert_close(parallel(mine), net(x))
+        with torch.no_grad():
+            torch.testing.assert_close(parallel.eval()(x=mine), net(x))
+        mask = torch.ones_like(mine)
+        if strategy == "full_batch":
+            torch.testing.assert_close(parallel(mine, mask), net(x, mask))
+            continue
+        try:
+            parallel(mine, mask)
+        except sw.PlanError as error:
+            assert "a call has a tensor that the planned call has not" in str(error)
+        else:
+            raise AssertionError("a tensor that may be a part or the whole was taken")
+
+
 class Head(nn.Module):
     """Returns a loss, and an output that is left in pieces."""
 
@@ -270,6 +310,7 @@ CHECKS = (
     check_other_modes_and_batches,
     check_dropout_on_ranks_seeded_apart,
     check_inputs_that_arrive_cut,
+    check_calls_with_other_arguments,
     check_a_batch_that_part_of_an_axis_divides,
 )
 SLOW_CHECKS = (check_random_plans, check_compiled, check_recomputed)

@@ -38,9 +38,9 @@ def parallelize(
 
     Every rank must call this, with the same model and plan, and give the module the whole batch. As
     with `DistributedDataParallel`, `net` takes rank 0's parameters and buffers on all ranks. On one
-    device no process group is needed and the parameters stay plain. In eval mode, or for a batch of
-    another size, the module captures the model once more and keeps the plan's cuts as far as they
-    divide.
+    device no process group is needed and the parameters stay plain. In eval mode, for a
+    batch of another size, or with other arguments of `forward`, the module captures the model once
+    more and keeps the plan's cuts as far as they divide.
 
     Args:
         device: where this rank computes; by default its accelerator if its process group works on

@@ -15,7 +15,7 @@ from shardwright.capture.capture import capture
 from shardwright.deferred import copies_of_attributes
 from shardwright.graph.graph import Graph, Value
 from shardwright.lower.program import Program, lower
-from shardwright.parallel.call import check_planned_call, key_of
+from shardwright.parallel.call import PlannedCall, key_of
 from shardwright.parallel.module_wrapper import ModuleWrapper, Uncopyable
 from shardwright.parallel.planned_parameters import PlannedParameters
 from shardwright.parallel.python_state import PythonState
@@ -42,6 +42,9 @@ from shardwright.torch_internals.hooks import HooksOfModules, hooks_of_modules
 from shardwright.torch_internals.tensors import copy_all_
 
 log = logging.getLogger(__name__)
+
+MOST_SITUATIONS = 64
+"""So many programs are kept; a model that is called with more shapes is captured again."""
 
 TensorOwner = tuple[str, nn.Module, str]
 """Name of a parameter or buffer, the module that owns it, and its name there."""
@@ -115,8 +118,9 @@ class ParallelModule(Uncopyable, ModuleWrapper):
     `train_step` runs forward and backward over all micro-batches of a batch, `clip_grad_norm_` is
     that of all devices.
 
-    In another mode (`eval()`), or for inputs of other shapes than the plan's, it captures the model
-    once more and runs it with the plan's cuts as far as they divide.
+    In another mode (`eval()`), or for other arguments of `forward` or inputs of other shapes than
+    the plan's, it captures the model once more and runs it with the plan's cuts as far as they
+    divide.
 
     Args:
         module: a copy of the model, its parameters stored as planned.
@@ -147,6 +151,7 @@ class ParallelModule(Uncopyable, ModuleWrapper):
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
         self._guard = BatchGuard(devices, partitioned.graph, partitioned.decisions.arrivals)
         self._state = PythonState(module, graph.attributes, hooks)
+        self._planned_call = PlannedCall(template.forward, graph)
         leaves = tuple(key_of(leaf) for leaf in graph.inputs)
         self._planned_situation: tuple[Any, ...] = (self._state.key(), (), graph.in_spec, leaves)
         self.wrap(module)
@@ -168,13 +173,17 @@ class ParallelModule(Uncopyable, ModuleWrapper):
         return self.programs[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        whole = self._whole_leaves(leaves)
+        call = self._planned_call.arranged(args, kwargs)
+        leaves, spec = pytree.tree_flatten(call)
+        numbers = self._planned_call.planned_inputs(spec)
+        whole = self._whole_leaves(leaves, numbers)
         situation = self._situation(spec, [key_of(leaf) for leaf in whole])
         inputs = self._on_device(leaves)
-        self._guard.begin(("forward", self.training, torch.is_grad_enabled(), *situation), inputs)
+        kind = ("forward", self.training, torch.is_grad_enabled(), *situation)
+        self._guard.begin(kind, inputs, numbers)
         if situation not in self._forwards:
             captured = self._capture(*pytree.tree_unflatten(whole, spec))
+            self._make_room(self._forwards)
             self._forwards[situation] = self._compiled(self._bind_program(captured))
         bound = self._forwards[situation]
         parameters, buffers = bound.places.read()
@@ -254,13 +263,15 @@ class ParallelModule(Uncopyable, ModuleWrapper):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[BoundStep, list[Any]]:
         """What runs a training step in the situation of a call, and the call's leaves."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        call = self._planned_call.arranged(args, kwargs)
+        leaves, spec = pytree.tree_flatten(call)
+        numbers = self._planned_call.planned_inputs(spec)
         count = most_micro_batches(leaves, self.partitioned.pipeline)
-        piece = self._whole_leaves(micro_batch(leaves, 0, count))
+        piece = self._whole_leaves(micro_batch(leaves, 0, count), numbers)
         situation = self._situation(spec, [key_of(leaf) for leaf in piece])
         key = (*situation, count)
         inputs = self._on_device(leaves)
-        self._guard.begin(key, inputs)
+        self._guard.begin(key, inputs, numbers)
         if key not in self._train_steps:
             partitioned = self.partitioned
             if situation != self._planned_situation:
@@ -268,6 +279,7 @@ class ParallelModule(Uncopyable, ModuleWrapper):
             if count != partitioned.pipeline.micro_batches:
                 pipeline = replace(partitioned.pipeline, micro_batches=count)
                 partitioned = replace(partitioned, pipeline=pipeline)
+            self._make_room(self._train_steps)
             self._train_steps[key] = self._bind_step(partitioned)
         return self._train_steps[key], inputs
 
@@ -288,9 +300,10 @@ class ParallelModule(Uncopyable, ModuleWrapper):
         device = self.devices.device
         return [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    def _whole_leaves(self, leaves: list[Any]) -> list[Any]:
-        arrivals = self.partitioned.decisions.arrivals
-        return whole_leaves(self.partitioned.graph, self.devices.layout, arrivals, leaves)
+    def _whole_leaves(self, leaves: list[Any], numbers: Sequence[int | None]) -> list[Any]:
+        graph, arrivals = self.partitioned.graph, self.partitioned.decisions.arrivals
+        planned = [None if number is None else graph.inputs[number] for number in numbers]
+        return whole_leaves(planned, self.devices.layout, arrivals, leaves)
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """What a program depends on: the state of all submodules, the parameters that were frozen
@@ -306,21 +319,32 @@ class ParallelModule(Uncopyable, ModuleWrapper):
         """The model in a situation that the plan was not made for, with its decisions adapted.
 
         Raises:
-            PlanError: if the call has other arguments, or other dtypes, than the planned one.
+            PlanError: if the call has a tensor of another dtype than the planned one.
             CaptureError: if the model cannot be captured in this situation.
         """
         planned, template = self.partitioned, self.template
-        check_planned_call(planned.graph, args, kwargs)
+        self._planned_call.check(args, kwargs)
         self._state.copy_to(template)
         for name, parameter, *_ in self._parameters_as_planned.all:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
         graph = capture(template, args, kwargs, planned.graph.compute_dtype)
         self._state.watch(graph.attributes)
-        log.info("captured the model for %s, training=%s", graph.input_values, self.training)
+        log.info(
+            "captured the model for %s, training=%s, in %.1f s",
+            *(graph.input_values, self.training, graph.capture_seconds),
+        )
         mesh, decisions = split_axes(planned.mesh, planned.decisions)
         decisions = adapt_decisions(decisions, graph, mesh)
         captured = Partitioned(graph, mesh, decisions, self._pipeline_of(graph))
         return fold_axes(captured, apart=planned.mesh)
+
+    def _make_room(self, bound: dict[tuple[Any, ...], Any]) -> None:
+        """Forgets the oldest of many situations, but not that of the plan."""
+        others = [
+            key for key in bound if key[: len(self._planned_situation)] != self._planned_situation
+        ]
+        for key in others[: max(0, len(bound) + 1 - MOST_SITUATIONS)]:
+            del bound[key]
 
     def _pipeline_of(self, graph: Graph) -> PipelineSpec:
         """The planned stages of another capture."""

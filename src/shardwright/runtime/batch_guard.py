@@ -105,18 +105,18 @@ class BatchGuard:
         self._active = devices.several and has_other_ranks()
         self._remedy = OWN_PART if arrivals else WHOLE_BATCH
         self._inputs = _shared_inputs(devices, graph, arrivals) if self._active else ()
-        self._leaves = len(graph.inputs)
         self._kinds: dict[Hashable, Tensor] = {}
         self._calls = 0
         self._unread: deque[CallComparison] = deque()
         self._beside = SideStream.of(self._device) if self._active else None
 
-    def begin(self, kind: Hashable, leaves: Sequence[Any]) -> None:
+    def begin(self, kind: Hashable, leaves: Sequence[Any], numbers: Sequence[int | None]) -> None:
         """Starts to compare a call.
 
         Args:
             kind: what is called, with which shapes; its `repr` must be that of other ranks.
             leaves: of the arguments, on the device.
+            numbers: of the inputs of the graph, in the place of each leaf; None where it has none.
 
         Raises:
             DataError: on every rank, if this call or an earlier one differs between ranks.
@@ -131,7 +131,7 @@ class BatchGuard:
             table = self._kinds[kind] = self._table(kind, leaves)
         contents: list[Tensor] = []
         if new or self._calls <= FIRST_CALLS or self._calls % EVERY == 0:
-            contents = self._contents(leaves)
+            contents = self._contents(dict(zip(numbers, leaves, strict=True)))
         self._unread.append(self._collect(table.clone(), contents))
         if new:
             self._read(len(self._unread))
@@ -146,12 +146,10 @@ class BatchGuard:
                 self._read(0)
             raise
 
-    def _contents(self, leaves: Sequence[Any]) -> list[Tensor]:
-        if len(leaves) != self._leaves:
-            return []
+    def _contents(self, leaves: Mapping[int | None, Any]) -> list[Tensor]:
         hashes = []
         for inputs in self._inputs:
-            tensors = [leaves[place] for place in inputs.places]
+            tensors = [leaves.get(place) for place in inputs.places]
             parts = [content_hash(t) for t in tensors if isinstance(t, Tensor) and not t.is_sparse]
             total = torch.zeros((), dtype=torch.int64, device=self._device)
             for part in parts:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import PlanError
-from shardwright.graph.graph import Graph, Value
+from shardwright.graph.graph import Value
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.decisions import CutAxes
 from shardwright.partition.pipeline_spec import PipelineSpec
@@ -64,14 +64,26 @@ def _divisors(number: int) -> str:
 
 
 def whole_leaves(
-    graph: Graph, mesh: Layout, arrivals: Mapping[str, CutAxes], leaves: Sequence[Any]
+    planned: Sequence[Any], mesh: Layout, arrivals: Mapping[str, CutAxes], leaves: Sequence[Any]
 ) -> list[Any]:
     """The leaves of a call as the model is to see them: in place of shards of inputs that arrive
-    sharded, tensors of the whole shape without data."""
-    if not arrivals or len(leaves) != len(graph.inputs):
+    sharded, tensors of the whole shape without data.
+
+    Args:
+        planned: what was planned in the place of each leaf; None where nothing was.
+
+    Raises:
+        PlanError: if it is not known whether a tensor arrives sharded.
+    """
+    if not arrivals:
         return list(leaves)
     result = []
-    for value, leaf in zip(graph.inputs, leaves, strict=True):
+    for value, leaf in zip(planned, leaves, strict=True):
+        if value is None and isinstance(leaf, Tensor) and leaf.ndim:
+            raise PlanError(
+                "a call has a tensor that the planned call has not, and other inputs arrive in "
+                "parts: plan with an example that has it, or without dataset_strategy"
+            )
         cut = isinstance(value, Value) and value.name in arrivals
         if cut and isinstance(leaf, Tensor) and leaf.ndim == len(value.shape):
             counts = TensorLayout(mesh, arrivals[value.name]).shard_counts
