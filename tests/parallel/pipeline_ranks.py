@@ -286,7 +286,7 @@ def check_what_is_refused() -> None:
     dropping = sw.parallelize(other, planned(other, (x,), 2, "1f1b", stage_config=config))
     for call, message in (
         (lambda: parallel(*batch()), "train it with train_step"),
-        (lambda: parallel.train_step(batch()[0]), "planned for other arguments"),
+        (lambda: parallel.train_step(batch()[0]), "missing a required argument"),
         (lambda: sw.parallelize(net, sw.plan(net, batch(), devices=4)), "for 4 devices, but 8"),
         (
             lambda: dropping.train_step(x.requires_grad_()),
