@@ -271,7 +271,7 @@ class Head(nn.Module):
 def check_a_batch_that_part_of_an_axis_divides() -> None:
     net = Head()
     plan = sw.plan(net, batch_of(8), devices=4, mode="data_parallel")
-    assert plan.mesh.device_matrix == (2, 2)
+    assert plan.mesh.device_matrix == (4,)
     parallel = sw.parallelize(net, sw.Plan.from_json(plan.to_json()))
     assert {p.device_mesh.shape for p in parallel.parameters()} == {(4,)}
     for rows, mesh in ((8, (4,)), (6, (2, 2)), (12, (4,)), (6, (2, 2))):
