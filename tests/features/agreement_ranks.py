@@ -137,7 +137,7 @@ def check_another_model_on_one_rank_is_refused_on_all() -> None:
 def check_another_plan_on_one_rank_is_refused_on_all() -> None:
     net = perceptron()
     options = {"mem_coeff": 10.0} if dist.get_rank() == 1 else {"mode": "data_parallel"}
-    with refused(sw.PlanError, "rank 1", "cuts of"):
+    with refused(sw.PlanError, "rank 1", "plan: mesh"):
         sw.parallelize(net, sw.plan(net, BATCH, devices=4, **options))
 
 
