@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from shardwright.models import Dimensions, build
 from shardwright.partition.decisions import LEVELS
 
 
@@ -126,3 +127,40 @@ def test_if_nothing_fits_the_smallest_limit_that_works_is_said() -> None:
 def test_what_is_no_limit_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(sw.StrategyError, match=re.escape(message)):
         plan(**options)
+
+
+@pytest.mark.slow
+def test_it_is_never_slower_than_sharded_data_parallel_nor_with_more_memory() -> None:
+    """Layers of Llama-3 8B, with no and with full recomputation, at every level of sharding."""
+    sizes = Dimensions(
+        family="llama",
+        hidden_size=4096,
+        num_layers=2,
+        num_heads=32,
+        num_kv_heads=8,
+        intermediate_size=14336,
+        vocab_size=128256,
+        seq_length=8192,
+        norm_eps=1e-5,
+    )
+    ids = torch.empty(8, 8192, dtype=torch.long, device="meta")
+    options: dict[str, Any] = {"devices": 8, "cluster": "h100", "compute_dtype": "bfloat16"}
+    by_hand = []
+    for full in (False, True):
+        with torch.device("meta"):
+            net = build(sizes)
+        for layer in net.model.layers if full else ():
+            sw.recompute(layer)
+        graph = sw.capture(net, (ids, ids), compute_dtype=torch.bfloat16)
+        for level in LEVELS:
+            by_hand.append(sw.plan(graph, **options, mode="data_parallel", hsdp={"level": level}))
+    with torch.device("meta"):
+        graph = sw.capture(build(sizes), (ids, ids), compute_dtype=torch.bfloat16)
+    slowest = 0.0
+    for limit in sorted({each.memory.peak for each in by_hand}, reverse=True):
+        fitted = sw.plan(graph, **options, memory_limit=limit)
+        assert fitted.step_time is not None and fitted.memory.peak <= limit
+        textbook = [each.step_time or 0.0 for each in by_hand if each.memory.peak <= limit]
+        assert fitted.step_time <= 1.01 * min(textbook)
+        assert fitted.step_time >= 0.99 * slowest, "less memory is never faster"
+        slowest = max(slowest, fitted.step_time)

@@ -93,10 +93,15 @@ class RecomputeCandidates:
     @cached_property
     def blocks(self) -> tuple[RecomputeBlock, ...]:
         """At the best depth; operators that the user has marked are in none."""
+        return next(self.divisions())
+
+    def divisions(self) -> Iterator[tuple[RecomputeBlock, ...]]:
+        """Blocks at each depth of the module tree, that which leaves least first."""
         deepest = max((len(op.calls) for op in self._free), default=0)
         plain = self._saved_with({})
         depths = [self._divided(depth) for depth in range(1, deepest)] or [self._divided(0)]
-        return self._blocks(min(depths, key=lambda block_of: self._left(block_of, plain)), plain)
+        for block_of in sorted(depths, key=lambda block_of: self._left(block_of, plain)):
+            yield self._blocks(block_of, plain)
 
     def _divided(self, depth: int) -> dict[str, tuple[int, str]]:
         """For each operator its block: the call of a module at this depth, if it is in one."""

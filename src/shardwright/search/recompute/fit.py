@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from shardwright.cost.memory import Memory
 from shardwright.cost.pipeline_timeline import actions, alive
@@ -25,6 +26,9 @@ ATTEMPTS = 8
 
 MARGIN = 1.02
 """By how much more is asked than the last attempt lets expect to be needed."""
+
+DEPTHS = 2
+"""At so many depths of the module tree blocks are tried if those of the first do not suffice."""
 
 SLACK = 0.02
 """So much of the limit may stay free without a further attempt."""
@@ -64,21 +68,38 @@ def fit_by_recomputation(
     Returns:
         Decisions that fit; else, of all attempts, those that need least.
     """
-    plain = measure(decisions)
-    if plain.peak <= limit:
-        return MemoryFit(decisions, plain)
-    blocks = RecomputeCandidates(graph, mesh, decisions, _stages(pipeline), prices).blocks
+    best = plain = MemoryFit(decisions, measure(decisions))
+    if plain.memory.peak <= limit:
+        return plain
+    candidates = RecomputeCandidates(graph, mesh, decisions, _stages(pipeline), prices)
+    for blocks in islice(candidates.divisions(), DEPTHS):
+        fitted = _fit_blocks(blocks, plain, pipeline, limit, measure)
+        if fitted.memory.peak < best.memory.peak:
+            best = fitted
+        if best.memory.peak <= limit:
+            break
+    return best
+
+
+def _fit_blocks(
+    blocks: Sequence[RecomputeBlock],
+    plain: MemoryFit,
+    pipeline: PipelineSpec,
+    limit: int,
+    measure: Measure,
+) -> MemoryFit:
+    """Likewise, with certain blocks; `plain` recomputes none of them."""
     stages = [
         _StageFit([b for b in blocks if b.stage == number], limit, flights, {0: stage.peak})
         for number, (stage, flights) in enumerate(
-            zip(plain.stages, _micro_batches(pipeline), strict=True)
+            zip(plain.memory.stages, _micro_batches(pipeline), strict=True)
         )
     ]
 
     def recomputing(needed: Iterable[int]) -> Decisions:
         chosen = (stage.marks(size) for stage, size in zip(stages, needed, strict=True))
         marks = {name: mark for each in chosen for name, mark in each.items()}
-        return replace(decisions, recompute={**decisions.recompute, **marks})
+        return replace(plain.decisions, recompute={**plain.decisions.recompute, **marks})
 
     for attempt in range(1, ATTEMPTS + 1):
         needed = [stage.next_needed(attempt == ATTEMPTS) for stage in stages]
@@ -87,8 +108,8 @@ def fit_by_recomputation(
         measured = measure(recomputing(needed))
         for stage, size, of_stage in zip(stages, needed, measured.stages, strict=True):
             stage.peaks[size] = of_stage.peak
-    best = recomputing([stage.best for stage in stages])
-    return MemoryFit(best, measure(best))
+    chosen = recomputing([stage.best for stage in stages])
+    return MemoryFit(chosen, measure(chosen))
 
 
 @dataclass(frozen=True)
