@@ -25,7 +25,7 @@ from shardwright.api import plan
 from shardwright.capture.capture import capture
 from shardwright.config.run import Run
 from shardwright.cost.clusters import load_cluster
-from shardwright.layout.layout import prime_mesh
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.search.by_time.search import search_by_time
 from shardwright.search.request import Pricing, SearchRequest
 

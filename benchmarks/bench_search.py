@@ -25,7 +25,7 @@ from benchmarks.models import LLAMA_2, llama_2
 from benchmarks.table import Table
 from benchmarks.timing import Sample, cpu_seconds, in_fork
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import prime_mesh
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.search.recursive.search import search_recursively
 from shardwright.search.request import SearchRequest
 

@@ -27,7 +27,8 @@ from shardwright.capture.capture import capture
 from shardwright.cost.clusters import load_cluster
 from shardwright.cost.step_time import TimeModel
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.search.baselines import data_parallel
 from shardwright.search.by_time.exact import search_exactly
 from shardwright.search.by_time.objective import Objective

@@ -10,7 +10,8 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.partition.decisions import Decisions, Recompute
 from shardwright.partition.partitioned import Partitioned
 from shardwright.plan import Plan, make_plan

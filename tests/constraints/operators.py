@@ -10,7 +10,8 @@ import torch
 from shardwright.constraints import OperatorStrategy
 from shardwright.constraints.parse import StrategyParser
 from shardwright.graph.graph import Op, Value
-from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout
+from shardwright.layout.prime_mesh import prime_mesh
 
 aten = torch.ops.aten
 

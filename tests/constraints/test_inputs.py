@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.constraints import arrivals
 from shardwright.errors import StrategyError
-from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout
+from shardwright.layout.prime_mesh import prime_mesh
 
 MESH = prime_mesh(8)
 LAYOUT = Layout((2, 2, 2), ("dp", "sp", "mp"))

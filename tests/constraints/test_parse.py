@@ -9,7 +9,8 @@ import pytest
 from constraints.operators import aten, cuts_of, linear, named, of, op_of
 from shardwright.errors import LayoutError, StrategyError
 from shardwright.graph.graph import Op
-from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout
+from shardwright.layout.prime_mesh import prime_mesh
 
 LAYOUT = Layout((2, 2, 2), ("dp", "sp", "mp"))
 

@@ -12,7 +12,8 @@ from shardwright.constraints.parse import mesh_of
 from shardwright.constraints.resolve import requested_parameter_storage
 from shardwright.errors import LayoutError, StrategyError
 from shardwright.graph.graph import Kind, Value
-from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout
+from shardwright.layout.prime_mesh import prime_mesh
 
 LAYOUT = Layout((2, 2, 2), ("dp", "sp", "mp"))
 

@@ -11,7 +11,8 @@ from shardwright.cost import calibrate
 from shardwright.cost.cluster import GLOO, Cluster, cluster_to_yaml, read_cluster
 from shardwright.cost.clusters import built_in, load_cluster
 from shardwright.errors import ConfigError
-from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout
+from shardwright.layout.prime_mesh import prime_mesh
 
 TEXT = """
 name: tiny

@@ -8,7 +8,8 @@ import pytest
 
 from shardwright.cost.cluster import GLOO, RINGS, Cluster, Device, LinkLevel
 from shardwright.cost.collectives import Links
-from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout
+from shardwright.layout.prime_mesh import prime_mesh
 
 NODE = LinkLevel("node", bandwidth=100.0, latency=1.0, devices=4)
 NETWORK = LinkLevel("network", bandwidth=10.0, latency=3.0)

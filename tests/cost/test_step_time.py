@@ -13,7 +13,7 @@ from shardwright.capture.capture import capture
 from shardwright.cost.cluster import Cluster, Device, LinkLevel
 from shardwright.cost.step_time import StepTime, TimeModel, step_time
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import prime_mesh
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.partition.communication import communication, storage_as_used
 from shardwright.partition.decisions import Decisions
 from shardwright.rules.rule import Cuts

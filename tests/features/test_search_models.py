@@ -11,7 +11,7 @@ import sample_models as models
 from search.handmade import llama as llama_by_hand
 from shardwright.capture.capture import capture
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import prime_mesh
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.rules import rule_of
 from shardwright.search.baselines import data_parallel
 from shardwright.search.recursive.search import search_recursively

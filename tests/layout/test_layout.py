@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from shardwright.errors import LayoutError
 from shardwright.layout.axes import axis_names, common_axes, prime_factors
-from shardwright.layout.layout import Layout, TensorLayout, prime_mesh
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.layout.prime_mesh import prime_mesh
 
 CUBE = Layout((2, 2, 2), ("dp", "sp", "mp"))
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from shardwright.errors import LayoutError
 from shardwright.layout import route_search
-from shardwright.layout.layout import Layout, TensorLayout, prime_mesh
+from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.layout.redistribution import (
     Redistribution,
     RedistributionStep,

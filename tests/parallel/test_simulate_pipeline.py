@@ -13,7 +13,7 @@ from parallel.pipeline_models import EarlyLoss, Tied, batch
 from random_graphs import random_net
 from random_plans import random_cuts, random_outputs, random_storage
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import prime_mesh
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.partition.decisions import Decisions
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec

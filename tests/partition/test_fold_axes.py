@@ -12,7 +12,8 @@ from sample_models import encoder
 from shardwright.cost.clusters import load_cluster
 from shardwright.cost.predict import predict
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.partition.decisions import CutAxes, Decisions
 from shardwright.partition.fold_axes import fold_axes, split_axes
 from shardwright.partition.partitioned import Partitioned

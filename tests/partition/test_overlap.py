@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwright as sw
 from shardwright.cost.clusters import load_cluster
 from shardwright.cost.predict import predict
-from shardwright.layout.layout import prime_mesh
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.lower.program import lower
 from shardwright.parallel.simulate_ranks import simulated_ranks
 from shardwright.partition.chunk import Chunk

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import shardwright as sw
 from sample_models import llama
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import prime_mesh
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.partition.communication import Communication, communication
 from shardwright.partition.decisions import Decisions, Recompute
 

@@ -24,7 +24,8 @@ import shardwright as sw
 from random_plans import random_cuts
 from sample_models import Model, llama, mlp
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.lower.program import Program, lower
 from shardwright.partition.chunk import Chunk
 from shardwright.partition.communication import storage_as_used

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from shardwright.layout.layout import prime_mesh
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.parallel.simulate_ranks import Outcome, simulate
 from shardwright.partition.decisions import Decisions
 from shardwright.partition.partitioned import Partitioned

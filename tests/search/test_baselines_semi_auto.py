@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from search.handmade import case_a
-from shardwright.layout.layout import prime_mesh
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.search.baselines import data_parallel, semi_auto
 
 

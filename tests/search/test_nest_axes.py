@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwright as sw
 from sample_models import Model, bert, encoder, gpt2, llama, mlp, network, resnet
-from shardwright.layout.layout import prime_mesh
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.partition.communication import storage_as_used
 from shardwright.partition.decisions import Decisions
 from shardwright.partition.partitioned import Partitioned

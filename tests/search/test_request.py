@@ -6,7 +6,7 @@ import pytest
 
 from search.handmade import case_a
 from shardwright.errors import StrategyError
-from shardwright.layout.layout import prime_mesh
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.search.request import SearchRequest
 
 

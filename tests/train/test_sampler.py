@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.errors import DataError
-from shardwright.layout.layout import prime_mesh
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.plan import Plan
 from shardwright.train import BatchSampler, local_batch
 

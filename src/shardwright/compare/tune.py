@@ -9,7 +9,7 @@ from math import prod
 from shardwright.config import Run
 from shardwright.cost.clusters import load_cluster
 from shardwright.errors import ConfigError
-from shardwright.layout.layout import prime_mesh
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.plan import Plan
 from shardwright.planner.options import MEM_COEFFS
 from shardwright.planner.requirement import bytes_of

@@ -16,18 +16,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, product
+from itertools import product
 from math import prod
 from typing import Any
 
 from shardwright.errors import LayoutError
 from shardwright.layout.axes import (
     Axes,
-    axis_names,
     check_names,
     check_ranks,
     check_sizes,
-    prime_factors,
 )
 from shardwright.layout.visualize import draw_devices
 
@@ -394,17 +392,3 @@ def _agrees(coarse: Layout, fine: Layout, pieces: tuple[Axes, ...]) -> bool:
         return False
     joined = TensorLayout(fine, pieces)
     return all(joined.block(rank) == coarse.coordinates(rank) for rank in fine.ranks)
-
-
-def prime_mesh(devices: int) -> Layout:
-    """The device matrix on which plans are made: one axis for each prime factor of `devices`.
-
-    Axes are called a, b, …, z, aa, ab, …
-
-    Raises:
-        LayoutError: if there is not one device at least.
-    """
-    if devices < 1:
-        raise LayoutError(f"a device matrix needs one device at least, not {devices}")
-    sizes = prime_factors(devices)
-    return Layout(sizes, tuple(islice(axis_names(), len(sizes))))

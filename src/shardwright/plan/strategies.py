@@ -10,7 +10,8 @@ from shardwright.constraints.parse import StrategyParser
 from shardwright.constraints.strategy_file import FileEntry
 from shardwright.errors import StrategyError
 from shardwright.layout.axes import Axes
-from shardwright.layout.layout import TensorLayout, prime_mesh
+from shardwright.layout.layout import TensorLayout
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.partition.fold_axes import split_axes
 from shardwright.partition.partitioned import Partitioned
 from shardwright.plan.data import PlanData

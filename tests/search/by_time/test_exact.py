@@ -10,7 +10,7 @@ from sample_models import llama, mlp
 from search.toy import TOY, captured, searcher
 from shardwright.cost.step_time import TimeModel
 from shardwright.errors import StrategyError
-from shardwright.layout.layout import prime_mesh
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.search.by_time.exact import _Joint, search_exactly
 from shardwright.search.by_time.objective import Objective
 from shardwright.search.request import Pricing, SearchRequest

@@ -14,7 +14,8 @@ from shardwright.cost.clusters import load_cluster
 from shardwright.cost.step_time import StepTime, TimeModel, step_time
 from shardwright.errors import ConfigError, StrategyError
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.partition.communication import communication, storage_as_used
 from shardwright.partition.decisions import Decisions, OptimizerParallel
 from shardwright.rules.rule import Cuts

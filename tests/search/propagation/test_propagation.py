@@ -21,7 +21,8 @@ from search.handmade import GraphBuilder, aten
 from search.handmade import llama as llama_graph
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph, Kind
-from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.partition.communication import Communication, communication, storage_as_used
 from shardwright.partition.decisions import Decisions
 from shardwright.partition.partitioned import Partitioned

@@ -12,7 +12,8 @@ from search.handmade import GraphBuilder, aten, case_a, case_w, one_product, res
 from shardwright.cost.symbolic import break_even
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout, prime_mesh
+from shardwright.layout.layout import Layout
+from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.rules import rule_of
 from shardwright.search.recursive.search import search_recursively
 from shardwright.search.request import CutsOfGraph, SearchRequest
