@@ -170,3 +170,15 @@ def test_check_sees_a_wrong_plan() -> None:
     assert result.passes()
     assert not sw.Check(**{**vars(result), "loss_difference": 1e-3}).passes()
     assert not sw.Check(**{**vars(result), "counted_bytes": (1, 2)}).passes()
+
+
+def test_a_model_with_a_cache_in_its_configuration_is_captured_without_it() -> None:
+    net, args, kwargs = llama()
+    assert net.config.use_cache and kwargs.pop("use_cache") is False
+    plan = sw.plan(net, args, kwargs, devices=2)
+    assert sw.check(net, args, kwargs, plan).passes()
+    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=1))
+    assert parallel(**kwargs).past_key_values is None
+    assert net.config.use_cache and net(**kwargs).past_key_values is not None
+    with pytest.raises(sw.CaptureError, match=r"DynamicCache.*without `use_cache=True`"):
+        sw.capture(net, args, {**kwargs, "use_cache": True})

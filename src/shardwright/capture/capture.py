@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from shardwright.capture.canonicalize import canonicalize
 from shardwright.capture.fake_copy import (
     LossesInSinglePrecision,
     RecordedEffects,
+    caching_configs,
     fake_copy,
     isolate_capture,
 )
@@ -42,6 +44,8 @@ from shardwright.graph.graph import Graph
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.operators import OpOverload, schema_of
 
+log = logging.getLogger(__name__)
+
 
 def capture(
     module: nn.Module,
@@ -52,7 +56,9 @@ def capture(
     """Captures `module(*args, **kwargs)` for the shapes of these arguments.
 
     The module is neither run nor modified, and no memory is allocated for its weights: parameters
-    and arguments may be real tensors or on the meta device. `module.training` is respected.
+    and arguments may be real tensors or on the meta device. `module.training` is respected. Models
+    of `transformers` return no cache of keys and values unless a call asks for one, as under
+    gradient checkpointing: a step has no use for it.
 
     Args:
         compute_dtype: the dtype in which single-precision parameters and inputs are computed.
@@ -64,6 +70,8 @@ def capture(
             `torch.export` cannot capture; the message names the line in the user's code.
     """
     started = time.perf_counter()
+    if caching_configs(module):
+        log.info("%s is captured with config.use_cache=False", type(module).__name__)
     with isolate_capture():
         graph = _capture(module, args, dict(kwargs or {}), compute_dtype)
     return replace(graph, capture_seconds=time.perf_counter() - started)
@@ -150,6 +158,12 @@ def _explain(error: Exception) -> str:
         return (
             f"{line}: this depends on the value of a tensor, which is unknown during capture. Use "
             f"`torch.where` on tensors instead, or make it a Python constant."
+        )
+    if "in output, which is not a known type" in text:
+        return (
+            f"{line}: `forward` returns an object that may hold tensors: "
+            f"{text.split(' in out')[0]}; return tensors, numbers, tuples, lists or dicts; call a model of `transformers`"
+            " without `use_cache=True`"
         )
     first = text.splitlines()[0] if text else ""
     return f"{line}: torch.export cannot capture this: {type(error).__name__}: {first}"

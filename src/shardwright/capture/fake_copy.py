@@ -69,6 +69,8 @@ def fake_copy(
             f"`copy.deepcopy` of {type(module).__name__} failed: {error}. Capture works on a copy "
             f"without weights; move objects that cannot be copied out of the module's attributes."
         ) from error
+    for config in caching_configs(twin):
+        config.use_cache = False
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
             _check_dense("an argument", leaf)
@@ -175,6 +177,12 @@ LOSSES = frozenset(
     or name in ("cross_entropy", "kl_div")
     or name.startswith("binary_cross_entropy")
 )
+
+
+def caching_configs(module: nn.Module) -> list[Any]:
+    """The configurations with which models of `transformers` return a cache of keys and values."""
+    configs = {id(c): c for child in module.modules() if (c := getattr(child, "config", None))}
+    return [each for each in configs.values() if getattr(each, "use_cache", None) is True]
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> frozenset[int]:
