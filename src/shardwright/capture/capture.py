@@ -162,8 +162,8 @@ def _explain(error: Exception) -> str:
     if "in output, which is not a known type" in text:
         return (
             f"{line}: `forward` returns an object that may hold tensors: "
-            f"{text.split(' in out')[0]}; return tensors, numbers, tuples, lists or dicts; call a model of `transformers`"
-            " without `use_cache=True`"
+            f"{text.split(' in out')[0]}; return tensors, numbers, tuples, lists or dicts; call a "
+            "model of `transformers` without `use_cache=True`"
         )
     first = text.splitlines()[0] if text else ""
     return f"{line}: torch.export cannot capture this: {type(error).__name__}: {first}"
