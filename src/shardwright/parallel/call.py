@@ -55,6 +55,9 @@ class PlannedCall:
         Raises:
             PlanError: if `forward` does not take them.
         """
+        as_planned = len(args) == len(self._args) and kwargs.keys() == self._kwargs.keys()
+        if as_planned and not any(value is None for value in (*args, *kwargs.values())):
+            return args, {name: kwargs[name] for name in self._kwargs}
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
