@@ -112,7 +112,7 @@ def _fit_blocks(
     return MemoryFit(chosen, measure(chosen))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _StageFit:
     """What is known of one stage.
 
