@@ -29,8 +29,12 @@ SET = "<set by forward>"
 HOOKS = "forward hooks"
 """The name of an entry that counts the forward hooks of a module."""
 
-_OWN = {*vars(nn.Module()), *vars(nn.Module), "_flat_weights", "_flat_weight_refs"} - {"training"}
-"""What modules and recurrent modules keep for themselves."""
+_OWN = {
+    *(vars(nn.Module()) | vars(nn.Module)).keys() - {"training"},
+    *("_flat_weights", "_flat_weight_refs", "_output_capturing_hooks_installed"),
+}
+"""What modules, recurrent ones and models of `transformers` keep for themselves: the last install
+hooks in the first call that asks for outputs of submodules, such as the logits of routers."""
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _PLAIN = (int, float, complex, str, bytes, type(None))
 

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardwright.capture.annotations import tagging_checkpoint
+from shardwright.capture.experts import dispatch_in_one_operator
 from shardwright.capture.hooks import refuse_autograd, refuse_saved_tensor_hooks
 from shardwright.deferred import copies_of_attributes
 from shardwright.errors import CaptureError
@@ -71,6 +72,7 @@ def fake_copy(
         ) from error
     for config in caching_configs(twin):
         config.use_cache = False
+    dispatch_in_one_operator(twin)
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
             _check_dense("an argument", leaf)

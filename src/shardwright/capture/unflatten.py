@@ -7,6 +7,7 @@ own.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,7 +17,14 @@ import torch
 from torch import fx
 
 from shardwright.capture.canonicalize import insert_reshape, permutation
-from shardwright.capture.fx_nodes import insert, is_tensor, node_shape, replace, tensor
+from shardwright.capture.fx_nodes import (
+    insert,
+    is_tensor,
+    node_arguments,
+    node_shape,
+    replace,
+    tensor,
+)
 from shardwright.graph import custom_ops
 
 aten = torch.ops.aten
@@ -218,6 +226,48 @@ def _cross_entropy(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     return insert(node, custom_ops.cross_entropy, args)
 
 
+def _experts(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node:
+    """Tokens, with what their router chose."""
+    return _unflattened(node, node.all_input_nodes[:3], flats)
+
+
+def _unflattened(node: fx.Node, tensors: Sequence[fx.Node], flats: dict[fx.Node, Flat]) -> fx.Node:
+    """The same operator on tensors whose first dimension is apart."""
+    lead = next(iter(flats.values())).lead
+    return _with(node, {n: insert_reshape(n, lead + node_shape(n)[1:], node) for n in tensors})
+
+
+def _gather(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """Operators that look up or write rows along one dimension, by indices for each row."""
+    tensors, rank = node.all_input_nodes, len(node_shape(node))
+    dim: Any = node.args[1]
+    if dim % rank == 0 or len({node_shape(n)[0] for n in tensors}) > 1:
+        return None
+    new = _unflattened(node, tensors, flats)
+    new.args = (new.args[0], dim % rank - rank, *new.args[2:])
+    return new
+
+
+def _expand(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    (flat,), sizes = flats.values(), node_shape(node)
+    if len(sizes) != len(flat.rest) + 1 or sizes[0] != prod(flat.lead):
+        return None
+    return insert(node, aten.expand.default, (flat.whole(node), [*flat.lead, *sizes[1:]]))
+
+
+def _topk(node: fx.Node, flats: dict[fx.Node, Flat]) -> None:
+    """Both results are flattened again."""
+    ((joined, flat),), arguments = flats.items(), node_arguments(node)
+    rank = len(node_shape(joined))
+    if arguments["dim"] % rank == 0:
+        return
+    options = (arguments["dim"] % rank - rank, arguments["largest"], arguments["sorted"])
+    new = insert(node, aten.topk.default, (flat.whole(node), arguments["k"], *options))
+    for item in list(node.users):
+        result = insert(item, operator.getitem, (new, item.args[1]))
+        replace(item, insert_reshape(result, node_shape(item), item))
+
+
 def _with(node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
     """The same operator on other tensors."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: new.get(n, n))
@@ -268,8 +318,18 @@ _HANDLERS: dict[Any, Handler] = {
     aten.rms_norm.default: _layer_norm,
     aten.embedding.default: _embedding,
     custom_ops.cross_entropy: _cross_entropy,
+    custom_ops.experts: _experts,
+    aten.expand.default: _expand,
+    aten.topk.default: _topk,
     **dict.fromkeys(
-        (aten.to.dtype, aten.dropout.default, aten.detach.default, aten.type_as.default),
+        (aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default),
+        _gather,
+    ),
+    **dict.fromkeys(
+        (
+            *(aten.to.dtype, aten.dropout.default, aten.detach.default, aten.type_as.default),
+            aten.zeros_like.default,
+        ),
         _pointwise,
     ),
     **dict.fromkeys(

@@ -14,6 +14,7 @@ from math import prod
 
 import torch
 
+from shardwright.graph.custom_ops import experts
 from shardwright.graph.graph import Op, Value
 from shardwright.rules import rule_of
 from shardwright.rules.notation import call_arguments, overloads
@@ -95,7 +96,14 @@ def _work(
         gradients = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want]
         backward = (*read, *outputs, *gradients)
     flops = forward_flops(op, rule)
-    times = ATTENTION_BACKWARD if op.target in _ATTENTION else count
+    times: float = count
+    if op.target in _ATTENTION:
+        times = ATTENTION_BACKWARD
+    elif op.target is experts and rule is not None:
+        # Gradients of tokens, and of matrices.
+        times = any(wanted[:3]) + any(wanted[3:])
+        dispatched = _dispatched(op, rule)
+        forward, backward = (*forward, *dispatched), (*backward, *dispatched, *dispatched)
     return Work(
         dtype=op.output.dtype if op.outputs else torch.float32,
         forward_flops=flops,
@@ -114,6 +122,9 @@ def _sides(
     """The sizes of a matrix product; those of a convolution that is computed as one."""
     if rule is None or not flops or op.target in _ATTENTION | _RECURRENT:
         return ()
+    if op.target is experts:
+        one = _of_one_expert(op)
+        return tuple(zip(one, (_tokens(rule), frozenset("i"), frozenset[str]()), strict=True))
     left, right, out = (
         frozenset(name for name in dims if name is not None)
         for dims in (*rule.inputs[:2], rule.outputs[0])
@@ -165,6 +176,8 @@ def forward_flops(op: Op, rule: ShardingRule | None) -> float:
         return _attention(op)
     if op.target in _CONVOLUTIONS:
         return _convolution(op)
+    if op.target is experts:
+        return _experts(op)
     if op.target in _PRODUCTS or str(op.target) in _PRODUCTS_BY_NAME:
         named = {d for dims in rule.inputs for d in dims if d is not None}
         return 2.0 * prod(rule.capacity[d] for d in named)
@@ -189,6 +202,33 @@ def _convolution(op: Op) -> float:
     places = op.inputs[0] if transposed else op.output
     filters: int = weight.numel // weight.shape[0]
     return 2.0 * places.numel * filters
+
+
+def _experts(op: Op) -> float:
+    """Each token meets the matrices of the experts that it chose, as many of each: balanced."""
+    arguments = call_arguments(op)
+    of_one = (arguments["gate_up"].numel + arguments["down"].numel) / arguments["down"].shape[0]
+    return float(2.0 * arguments["ids"].numel * of_one)
+
+
+def _of_one_expert(op: Op) -> tuple[float, float, float]:
+    """Rows, columns and inner products of its first matrix product, with balanced routing."""
+    arguments = call_arguments(op)
+    count, *_, hidden = arguments["gate_up"].shape
+    return arguments["ids"].numel / count, arguments["gate_up"].numel / count / hidden, hidden
+
+
+def _dispatched(op: Op, rule: ShardingRule) -> tuple[tuple[int, frozenset[str]], ...]:
+    """Bytes of tokens sorted by expert and of what comes back, and of what lies in between."""
+    arguments = call_arguments(op)
+    rows, factors = arguments["ids"].numel * op.output.itemsize, _tokens(rule) | {"e"}
+    _, columns, hidden = _of_one_expert(op)
+    between = int(columns) + arguments["down"].shape[-1]
+    return (2 * rows * int(hidden), factors), (rows * between, factors | {"i"})
+
+
+def _tokens(rule: ShardingRule) -> frozenset[str]:
+    return frozenset(name for name in rule.inputs[0] if name is not None)
 
 
 def _recurrence(op: Op) -> float:

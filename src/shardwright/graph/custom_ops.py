@@ -5,11 +5,14 @@ All are pure functions of tensors and run in eager mode and under `torch.compile
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from shardwright.graph.segment_matmul import segment_matmul
 
 MEAN = 1
 """`reduction` of the losses, as ATen numbers it: 0 none, 1 mean, 2 sum."""
@@ -106,3 +109,96 @@ def assigned(parameter: Tensor, value: Tensor) -> Tensor:
     the parameter's. All have the same shape."""
     result: Tensor = _Assigned.apply(parameter, value)  # type: ignore[no-untyped-call]
     return result
+
+
+Steps = tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
+"""A function of one tensor: the ATen operators (or `getitem`) that it calls, by name, each with its
+arguments and keywords. `"%0"` is the tensor itself, `"%1"` the result of the first step."""
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate: Steps,
+    interleaved: bool = False,
+    first: int | torch.SymInt = 0,
+    total: int | None = None,
+) -> Tensor:
+    """The weighted sum of what the experts that a router chose make of each token.
+
+    Every token reaches every expert that it chose, be they few or many. Sums are taken in one
+    order, so that devices which compute alike get equal results.
+
+    Args:
+        x: tokens, `[..., hidden]`.
+        ids: the experts of each token, `[..., chosen]`. Of others than those that are here, nothing
+            is added.
+        weights: what each is weighed with, `[..., chosen]`.
+        gate_up: `[experts, 2, inner, hidden]`, or `[experts, inner, 2, hidden]` if `interleaved`;
+            1 in place of 2 if there is no gate.
+        down: `[experts, hidden, inner]`.
+        gate_up_bias, down_bias: as `gate_up` without `hidden`; `[experts, hidden]`.
+        gate: from a projection's gate and value (the last dimension) to the input of `down`.
+        first, total: the number of the first of these experts, a `SymInt` where many ranks are
+            simulated at once, and of how many experts these are; by default of all.
+    """
+    here, chosen, hidden = gate_up.shape[0], ids.shape[-1], x.shape[-1]
+    slots = ids.reshape(-1) - first  # type: ignore[operator]
+    absent = (slots < 0) | (slots >= here)
+    scale = weights.reshape(-1).masked_fill(absent, 0)
+    slots, order = slots.masked_fill(absent, here).sort(stable=True)
+    ends = torch.searchsorted(slots, torch.arange(here, device=x.device), right=True)
+    whole = (total or here) == here or isinstance(first, torch.SymInt)
+    count = slots.shape[0] if whole else _rows_here(ends, slots.shape[0], total or here)
+    # Of rows that stay although their expert is not here, the last one makes what weighs 0.
+    slots, order = slots[:count].clamp(max=here - 1), order[:count]
+    ends = torch.cat([ends[:-1], ends.new_full((1,), count)]).to(torch.int32)
+    rows = x.reshape(-1, hidden)[order // chosen].to(gate_up.dtype)
+    rows = segment_matmul(rows, gate_up.flatten(1, 2).mT, ends)
+    if gate_up_bias is not None:
+        rows = rows + gate_up_bias.flatten(1)[slots]
+    rows = rows.view(-1, *gate_up.shape[1:3])
+    rows = run_steps(gate, rows if interleaved else rows.transpose(1, 2)).squeeze(-1)
+    rows = segment_matmul(rows, down.mT, ends)
+    if down_bias is not None:
+        rows = rows + down_bias[slots]
+    rows = (rows * scale[order].unsqueeze(-1)).to(x.dtype)
+    placed = rows.new_zeros(ids.numel(), hidden).index_copy(0, order, rows)
+    result: Tensor = placed.view(-1, chosen, hidden).sum(1).view_as(x)
+    return result
+
+
+def _rows_here(ends: Tensor, rows: int, total: int) -> int:
+    """How many rows are of the experts that are here; on the meta device as many as with balanced
+    routing. All where numbers cannot be read."""
+    if torch.compiler.is_compiling():
+        return rows
+    if ends.is_meta:
+        return -(-rows * ends.shape[0] // total)
+    return int(ends[-1])
+
+
+def run_steps(steps: Steps, x: Tensor) -> Tensor:
+    """What the function that consists of `steps` makes of `x`."""
+    results: list[Any] = [x]
+    for name, args, kwargs in steps:
+        taken = tuple(results[int(a[1:])] if _is_result(a) else a for a in args)
+        results.append(_step(name)(*taken, **dict(kwargs)))
+    result: Tensor = results[-1]
+    return result
+
+
+def _is_result(argument: Any) -> bool:
+    return isinstance(argument, str) and argument.startswith("%")
+
+
+def _step(name: str) -> Any:
+    if name == "getitem":
+        return operator.getitem
+    _, packet, overload = name.split(".")
+    return getattr(getattr(torch.ops.aten, packet), overload)

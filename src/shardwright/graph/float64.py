@@ -103,7 +103,13 @@ def module_in_float64(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Mod
         for attribute in vars(child).values():
             if isinstance(attribute, Tensor):
                 memo.setdefault(id(attribute), in_float64(attribute))
-    return copy.deepcopy(module, memo)
+    double_module = copy.deepcopy(module, memo)
+    for child in double_module.modules():
+        config: Any = getattr(child, "config", None)
+        if getattr(config, "_experts_implementation", None) == "grouped_mm":
+            # The default of `transformers`, a product that PyTorch does not have in float64.
+            config._experts_implementation = "eager"
+    return double_module
 
 
 @contextmanager

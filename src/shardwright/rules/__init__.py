@@ -19,6 +19,7 @@ from shardwright.rules import (
     cross_entropy,
     dropout,
     embedding,
+    experts,
     indexing,
     loss,
     normalization,
@@ -34,8 +35,8 @@ from shardwright.rules.rule import RuleMaker, ShardingRule, find_rule_maker
 __all__ = ["ShardingRule", "is_random", "rule_of"]
 
 _REGISTERING = (
-    *(attention, contraction, convolution, creation, cross_entropy, dropout, embedding, indexing),
-    *(loss, normalization, pointwise, pooling, recurrent, reduction, views),
+    *(attention, contraction, convolution, creation, cross_entropy, dropout, embedding, experts),
+    *(indexing, loss, normalization, pointwise, pooling, recurrent, reduction, views),
 )
 
 

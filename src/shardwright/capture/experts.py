@@ -1,0 +1,158 @@
+"""Mixtures of experts of `transformers` as one operator each.
+
+Modules of `transformers` that hold experts choose how they dispatch tokens by an interface, which a
+copy of the model leaves for `custom_ops.experts`. The gate between the projections is whatever the
+model makes of it: it is traced on a single column, and its operators become an argument.
+"""
+
+from __future__ import annotations
+
+import operator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardwright.capture.canonicalize import rewrites
+from shardwright.capture.fx_nodes import insert
+from shardwright.capture.naming import line_of
+from shardwright.errors import CaptureError
+from shardwright.graph import custom_ops
+
+aten = torch.ops.aten
+
+_REPLACED = (None, "eager", "batched_mm", "grouped_mm")
+"""What the experts of `transformers` compute by default or without kernels of other libraries."""
+
+_OF_COLUMNS = {
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int),
+    *(aten.slice.Tensor, aten.select.int, aten.to.dtype, aten.zeros_like.default),
+    *(aten.ones_like.default, aten.full_like.default, operator.getitem),
+}
+
+
+def dispatch_in_one_operator(model: nn.Module) -> None:
+    """Lets all experts in `model` call one operator in place of their own implementation."""
+    for module in model.modules():
+        if _is_replaceable(module):
+            module.forward = MethodType(_forward, module)
+
+
+def _is_replaceable(module: nn.Module) -> bool:
+    """Whether the interface of `transformers` decides how it dispatches, for an implementation that
+    computes the same, and its gate treats all columns alike."""
+    decides = getattr(type(module).forward, "__globals__", {}).get("__name__")
+    if decides != "transformers.integrations.moe" or "forward" in vars(module):
+        return False
+    chosen = getattr(module.config, "_experts_implementation", None)
+    special = getattr(module, "_is_expert_parallel", False) or module.has_post_expert_norm
+    if chosen not in _REPLACED or special:
+        return False
+    tensors = (_projection(module), getattr(module, "down_proj", None))
+    if not all(isinstance(t, Tensor) and t.ndim == 3 for t in tensors):
+        return False
+    return _treats_columns_alike(module)
+
+
+def _projection(module: Any) -> Any:
+    return getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
+
+
+def _gate(module: Any, projected: Tensor) -> Tensor:
+    gated: Tensor = (module._apply_gate if module.has_gate else module.act_fn)(projected)
+    return gated
+
+
+def _treats_columns_alike(module: Any) -> bool:
+    parts, width = 1 + module.has_gate, module.down_proj.shape[1 if module.is_transposed else 2]
+    projected = torch.arange(4.0 * parts * width).mul(0.7).sin().mul(12).view(4, -1)
+    sizes = (parts, width) if module.is_concatenated else (width, parts)
+    columns = projected.view(4, *sizes)
+    columns = columns.mT if module.is_concatenated else columns
+    try:
+        with torch.no_grad():
+            whole, single = _gate(module, projected), _gate(module, columns).squeeze(-1)
+            return whole.shape == single.shape and torch.allclose(whole, single)
+    except Exception:  # Code of the model, with a tensor of another shape than it expects.
+        return False
+
+
+@torch.library.custom_op("shardwright::experts", mutates_args=())
+def _traced(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    column: Tensor,
+    gated: Tensor,
+    interleaved: bool,
+) -> Tensor:
+    """What stands for the experts while a model is traced: `gated` is what the gate makes of
+    `column`."""
+    raise NotImplementedError
+
+
+@_traced.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    projection, down = _projection(self), self.down_proj
+    parts = 1 + self.has_gate
+    sizes = (parts, -1) if self.is_concatenated else (-1, parts)
+    if self.is_transposed:
+        gate_up, down = projection.unflatten(-1, sizes).permute(0, 2, 3, 1), down.mT
+    else:
+        gate_up = projection.unflatten(1, sizes)
+    gate_up_bias = down_bias = None
+    if self.has_bias:
+        name = "gate_up_proj_bias" if self.has_gate else "up_proj_bias"
+        gate_up_bias, down_bias = getattr(self, name).unflatten(-1, sizes), self.down_proj_bias
+    column = projection.new_zeros(1, 1, parts)
+    result: Tensor = torch.ops.shardwright.experts(
+        *(hidden_states, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias),
+        *(column, _gate(self, column), not self.is_concatenated),
+    )
+    return result
+
+
+@rewrites(torch.ops.shardwright.experts.default)
+def _experts(node: fx.Node) -> fx.Node:
+    *tensors, column, gated, interleaved = node.args
+    return insert(node, custom_ops.experts, (*tensors, _steps(column, gated), interleaved))
+
+
+def _steps(column: Any, gated: Any) -> custom_ops.Steps:
+    """The operators from `column` to `gated`."""
+    numbers: dict[fx.Node, str] = {column: "%0"}
+    steps: list[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]] = []
+
+    def written(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return visit(argument)
+        return tuple(map(written, argument)) if isinstance(argument, (list, tuple)) else argument
+
+    def visit(node: fx.Node) -> str:
+        if node not in numbers:
+            known = torch.Tag.pointwise in getattr(node.target, "tags", ())
+            if not known and node.target not in _OF_COLUMNS:
+                raise CaptureError(
+                    f"{line_of(node)}: the gate of these experts is more than an operator on each "
+                    "column, or reads tensors of its own"
+                )
+            args = tuple(map(written, node.args))
+            kwargs = tuple((key, written(value)) for key, value in node.kwargs.items())
+            is_item = node.target is operator.getitem
+            steps.append(("getitem" if is_item else str(node.target), args, kwargs))
+            numbers[node] = f"%{len(steps)}"
+        return numbers[node]
+
+    visit(gated)
+    return tuple(steps)

@@ -1,0 +1,92 @@
+"""Products of sorted rows with the matrix of each row's group, as one opaque operator.
+
+How many rows a group has is known only when it runs. PyTorch's own grouped product takes neither
+float64 nor all strides; where it does not fit, each group is a product of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@torch.library.custom_op("shardwright::segment_matmul", mutates_args=())
+def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """The rows of group g times `matrices[g]`.
+
+    Args:
+        rows: `[rows, inner]`, sorted by group.
+        matrices: `[groups, inner, columns]`.
+        ends: `[groups]`, int32: behind its last row for each group; the last is `rows`.
+
+    Returns:
+        `[rows, columns]`.
+    """
+    if _has_kernel(rows, matrices):
+        return F.grouped_mm(rows, matrices, offs=ends)
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    for group, part in _parts(ends):
+        torch.mm(rows[part], matrices[group], out=out[part])
+    return out
+
+
+@torch.library.custom_op("shardwright::segment_outer", mutates_args=())
+def _segment_outer(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
+    """For each group the sum of the outer products of its rows: `[groups, inner, columns]`."""
+    if _has_kernel(rows, gradients):
+        return F.grouped_mm(rows.mT, gradients, offs=ends)
+    out = rows.new_zeros(ends.shape[0], rows.shape[1], gradients.shape[1])
+    for group, part in _parts(ends):
+        torch.mm(rows[part].mT, gradients[part], out=out[group])
+    return out
+
+
+def _has_kernel(*tensors: Tensor) -> bool:
+    """Whether PyTorch's grouped product takes these: its strides are multiples of 16 bytes."""
+    first = tensors[0]
+    return (
+        first.device.type == "cuda"
+        and first.dtype == torch.bfloat16
+        and first.shape[0] > 0
+        and torch.cuda.get_device_capability(first.device) >= (8, 0)
+        and all(n * t.itemsize % 16 == 0 for t in tensors for n in t.stride() if n != 1)
+    )
+
+
+def _parts(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """The rows of each group that has any."""
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        if end > start:
+            yield group, slice(start, end)
+        start = end
+
+
+@segment_matmul.register_fake
+def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], matrices.shape[2])
+
+
+@_segment_outer.register_fake
+def _(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(ends.shape[0], rows.shape[1], gradients.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    rows, matrices, ends = ctx.saved_tensors
+    wanted = ctx.needs_input_grad
+    gradient = gradient.contiguous()
+    of_rows = segment_matmul(gradient, matrices.mT, ends) if wanted[0] else None
+    of_matrices = _segment_outer(rows, gradient, ends) if wanted[1] else None
+    return of_rows, of_matrices, None
+
+
+segment_matmul.register_autograd(_backward, setup_context=_save)

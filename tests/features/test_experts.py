@@ -1,0 +1,141 @@
+"""Mixtures of experts of `transformers`, unmodified, are one operator each; any plan is exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from random_plans import check_random_plan, random_plan
+from shardwright.graph.custom_ops import experts
+from shardwright.graph.graph import Graph
+
+transformers = pytest.importorskip("transformers", "5.0")
+
+TINY = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+ROUTED = {"num_experts_per_tok": 2, "output_router_logits": True}
+
+
+def mixtral(**options: Any) -> nn.Module:
+    sizes = {"num_key_value_heads": 2, "intermediate_size": 24, "num_local_experts": 6}
+    config = transformers.MixtralConfig(**{**TINY, **ROUTED, **sizes, **options})
+    return transformers.MixtralForCausalLM(config)
+
+
+def qwen3_moe() -> nn.Module:
+    sizes = {"num_key_value_heads": 2, "head_dim": 4, "moe_intermediate_size": 12}
+    config = transformers.Qwen3MoeConfig(**TINY, **ROUTED, **sizes, num_experts=8)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def olmoe_with_five_experts() -> nn.Module:
+    config = transformers.OlmoeConfig(
+        **TINY, **ROUTED, intermediate_size=12, num_experts=5, eos_token_id=1, pad_token_id=0
+    )
+    return transformers.OlmoeForCausalLM(config)
+
+
+def deepseek_v3() -> nn.Module:
+    heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "intermediate_size": 24}
+    groups = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
+    config = transformers.DeepseekV3Config(
+        **{**TINY, **ROUTED, **heads, **ranks, **groups}, moe_intermediate_size=12
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def gpt_oss_with_unused_experts() -> nn.Module:
+    config = transformers.GptOssConfig(
+        **TINY,
+        **ROUTED,
+        num_key_value_heads=2,
+        head_dim=4,
+        intermediate_size=12,
+        num_local_experts=6,
+        attn_implementation="eager",
+    )
+    net = transformers.GptOssForCausalLM(config)
+    for layer in net.model.layers:
+        router = layer.mlp.router
+        nn.init.normal_(router.weight)
+        router.bias.data = -100.0 * torch.tensor([0.0, 1.0, 0.5, 0.0, 1.0, 1.0])
+        nn.init.normal_(layer.mlp.experts.gate_up_proj_bias)
+        nn.init.normal_(layer.mlp.experts.down_proj_bias)
+    return net
+
+
+MODELS = (mixtral, qwen3_moe, olmoe_with_five_experts, deepseek_v3, gpt_oss_with_unused_experts)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(64, (4, 8))
+    return {"input_ids": ids, "labels": ids}
+
+
+def dispatches(graph: Graph) -> list[str]:
+    return [op.name for op in graph.ops if op.target is experts]
+
+
+@pytest.mark.parametrize(
+    ("build", "devices"),
+    zip(MODELS, (4, 2, 2, 2, 2), strict=True),
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_a_random_plan_changes_no_result(build: Any, devices: int) -> None:
+    torch.manual_seed(0)
+    net, kwargs = build(), batch()
+    graph = sw.capture(net, (), kwargs)
+    assert len(dispatches(graph)) == 1
+    check_random_plan(net, (), kwargs, graph, random_plan(graph, devices, devices))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+def test_random_plans_change_no_result(build: Any) -> None:
+    torch.manual_seed(0)
+    net, kwargs = build(), batch()
+    graph = sw.capture(net, (), kwargs)
+    for seed in range(12):
+        check_random_plan(net, (), kwargs, graph, random_plan(graph, (2, 4, 6)[seed % 3], seed))
+
+
+def test_capture_leaves_the_implementation_of_the_model_alone() -> None:
+    net = mixtral()
+    forward = type(net.model.layers[0].mlp.experts).forward
+    sw.capture(net, (), batch())
+    assert net.config._experts_implementation == "grouped_mm"
+    assert "forward" not in vars(net.model.layers[0].mlp.experts)
+    assert type(net.model.layers[0].mlp.experts).forward is forward
+
+
+@pytest.mark.parametrize("name", ["eager", "batched_mm"])
+def test_other_implementations_of_the_same_are_one_operator_too(name: str) -> None:
+    net = mixtral(experts_implementation=name)
+    assert net.config._experts_implementation == name
+    assert len(dispatches(sw.capture(net, (), batch()))) == 1
+
+
+def test_an_implementation_of_the_user_is_captured_as_it_is() -> None:
+    interface = transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS
+
+    def halved(module: nn.Module, *args: Any) -> torch.Tensor:
+        return interface["batched_mm"](module, *args) / 2
+
+    interface["halved"] = halved
+    try:
+        net = mixtral(experts_implementation="halved")
+        assert dispatches(sw.capture(net, (), batch())) == []
+    finally:
+        del interface["halved"]
+
+
+def test_a_gate_that_mixes_columns_is_captured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = mixtral()
+    kind = type(net.model.layers[0].mlp.experts)
+    gate = kind._apply_gate
+    monkeypatch.setattr(kind, "_apply_gate", lambda self, x: gate(self, x).softmax(-1))
+    assert dispatches(sw.capture(net, (), batch())) == []
