@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "shardwright"
 PAGE = ROOT / "docs" / "architecture.md"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 WITHOUT_TORCH = ["errors", "text_files", "progress", "layout"]
-OPTIONAL = {"peft", "scipy", "sklearn", "transformers"}
+OPTIONAL = {"jinja2", "peft", "scipy", "sklearn", "transformers"}
 """Dependencies that are imported where they are needed, because they may be missing."""
 
 

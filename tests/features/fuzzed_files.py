@@ -222,7 +222,7 @@ def _plan_examples() -> tuple[str, ...]:
     sw.recompute(net.net[0])
     options: dict[str, Any] = {"hsdp": {"threshold": 0}, "cluster": "h100", "micro_batches": 2}
     plan = sw.plan(net, batch, devices=4, stages=2, **options)
-    return (plan.to_json(), sw.plan(net, batch, devices=2).to_json())
+    return (plan.to_json(memory=True), sw.plan(net, batch, devices=2).to_json())
 
 
 def _read_plan(path: Path) -> None:
@@ -232,6 +232,7 @@ def _read_plan(path: Path) -> None:
         text.encode()
     for row in plan.operators:
         plan.explain(row.name).encode()
+    plan.report(path.with_suffix(".html"))
     assert sw.Plan.from_json(plan.to_json()) == plan
 
 

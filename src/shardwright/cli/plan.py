@@ -1,4 +1,4 @@
-"""The commands about one plan, or two: `plan`, `explain`, `check`, `diff`."""
+"""The commands about one plan, or two: `plan`, `explain`, `check`, `diff`, `report`."""
 
 from __future__ import annotations
 
@@ -144,6 +144,20 @@ def _verdict(result: Check) -> str:
     if result.passes():
         return "equal"
     return f"NOT equal, by the {result.cause}" if result.cause else "NOT equal"
+
+
+@app.command("report")
+def report_command(
+    plan: Annotated[Path, typer.Argument(help="A saved plan.", callback=existing(PlanError))],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; by default beside the plan.", show_default=False)
+    ] = None,
+) -> None:
+    """Write a saved plan as a page for a browser: one HTML file that needs no network."""
+    page = plan.with_suffix(".html") if out is None else out
+    page.parent.mkdir(parents=True, exist_ok=True)
+    Plan.load(plan).report(page)
+    typer.echo(str(page))
 
 
 @app.command("diff")

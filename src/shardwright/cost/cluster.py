@@ -92,16 +92,20 @@ class Device:
     overhead: float = 0.0
     at_full_rate: int | None = None
 
+    def peak(self, dtype: torch.dtype) -> float:
+        """FLOP per second of matrix products at most; of a dtype that is not listed, the lowest."""
+        return self.rates.get(str(dtype).removeprefix("torch."), min(self.rates.values()))
+
     def rate(
         self, dtype: torch.dtype, sides: Iterable[float] = (), attention: bool = False
     ) -> float:
-        """FLOP per second of matrix products; of a dtype that is not listed, at the lowest peak.
+        """FLOP per second that matrix products reach.
 
         Args:
             sides: the numbers of their rows, columns and inner products; none if they are large.
             attention: whether they are those of attention in one operator.
         """
-        peak = self.rates.get(str(dtype).removeprefix("torch."), min(self.rates.values()))
+        peak = self.peak(dtype)
         if attention and self.attention_efficiency is not None:
             return peak * self.attention_efficiency
         return peak * self.matrix_efficiency * prod(d / (d + self.matrix_half) for d in sides)

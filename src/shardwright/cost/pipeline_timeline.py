@@ -176,10 +176,12 @@ class Timeline:
     Args:
         pipeline: stages, micro-batches and schedule.
         stages: for each its actions in order.
+        chunks: what each chunk takes, in the order in which they run.
     """
 
     pipeline: PipelineSpec
     stages: tuple[tuple[Span, ...], ...]
+    chunks: tuple[ChunkSeconds, ...]
 
     @property
     def seconds(self) -> float:
@@ -235,7 +237,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
             if len(spans) == len(order):
                 waiting.discard(stage)
         assert len(ends) > before, "a schedule in which every stage waits for another one"
-    return Timeline(pipeline, tuple(map(tuple, done)))
+    return Timeline(pipeline, tuple(map(tuple, done)), tuple(chunks))
 
 
 def _arrival(

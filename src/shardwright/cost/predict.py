@@ -65,13 +65,13 @@ class Predicted:
     """What one training step takes.
 
     Args:
-        cluster: its name.
+        cluster: on which it is predicted.
         chunks: of each chunk of the model, in the order in which they run.
         timeline: of the stages; None if there is only one.
         seconds: the whole step.
     """
 
-    cluster: str
+    cluster: Cluster
     chunks: tuple[StepTime, ...]
     timeline: Timeline | None
     seconds: float
@@ -121,7 +121,7 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
     times = [_on_cluster(chunk, pipeline, model, blocking) for chunk in chunks]
     steps = tuple(step for step, _ in times)
     if pipeline.stages == 1:
-        return Predicted(cluster.name, steps, None, steps[0].seconds)
+        return Predicted(cluster, steps, None, steps[0].seconds)
     stages = timeline(pipeline, [seconds for _, seconds in times])
     after = [0.0] * pipeline.stages
     for chunk, step in zip(chunks, steps, strict=True):
@@ -130,5 +130,5 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
         busy = (1 - stages.bubble) * stages.seconds
         sent = 2 * pipeline.micro_batches * sum(seconds.send for _, seconds in times)
         seconds = busy + (sent + sum(after)) / pipeline.stages
-        return Predicted(cluster.name, steps, stages, seconds)
-    return Predicted(cluster.name, steps, stages, stages.seconds + max(after))
+        return Predicted(cluster, steps, stages, seconds)
+    return Predicted(cluster, steps, stages, stages.seconds + max(after))

@@ -18,7 +18,8 @@ that size and its bytes at the device's memory bandwidth, and an overhead. A col
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -81,16 +82,14 @@ class StepTime:
     @property
     def forward_seconds(self) -> float:
         """One micro-batch forward, with all that it waits for."""
-        waits = self._waits(self.gathers_each, self.forward - self.forward_hidden)
         gained = (1 - self.slowdown) * self.forward_hidden
-        return self.forward + self.forward_redistributions - gained + waits
+        return self.forward + self.forward_redistributions - gained + self.waits_each[0]
 
     @property
     def backward_seconds(self) -> float:
         """One micro-batch backward, with all that it waits for."""
-        waits = self._waits(self.gradients_each, self.backward - self.backward_hidden)
         gained = (1 - self.slowdown) * self.backward_hidden
-        return self.backward + self.backward_redistributions - gained + waits
+        return self.backward + self.backward_redistributions - gained + self.waits_each[1]
 
     @property
     def computation(self) -> float:
@@ -98,12 +97,26 @@ class StepTime:
         return self.micro_batches * (self.forward + self.backward) + self.update
 
     @property
-    def exposed(self) -> float:
-        """What no computation hides of the communication of parameters and gradients that is made
-        once a step: with the first micro-batch forward, with the last one backward."""
+    def waits_each(self) -> ComputeAndExposed:
+        """What no computation hides of the communication of parameters and gradients in every
+        micro-batch, forward and backward."""
+        return (
+            self._waits(self.gathers_each, self.forward - self.forward_hidden),
+            self._waits(self.gradients_each, self.backward - self.backward_hidden),
+        )
+
+    @property
+    def waits_once(self) -> ComputeAndExposed:
+        """Likewise of what is made once a step: with the first micro-batch forward, with the last
+        one backward."""
         forward = max(0.0, self.forward - self.forward_hidden - self.gathers_each)
         backward = max(0.0, self.backward - self.backward_hidden - self.gradients_each)
-        return self._waits(self.gathers, forward) + self._waits(self.gradients, backward)
+        return self._waits(self.gathers, forward), self._waits(self.gradients, backward)
+
+    @property
+    def exposed(self) -> float:
+        """What a step waits for the communication that is made once."""
+        return sum(self.waits_once)
 
     def _waits(self, communication: float, computation: float) -> float:
         """What `computation` does not hide, and what it takes longer for what it does."""
@@ -269,31 +282,25 @@ def step_time(
         bubble: the share of the step in which a pipeline stage waits.
         beside: what the program computes beside redistributions; by default nothing.
     """
-    forward = backward = 0.0
-    for op in graph.ops:
-        there, back = model.operator(op, cuts.get(op.name, {}))
-        again = there if op.name in flow.computed_again else 0.0
-        forward, backward = forward + there, backward + back + again
-    there, back = _inside(graph, flow, model)
-    bucketed = {id(t) for b in flow.buckets for member in b.members for t in member.transfers}
-    for transfer in flow.transfers:
-        if id(transfer) not in bucketed:
-            sent, returned = model.step(transfer.step, transfer.value, transfer.trained)
-            again = sent if transfer.again else 0.0
-            there, back = there + sent, back + returned + again
-    hidden = _hidden(beside, cuts, model) if beside else (0.0, 0.0)
-    once, each = _parameters(flow, model)
+    forward, backward = _summed(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
+    again = [op for op in graph.ops if op.name in flow.computed_again]
+    backward += sum(model.operator(op, cuts.get(op.name, {}))[0] for op in again)
+    there, back = _summed(seconds for *_, seconds in activation_seconds(graph, flow, model))
+    hidden = _summed(hidden_seconds(beside, cuts, model).values()) if beside else (0.0, 0.0)
+    buckets: dict[tuple[bool, int], float] = defaultdict(float)
+    for _, _, once, way, seconds in bucket_seconds(flow, model):
+        buckets[once, way] += seconds
     stored = sum(_stored_bytes(flow, value) for value in graph.parameters if value.requires_grad)
     return StepTime(
         forward=forward,
         backward=backward,
         forward_redistributions=there,
         backward_redistributions=back,
-        gathers=once[0],
-        gradients=once[1],
+        gathers=buckets[True, 0],
+        gradients=buckets[True, 1],
         update=model.update(stored),
-        gathers_each=each[0],
-        gradients_each=each[1],
+        gathers_each=buckets[False, 0],
+        gradients_each=buckets[False, 1],
         micro_batches=micro_batches,
         bubble=bubble,
         forward_hidden=hidden[0],
@@ -302,11 +309,11 @@ def step_time(
     )
 
 
-def _hidden(
+def hidden_seconds(
     beside: Mapping[Transfer, Overlap], cuts: Mapping[str, Cuts], model: TimeModel
-) -> ComputeAndExposed:
-    """What goes on beside computation of the redistributions of activations; the computation of an
-    operator hides as much as it takes, of one redistribution or of several."""
+) -> dict[Transfer, ComputeAndExposed]:
+    """What goes on beside computation of each redistribution of an activation, forward and
+    backward; an operator hides as much as it takes, of one or of several."""
     delayed = {op for overlap in beside.values() for op in overlap.linears}
     spare: dict[tuple[str, str], float] = {}
 
@@ -325,40 +332,53 @@ def _hidden(
             left -= used
         return seconds - left
 
-    forward_hidden = backward_hidden = 0.0
+    hidden = {}
     for transfer, overlap in beside.items():
         sent, returned = model.step(transfer.step, transfer.value, transfer.trained)
         there = hide(sent, "forward", overlap.beside)
         back = hide(returned, "weight", overlap.linears)
         back += hide(returned - back, "backward", overlap.beside)
-        forward_hidden += there
-        backward_hidden += back + (there if transfer.again else 0.0)
-    return forward_hidden, backward_hidden
+        hidden[transfer] = there, back + (there if transfer.again else 0.0)
+    return hidden
 
 
-def _inside(graph: Graph, flow: Communication, model: TimeModel) -> ComputeAndExposed:
-    """All-reduces inside operators."""
-    forward = backward = 0.0
+def activation_seconds(
+    graph: Graph, flow: Communication, model: TimeModel
+) -> Iterator[tuple[Transfer | None, Axes, ComputeAndExposed]]:
+    """Each redistribution of an activation, and each all-reduce inside an operator (None), with its
+    axes and its seconds in one micro-batch, forward and backward."""
     for name, inner in flow.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         for one in inner:
             there, back = model.inside(one.reduction, one.axes, differentiable)
             again = there if name in flow.computed_again else 0.0
-            forward, backward = forward + there, backward + back + again
-    return forward, backward
+            yield None, tuple(one.axes), (there, back + again)
+    bucketed = {id(t) for b in flow.buckets for member in b.members for t in member.transfers}
+    for transfer in flow.transfers:
+        if id(transfer) not in bucketed:
+            there, back = model.step(transfer.step, transfer.value, transfer.trained)
+            again = there if transfer.again else 0.0
+            yield transfer, transfer.step.axes, (there, back + again)
 
 
-def _parameters(
+def bucket_seconds(
     flow: Communication, model: TimeModel
-) -> tuple[ComputeAndExposed, ComputeAndExposed]:
-    """Gathers of parameters and reductions of gradients: once a step, and in each micro-batch."""
-    once, each = [0.0, 0.0], [0.0, 0.0]
+) -> Iterator[tuple[Bucket, str, bool, int, float]]:
+    """Each gather of a bucket of parameters and each reduction of its gradients: what is sent,
+    whether once a step (or in each micro-batch), forward (0) or backward (1), and its seconds."""
     for bucket in flow.buckets:
         gather, reduce = _bucket(bucket, model)
-        (each if bucket.level == "level3" else once)[0] += gather
-        (once if bucket.once else each)[1] += reduce
-        each[1] += gather if bucket.again else 0.0
-    return (once[0], once[1]), (each[0], each[1])
+        yield bucket, "parameters", bucket.level != "level3", 0, gather
+        yield bucket, "gradients", bucket.once, 1, reduce
+        if bucket.again:
+            yield bucket, "parameters", False, 1, gather
+
+
+def _summed(pairs: Iterable[ComputeAndExposed]) -> ComputeAndExposed:
+    forward = backward = 0.0
+    for there, back in pairs:
+        forward, backward = forward + there, backward + back
+    return forward, backward
 
 
 def _bucket(bucket: Bucket, model: TimeModel) -> ComputeAndExposed:

@@ -12,7 +12,10 @@ import torch
 
 from shardwright.constraints import OperatorStrategy
 from shardwright.cost.dry_run import DryRunCache
-from shardwright.cost.predict import Predicted
+from shardwright.cost.pipeline_timeline import ChunkSeconds
+from shardwright.cost.predict import Predicted, planned_timeline
+from shardwright.cost.step_time import TimeModel
+from shardwright.cost.time_parts import time_parts, utilization
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout.layout import Layout
@@ -82,10 +85,11 @@ def make_plan(
         inputs=leaves,
         structure=_structure_text(graph),
         fingerprint=graph.fingerprint,
-        operators=_rows(partitioned, pins, seen),
+        operators=_rows(partitioned, pins, seen, predicted),
         returned=_returned(partitioned, seen),
         crossings=_crossings(partitioned),
-        step=None if predicted is None else _step(predicted),
+        step=None if predicted is None else _step(partitioned, predicted),
+        chunk_seconds=_chunk_seconds(partitioned, predicted),
         forward_bytes=sent[0],
         backward_bytes=sent[1],
         training=training,
@@ -116,27 +120,47 @@ def _structure_text(graph: Graph) -> str:
         ) from error
 
 
-def _step(predicted: Predicted) -> StepRow:
+def _step(partitioned: Partitioned, predicted: Predicted) -> StepRow:
     return StepRow(
-        predicted.cluster,
+        predicted.cluster.name,
         predicted.seconds,
         predicted.computation,
         predicted.communication,
         predicted.bubble,
+        utilization(partitioned, predicted),
+        time_parts(partitioned, predicted),
     )
 
 
+def _chunk_seconds(
+    partitioned: Partitioned, predicted: Predicted | None
+) -> tuple[ChunkSeconds, ...]:
+    if partitioned.pipeline.stages == 1:
+        return ()
+    timeline = None if predicted is None else predicted.timeline
+    return (timeline or planned_timeline(partitioned)).chunks
+
+
 def _rows(
-    partitioned: Partitioned, pins: Mapping[str, OperatorStrategy], seen: set[int]
+    partitioned: Partitioned,
+    pins: Mapping[str, OperatorStrategy],
+    seen: set[int],
+    predicted: Predicted | None,
 ) -> tuple[OperatorRow, ...]:
     """One row for each operator; of those that several chunks compute that of the first."""
-    mesh, cuts = partitioned.mesh, partitioned.decisions.cuts
+    mesh, cuts, model = partitioned.mesh, partitioned.decisions.cuts, None
+    if predicted is not None:
+        model = TimeModel(predicted.cluster, mesh, partitioned.pipeline.stages)
     rows: dict[str, OperatorRow] = {}
     for chunk in partitioned.chunks:
         for op in chunk.graph.ops:
             if op.name not in rows:
-                row = _row(op, mesh, cuts.get(op.name, {}), chunk.communication, seen)
-                rows[op.name] = replace(row, pinned=op.name in pins, stage=chunk.stage)
+                own = cuts.get(op.name, {})
+                row = _row(op, mesh, own, chunk.communication, seen)
+                seconds = 0.0 if model is None else sum(model.operator(op, own))
+                rows[op.name] = replace(
+                    row, pinned=op.name in pins, stage=chunk.stage, seconds=seconds
+                )
     return tuple(rows[op.name] for op in partitioned.graph.ops)
 
 

@@ -14,7 +14,7 @@ from shardwright.constraints import OperatorStrategy
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.dry_run import DryRunCache
 from shardwright.cost.memory import Memory, memory
-from shardwright.cost.pipeline_timeline import Timeline
+from shardwright.cost.pipeline_timeline import ChunkSeconds, Timeline
 from shardwright.cost.predict import planned_timeline
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Op, Value
@@ -61,6 +61,9 @@ class PlanData:
         returned: redistributions of the model's outputs and of its updated buffers.
         crossings: the values sent between stages.
         step: predicted step time, if a cluster was named.
+        chunk_seconds: what each chunk takes where there are stages: seconds on the cluster, or
+            without one 10⁹ operations of matrix products.
+        saved_memory: the memory that was predicted when a plan was saved; of plans from files.
         memory_limit: bytes of a device that a step may use: the limit that was requested, else
             the memory of the cluster's devices; None if neither is known.
         optimizer: the optimizer that `memory` assumes, as `memory_with` takes it.
@@ -95,6 +98,8 @@ class PlanData:
     crossings: tuple[CrossingRow, ...] = ()
     step: StepRow | None = None
     pins: dict[str, OperatorStrategy] = field(default_factory=dict)
+    chunk_seconds: tuple[ChunkSeconds, ...] = ()
+    saved_memory: Memory | None = field(default=None, compare=False, repr=False)
     memory_limit: int | None = None
     search_seconds: float = 0.0
     capture_seconds: float = 0.0
@@ -172,6 +177,12 @@ class PlanData:
         return None
 
     @property
+    def unused_axes(self) -> tuple[int, ...]:
+        """The axes that shard no operator: devices along them compute the same result."""
+        used = {a for factors in self.cuts.values() for axes in factors.values() for a in axes}
+        return tuple(a for a in range(len(self.mesh.device_matrix)) if a not in used)
+
+    @property
     def strategies(self) -> dict[str, Strategy]:
         """For each operator the number of shards of each dimension of each input, in PyTorch's
         order of dimensions: a linear layer's weight is (out_features, in_features)."""
@@ -206,6 +217,12 @@ class PlanData:
             PlanError: if the plan comes from a file, and so has no graph.
         """
         return self.memory_with(self.optimizer)
+
+    @property
+    def known_memory(self) -> Memory | None:
+        """`memory` of a plan for training, as far as it can be known: one from a file has no graph,
+        but its file may hold the memory."""
+        return self.memory if self.graph is not None and self.training else self.saved_memory
 
     def memory_with(self, optimizer: str | torch.optim.Optimizer) -> Memory:
         """The peak memory of a device of each stage in a training step with an optimizer.

@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from shardwright.cost.memory import Memory, StageMemory
+from shardwright.cost.pipeline_timeline import ChunkSeconds
+from shardwright.cost.time_parts import KINDS, TimePart
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout.axes import Shape
 from shardwright.layout.layout import Layout, TensorLayout
@@ -27,13 +30,20 @@ Sizes = tuple[Natural, ...]
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
-def _schema(of: type, without: Iterable[str] = (), **changed: Any) -> Any:
+def _schema(
+    of: type, without: Iterable[str] = (), optional: Iterable[str] = (), **changed: Any
+) -> Any:
     """A model of what a file holds of the dataclass `of`: all its fields but those in `without`,
-    with the types of `changed` where the file holds another; other numbers are at least 0."""
+    with the types of `changed` where the file holds another; other numbers are at least 0. Files of
+    earlier releases lack those in `optional`."""
     numbers: dict[Any, Any] = {int: Natural, float: Amount, Shape: Sizes}
     hints = get_type_hints(of)
     kinds = {f.name: numbers.get(hints[f.name], hints[f.name]) for f in fields(of)} | changed
-    definitions: Any = {name: (kind, ...) for name, kind in kinds.items() if name not in without}
+    definitions: Any = {
+        name: (kind, None if name in optional else ...)
+        for name, kind in kinds.items()
+        if name not in without
+    }
     return create_model(of.__name__, __config__=_STRICT, **definitions)
 
 
@@ -80,9 +90,13 @@ class _Input(BaseModel, extra="forbid", strict=True):
 
 
 _Redistribution = _schema(RedistributionRow, input=Natural | None)
-_PlanFile: type[BaseModel] = _schema(
+PlanFile: type[BaseModel] = _schema(
     PlanData,
-    without=("optimizer", "graph", "dry_runs", "memory_limit"),
+    without=("optimizer", "graph", "dry_runs"),
+    optional=("memory_limit", "chunk_seconds", "saved_memory"),
+    memory_limit=AtLeastOne | None,
+    chunk_seconds=_many(_schema(ChunkSeconds, of_weight=Amount | None)),
+    saved_memory=_schema(Memory, stages=_many(_schema(StageMemory))) | None,
     version=int,
     devices=AtLeastOne,
     mesh=_Mesh,
@@ -92,6 +106,7 @@ _PlanFile: type[BaseModel] = _schema(
         _schema(
             OperatorRow,
             without=("input_layouts", "output_layouts", "redistributions"),
+            optional=("seconds",),
             inputs=tuple[tuple[str, Sizes, str], ...],
             outputs=tuple[Sizes, ...],
             read=tuple[_LayoutOnMesh, ...],
@@ -113,13 +128,15 @@ _PlanFile: type[BaseModel] = _schema(
         part_of=dict[str, Natural],
         loss_reduction=Literal[REDUCTIONS],
     ),
-    step=_schema(StepRow) | None,
+    step=_schema(
+        StepRow,
+        optional=("utilization", "parts"),
+        utilization=Amount | None,
+        parts=_many(_schema(TimePart, kind=Literal[KINDS])),
+    )
+    | None,
     pins=dict[str, _Pin],
 )
-
-
-class PlanFile(_PlanFile):  # type: ignore[valid-type, misc]
-    memory_limit: AtLeastOne | None = None
 
 
 def check_types(text: str, where: str) -> None:
@@ -159,6 +176,11 @@ def _contradictions(plan: PlanData, devices: int) -> Iterator[str]:
     for name, chunk in pipeline.chunk_of.items():
         if chunk >= pipeline.num_chunks:
             yield f"pipeline.part_of: {name} is in part {chunk} of {pipeline.num_chunks}"
+    if len(plan.chunk_seconds) not in (0, pipeline.num_chunks):
+        yield f"chunk_seconds: {len(plan.chunk_seconds)} chunks, not {pipeline.num_chunks}"
+    memory = plan.saved_memory
+    if memory is not None and len(memory.stages) != pipeline.stages:
+        yield f"saved_memory: {len(memory.stages)} stages, not {pipeline.stages}"
     for name, factors in plan.cuts.items():
         _ = TensorLayout(plan.mesh, tuple(factors.values()))
         if not all(factors.values()):

@@ -7,6 +7,9 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from shardwright.constraints import OperatorStrategy
+from shardwright.cost.memory import Memory, StageMemory
+from shardwright.cost.pipeline_timeline import ChunkSeconds
+from shardwright.cost.time_parts import TimePart
 from shardwright.errors import LayoutError, PlanError, StrategyError
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.decisions import OptimizerParallel, Recompute
@@ -31,7 +34,7 @@ OF_THIS_RUN = {"graph", "optimizer", "dry_runs"}
 """Fields that are not written; without them, a plan from a file cannot predict its memory."""
 
 
-def plan_to_json(plan: PlanData) -> str:
+def plan_to_json(plan: PlanData, memory: Memory | None) -> str:
     """See `Plan.to_json`."""
     data = {f.name: getattr(plan, f.name) for f in fields(PlanData) if f.name not in OF_THIS_RUN}
     data["mesh"] = plan.mesh.to_dict()
@@ -43,6 +46,8 @@ def plan_to_json(plan: PlanData) -> str:
     data["recompute"] = {name: asdict(mark) for name, mark in plan.recompute.items()}
     data["pipeline"] = asdict(plan.pipeline)
     data["pipeline"]["part_of"] = data["pipeline"].pop("chunk_of")
+    data["chunk_seconds"] = [asdict(chunk) for chunk in plan.chunk_seconds]
+    data["saved_memory"] = None if memory is None else asdict(memory)
     data["pins"] = {name: strategy.to_dict() for name, strategy in plan.pins.items()}
     return json.dumps({"version": VERSION, "devices": plan.devices, **data}, indent=1)
 
@@ -66,9 +71,8 @@ def plan_from_json(kind: type[AnyPlan], text: str, where: str) -> AnyPlan:
 
 
 def _fields(data: dict[str, Any]) -> dict[str, Any]:
-    known = {f.name for f in fields(PlanData)} - OF_THIS_RUN - {"memory_limit"}
-    values = {key: data[key] for key in known}
-    values["memory_limit"] = data.get("memory_limit")  # optional
+    known = {f.name for f in fields(PlanData)} - OF_THIS_RUN
+    values = {key: data[key] for key in known & set(data)}
     values["mesh"] = Layout.from_dict(data["mesh"])
     values["cuts"] = {
         name: {f: tuple(axes) for f, axes in factors.items()}
@@ -77,7 +81,12 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     values["storage"] = {name: _tuples(axes) for name, axes in data["storage"].items()}
     values["outputs"] = {name: _tuples(entries) for name, entries in data["outputs"].items()}
     values["arrivals"] = {name: _tuples(axes) for name, axes in data["arrivals"].items()}
-    values["step"] = None if data["step"] is None else StepRow(**data["step"])
+    values["step"] = None if data["step"] is None else _step_row(data["step"])
+    values["chunk_seconds"] = tuple(ChunkSeconds(**c) for c in data.get("chunk_seconds", ()))
+    memory = data.get("saved_memory")
+    if memory is not None:
+        stages = tuple(StageMemory(**stage) for stage in memory["stages"])
+        values["saved_memory"] = Memory(stages, memory["optimizer"])
     sharding = data["sharding"]
     values["sharding"] = None if sharding is None else OptimizerParallel(**sharding)
     values["recompute"] = {name: Recompute(**mark) for name, mark in data["recompute"].items()}
@@ -108,7 +117,8 @@ def _row_data(row: OperatorRow) -> dict[str, Any]:
 
 
 def _operator_row(data: dict[str, Any], mesh: Layout) -> OperatorRow:
-    values = {f.name: data[ROW_KEYS.get(f.name, f.name)] for f in fields(OperatorRow)}
+    names = {ROW_KEYS.get(f.name, f.name): f.name for f in fields(OperatorRow)}
+    values = {names[key]: value for key, value in data.items()}
     for key in ("inputs", "outputs"):
         values[key] = _tuples(values[key])
     for key in ("input_layouts", "output_layouts"):
@@ -116,6 +126,11 @@ def _operator_row(data: dict[str, Any], mesh: Layout) -> OperatorRow:
     values["cuts"] = {factor: tuple(axes) for factor, axes in data["cuts"].items()}
     values["redistributions"] = tuple(_redistribution_row(r) for r in values["redistributions"])
     return OperatorRow(**values)
+
+
+def _step_row(data: dict[str, Any]) -> StepRow:
+    parts = (TimePart(**{**part, "axes": tuple(part["axes"])}) for part in data.get("parts", ()))
+    return StepRow(**{**data, "parts": tuple(parts)})
 
 
 def _redistribution_row(data: dict[str, Any]) -> RedistributionRow:

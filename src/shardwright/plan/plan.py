@@ -15,8 +15,10 @@ from shardwright.graph.graph import Graph
 from shardwright.plan.data import PlanData, dtype_name, target_text
 from shardwright.plan.describe import dump, explanation
 from shardwright.plan.json import plan_from_json, plan_to_json
+from shardwright.plan.page import plan_page
 from shardwright.plan.strategies import strategies
 from shardwright.plan.table import plan_text
+from shardwright.report import page_html
 from shardwright.rules import rule_of
 from shardwright.text_files import read_text
 
@@ -46,9 +48,14 @@ class Plan(PlanData):
         equal dumps."""
         return dump(self)
 
-    def to_json(self) -> str:
-        """The plan as JSON, without the captured graph."""
-        return plan_to_json(self)
+    def to_json(self, memory: bool = False) -> str:
+        """The plan as JSON, without the captured graph.
+
+        Args:
+            memory: also predict what memory each stage needs, by a dry run if the plan has its
+                graph, so that it can be read from the file.
+        """
+        return plan_to_json(self, self.known_memory if memory else self.saved_memory)
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
@@ -60,8 +67,8 @@ class Plan(PlanData):
         return plan_from_json(cls, text, where)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        """Writes the plan as JSON, with the memory that it needs."""
+        Path(path).write_text(self.to_json(memory=True) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -71,6 +78,15 @@ class Plan(PlanData):
             PlanError: if the file does not exist or is not a plan of this version.
         """
         return cls.from_json(read_text(path, PlanError), str(path))
+
+    def report(self, path: str | Path) -> None:
+        """Writes the plan as a page for a browser: one HTML file that needs no network.
+
+        Raises:
+            PlanError: if jinja2 is not installed, or the plan has stages that its schedule cannot
+                run.
+        """
+        Path(path).write_text(page_html(plan_page(self)), encoding="utf-8")
 
     def save_strategies(self, path: str | Path) -> None:
         """Writes the strategy of every operator to a file that people can edit.

@@ -16,12 +16,14 @@ class Fold:
 
     Args:
         row: the first, with the numbers of all in its name: `layers.{0..79}.mlp.up`.
+        count: how many they are.
         stages: the stages that compute them, `0..7`.
         recomputed: which of them are recomputed in the backward pass: `recomputed`,
             `recomputed in 0..9`, or empty.
     """
 
     row: OperatorRow
+    count: int
     stages: str
     recomputed: str
 
@@ -59,7 +61,7 @@ def _fold(members: Sequence[OperatorRow]) -> Fold:
         (place,) = _varying(names)
         mark = f"recomputed in {ranges(int(name.split('.')[place]) for name in recomputed)}"
     stages = ranges({row.stage for row in members})
-    return Fold(replace(members[0], name=join_names(names)), stages, mark)
+    return Fold(replace(members[0], name=join_names(names)), len(members), stages, mark)
 
 
 @dataclass(frozen=True)

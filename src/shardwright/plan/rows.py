@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwright.cost.time_parts import TimePart
 from shardwright.layout.axes import Shape
 from shardwright.layout.layout import Layout, TensorLayout
 
@@ -70,6 +71,8 @@ class OperatorRow:
         segment: the recompute segment it belongs to; empty if it is not recomputed in the
             backward pass.
         stage: the pipeline stage that computes it.
+        seconds: of its computation in one micro-batch, forward and backward, if a cluster was
+            named.
     """
 
     name: str
@@ -86,6 +89,7 @@ class OperatorRow:
     pinned: bool = False
     segment: str = ""
     stage: int = 0
+    seconds: float = 0.0
 
     @property
     def strategy(self) -> Strategy:
@@ -108,6 +112,9 @@ class StepRow:
         computation: of the busiest stage.
         communication: exposed communication within a stage, of the stage that has most of it.
         bubble: fraction of all stages' time that is pipeline bubbles.
+        utilization: fraction of the devices' peak that the model's matrix products need, without
+            recomputation; None if it was not predicted.
+        parts: what takes the seconds; none if that was not predicted.
     """
 
     cluster: str
@@ -115,6 +122,8 @@ class StepRow:
     computation: float
     communication: float
     bubble: float = 0.0
+    utilization: float | None = None
+    parts: tuple[TimePart, ...] = ()
 
 
 def is_notable(row: OperatorRow) -> bool:

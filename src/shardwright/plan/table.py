@@ -96,7 +96,7 @@ def plan_summary(plan: PlanData, every: bool = False) -> list[str]:
         f"each device sends {binary(plan.forward_bytes)} forward and {binary(plan.backward_bytes)} "
         f"backward per step, and stores {binary(plan.parameter_bytes)} of parameters",
     ]
-    for section in (_batch, _stages, _step_time, _recomputed, _memory, _unused_axes):
+    for section in (_batch, _stages, _step_time, _recomputed, _memory, unused_axes_text):
         lines += section(plan)
     hidden = sum(not is_notable(row) for row in plan.operators)
     if hidden and not every:
@@ -150,27 +150,30 @@ def _step_time(plan: PlanData) -> Iterable[str]:
     step = plan.step
     if step is not None:
         bubble = f", pipeline bubbles {step.bubble:.1%}" if step.bubble else ""
+        words = filter(None, (seconds_text(step.seconds), speed(plan, step.seconds)))
+        computed, waited = seconds_text(step.computation), seconds_text(step.communication)
         yield (
-            f"step time on {step.cluster}: {seconds_text(step.seconds)}"
-            f"{_speed(plan, step.seconds)}; computation {seconds_text(step.computation)}, exposed"
-            f" communication {seconds_text(step.communication)}{bubble}"
+            f"step time on {step.cluster}: {', '.join(words)}; computation {computed},"
+            f" exposed communication {waited}{bubble}"
         )
 
 
-def _speed(plan: PlanData, seconds: float) -> str:
-    if plan.global_batch is None:
+def speed(plan: PlanData, seconds: float) -> str:
+    """`8,192 tokens/s`, or samples where their tokens are not known; empty if no batch is."""
+    if plan.global_batch is None or not seconds:
         return ""
     if plan.sequence is None:
-        return f", {plan.global_batch / seconds:,.0f} samples/s"
-    return f", {plan.global_batch * plan.sequence / seconds:,.0f} tokens/s"
+        return f"{plan.global_batch / seconds:,.0f} samples/s"
+    return f"{plan.global_batch * plan.sequence / seconds:,.0f} tokens/s"
 
 
 def _memory(plan: PlanData) -> Iterable[str]:
     """The peak memory of a device of the stage that needs most, by purpose, and the peaks of the
-    other stages. Only a plan with its graph knows them."""
-    if plan.graph is None or not plan.training:
+    other stages."""
+    memory = plan.known_memory
+    if memory is None:
         return
-    stages = sorted(plan.memory.stages, key=lambda stage: stage.peak)
+    stages = sorted(memory.stages, key=lambda stage: stage.peak)
     most, others = stages[-1], stages[:-1]
     sizes = ((getattr(most, name), name) for name in most.NAMES)
     purposes = ", ".join(
@@ -178,24 +181,23 @@ def _memory(plan: PlanData) -> Iterable[str]:
     )
     place = f" (stage {most.stage})" if others else ""
     yield (
-        f"peak memory per device{place}, training with {plan.memory.optimizer}:"
-        f" {binary(most.peak)}{_limit(plan)}; {purposes}"
+        f"peak memory per device{place}, training with {memory.optimizer}:"
+        f" {binary(most.peak)}{_limit(memory.peak, plan.memory_limit)}; {purposes}"
     )
     if not others:
         return
     ends = others if len(others) == 1 else (others[0], others[-1])
     peaks = " to ".join(f"{binary(stage.peak)} (stage {stage.stage})" for stage in ends)
     yield f"peak memory of the other stage{'s' if len(others) > 1 else ''}: {peaks}"
-    if plan.step is None:
+    if plan.step is None and plan.graph is not None:
         yield f"pipeline bubbles: {plan.timeline().bubble:.1%}, estimated from FLOPs alone"
 
 
-def _limit(plan: PlanData) -> str:
+def _limit(peak: int, limit: int | None) -> str:
     """The memory of a device, if it is known."""
-    limit = plan.memory_limit
     if limit is None:
         return ""
-    if plan.memory.peak > limit:
+    if peak > limit:
         return f", over the limit of {binary(limit)}"
     return f" of {binary(limit)}"
 
@@ -211,10 +213,9 @@ def _recomputed(plan: PlanData) -> Iterable[str]:
         )
 
 
-def _unused_axes(plan: PlanData) -> Iterable[str]:
+def unused_axes_text(plan: PlanData) -> Iterable[str]:
     """The axes that shard no operator: devices along them compute the same result."""
-    used = {axis for factors in plan.cuts.values() for axes in factors.values() for axis in axes}
-    unused = tuple(axis for axis in range(len(plan.mesh.device_matrix)) if axis not in used)
+    unused = plan.unused_axes
     if unused:
         names = plan.mesh.named(unused)
         axes = f"axes {names} are" if len(unused) > 1 else f"axis {names} is"

@@ -1,0 +1,289 @@
+"""A plan as a page: the answer first, then where time, memory and bytes go, then the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import accumulate
+
+from shardwright.cost.memory import StageMemory, binary
+from shardwright.cost.pipeline_timeline import timeline
+from shardwright.cost.time_parts import COMPUTATION, WAITING, TimePart
+from shardwright.plan.data import PlanData
+from shardwright.plan.page_tree import page_tree
+from shardwright.plan.repeated_rows import fold_crossings, fold_names, fold_rows
+from shardwright.plan.rows import StepRow, devices_text, seconds_text
+from shardwright.plan.table import speed, unused_axes_text
+from shardwright.report.page import Axis, Bar, Chart, Headline, Lane, Page, Stack
+
+MOST_SPANS = 20_000
+"""Actions of a timeline that is drawn."""
+
+MOST_ROWS = 12
+"""Kinds of redistributions that are listed."""
+
+MEANINGS = {
+    "dp": "data parallel",
+    "fsdp": "fully sharded data parallel",
+    "sp": "sequence parallel",
+    "tp": "tensor parallel",
+}
+PLAN_AGAIN = "This file does not hold it: plan again with this version and save the plan."
+
+
+def plan_page(plan: PlanData) -> Page:
+    """What the page of a plan shows; of what its file does not hold it says so.
+
+    Raises:
+        PlanError: if it has stages that its schedule cannot run.
+    """
+    tree, pictures = page_tree(plan)
+    lanes, note = _lanes(plan)
+    return Page(
+        title=f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}",
+        sentence=_sentence(plan),
+        headlines=tuple(_headlines(plan)),
+        notes=tuple(_notes(plan)),
+        time=_time(plan),
+        memory=_memory(plan),
+        lanes=lanes,
+        pipeline_note=note,
+        traffic=_traffic(plan),
+        axes=tuple(_axes(plan)),
+        tree=tree,
+        pictures=pictures,
+        made=_made(plan),
+    )
+
+
+def _axes(plan: PlanData) -> Iterator[Axis]:
+    unused = plan.unused_axes
+    for number, name in enumerate(plan.mesh.alias_names):
+        meaning = MEANINGS.get(name.rstrip("0123456789")) or f"mixed cuts over {name}"
+        meaning = "equal copies" if number in unused else meaning
+        yield Axis(name, plan.mesh.device_matrix[number], meaning)
+
+
+def _sentence(plan: PlanData) -> str:
+    """What was chosen, in words of the field."""
+    pipeline, sizes = plan.pipeline, dict[str, int]()
+    for axis in _axes(plan):
+        sizes[axis.meaning] = sizes.get(axis.meaning, 1) * axis.size
+    words = [f"{word} {size}" for word, size in sizes.items()]
+    if pipeline.stages > 1:
+        words.insert(0, f"pipeline parallel {pipeline.stages} ({pipeline.schedule})")
+    text = ", ".join(words) or "no parallelism"
+    text = f"{text[0].upper()}{text[1:]}"
+    if pipeline.micro_batches > 1:
+        text += f", with {pipeline.micro_batches:,} micro-batches"
+    if plan.sharding is not None:
+        text += f"; parameters and optimizer state are stored in shards ({plan.sharding.level})"
+    recomputed = sum(bool(row.segment) for row in plan.operators)
+    if recomputed:
+        text += f"; {recomputed:,} of {len(plan.operators):,} operators are recomputed"
+    if plan.compute_dtype is not None:
+        text += f"; computed in {plan.compute_dtype}"
+    return text + "."
+
+
+def _headlines(plan: PlanData) -> Iterator[Headline]:
+    """The answer."""
+    stages = [f"pp {plan.pipeline.stages}"] if plan.pipeline.stages > 1 else []
+    mesh = [f"{axis.name} {axis.size}" for axis in _axes(plan)]
+    yield Headline("Devices", f"{plan.devices:,}", " × ".join(stages + mesh) or "one device")
+    step = plan.step
+    if step is None:
+        yield Headline("Step", "not predicted", "name a cluster to predict seconds")
+    else:
+        yield Headline("Step", seconds_text(step.seconds), f"predicted on {step.cluster}")
+        if plan.global_batch is not None and step.seconds:
+            yield Headline("Speed", speed(plan, step.seconds), _speed_of_one(plan, step))
+        if step.utilization is not None:
+            note = "of the peak, without recomputation"
+            yield Headline("Utilization", f"{step.utilization:.1%}", note)
+    yield _memory_headline(plan)
+    sent = f"{binary(plan.forward_bytes)} forward, {binary(plan.backward_bytes)} backward"
+    yield Headline("Sent per device", binary(plan.bytes), f"a step: {sent}")
+    if plan.global_batch is not None:
+        tokens = f" × {plan.sequence:,} tokens" if plan.sequence is not None else " samples"
+        number = plan.pipeline.micro_batches
+        note = f"{number:,} micro-batches of {plan.global_batch // number:,}"
+        yield Headline("Global batch", f"{plan.global_batch:,}{tokens}", note if number > 1 else "")
+
+
+def _speed_of_one(plan: PlanData, step: StepRow) -> str:
+    return f"{speed(plan, step.seconds * plan.devices)} of one device"
+
+
+def _memory_headline(plan: PlanData) -> Headline:
+    memory, limit = plan.known_memory, plan.memory_limit
+    if memory is None:
+        of = "" if limit is None else f"; the limit is {binary(limit)}"
+        return Headline("Parameters per device", binary(plan.parameter_bytes), f"as stored{of}")
+    most = max(memory.stages, key=lambda stage: stage.peak)
+    place = f"peak, stage {most.stage}" if len(memory.stages) > 1 else "peak"
+    if limit is None:
+        return Headline("Memory per device", binary(memory.peak), f"{place}; no limit is known")
+    verdict = "does not fit" if memory.peak > limit else "fits"
+    note = f"of {binary(limit)} ({memory.peak / limit:.0%}), {place}: {verdict}"
+    state = "bad" if memory.peak > limit else "good"
+    return Headline("Memory per device", binary(memory.peak), note, state)
+
+
+def _notes(plan: PlanData) -> Iterator[str]:
+    """What an engineer should know before she runs it."""
+    yield from unused_axes_text(plan)
+    if plan.without_rule:
+        names = ", ".join(fold_names(plan.without_rule))
+        yield f"No sharding rule, so every device computes them in full: {names}"
+
+
+def _time(plan: PlanData) -> Chart:
+    """A waterfall of what takes the seconds of a step."""
+    step = plan.step
+    if step is None:
+        return Chart(note="Seconds are predicted for plans that are made for a cluster.")
+    parts = step.parts or tuple(_coarse_parts(step))
+    whole = max(step.seconds, sum(part.seconds for part in parts)) or 1.0
+    starts = accumulate((part.seconds for part in parts), initial=0.0)
+    bars = tuple(
+        Bar(
+            label=_part_label(part),
+            kind=part.kind,
+            text=f"{seconds_text(part.seconds)}, {part.seconds / whole:.1%}",
+            start=start / whole,
+            length=part.seconds / whole,
+            hidden=min(part.hidden, start) / whole,
+            note=f"{seconds_text(part.hidden)} more are hidden" if part.hidden else "",
+        )
+        for part, start in zip(parts, starts, strict=False)
+    )
+    stages = "the stage that works longest" if plan.pipeline.stages > 1 else "each device"
+    note = f"Of {stages}, in the order of kinds, not of time."
+    if any(part.hidden for part in parts):
+        note += " Hatched: communication beside computation, which does not lengthen the step."
+    if not step.parts:
+        note = f"Computation by kind and communication by axis: {PLAN_AGAIN}"
+    return Chart(bars, note=note)
+
+
+def _coarse_parts(step: StepRow) -> Iterator[TimePart]:
+    """The parts of a step whose file has no finer ones."""
+    yield TimePart("computation", (), step.computation)
+    yield TimePart("communication", (), step.communication)
+    rest = step.seconds - step.computation - step.communication
+    if step.bubble and rest > 0:
+        yield TimePart(WAITING, (), rest)
+
+
+def _part_label(part: TimePart) -> str:
+    over = f" over {'·'.join(part.axes)}" if part.axes else ""
+    return part.kind if part.kind in COMPUTATION else f"{part.kind}{over}"
+
+
+def _memory(plan: PlanData) -> Chart:
+    """The peak of each stage by kind, against the limit."""
+    memory, limit = plan.known_memory, plan.memory_limit
+    if memory is None:
+        return Chart(note=PLAN_AGAIN if plan.training else "Plans for training predict it.")
+    width = max(memory.peak, limit or 0) or 1
+    used = [name for name in StageMemory.NAMES if any(getattr(s, name) for s in memory.stages)]
+    rows, table = [], []
+    for stage in memory.stages:
+        sizes = [getattr(stage, name) for name in used]
+        starts = accumulate(sizes, initial=0)
+        over = limit is not None and stage.peak > limit
+        rows.append(
+            Stack(
+                label=f"stage {stage.stage}" if len(memory.stages) > 1 else "each device",
+                text=binary(stage.peak),
+                bars=tuple(
+                    Bar(name, name, binary(size), start / width, size / width)
+                    for name, size, start in zip(used, sizes, starts, strict=False)
+                ),
+                limit=None if limit is None else limit / width,
+                state="bad" if over else "",
+                note=stage.moment,
+            )
+        )
+        table.append((rows[-1].label, *map(binary, (*sizes, stage.peak)), stage.moment))
+    note = f"One device at its peak, with {memory.optimizer}"
+    note += "." if limit is None else f"; the line is the limit of {binary(limit)}."
+    return Chart(tuple(rows), tuple(used), note, ("", *used, "peak", "when"), tuple(table))
+
+
+def _lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
+    """The timeline of each stage, and what it is."""
+    pipeline, chunks = plan.pipeline, plan.chunk_seconds
+    if pipeline.stages == 1:
+        return (), ""
+    if not chunks:
+        return (), PLAN_AGAIN
+    if pipeline.num_chunks * pipeline.micro_batches > MOST_SPANS // 3:
+        return (), f"{pipeline.micro_batches:,} micro-batches are too many to draw."
+    line = timeline(pipeline, chunks)
+    whole = line.seconds or 1.0
+    several = pipeline.chunks > 1
+
+    def text(seconds: float) -> str:
+        return "" if plan.step is None else f", {seconds_text(seconds)}"
+
+    lanes = tuple(
+        Lane(
+            f"stage {number}",
+            f"idle {line.bubbles[number]:.1%}" if line.seconds else "",
+            tuple(
+                (
+                    span.action.kind,
+                    span.action.micro_batch,
+                    f"{span.action}{f' of chunk {span.action.chunk}' if several else ''}"
+                    f"{text(span.end - span.start)}",
+                    span.start / whole,
+                    (span.end - span.start) / whole,
+                )
+                for span in spans
+            ),
+        )
+        for number, spans in enumerate(line.stages)
+    )
+    by = "operations alone" if plan.step is None else "seconds"
+    idle = f"{line.bubble:.1%} of the stages' time are bubbles" if line.seconds else "no time"
+    return lanes, f"Schedule {pipeline.schedule}, by {by}: {idle}. The optimizer's step follows."
+
+
+def _traffic(plan: PlanData) -> Chart:
+    """What is sent, by kind and axes, in one micro-batch; and from stage to stage."""
+    sent: dict[str, list[int]] = {}
+    for fold in fold_rows(plan.operators):
+        for each in fold.row.redistributions:
+            steps = (re.sub(r" (dim \d+|sum|mean|max)( to dim \d+)?", "", s) for s in each.steps)
+            entry = sent.setdefault(", then ".join(steps), [0, 0, 0])
+            sizes = (1, each.forward_bytes, each.backward_bytes)
+            entry[:] = [total + fold.count * size for total, size in zip(entry, sizes, strict=True)]
+    ranked = sorted(sent.items(), key=lambda entry: -sum(entry[1][1:]))
+    ranked = [entry for entry in ranked if sum(entry[1][1:])]
+    table = [
+        (steps, f"{count:,}", binary(there), binary(back))
+        for steps, (count, there, back) in ranked[:MOST_ROWS]
+    ]
+    for crossing in fold_crossings(plan.crossings):
+        there, back = crossing.forward_bytes, crossing.backward_bytes
+        table.append((f"send: {crossing.stages}", "1", binary(there), binary(back)))
+    left = len(ranked) - MOST_ROWS
+    devices = "one device sends" if plan.pipeline.stages == 1 else "one device of each stage sends"
+    note = (
+        f"Bytes that {devices} when each redistribution is made once: those of activations are made"
+        " in every micro-batch, those of parameters and gradients as their sharding says."
+    )
+    if left > 0:
+        note += f" {left} kinds that send less are not shown."
+    header = ("forward / backward", "how many", "forward", "backward")
+    return Chart(note=note, header=header, table=tuple(table))
+
+
+def _made(plan: PlanData) -> str:
+    options = ", ".join(f"{key}={value}" for key, value in plan.options.items())
+    return (
+        f"{plan.mode}({options}); captured in {plan.capture_seconds:.2f} s, searched in"
+        f" {plan.search_seconds:.2f} s; fingerprint of the model {plan.fingerprint}"
+    )
