@@ -88,3 +88,21 @@ def test_an_embedding_reads_only_the_rows_that_it_looks_up() -> None:
     net = nn.Embedding(1000, 8)
     graph = capture(net, (torch.zeros(4, dtype=torch.long),))
     assert sum(size for size, _ in work_of(graph.ops[0]).forward_bytes) == 4 * 8 + 2 * 4 * 8 * 4
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers", "5.0")
+        sizes = {"hidden_size": 8, "intermediate_size": 12, "num_local_experts": 4}
+        options = {"num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
+        config = transformers.MixtralConfig(**sizes, **options)
+        self.block = transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x).sum()
+
+
+def test_experts_take_what_those_that_each_token_chose_take() -> None:
+    net, x = Experts(), torch.randn(2, 6, 8, requires_grad=True)
+    assert planned(capture(net, (x,))) == counted(net, (x,), {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import shardwright as sw
 from random_plans import check_random_plan, random_plan
 from shardwright.graph.custom_ops import experts
 from shardwright.graph.graph import Graph
+from torchrun import torchrun
 
 transformers = pytest.importorskip("transformers", "5.0")
 
@@ -82,7 +84,7 @@ def dispatches(graph: Graph) -> list[str]:
 
 @pytest.mark.parametrize(
     ("build", "devices"),
-    zip(MODELS, (4, 2, 2, 2, 2), strict=True),
+    list(zip(MODELS, (4, 2, 2, 2, 2), strict=True)),
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_a_random_plan_changes_no_result(build: Any, devices: int) -> None:
@@ -139,3 +141,14 @@ def test_a_gate_that_mixes_columns_is_captured_as_it_is(monkeypatch: pytest.Monk
     gate = kind._apply_gate
     monkeypatch.setattr(kind, "_apply_gate", lambda self, x: gate(self, x).softmax(-1))
     assert dispatches(sw.capture(net, (), batch())) == []
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    return torchrun(Path(__file__).with_name("experts_ranks.py"), 2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("check", ["uneven_routing", "unused_experts", "compiled"])
+def test_processes_that_share_the_experts_train_as_one_device(check: str, output: str) -> None:
+    assert f"passed check_{check}" in output, output

@@ -14,12 +14,13 @@ import torch
 from torch import fx
 
 from shardwright.capture.fx_nodes import module_path
-from shardwright.graph.custom_ops import batch_norm_train, instance_norm_train
+from shardwright.graph.custom_ops import batch_norm_train, experts, instance_norm_train
 from shardwright.torch_internals.operators import OpOverload, schema_of
 
 aten = torch.ops.aten
 
 MAIN = (
+    experts,
     aten.linear.default,
     aten.matmul.default,
     aten.conv1d.default,
@@ -49,7 +50,8 @@ def local_operator_name(target: Any) -> str:
 def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str]:
     """A unique name for every operator of the graph (`getitem` is not an operator).
 
-    The main operator of a module without children has the module's path as its name; the others are
+    The main operator of a module without children, and a dispatch to experts, whose children are
+    parts of it, has the module's path as its name; the others are
     `path.operator`, `path.operator_1`, …. The path of a second call is `path@2`. The addition of a
     bias is `<name of the operator>.bias`.
     """
@@ -61,7 +63,8 @@ def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str
     used: Counter[str] = Counter()
     for (module, number), nodes in calls.items():
         path = module if number == 1 else f"{module}@{number}"
-        main = _main(nodes) if module and module in leaves else None
+        whole = module in leaves or any(node.target is experts for node in nodes)
+        main = _main(nodes) if module and whole else None
         for node in nodes:
             product = node.meta.get("bias_of")
             if node is main:

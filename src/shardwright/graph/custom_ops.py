@@ -150,13 +150,14 @@ def experts(
     here, chosen, hidden = gate_up.shape[0], ids.shape[-1], x.shape[-1]
     slots = ids.reshape(-1) - first  # type: ignore[operator]
     absent = (slots < 0) | (slots >= here)
-    scale = weights.reshape(-1).masked_fill(absent, 0)
+    scale = weights.reshape(-1, 1).masked_fill(absent.unsqueeze(-1), 0)
     slots, order = slots.masked_fill(absent, here).sort(stable=True)
     ends = torch.searchsorted(slots, torch.arange(here, device=x.device), right=True)
     whole = (total or here) == here or isinstance(first, torch.SymInt)
     count = slots.shape[0] if whole else _rows_here(ends, slots.shape[0], total or here)
     # Of rows that stay although their expert is not here, the last one makes what weighs 0.
     slots, order = slots[:count].clamp(max=here - 1), order[:count]
+    scale = scale[order]
     ends = torch.cat([ends[:-1], ends.new_full((1,), count)]).to(torch.int32)
     rows = x.reshape(-1, hidden)[order // chosen].to(gate_up.dtype)
     rows = segment_matmul(rows, gate_up.flatten(1, 2).mT, ends)
@@ -164,11 +165,11 @@ def experts(
         rows = rows + gate_up_bias.flatten(1)[slots]
     rows = rows.view(-1, *gate_up.shape[1:3])
     rows = run_steps(gate, rows if interleaved else rows.transpose(1, 2)).squeeze(-1)
-    rows = segment_matmul(rows, down.mT, ends)
+    # Weighed before the last product, so that not its result but the smaller input is kept.
+    rows = segment_matmul((rows * scale).to(down.dtype), down.mT, ends)
     if down_bias is not None:
-        rows = rows + down_bias[slots]
-    rows = (rows * scale[order].unsqueeze(-1)).to(x.dtype)
-    placed = rows.new_zeros(ids.numel(), hidden).index_copy(0, order, rows)
+        rows = rows + down_bias[slots] * scale
+    placed = x.new_zeros(ids.numel(), hidden).index_copy(0, order, rows.to(x.dtype))
     result: Tensor = placed.view(-1, chosen, hidden).sum(1).view_as(x)
     return result
 

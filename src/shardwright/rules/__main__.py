@@ -27,6 +27,12 @@ def _indices(*shape: int) -> Tensor:
 _HEADS = tuple(_tensor(2, 8, 6, 4) for _ in range(3))
 _GROUPED = tuple(_tensor(*shape, dtype=torch.bfloat16) for shape in ((8, 16), (2, 16, 8)))
 _IMAGES = _tensor(2, 4, 8, 8)
+_ROUTED = (_tensor(2, 6, 4), _indices(2, 6, 2), _tensor(2, 6, 2))
+_GATE = (
+    ("aten.unbind.int", ("%0", -1), ()),
+    ("getitem", ("%1", 0), ()),
+)
+_EXPERTS = (_tensor(8, 2, 6, 4), _tensor(8, 4, 6), None, None)
 
 _EXAMPLES: tuple[tuple[OpTarget, tuple[object, ...]], ...] = (
     (aten.linear.default, (_tensor(2, 6, 4), _tensor(8, 4))),
@@ -39,6 +45,7 @@ _EXAMPLES: tuple[tuple[OpTarget, tuple[object, ...]], ...] = (
     (aten._grouped_mm.default, (*_GROUPED, _tensor(2, dtype=torch.int32))),
     (aten.scaled_dot_product_attention.default, _HEADS),
     (aten.embedding.default, (_tensor(8, 4), _indices(2, 6))),
+    (custom_ops.experts, (*_ROUTED, *_EXPERTS, _GATE)),
     (aten.conv2d.default, (_IMAGES, _tensor(6, 4, 3, 3))),
     (aten.layer_norm.default, (_tensor(2, 6, 4), [4], _tensor(4), _tensor(4))),
     (aten.group_norm.default, (_IMAGES, 2, _tensor(4), _tensor(4))),
