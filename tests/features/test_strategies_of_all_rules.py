@@ -47,6 +47,10 @@ FAMILIES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "einsum": (lambda a, b: torch.einsum("bik,bkj->bij", a, b), (floats(4, 2, 4), floats(4, 4, 8))),
     "convolution": (F.conv2d, (floats(4, 4, 6, 6), floats(8, 4, 3, 3))),
     "attention": (F.scaled_dot_product_attention, (floats(4, 4, 8, 2),) * 3),
+    "causal attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        (floats(1, 4, 8, 2),) * 3,
+    ),
     "embedding": (lambda table, i: F.embedding(i, table), (floats(8, 4), ids(4, 6))),
     "cross entropy": (F.cross_entropy, (floats(4, 8), ids(4))),
     "mse loss": (F.mse_loss, (floats(4, 8), floats(4, 8) + 1)),

@@ -57,7 +57,7 @@ def test_the_plan_equals_one_device(model: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "attention"),
-    [("llama2_70b_tiny", "masked"), ("baichuan2_13b_tiny", "fused"), (TINY[3], "explicit")],
+    [("llama2_70b_tiny", "fused"), ("baichuan2_13b_tiny", "fused"), (TINY[3], "explicit")],
 )
 def test_context_parallel_equals_one_device(model: str, attention: Attention) -> None:
     torch.manual_seed(0)
@@ -69,17 +69,17 @@ def test_context_parallel_equals_one_device(model: str, attention: Attention) ->
 
 
 @pytest.mark.parametrize(
-    ("attention", "cp", "mp", "queries", "steps"),
+    ("cp", "mp", "queries", "steps"),
     [
-        ("fused", 8, 1, (1, 8, 1, 1), "all_to_all dim 2 to dim 1 over sp / all_to_all"),
-        ("masked", 4, 4, (1, 4, 4, 1), "all_gather dim 2 over sp / reduce_scatter"),
+        (8, 1, (1, 8, 1, 1), "all_to_all dim 2 to dim 1 over sp / all_to_all"),
+        (4, 4, (1, 4, 4, 1), "all_gather dim 2 over sp / reduce_scatter"),
     ],
 )
 def test_attention_cuts_heads_where_they_divide_else_queries(
-    attention: Attention, cp: int, mp: int, queries: tuple[int, ...], steps: str
+    cp: int, mp: int, queries: tuple[int, ...], steps: str
 ) -> None:
     with torch.device("meta"):
-        net = build("llama2_70b_tiny", attention=attention)
+        net = build("llama2_70b_tiny")
         batch = example_batch(MODELS["llama2_70b_tiny"], 1)
     pin_expert(net, data_parallel=1, model_parallel=mp, context_parallel=cp)
     plan = sw.plan(net, batch, devices=cp * mp, mode="sharding_propagation")

@@ -11,18 +11,27 @@ def heads(b: int, h: int, s: int, d: int) -> Tensor:
     return randn(b, h, s, d, dtype=torch.float64)
 
 
-def test_batch_heads_queries_and_features_of_values_may_be_cut() -> None:
+def test_batch_heads_and_queries_may_be_cut() -> None:
     found = check(attend, heads(2, 6, 4, 3), heads(2, 6, 5, 3), heads(2, 6, 5, 4))
-    assert found.factors == ("b", "h", "s", "e")
+    assert found.factors == ("b", "h", "s")
     assert found.main is not None
-    assert list(found.main.labels) == ["b", "h", "s", "e"]
+    assert list(found.main.labels) == ["b", "h", "s"]
 
 
-def test_a_causal_mask_keeps_queries_whole() -> None:
-    found = check(attend, heads(2, 6, 4, 4), heads(2, 6, 4, 4), heads(2, 6, 4, 4), is_causal=True)
-    assert found.factors == ("b", "h", "e")
+@pytest.mark.parametrize("keys", [6, 8])
+def test_causal_queries_may_be_cut(keys) -> None:
+    found = check(
+        attend, heads(2, 2, 6, 4), heads(2, 2, keys, 4), heads(2, 2, keys, 3), is_causal=True
+    )
+    assert found.factors == ("b", "h", "s")
+    assert found.inputs[1] == ("b", "h", None, None)
     assert found.main is not None
-    assert "s" not in found.main.labels
+    assert "s" in found.main.labels
+
+
+def test_causal_queries_beyond_the_last_key_stay_whole() -> None:
+    found = check(attend, heads(2, 2, 8, 4), heads(2, 2, 6, 4), heads(2, 2, 6, 4), is_causal=True)
+    assert found.factors == ("b", "h")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,7 @@ def test_keys_and_values_that_all_batches_share_stay_whole() -> None:
 
 def test_attention_of_three_dimensions() -> None:
     q, k, v = (randn(6, s, 4, dtype=torch.float64) for s in (4, 5, 5))
-    assert check(attend, q, k, v, scale=0.3).factors == ("b", "s", "e")
+    assert check(attend, q, k, v, scale=0.3).factors == ("b", "s")
 
 
 def test_dropout_draws() -> None:

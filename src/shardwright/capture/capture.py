@@ -18,6 +18,7 @@ from shardwright.capture.annotations import call_tags, module_tags, preserve_tag
 from shardwright.capture.attributes import TracedAttributes, attribute_texts
 from shardwright.capture.build_graph import CapturedCall, build_graph
 from shardwright.capture.canonicalize import canonicalize
+from shardwright.capture.causal_masks import fold_causal_masks
 from shardwright.capture.fake_copy import (
     LossesInSinglePrecision,
     RecordedEffects,
@@ -96,6 +97,7 @@ def _capture(
     add_updates(graph, changed)
     take_as_buffers(module, signature, changed, trained)
     canonicalize(graph)
+    fold_causal_masks(graph)
     sources = gradient_sources(module, leaves, signature, graph)
     drop_redundant_detach(graph, sources)
     remove_dead(graph)

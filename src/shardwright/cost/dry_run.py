@@ -131,7 +131,8 @@ class _MetaChunk:
         cls, partitioned: Partitioned, chunk: Chunk, halves: bool, known: dict[Any, Any]
     ) -> _MetaChunk:
         mesh = chunk.mesh
-        place = mesh.coordinates(mesh.ranks[0])
+        # Of causal queries the last block reads the most keys.
+        place = mesh.coordinates(mesh.ranks[-1])
         devices = Devices(mesh, META, lambda function: function(place))
         constants = {value: tensor.to(META) for value, tensor in chunk.graph.constants.items()}
         if constants:

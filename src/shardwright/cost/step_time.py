@@ -176,14 +176,14 @@ class TimeModel:
 
     def work(self, work: Work, shard_counts: Mapping[str, int]) -> ComputeAndExposed:
         """Seconds of `work` on one device, where each factor is cut into so many shards."""
-        everything = prod(shard_counts.values())
+        share = work.largest_share(shard_counts)
 
         def shard(size: float, factors: frozenset[str]) -> float:
             return size / prod(shard_counts.get(factor, 1) for factor in factors)
 
         def seconds(flops: float, tensors: tuple[tuple[int, frozenset[str]], ...]) -> float:
             moved = sum(shard(*tensor) for tensor in tensors)
-            return max(flops / everything / rate, moved / self.device.stream)
+            return max(flops * share / rate, moved / self.device.stream)
 
         sides = (shard(*side) for side in work.sides)
         rate = self.device.rate(work.dtype, sides, work.is_attention)

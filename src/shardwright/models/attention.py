@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Attention = Literal["fused", "masked", "explicit"]
-"""`fused` is one operator with a built-in causal mask; `masked` is one that reads the mask as a
-tensor `[positions, positions]`, so that queries can be cut along the sequence; `explicit` computes
-products and softmax separately, and saves all scores."""
+Attention = Literal["fused", "explicit"]
+"""`fused` is one operator with a built-in causal mask; `explicit` computes products and softmax
+separately, and saves all scores."""
 
 
 def causal_attention(
@@ -48,10 +47,6 @@ def causal_attention(
     batch, heads, positions, size = query.shape
     place = torch.arange(positions, device=query.device)
     later = place > place.unsqueeze(-1)
-    if kind == "masked":
-        return F.scaled_dot_product_attention(
-            query, key, value, ~later, dropout_p=dropout, scale=scale, enable_gqa=grouped
-        )
     queries = query.reshape(batch, key.shape[1], -1, positions, size)
     scores = torch.matmul(queries, key.unsqueeze(2).transpose(-1, -2)) * scale
     scores = scores.masked_fill(later, float("-inf"))
@@ -101,17 +96,12 @@ def _fused(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return _forward("fused", *args, **kwargs)
 
 
-def _masked(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return _forward("masked", *args, **kwargs)
-
-
 def _explicit(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return _forward("explicit", *args, **kwargs)
 
 
 _FORWARDS: dict[Attention, Callable[..., tuple[Tensor, None]]] = {
     "fused": _fused,
-    "masked": _masked,
     "explicit": _explicit,
 }
 

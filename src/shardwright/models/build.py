@@ -49,8 +49,8 @@ def build(
         seq_length: maximum sequence length, if not the published one.
         num_layers: number of blocks, if not the published one.
         lora: the adapters to add; all other weights are then frozen.
-        attention: `fused` (one operator), `masked` (one operator whose queries can be cut along the
-            sequence), or `explicit` (separate operators, which save all scores).
+        attention: `fused` (one operator), or `explicit` (separate operators, which save all
+            scores).
         dtype: dtype of the parameters.
 
     Raises:

@@ -122,10 +122,11 @@ def test_the_sequence_is_cut_where_the_context_is_parallel(tmp_path: Path) -> No
     }
     run = Run.from_file(written(tmp_path, **changes))
     assert run.plan(devices=8).row("model.layers.1.mlp.up_proj").strategy == ((2, 2, 1), (2, 1))
-    assert run.language is not None and run.language.model.attention == "fused"
-    grouped = run_of(**changes, model__model_config__n_kv_heads=2)
-    assert grouped.model.attention == "masked"
-    assert any("attention is masked, not fused: 2 heads of keys" in n for n in grouped.notes)
+    changes["parallel_config"] = {"data_parallel": 1, "model_parallel": 2, "context_parallel": 4}
+    changes["model__model_config__n_kv_heads"] = 2
+    grouped = Run.from_file(written(tmp_path, **changes)).plan(devices=8)
+    attention = grouped.row("model.layers.1.self_attn.scaled_dot_product_attention")
+    assert attention.strategy[0] == (1, 2, 4, 1)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,6 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
     keys, notes = Keys(content, "", file), list[str]()
     model, parallelism = read_model(keys, notes), read_parallelism(keys, notes)
     check_parallelism(keys, parallelism, model.sizes)
-    model = _with_divisible_attention(model, parallelism, notes)
     strategy_file = _strategy_file(keys)
     if strategy_file:
         notes.append(f"{strategy_file} is written as JSON, the strategies of the plan")
@@ -84,23 +83,6 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         unused=(),
     )
     return replace(run, unused=tuple(keys.unread()))
-
-
-def _with_divisible_attention(
-    model: MindFormersModel, parallelism: Parallelism, notes: list[str]
-) -> MindFormersModel:
-    """The model with attention that can be divided among the parts of the sequence: by its heads,
-    else by its queries, which needs the mask as a tensor."""
-    parts = parallelism.context_parallel * parallelism.model_parallel
-    heads = model.sizes.num_kv_heads
-    if parallelism.context_parallel == 1 or model.attention != "fused" or heads % parts == 0:
-        return model
-    notes.append(
-        f"attention is masked, not fused: {heads} heads of keys and values cannot be divided among"
-        f" context_parallel {parallelism.context_parallel} · model_parallel"
-        f" {parallelism.model_parallel}"
-    )
-    return replace(model, attention="masked")
 
 
 def _strategy_file(keys: Keys) -> str:

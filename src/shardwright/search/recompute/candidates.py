@@ -196,7 +196,7 @@ class RecomputeCandidates:
             size / prod(parts.get(factor, 1) for factor in factors)
             for size, factors in work.forward_bytes
         )
-        return work.forward_flops / prod(parts.values()) + self.prices.moved * moved
+        return work.forward_flops * work.largest_share(parts) + self.prices.moved * moved
 
 
 SavedBytes = dict[str, int]
