@@ -1,11 +1,15 @@
 """What `shardwright plan` prints beside the plan itself."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
+import shardwright as sw
 from config.mindformers.files import small
 from shardwright.cli import app
 
@@ -32,3 +36,41 @@ def test_every_shows_also_the_operators_that_only_follow(published: Path) -> Non
     assert "more operators follow" not in every.stdout
     rows = [line for line in every.stdout.splitlines() if line.startswith("│ ")]
     assert len(rows) > int(silent[1])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan in a file."""
+    path = tmp_path_factory.mktemp("saved") / "plan.json"
+    sw.plan(nn.Linear(8, 8), (torch.randn(8, 8),), devices=4).save(path)
+    return path
+
+
+def test_report_writes_a_page_beside_the_plan_or_where_it_is_told(saved: Path) -> None:
+    other = saved.parent / "pages" / "other.html"
+    for options, page in (([], saved.with_suffix(".html")), (["--out", str(other)], other)):
+        result = CliRunner().invoke(app, ["report", str(saved), *options])
+        assert result.stdout.split() == [str(page)]
+        html = page.read_text(encoding="utf-8")
+        assert html.startswith("<!doctype html>") and "Plan for 4 devices" in html
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[: len(text) // 2], r"plan.json: not a plan: invalid JSON"),
+        (lambda text: text.replace('"version": 3', '"version": 2'), "plan version 2 is not"),
+        (lambda text: "model: {name: llama2_7b}", r"plan.json: not a plan: invalid JSON"),
+        (lambda text: text.replace('"mesh"', '"meshes"'), r"incomplete plan: mesh: Field required"),
+    ],
+    ids=["cut off", "another version", "a configuration", "a key missing"],
+)
+def test_a_report_of_what_is_no_plan_is_one_error_and_no_page(
+    saved: Path, tmp_path: Path, change: Callable[[str], str], message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(change(saved.read_text()))
+    result = CliRunner().invoke(app, ["report", str(path)])
+    assert isinstance(result.exception, sw.PlanError)
+    assert re.search(message, str(result.exception))
+    assert not path.with_suffix(".html").exists()

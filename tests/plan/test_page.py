@@ -111,7 +111,7 @@ def test_the_sentence_names_what_was_chosen_in_words_of_the_field(staged: sw.Pla
     sentence = plan_page(staged).sentence
     assert sentence.startswith("Pipeline parallel 2 (1f1b), fully sharded data parallel ")
     assert (
-        "4 micro-batches; parameters and optimizer state are stored in shards (level1)" in sentence
+        "4 micro-batches; parameters and optimizer state are stored in shards, gathered" in sentence
     )
     assert re.search(r"; \d+ of \d+ operators are recomputed", sentence)
 

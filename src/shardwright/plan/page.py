@@ -28,6 +28,11 @@ MEANINGS = {
     "sp": "sequence parallel",
     "tp": "tensor parallel",
 }
+LEVELS = {
+    "level1": "gathered and reduced once a step",
+    "level2": "with gradients reduced in each micro-batch",
+    "level3": "gathered for each use",
+}
 PLAN_AGAIN = "This file does not hold it: plan again with this version and save the plan."
 
 
@@ -77,7 +82,8 @@ def _sentence(plan: PlanData) -> str:
     if pipeline.micro_batches > 1:
         text += f", with {pipeline.micro_batches:,} micro-batches"
     if plan.sharding is not None:
-        text += f"; parameters and optimizer state are stored in shards ({plan.sharding.level})"
+        level = plan.sharding.level
+        text += f"; parameters and optimizer state are stored in shards, {LEVELS[level]} ({level})"
     recomputed = sum(bool(row.segment) for row in plan.operators)
     if recomputed:
         text += f"; {recomputed:,} of {len(plan.operators):,} operators are recomputed"
