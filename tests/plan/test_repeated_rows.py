@@ -108,3 +108,22 @@ V_OF_THREE = [(0, 1), (1, 2), (2, 1), (1, 0)]
 def test_names_that_differ_in_two_numbers_stand_by_themselves() -> None:
     names = ["a.0.b.0", "a.1.b.1", "c", "d.3", "d.4"]
     assert fold_names(names) == ["a.0.b.0, a.1.b.1", "c", "d.{3..4}"]
+
+
+def test_rows_of_experts_in_layers_are_one_row_as_far_as_all_layers_have_all(
+    deep: sw.Plan,
+) -> None:
+    row = deep.row("head")
+    places = [(layer, expert) for layer in range(4) for expert in range(6)]
+
+    def names(places: list[tuple[int, int]]) -> list[tuple[str, int]]:
+        rows = [replace(row, name=f"layers.{a}.experts.{b}.up") for a, b in places]
+        return [(fold.row.name, fold.count) for fold in fold_rows(rows)]
+
+    assert names(places) == [("layers.{0..3}.experts.{0..5}.up", 24)]
+    assert names(places[:-1]) == [
+        ("layers.0.experts.{0..5}.up", 6),
+        ("layers.1.experts.{0..5}.up", 6),
+        ("layers.2.experts.{0..5}.up", 6),
+        ("layers.3.experts.{0..4}.up", 5),
+    ]

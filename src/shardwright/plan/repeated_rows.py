@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from shardwright.plan.rows import CrossingRow, OperatorRow
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Operators that differ only in one number of their names, in their stage, and in whether they
-    are recomputed.
+    """Operators that differ only in numbers of their names, in their stage, and in whether they are
+    recomputed.
 
     Args:
         row: the first, with the numbers of all in its name: `layers.{0..79}.mlp.up`.
@@ -33,13 +34,21 @@ def fold_rows(rows: Sequence[OperatorRow]) -> list[Fold]:
     groups: dict[tuple[object, ...], list[OperatorRow]] = {}
     for row in rows:
         groups.setdefault(_alike(row), []).append(row)
-    folds = []
-    for members in groups.values():
-        if len(_varying([row.name for row in members])) > 1:
-            folds += [_fold([row]) for row in members]
-        else:
-            folds.append(_fold(members))
-    return folds
+    return [_fold(grid) for members in groups.values() for grid in _grids(members)]
+
+
+def _grids(members: Sequence[OperatorRow]) -> Iterator[Sequence[OperatorRow]]:
+    """Rows of one pattern in groups whose names have all combinations of their numbers."""
+    names = [row.name for row in members]
+    places = _varying(names)
+    if len(places) < 2 or _is_grid(names):
+        yield members
+        return
+    outer: dict[str, list[OperatorRow]] = {}
+    for row in members:
+        outer.setdefault(row.name.split(".")[places[0]], []).append(row)
+    for inner in outer.values():
+        yield from _grids(inner)
 
 
 def _alike(row: OperatorRow) -> tuple[object, ...]:
@@ -58,8 +67,10 @@ def _fold(members: Sequence[OperatorRow]) -> Fold:
     recomputed = [row.name for row in members if row.segment]
     mark = "recomputed" if recomputed else ""
     if 0 < len(recomputed) < len(members):
-        (place,) = _varying(names)
-        mark = f"recomputed in {ranges(int(name.split('.')[place]) for name in recomputed)}"
+        where = f"{len(recomputed)} of {len(members)}"
+        if len(places := _varying(names)) == 1:
+            where = ranges(int(name.split(".")[places[0]]) for name in recomputed)
+        mark = f"recomputed in {where}"
     stages = ranges({row.stage for row in members})
     return Fold(replace(members[0], name=join_names(names)), len(members), stages, mark)
 
@@ -117,16 +128,18 @@ def fold_names(names: Iterable[str]) -> list[str]:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Names that differ in one number as one name: `layers.{0..3}.add`; others one after the other.
+    """Names with all combinations of their numbers as one name; others one after the other.
 
     >>> join_names(["layers.0.add", "layers.1.add", "layers.3.add"])
     'layers.{0..1,3}.add'
+    >>> join_names(["a.0.b.7", "a.0.b.8", "a.1.b.7", "a.1.b.8"])
+    'a.{0..1}.b.{7..8}'
     """
-    if len({_pattern(name) for name in names}) > 1 or len(_varying(names)) > 1:
+    if len({_pattern(name) for name in names}) > 1 or not _is_grid(names):
         return ", ".join(names)
     words = names[0].split(".")
     for place in _varying(names):
-        words[place] = f"{{{ranges(int(name.split('.')[place]) for name in names)}}}"
+        words[place] = f"{{{ranges({int(name.split('.')[place]) for name in names})}}}"
     return ".".join(words)
 
 
@@ -147,6 +160,12 @@ def ranges(numbers: Iterable[int]) -> str:
 def _pattern(name: str) -> str:
     """A name with its numbers as wildcards: `layers.*.mlp.up`."""
     return ".".join("*" if word.isdigit() else word for word in name.split("."))
+
+
+def _is_grid(names: Sequence[str]) -> bool:
+    """Whether names of one pattern have all combinations of their numbers, each once."""
+    columns = zip(*(name.split(".") for name in names), strict=True)
+    return prod(len(set(column)) for column in columns) == len(set(names))
 
 
 def _varying(names: Sequence[str]) -> list[int]:
