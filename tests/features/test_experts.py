@@ -105,6 +105,16 @@ def test_random_plans_change_no_result(build: Any) -> None:
         check_random_plan(net, (), kwargs, graph, random_plan(graph, (2, 4, 6)[seed % 3], seed))
 
 
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+def test_batch_and_sequence_stay_apart_from_router_to_experts(build: Any) -> None:
+    graph = sw.capture(build(), (), batch())
+    dispatch = graph.by_name["model.layers.0.mlp.experts"]
+    assert dispatch.target is experts
+    assert [value.shape[:2] for value in dispatch.inputs[:3]] == [(4, 8)] * 3
+    producers = {graph.producer[value].target for value in dispatch.inputs[:3]}
+    assert torch.ops.aten.reshape.default not in producers
+
+
 def test_capture_leaves_the_implementation_of_the_model_alone() -> None:
     net = mixtral()
     forward = type(net.model.layers[0].mlp.experts).forward

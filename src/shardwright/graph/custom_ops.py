@@ -131,8 +131,7 @@ def experts(
 ) -> Tensor:
     """The weighted sum of what the experts that a router chose make of each token.
 
-    Every token reaches every expert that it chose, be they few or many. Sums are taken in one
-    order, so that devices which compute alike get equal results.
+    Every token reaches every expert that it chose, be they few or many.
 
     Args:
         x: tokens, `[..., hidden]`.
@@ -159,7 +158,8 @@ def experts(
     slots, order = slots[:count].clamp(max=here - 1), order[:count]
     scale = scale[order]
     ends = torch.cat([ends[:-1], ends.new_full((1,), count)]).to(torch.int32)
-    rows = x.reshape(-1, hidden)[order // chosen].to(gate_up.dtype)
+    tokens = order // chosen
+    rows = x.reshape(-1, hidden)[tokens].to(gate_up.dtype)
     rows = segment_matmul(rows, gate_up.flatten(1, 2).mT, ends)
     if gate_up_bias is not None:
         rows = rows + gate_up_bias.flatten(1)[slots]
@@ -169,8 +169,9 @@ def experts(
     rows = segment_matmul((rows * scale).to(down.dtype), down.mT, ends)
     if down_bias is not None:
         rows = rows + down_bias[slots] * scale
-    placed = x.new_zeros(ids.numel(), hidden).index_copy(0, order, rows.to(x.dtype))
-    result: Tensor = placed.view(-1, chosen, hidden).sum(1).view_as(x)
+    # Not `index_add`, whose order of summation differs between devices that must stay equal.
+    summed = x.new_zeros(ids.numel() // chosen, hidden)
+    result: Tensor = summed.index_put((tokens,), rows.to(x.dtype), accumulate=True).view_as(x)
     return result
 
 
