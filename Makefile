@@ -4,6 +4,7 @@
 #   make golden     write the texts of tests/golden anew, to be read as a diff
 #   make check      lint, format, types, import order
 #   make bench      the numbers of docs/benchmarks.md
+#   make report-picture  the picture of docs/report.md, with Chromium
 #   make bench-gpu  what one accelerator can tell, into gpu_results/
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install test test-slow golden check format bench bench-gpu demo clean
+.PHONY: install test test-slow golden check format bench bench-gpu report-picture demo clean
 
 install: $(STAMP)
 
@@ -53,6 +54,13 @@ bench: install
 
 bench-gpu: install
 	$(BIN)/python benchmarks/gpu.py --out gpu_results
+
+report-picture: install
+	mkdir -p build docs/images
+	$(BIN)/shardwright plan configs/llama2_70b_auto.yaml --devices 64 --out build/plan.json
+	$(BIN)/shardwright report build/plan.json
+	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1280,1010 \
+	  --screenshot=docs/images/report.png file://$(CURDIR)/build/plan.html
 
 demo: install
 	@$(BIN)/python examples/demo.py
