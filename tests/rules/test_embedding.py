@@ -1,7 +1,9 @@
+import pytest
 import torch
 from torch import Tensor, randint, randn, tensor
 
 from rules.oracle import check
+from shardwright.graph.custom_ops import embedding_bag
 
 embedding = torch.ops.aten.embedding.default
 
@@ -43,3 +45,37 @@ def test_indices_that_all_fall_to_one_device() -> None:
 def test_gradients_scaled_by_frequency_let_only_features_be_cut() -> None:
     indices = tensor([[0, 1], [1, 1], [2, 0], [11, 0]])
     assert check(embedding, table(), indices, -1, True).factors == ("e",)
+
+
+BAGS = {"sum": 0, "mean": 1, "max": 2}
+
+
+@pytest.mark.parametrize("mode", BAGS)
+@pytest.mark.parametrize("padding", [None, 5])
+def test_bags_of_one_size_features_and_rows_may_be_cut(mode: str, padding: int | None) -> None:
+    indices = randint(12, (6, 4))
+    indices[::2, 0] = 5
+    found = check(embedding_bag, table(), indices, None, None, mode=BAGS[mode], padding_idx=padding)
+    assert set(found.factors) == ({"b", "e"} if mode == "max" else {"b", "e", "v"})
+
+
+@pytest.mark.parametrize("mode", BAGS)
+@pytest.mark.parametrize("last", [False, True])
+def test_rows_and_features_of_uneven_and_empty_bags_may_be_cut(mode: str, last: bool) -> None:
+    offsets = tensor([0, 3, 3, 4, 10] + [12] * last)
+    found = check(
+        embedding_bag,
+        *(table(), randint(12, (12,)), offsets, None, BAGS[mode], 5, last),
+    )
+    assert set(found.factors) == ({"e"} if mode == "max" else {"e", "v"})
+
+
+def test_weights_of_samples_are_cut_with_the_bags() -> None:
+    found = check(embedding_bag, table(), randint(12, (6, 4)), None, table(6, 4))
+    assert found.inputs[2] == ("b", None)
+    check(embedding_bag, table(), randint(12, (12,)), tensor([0, 3, 5]), table(12, 1)[:, 0])
+
+
+def test_bags_whose_gradients_are_scaled_by_frequency_are_cut_by_features_only() -> None:
+    found = check(embedding_bag, table(), randint(12, (6, 4)), scale_grad_by_freq=True)
+    assert found.factors == ("e",)

@@ -328,6 +328,29 @@ def _batch_norm(node: fx.Node) -> fx.Node | None:
     )
 
 
+@rewrites(aten.embedding_bag.default, aten.embedding_bag.padding_idx)
+def _embedding_bag(node: fx.Node) -> None:
+    """Without the results that are only for its backward pass."""
+    arguments = node_arguments(node)
+    users = [user for user in node.users if user.users]
+    if any(user.args[1] != 0 for user in users) or arguments["sparse"]:
+        return
+    indices, offsets = arguments["indices"], arguments["offsets"]
+    weights, count = arguments["per_sample_weights"], node_shape(indices)[0]
+    bags = node_shape(offsets)[0]
+    if offsets.target is aten.arange.start_step and offsets.args[:2] == (0, count):
+        offsets, size = None, (bags, count // bags)
+        indices = insert_reshape(indices, size, node)
+        weights = weights and insert_reshape(weights, size, node)
+    options = ("mode", "padding_idx", "include_last_offset", "scale_grad_by_freq")
+    args = (arguments["weight"], indices, offsets, weights)
+    new = insert(
+        node, custom_ops.embedding_bag, (*args, *(arguments.get(name) for name in options))
+    )
+    for user in users:
+        replace(user, new)
+
+
 @rewrites(aten.broadcast_tensors.default)
 def _broadcast(node: fx.Node) -> None:
     """Expands each tensor of the list on its own."""

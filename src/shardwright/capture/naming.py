@@ -14,7 +14,12 @@ import torch
 from torch import fx
 
 from shardwright.capture.fx_nodes import module_path
-from shardwright.graph.custom_ops import batch_norm_train, experts, instance_norm_train
+from shardwright.graph.custom_ops import (
+    batch_norm_train,
+    embedding_bag,
+    experts,
+    instance_norm_train,
+)
 from shardwright.torch_internals.operators import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -30,6 +35,7 @@ MAIN = (
     aten.conv_transpose2d.input,
     aten.conv_transpose3d.input,
     aten.embedding.default,
+    embedding_bag,
     aten.layer_norm.default,
     aten.rms_norm.default,
     aten.group_norm.default,

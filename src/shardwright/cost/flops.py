@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 
-from shardwright.graph.custom_ops import experts
+from shardwright.graph.custom_ops import embedding_bag, experts
 from shardwright.graph.graph import Op, Value
 from shardwright.rules import rule_of
 from shardwright.rules.notation import call_arguments, overloads
@@ -98,7 +98,11 @@ def _work(
     op: Op, rule: ShardingRule | None, wanted: tuple[bool, ...], differentiable: bool
 ) -> Work:
     inputs, outputs = _tensors(op, rule)
-    read = inputs if op.target is not aten.embedding.default else inputs[1:] + outputs
+    read = inputs
+    if op.target in _LOOKUPS:
+        (_, features), (_, places) = inputs[:2]
+        rows = op.inputs[1].numel * op.inputs[0].shape[1] * op.inputs[0].itemsize
+        read = [*inputs[1:], (rows, features & outputs[0][1] | places)]
     forward = () if is_view(op) else (*read, *outputs)
     count = sum(wanted) if differentiable else 0
     backward: tuple[tuple[int, frozenset[str]], ...] = ()
@@ -250,6 +254,7 @@ def _recurrence(op: Op) -> float:
 
 
 _RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
+_LOOKUPS = {aten.embedding.default, embedding_bag}
 _ATTENTION = {aten.scaled_dot_product_attention.default}
 _TRANSPOSED = set(overloads("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 _CONVOLUTIONS = _TRANSPOSED | set(overloads("conv1d", "conv2d", "conv3d", "convolution"))

@@ -50,6 +50,40 @@ def cross_entropy(
     return loss if reduction else loss.reshape(rows)
 
 
+_BAG_MODES = ("sum", "mean", "max")
+
+
+def embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+    mode: int = 0,
+    padding_idx: int | None = None,
+    include_last_offset: bool = False,
+    scale_grad_by_freq: bool = False,
+) -> Tensor:
+    """The first result of ATen's `embedding_bag`; bags of one size are the rows of `indices`.
+
+    Args:
+        weight: `[rows, features]`.
+        indices: `[bags, size]` without `offsets`; else `[count]`, of all bags in a row.
+        offsets: where each bag begins, `[bags]`, and where the last one ends if asked for.
+        per_sample_weights: as `indices`.
+        mode: of the rows of a bag 0 the sum, 1 the mean, 2 the maximum.
+    """
+    return F.embedding_bag(
+        indices,
+        weight,
+        offsets,
+        mode=_BAG_MODES[mode],
+        scale_grad_by_freq=scale_grad_by_freq,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=padding_idx,
+    )
+
+
 def batch_norm_train(
     x: Tensor,
     weight: Tensor | None,

@@ -1,4 +1,7 @@
-"""Embedding: `v e, b s -> b s e`, a lookup in a table whose rows (`v`) can be cut too."""
+"""Embedding: `v e, b s -> b s e`, a lookup in a table whose rows (`v`) can be cut too.
+
+Of bags, `v e, b _ -> b e`, the sum or mean (or maximum) of several rows is looked up.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from shardwright.graph.custom_ops import MEAN, embedding_bag
 from shardwright.graph.graph import Op
-from shardwright.rules.notation import binder, call_arguments, names, sharding_rule
+from shardwright.rules.notation import binder, call_arguments, input_dims, names, sharding_rule
 from shardwright.rules.rule import Dims, Local, Main, ShardingRule, rule_for
 
 aten = torch.ops.aten
@@ -59,5 +64,73 @@ def _sharded_lookup(op: Op, local: Local) -> Callable[..., Any]:
             return rows
         # The padding row has no gradient, whichever device holds it.
         return torch.where((indices == padding).unsqueeze(-1), rows.detach(), rows)
+
+    return run
+
+
+MAXIMUM = 2
+
+
+@rule_for(embedding_bag)
+def embedding_bag_rule(op: Op) -> ShardingRule:
+    """Bags, features `e` and, except for a maximum, rows `v` of the table can be cut.
+
+    Bags of several sizes stay together, as it depends on the offsets where each begins. So do all
+    indices whose gradients are scaled by their frequency.
+    """
+    arguments = call_arguments(op)
+    scaled = arguments["scale_grad_by_freq"]
+    bags = "b" if arguments["offsets"] is None and not scaled else None
+    rows = None if scaled or arguments["mode"] == MAXIMUM else "v"
+    indices = (bags, None)[: len(arguments["indices"].shape)]
+    dims: dict[str, Dims] = {
+        "weight": (rows, "e"),
+        "indices": indices,
+        "offsets": (None,),
+        "per_sample_weights": indices,
+    }
+    letters = {"b": "I", "e": "J", "v": "K"}
+    return sharding_rule(
+        op,
+        input_dims(op, dims),
+        ((bags, "e"),),
+        reduced="v",
+        main=Main({f: letters[f] for f in (bags, "e", rows) if f is not None}, weight=0),
+        kernel=_sharded_bags,
+    )
+
+
+def _sharded_bags(op: Op, local: Local) -> Callable[..., Any]:
+    """Rows of other devices weigh nothing; a mean is divided by what all devices add up."""
+    if local.shard_counts.get("v", 1) == 1:
+        return op.target
+    size = op.inputs[0].shape[0] // local.shard_counts["v"]
+    first = local.index("v") * size
+    bind = binder(op)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        arguments = bind(args, kwargs)
+        mean, padding = arguments["mode"] == MEAN, arguments["padding_idx"]
+        table, indices = arguments["weight"], arguments["indices"]
+        weights = arguments["per_sample_weights"]
+        if weights is None:
+            weights = torch.ones_like(indices, dtype=table.dtype)
+        if padding is not None:
+            weights = weights.masked_fill(indices == padding, 0)
+        row = indices - first
+        elsewhere = (row < 0) | (row >= size)
+        row = row.masked_fill(elsewhere, 0)
+
+        def bags(rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+            last = arguments["include_last_offset"]
+            return embedding_bag(
+                rows, indices, arguments["offsets"], weights, include_last_offset=last
+            )
+
+        total = bags(table, row, weights.masked_fill(elsewhere, 0))
+        if not mean:
+            return total
+        count = bags(table.new_ones(1, 1), torch.zeros_like(indices), weights)
+        return total / count.clamp(min=1)
 
     return run
