@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from sample_models import llama
 from shardwright.cost.memory import binary
+from shardwright.models import build, dimensions, example_batch
 from shardwright.plan.page import plan_page
 from shardwright.plan.repeated_rows import fold_rows
 from shardwright.plan.rows import seconds_text
@@ -178,11 +180,14 @@ def test_without_a_cluster_there_are_bytes_and_memory_but_no_seconds(plain: sw.P
     read(plain)
 
 
-def test_bytes_of_all_kinds_of_redistributions_are_those_of_the_rows(plain: sw.Plan) -> None:
-    table = plan_page(plain).traffic.table
-    assert len(table) == 1 and table[0][1:3] == ("2", "0 B")
-    backward = sum(each.backward_bytes for row in plain.operators for each in row.redistributions)
-    assert table[0][3] == binary(backward)
+def test_bytes_of_all_kinds_of_redistributions_are_those_of_the_plan() -> None:
+    net = nn.Linear(64, 32)
+    plan = sw.plan(net, (torch.randn(16, 64),), devices=4, mode="data_parallel")
+    table = plan_page(plan).traffic.table
+    assert table == (
+        ("vary over dp / all_reduce", "2", "0 B", binary(plan.backward_bytes)),
+        ("all_gather over dp", "1", binary(plan.forward_bytes), "0 B"),
+    )
 
 
 def test_files_of_an_earlier_release_give_a_page_of_what_they_hold(staged: sw.Plan) -> None:
@@ -288,3 +293,16 @@ def test_too_many_actions_are_not_drawn(staged: sw.Plan) -> None:
     data["pipeline"]["micro_batches"] = 10**9
     page = plan_page(sw.Plan.from_json(json.dumps(data)))
     assert page.lanes == () and "too many to draw" in page.pipeline_note
+
+
+@pytest.mark.slow
+def test_the_page_of_70b_on_64_devices_is_small_and_made_at_once(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        net = build("llama2_70b")
+        batch = example_batch(dimensions("llama2_70b"), 64, device="meta")
+    plan = sw.plan(net, batch, devices=64, stages=8, micro_batches=64)
+    plan = sw.Plan.from_json(plan.to_json())
+    started = time.process_time()
+    plan.report(tmp_path / "plan.html")
+    assert time.process_time() - started < 5
+    assert (tmp_path / "plan.html").stat().st_size < 5e6

@@ -156,11 +156,13 @@ def _time(plan: PlanData) -> Chart:
         Bar(
             label=_part_label(part),
             kind=part.kind,
-            text=f"{seconds_text(part.seconds)}, {part.seconds / whole:.1%}",
+            text=f"{seconds_text(part.seconds)}, {part.seconds / whole:.1%}"
+            if part.seconds
+            else "",
             start=start / whole,
             length=part.seconds / whole,
             hidden=min(part.hidden, start) / whole,
-            note=f"{seconds_text(part.hidden)} more are hidden" if part.hidden else "",
+            note=f"{seconds_text(part.hidden)} hidden" if part.hidden else "",
         )
         for part, start in zip(parts, starts, strict=False)
     )
@@ -260,12 +262,13 @@ def _lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
 def _traffic(plan: PlanData) -> Chart:
     """What is sent, by kind and axes, in one micro-batch; and from stage to stage."""
     sent: dict[str, list[int]] = {}
-    for fold in fold_rows(plan.operators):
-        for each in fold.row.redistributions:
+    rows = [(fold.count, fold.row.redistributions) for fold in fold_rows(plan.operators)]
+    for number, redistributions in (*rows, (1, plan.returned)):
+        for each in redistributions:
             steps = (re.sub(r" (dim \d+|sum|mean|max)( to dim \d+)?", "", s) for s in each.steps)
             entry = sent.setdefault(", then ".join(steps), [0, 0, 0])
             sizes = (1, each.forward_bytes, each.backward_bytes)
-            entry[:] = [total + fold.count * size for total, size in zip(entry, sizes, strict=True)]
+            entry[:] = [total + number * size for total, size in zip(entry, sizes, strict=True)]
     ranked = sorted(sent.items(), key=lambda entry: -sum(entry[1][1:]))
     ranked = [entry for entry in ranked if sum(entry[1][1:])]
     table = [
