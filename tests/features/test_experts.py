@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,50 @@ def test_a_gate_that_mixes_columns_is_captured_as_it_is(monkeypatch: pytest.Monk
     gate = kind._apply_gate
     monkeypatch.setattr(kind, "_apply_gate", lambda self, x: gate(self, x).softmax(-1))
     assert dispatches(sw.capture(net, (), batch())) == []
+
+
+def mixtral_8x7b() -> nn.Module:
+    return mixtral(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_local_experts=8,
+    )
+
+
+def qwen3_30b_a3b() -> nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [mixtral_8x7b, qwen3_30b_a3b], ids=lambda build: build.__name__)
+def test_plans_of_full_size_are_expert_and_data_parallel(build: Any) -> None:
+    with torch.device("meta"):
+        net, ids = build().to(torch.bfloat16), torch.empty(64, 4096, dtype=torch.int64)
+    begun = time.perf_counter()
+    plan = sw.plan(net, (), {"input_ids": ids, "labels": ids}, devices=64, cluster="h100")
+    print(f"{build.__name__}: {time.perf_counter() - begun:.1f} s")
+    assert plan.graph is not None
+    names = dispatches(plan.graph)
+    assert len(names) == net.config.num_hidden_layers
+    for name in names:
+        tokens, *_, gate_up, _ = plan.strategies[name]
+        assert gate_up[0] > 1, f"{name}\n{plan}"
+        assert prod(tokens) * prod(gate_up) == 64, f"{name}\n{plan}"
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,19 @@ def test_each_row_meets_the_matrix_of_its_segment(ends: list[int]) -> None:
         assert_close(gradient, wanted)
 
 
+def test_rows_behind_the_last_segment_give_nothing() -> None:
+    rows = torch.randn(7, 5, requires_grad=True)
+    matrices = torch.randn(2, 5, 4, requires_grad=True)
+    ends = torch.tensor([2, 4], dtype=torch.int32)
+    inside = segment_matmul(rows[:4], matrices, ends)
+    out = segment_matmul(rows, matrices, ends, tail=True)
+    assert_close(out, torch.cat([inside, torch.zeros(3, 4)]))
+    wanted = torch.autograd.grad(inside.pow(2).sum(), (rows, matrices))
+    assert_close(
+        torch.autograd.grad((out + 1).pow(2).sum() - 2 * out.sum(), (rows, matrices)), wanted
+    )
+
+
 def test_there_may_be_no_rows_at_all() -> None:
     matrices = torch.randn(3, 5, 4, requires_grad=True)
     out = segment_matmul(torch.randn(0, 5), matrices, torch.zeros(3, dtype=torch.int32))

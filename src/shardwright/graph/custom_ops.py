@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwright.graph.segment_matmul import segment_matmul
+from shardwright.torch_internals.operators import OpOverload
 
 MEAN = 1
 """`reduction` of the losses, as ATen numbers it: 0 none, 1 mean, 2 sum."""
@@ -186,21 +187,23 @@ def experts(
     scale = weights.reshape(-1, 1).masked_fill(absent.unsqueeze(-1), 0)
     slots, order = slots.masked_fill(absent, here).sort(stable=True)
     ends = torch.searchsorted(slots, torch.arange(here, device=x.device), right=True)
-    whole = (total or here) == here or isinstance(first, torch.SymInt)
-    count = slots.shape[0] if whole else _rows_here(ends, slots.shape[0], total or here)
-    # Of rows that stay although their expert is not here, the last one makes what weighs 0.
+    shared = total is not None and here < total
+    # Where numbers cannot be read, absent rows stay as a tail.
+    tail = shared and (isinstance(first, torch.SymInt) or torch.compiler.is_compiling())
+    count = _rows_here(ends, slots.shape[0], total or here) if shared and not tail else None
     slots, order = slots[:count].clamp(max=here - 1), order[:count]
-    scale = scale[order]
-    ends = torch.cat([ends[:-1], ends.new_full((1,), count)]).to(torch.int32)
-    tokens = order // chosen
+    if not shared:
+        # An expert that there is not is the last one, with weight 0.
+        ends = torch.cat([ends[:-1], ends.new_full((1,), slots.shape[0])])
+    ends, tokens, scale = ends.to(torch.int32), order // chosen, scale[order]
     rows = x.reshape(-1, hidden)[tokens].to(gate_up.dtype)
-    rows = segment_matmul(rows, gate_up.flatten(1, 2).mT, ends)
+    rows = segment_matmul(rows, gate_up.flatten(1, 2).mT, ends, tail)
     if gate_up_bias is not None:
         rows = rows + gate_up_bias.flatten(1)[slots]
     rows = rows.view(-1, *gate_up.shape[1:3])
     rows = run_steps(gate, rows if interleaved else rows.transpose(1, 2)).squeeze(-1)
     # Weighed before the last product, so that not its result but the smaller input is kept.
-    rows = segment_matmul((rows * scale).to(down.dtype), down.mT, ends)
+    rows = segment_matmul((rows * scale).to(down.dtype), down.mT, ends, tail)
     if down_bias is not None:
         rows = rows + down_bias[slots] * scale
     # Not `index_add`, whose order of summation differs between devices that must stay equal.
@@ -211,9 +214,7 @@ def experts(
 
 def _rows_here(ends: Tensor, rows: int, total: int) -> int:
     """How many rows are of the experts that are here; on the meta device as many as with balanced
-    routing. All where numbers cannot be read."""
-    if torch.compiler.is_compiling():
-        return rows
+    routing."""
     if ends.is_meta:
         return -(-rows * ends.shape[0] // total)
     return int(ends[-1])
@@ -237,4 +238,7 @@ def _step(name: str) -> Any:
     if name == "getitem":
         return operator.getitem
     _, packet, overload = name.split(".")
-    return getattr(getattr(torch.ops.aten, packet), overload)
+    step = getattr(getattr(torch.ops.aten, packet), overload)
+    if not isinstance(step, OpOverload):  # Names may come from a file.
+        raise ValueError(f"{name} is not an operator")
+    return step

@@ -15,22 +15,26 @@ from torch.nn import functional as F
 
 
 @torch.library.custom_op("shardwright::segment_matmul", mutates_args=())
-def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = False) -> Tensor:
     """The rows of group g times `matrices[g]`.
 
     Args:
         rows: `[rows, inner]`, sorted by group.
         matrices: `[groups, inner, columns]`.
-        ends: `[groups]`, int32: behind its last row for each group; the last is `rows`.
+        ends: `[groups]`, int32: behind its last row for each group.
+        tail: whether rows may follow the last group, for which nothing is computed but 0.
 
     Returns:
         `[rows, columns]`.
     """
     if _has_kernel(rows, matrices):
-        return F.grouped_mm(rows, matrices, offs=ends)
-    out = rows.new_empty(rows.shape[0], matrices.shape[2])
-    for group, part in _parts(ends):
-        torch.mm(rows[part], matrices[group], out=out[part])
+        out = F.grouped_mm(rows, matrices, offs=ends)
+    else:
+        out = rows.new_empty(rows.shape[0], matrices.shape[2])
+        for group, part in _parts(ends):
+            torch.mm(rows[part], matrices[group], out=out[part])
+    if tail:
+        out[int(ends[-1]) :] = 0
     return out
 
 
@@ -67,7 +71,7 @@ def _parts(ends: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 @segment_matmul.register_fake
-def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def _(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = False) -> Tensor:
     return rows.new_empty(rows.shape[0], matrices.shape[2])
 
 
@@ -76,17 +80,18 @@ def _(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(ends.shape[0], rows.shape[1], gradients.shape[1])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.tail = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     rows, matrices, ends = ctx.saved_tensors
     wanted = ctx.needs_input_grad
     gradient = gradient.contiguous()
-    of_rows = segment_matmul(gradient, matrices.mT, ends) if wanted[0] else None
+    of_rows = segment_matmul(gradient, matrices.mT, ends, ctx.tail) if wanted[0] else None
     of_matrices = _segment_outer(rows, gradient, ends) if wanted[1] else None
-    return of_rows, of_matrices, None
+    return of_rows, of_matrices, None, None
 
 
 segment_matmul.register_autograd(_backward, setup_context=_save)
