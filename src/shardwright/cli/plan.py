@@ -73,7 +73,7 @@ def plan_command(
         )
         plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
         on_progress("memory and table")
-        text = plan.to_json() if json else plan_text(plan, every, _width())
+        text = plan.to_json(memory=True) if json else plan_text(plan, every, _width())
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         plan.save(out)

@@ -149,6 +149,11 @@ class PlanData:
         return None if self.compute_dtype is None else getattr(torch, self.compute_dtype)
 
     @property
+    def options_text(self) -> str:
+        """The options of the search mode: `mem_coeff=0.1, order=weight`."""
+        return ", ".join(f"{key}={value}" for key, value in self.options.items())
+
+    @property
     def bytes(self) -> int:
         """Bytes that one device sends in one training step."""
         return self.forward_bytes + self.backward_bytes

@@ -42,7 +42,6 @@ def dump(plan: PlanData) -> str:
 
 
 def _head(plan: PlanData) -> Iterator[str]:
-    options = ", ".join(f"{key}={value}" for key, value in plan.options.items())
     yield f"plan for {devices_text(plan.mesh, plan.pipeline.stages)}"
     if plan.pipeline.stages * plan.pipeline.micro_batches > 1:
         pipeline = plan.pipeline
@@ -51,7 +50,8 @@ def _head(plan: PlanData) -> Iterator[str]:
             f" {pipeline.micro_batches} micro-batches, schedule {pipeline.schedule},"
             f" {pipeline.chunks} chunk{'s' if pipeline.chunks > 1 else ''} per stage"
         )
-    yield f"mode {plan.mode}({options}), for {'training' if plan.training else 'evaluation'}"
+    purpose = "training" if plan.training else "evaluation"
+    yield f"mode {plan.mode}({plan.options_text}), for {purpose}"
     yield (
         f"each device sends {plan.forward_bytes:,} bytes forward and {plan.backward_bytes:,}"
         f" backward per step, and stores {plan.parameter_bytes:,} bytes of parameters"

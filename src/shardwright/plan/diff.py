@@ -55,7 +55,7 @@ def _whole(plan: PlanData) -> Iterator[tuple[str, str]]:
     yield "model", plan.fingerprint
     yield "devices", f"{plan.devices}"
     yield "mode", plan.mode
-    yield "options", ", ".join(f"{key}={value}" for key, value in plan.options.items()) or NONE
+    yield "options", plan.options_text or NONE
     yield "stages", f"{pipeline.stages}"
     yield "schedule", pipeline.schedule if pipeline.stages > 1 else NONE
     yield "micro-batches", f"{pipeline.micro_batches}"

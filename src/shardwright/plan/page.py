@@ -291,8 +291,7 @@ def _traffic(plan: PlanData) -> Chart:
 
 
 def _made(plan: PlanData) -> str:
-    options = ", ".join(f"{key}={value}" for key, value in plan.options.items())
     return (
-        f"{plan.mode}({options}); captured in {plan.capture_seconds:.2f} s, searched in"
+        f"{plan.mode}({plan.options_text}); captured in {plan.capture_seconds:.2f} s, searched in"
         f" {plan.search_seconds:.2f} s; fingerprint of the model {plan.fingerprint}"
     )

@@ -10,7 +10,7 @@ from shardwright.cost.memory import binary
 from shardwright.layout.layout import TensorLayout
 from shardwright.plan.data import PlanData
 from shardwright.plan.repeated_rows import Fold, fold_rows
-from shardwright.plan.rows import OperatorRow, seconds_text, shape_text
+from shardwright.plan.rows import OperatorRow, seconds_text, shape_text, shapes_text
 from shardwright.report.page import Branch, Operator, OperatorTensor
 from shardwright.report.picture import Picture, picture
 
@@ -86,7 +86,7 @@ def _operator(plan: PlanData, fold: Fold, name: str, pictures: dict[TensorLayout
         path=row.name,
         operator=row.operator,
         count=number,
-        shapes=_shapes(row),
+        shapes=shapes_text(row),
         cuts=tuple((f, tuple(map(plan.mesh.axis, axes))) for f, axes in row.cuts.items()),
         bytes=number * row.bytes,
         bytes_text=binary(number * row.bytes) if row.bytes else "",
@@ -104,11 +104,6 @@ def _operator(plan: PlanData, fold: Fold, name: str, pictures: dict[TensorLayout
         ),
         redistributions=tuple(_redistributions(row)),
     )
-
-
-def _shapes(row: OperatorRow) -> str:
-    inputs = " ".join(shape_text(sizes) for _, sizes, _ in row.inputs)
-    return f"{inputs} → {' '.join(map(shape_text, row.outputs))}"
 
 
 def _why(plan: PlanData, row: OperatorRow) -> tuple[str, str]:

@@ -139,6 +139,12 @@ def shape_text(sizes: Shape) -> str:
     return "×".join(map(str, sizes)) or "1"
 
 
+def shapes_text(row: OperatorRow) -> str:
+    """`32×64 512×64 → 32×512`: the shapes of what it reads and makes."""
+    inputs = " ".join(shape_text(sizes) for _, sizes, _ in row.inputs)
+    return f"{inputs} → {' '.join(map(shape_text, row.outputs))}"
+
+
 def devices_text(mesh: Layout, stages: int) -> str:
     """
     >>> devices_text(Layout((4, 2), ("dp", "tp")), stages=1)

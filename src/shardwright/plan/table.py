@@ -17,7 +17,7 @@ from shardwright.plan.rows import (
     devices_text,
     is_notable,
     seconds_text,
-    shape_text,
+    shapes_text,
     strategy_text,
 )
 
@@ -54,7 +54,7 @@ def plan_table(plan: PlanData, every: bool = False) -> Table:
         row = fold.row
         table.add_row(
             row.name,
-            _shapes(row),
+            shapes_text(row),
             cuts_text(row) if row.rule is not None else "no rule: replicated",
             _strategy(fold),
             "\n".join(_redistributions(row)),
@@ -63,11 +63,6 @@ def plan_table(plan: PlanData, every: bool = False) -> Table:
             style="bold" if row.main else None,
         )
     return table
-
-
-def _shapes(row: OperatorRow) -> str:
-    inputs = " ".join(shape_text(sizes) for _, sizes, _ in row.inputs)
-    return f"{inputs} → {' '.join(map(shape_text, row.outputs))}"
 
 
 def _strategy(fold: Fold) -> str:
@@ -89,9 +84,8 @@ def _redistributions(row: OperatorRow) -> Iterable[str]:
 
 def plan_summary(plan: PlanData, every: bool = False) -> list[str]:
     """The lines below the table."""
-    options = ", ".join(f"{key}={value}" for key, value in plan.options.items())
     lines = [
-        f"{plan.mode}({options}); captured in {plan.capture_seconds:.2f} s, "
+        f"{plan.mode}({plan.options_text}); captured in {plan.capture_seconds:.2f} s, "
         f"searched in {plan.search_seconds * 1e3:.1f} ms",
         f"each device sends {binary(plan.forward_bytes)} forward and {binary(plan.backward_bytes)} "
         f"backward per step, and stores {binary(plan.parameter_bytes)} of parameters",

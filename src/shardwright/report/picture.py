@@ -46,7 +46,8 @@ def picture(layout: TensorLayout) -> Picture:
     mesh = layout.layout
     padded: tuple[Axes, ...] = ((), (), *layout.axes)
     behind = [axis for axes in padded[:-2] for axis in axes]
-    sheets = [axis for axis in behind for _ in range(mesh.device_matrix[axis] - 1)]
+    most = MOST_SHEETS + 1
+    sheets = [axis for axis in behind for _ in range(min(mesh.device_matrix[axis], most) - 1)]
     rows, columns = padded[-2:]
     return Picture(
         columns=tuple(_borders(mesh, columns)),
