@@ -277,7 +277,7 @@ def _traffic(plan: PlanData) -> Chart:
     ]
     for crossing in fold_crossings(plan.crossings):
         there, back = crossing.forward_bytes, crossing.backward_bytes
-        table.append((f"send: {crossing.stages}", "1", binary(there), binary(back)))
+        table.append((f"send: {crossing.stages}", "each", binary(there), binary(back)))
     left = len(ranked) - MOST_ROWS
     devices = "one device sends" if plan.pipeline.stages == 1 else "one device of each stage sends"
     note = (
