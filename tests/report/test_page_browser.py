@@ -14,7 +14,9 @@ import pytest
 import shardwright as sw
 from sample_models import llama
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 
@@ -82,7 +84,7 @@ def probe(page: Path, width: int, *options: str) -> dict[str, Any]:
     """What the script has found in a window of this width."""
     assert BROWSER is not None
     size = f"--window-size={width},900"
-    headless = ["--headless", "--no-sandbox", "--disable-gpu"]
+    headless = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     # The page remembers its theme in the profile.
     profile = f"--user-data-dir={mkdtemp(dir=page.parent)}"
     log = "--enable-logging=stderr"
