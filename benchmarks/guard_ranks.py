@@ -40,18 +40,18 @@ def main() -> None:
     plan = sw.plan(net, (ids, ids), devices=dist.get_world_size(), mode="data_parallel")
     parallel: Any = sw.parallelize(net, plan)
     calls: list[tuple[Any, ...]] = []
-    begin = parallel._guard.begin
-    parallel._guard.begin = lambda *call: (calls.append(call), begin(*call))
+    begin = parallel.execution._guard.begin
+    parallel.execution._guard.begin = lambda *call: (calls.append(call), begin(*call))
     step = statistics.median(seconds(lambda: parallel.train_step(ids, ids), STEPS))
     last = calls[-1]
     batch_guard.EVERY = 10**9  # type: ignore[misc]
     shapes = statistics.median(seconds(lambda: begin(*last), CALLS, pause=0.001))
     batch_guard.EVERY = 1  # type: ignore[misc]
     contents = statistics.median(seconds(lambda: begin(*last), CALLS, pause=0.001))
-    planned = parallel._parameters_as_planned
+    planned = parallel.execution._parameters_as_planned
 
     def look() -> None:
-        parallel._state.key()
+        parallel.execution._state.key()
         planned.frozen_or_unfrozen()
 
     state = statistics.median(seconds(look, CALLS, pause=0.001))

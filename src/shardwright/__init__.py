@@ -16,9 +16,11 @@ from shardwright.api import (
     WithLoss,
     check,
     examine,
+    from_pretrained,
     parallelize,
     plan,
     rehearse,
+    save_pretrained,
 )
 from shardwright.capture.capture import capture
 from shardwright.constraints.load_strategies import load_strategies
@@ -41,6 +43,7 @@ from shardwright.errors import (
     StrategyError,
 )
 from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.parallel.whole import whole
 from shardwright.partition.decisions import OptimizerParallel
 from shardwright.plan import Plan
 from shardwright.runtime.adopt_optimizer import adopt
@@ -81,6 +84,7 @@ __all__ = [
     "capture",
     "check",
     "examine",
+    "from_pretrained",
     "load_checkpoint",
     "load_state_dict",
     "load_strategies",
@@ -91,8 +95,10 @@ __all__ = [
     "recompute",
     "rehearse",
     "save_checkpoint",
+    "save_pretrained",
     "save_state_dict",
     "shard",
+    "whole",
 ]
 
 

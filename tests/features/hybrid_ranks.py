@@ -20,7 +20,6 @@ from features.hybrid_cases import CASES, MICRO_BATCHES, ROWS, STEPS, Case
 from shardwright.graph.graph import Graph
 from shardwright.layout.layout import Layout
 from shardwright.parallel.module import ParallelModule, parallel_module
-from shardwright.parallel.pipeline_module import pipeline_module
 from shardwright.runtime.devices import Devices
 
 
@@ -123,8 +122,7 @@ class Setting:
         if key not in self.devices:
             cpu = torch.device("cpu")
             self.devices[key] = Devices.of_process(plan.mesh, cpu, case.stages)
-        make = pipeline_module if case.stages > 1 else parallel_module
-        return make(build(case), plan.partitioned, self.devices[key])
+        return parallel_module(build(case), plan.partitioned, self.devices[key])
 
 
 def run(case: Case, setting: Setting, reference: Reference) -> None:

@@ -130,7 +130,7 @@ def test_a_forward_hook_that_is_removed_after_planning_is_called_no_more(
     check_gradients(net, parallel, step)
     handle.remove()
     check_gradients(net, parallel, step)
-    assert len(parallel._train_steps if step else parallel._forwards) == 2
+    assert len(parallel.execution._train_steps if step else parallel.execution._forwards) == 2
 
 
 def test_tensors_that_are_moved_for_the_backward_pass_change_nothing() -> None:

@@ -1,4 +1,4 @@
-"""What `test_pipeline_module.py` runs on each of eight ranks: real stages, next to one device."""
+"""What `test_pipeline_execution.py` runs on each of eight ranks: real stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from parallel.pipeline_models import (
 )
 from parallel.test_simulate_pipeline import staged_plan, trained_net
 from sample_models import llama
-from shardwright.parallel.pipeline_module import PipelineModule
+from shardwright.parallel.module import ParallelModule
 from torchrun import run_checks
 
 SCHEDULES = (
@@ -87,12 +87,12 @@ def check_training(
     args: Any,
     kwargs: Any | None = None,
     near: float = 1e-9,
-) -> PipelineModule:
+) -> ParallelModule:
     """Losses, norms, final parameters and buffers of five steps."""
     kwargs = kwargs or {}
     net, other = nets
     parallel = sw.parallelize(net, plan)
-    assert isinstance(parallel, PipelineModule)
+    assert isinstance(parallel, ParallelModule)
     # Random stages may have no parameters, of which there is no optimizer.
     own = [*parallel.parameters()] or [nn.Parameter(torch.zeros(1))]
     mine = torch.optim.SGD(own, lr=0.1, momentum=0.9)
@@ -207,7 +207,7 @@ def check_only_what_is_planned_is_sent() -> None:
             parallel.train_step(*args)
         operations = [call.args for call in messages.call_args_list]
         sent = [tensor.nbytes for kind, tensor, *_ in operations if kind is dist.isend]
-        stage = parallel.devices.stage
+        stage = parallel.execution.devices.stage
         wanted = sum(row.forward_bytes for row in plan.crossings if row.stage == stage)
         wanted += sum(row.backward_bytes for row in plan.crossings if row.to_stage == stage)
         assert sum(sent) == wanted * plan.pipeline.micro_batches, (schedule, sent, plan.crossings)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.parallel import module as parallel_module
+from shardwright.parallel import execution
 
 
 class Scored(nn.Module):
@@ -102,10 +102,10 @@ def test_a_call_without_a_loss_cannot_be_trained_and_the_planned_one_goes_on() -
 def test_the_oldest_of_many_shapes_is_forgotten_and_captured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parallel_module, "MOST_SITUATIONS", 3)
+    monkeypatch.setattr(execution, "MOST_SITUATIONS", 3)
     net, parallel = planned(X, labels=LABELS)
     for rows in (1, 2, 3, 4, 1, 6):
         x = torch.randn(rows, 4)
         torch.testing.assert_close(parallel(x)["logits"], net(x)["logits"])
-        assert len(parallel._forwards) <= 3
+        assert len(parallel.execution._forwards) <= 3
     assert parallel.program

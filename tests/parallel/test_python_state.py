@@ -151,10 +151,10 @@ def test_a_state_that_was_seen_before_is_not_captured_again() -> None:
     for alpha in (0.5, 0.25, 0.5, 2.0, 0.25):
         planned.inner.alpha = alpha
         planned(BATCH)
-    assert len(planned._forwards) == 3
+    assert len(planned.execution._forwards) == 3
     planned.unread = planned.inner.unread = 1
     planned(BATCH)
-    assert len(planned._forwards) == 3
+    assert len(planned.execution._forwards) == 3
 
 
 def test_an_equal_number_of_another_type_is_another_state() -> None:
@@ -162,7 +162,7 @@ def test_an_equal_number_of_another_type_is_another_state() -> None:
     for alpha in (2, 2.0, 2, True, 1):
         planned.inner.alpha = alpha
         planned(BATCH)
-    assert len(planned._forwards) == 4
+    assert len(planned.execution._forwards) == 4
 
 
 def test_what_forward_sets_is_not_left_from_before() -> None:
@@ -220,7 +220,7 @@ def test_the_guard_takes_less_time_than_to_list_all_modules() -> None:
     def least(call: Callable[[], object]) -> float:
         return min(timeit.repeat(call, number=1, repeat=500))
 
-    assert least(planned._state.key) < least(lambda: list(planned.modules()))
+    assert least(planned.execution._state.key) < least(lambda: list(planned.modules()))
 
 
 class Counting(Scaled):

@@ -5,6 +5,7 @@ from shardwright.api.check import Check, check
 from shardwright.api.examine import Examination, WithLoss, examine
 from shardwright.api.parallelize import parallelize
 from shardwright.api.plan import plan
+from shardwright.api.pretrained import from_pretrained, save_pretrained
 from shardwright.api.rehearse import rehearse
 from shardwright.planner.pipeline import Pipeline
 
@@ -16,7 +17,9 @@ __all__ = [
     "WithLoss",
     "check",
     "examine",
+    "from_pretrained",
     "parallelize",
     "plan",
     "rehearse",
+    "save_pretrained",
 ]

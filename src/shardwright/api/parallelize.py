@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -15,10 +15,8 @@ from shardwright.capture.attributes import has_attributes
 from shardwright.capture.capture import capture
 from shardwright.errors import PlanError, ShardwrightError
 from shardwright.graph.graph import Graph
-from shardwright.parallel.module import ParallelModule, parallel_module
-from shardwright.parallel.pipeline_module import pipeline_module
+from shardwright.parallel.module import parallel_module
 from shardwright.partition.fold_axes import dtensor_axes
-from shardwright.partition.partitioned import Partitioned
 from shardwright.plan import Plan
 from shardwright.planner.pipeline import Pipeline
 from shardwright.runtime.accelerator import device_of_group, use_device
@@ -63,9 +61,7 @@ def parallelize(
         )
         if sync and devices.several:
             take_state_of_rank_0(net, where)
-        make: Callable[[nn.Module, Partitioned, Devices], ParallelModule]
-        make = pipeline_module if plan.pipeline.stages > 1 else parallel_module
-        parallel = make(net, partitioned, devices)
+        parallel = parallel_module(net, partitioned, devices)
     return parallel if parallel.training == net.training else parallel.train(net.training)
 
 

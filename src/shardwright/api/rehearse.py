@@ -105,7 +105,7 @@ class _Steps:
             self.optimizer,
             Batches(tensors, len(tensors[0])),
             epochs=STEPS,
-            device=self.net.devices.device,
+            device=self.net.execution.devices.device,
             on_step=on_step,
             after_step=after_step,
             clip_norm=self.clip_norm,

@@ -99,7 +99,7 @@ class RankTraining:
             run.batches,
             epochs=settings.epochs,
             max_steps=settings.steps,
-            device=net.devices.device,
+            device=net.execution.devices.device,
             on_step=on_step,
             start=start,
             after_step=after_step,

@@ -1,171 +1,59 @@
-"""The module that `parallelize` returns: the user's model, run by the planned program."""
+"""The module that `parallelize` returns: the user's model, whose calls the planned program runs."""
 
 from __future__ import annotations
 
-import copy
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
-from shardwright.capture.capture import capture
-from shardwright.deferred import copies_of_attributes
-from shardwright.graph.graph import Graph, Value
-from shardwright.lower.program import Program, lower
-from shardwright.parallel.call import PlannedCall, key_of
-from shardwright.parallel.module_wrapper import ModuleWrapper, Uncopyable
-from shardwright.parallel.planned_parameters import PlannedParameters
-from shardwright.parallel.python_state import PythonState
-from shardwright.parallel.train_step import GradientAccumulation, TrainStep, loss_of
-from shardwright.partition.decisions import adapt_decisions
-from shardwright.partition.fold_axes import dtensor_axes, fold_axes, split_axes
+from shardwright.errors import PlanError
+from shardwright.lower.program import Program
+from shardwright.parallel.execution import Execution, template_of
+from shardwright.parallel.pipeline_execution import PipelineExecution
 from shardwright.partition.partitioned import Partitioned
-from shardwright.partition.pipeline_spec import PipelineSpec
-from shardwright.runtime.batch_guard import BatchGuard
-from shardwright.runtime.before_backward import before_backward
-from shardwright.runtime.clip_grad import clip_grad_norm_
 from shardwright.runtime.devices import Devices
-from shardwright.runtime.dtensor import (
-    add_gradients,
-    as_dtensor,
-    local_shards,
-    own_tensor,
-    stored_shards,
-    with_stored_parameters,
-)
-from shardwright.runtime.micro_batches import micro_batch, most_micro_batches, whole_leaves
-from shardwright.torch_internals import pytree
-from shardwright.torch_internals.hooks import HooksOfModules, hooks_of_modules
-from shardwright.torch_internals.tensors import copy_all_
-
-log = logging.getLogger(__name__)
-
-MOST_SITUATIONS = 64
-"""So many programs are kept; a model that is called with more shapes is captured again."""
-
-TensorOwner = tuple[str, nn.Module, str]
-"""Name of a parameter or buffer, the module that owns it, and its name there."""
+from shardwright.runtime.dtensor import with_stored_parameters
+from shardwright.torch_internals.hooks import hooks_of_modules, swap_forward_hooks
 
 
-@dataclass(frozen=True)
-class TensorPlaces:
-    """Where in a module the parameters and buffers are that a graph reads and updates."""
+class Uncopyable:
+    """What is bound to the process groups of this process and to parameters of its own."""
 
-    parameters: tuple[TensorOwner, ...]
-    buffers: tuple[TensorOwner, ...]
-
-    @classmethod
-    def of(
-        cls, module: nn.Module, parameters: Sequence[Value], buffers: Sequence[Value]
-    ) -> TensorPlaces:
-        """Found by their names."""
-
-        def owner(value: Value) -> TensorOwner:
-            path, _, name = value.name.rpartition(".")
-            return value.name, module.get_submodule(path), name
-
-        return cls(tuple(map(owner, parameters)), tuple(map(owner, buffers)))
-
-    def read(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The parameters and the buffers, by name; of parameters that are updated like buffers the
-        local tensors."""
-        return (
-            {name: getattr(owner, leaf) for name, owner, leaf in self.parameters},
-            {name: own_tensor(getattr(owner, leaf)) for name, owner, leaf in self.buffers},
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise PlanError(
+            f"a {type(self).__name__} that is planned can be neither copied nor pickled, as it is "
+            "bound to this process: save `state_dict()` or a checkpoint, and load it into another "
+            "model that is parallelized with the same plan; for averages keep copies of the "
+            "parameters"
         )
 
-    def write(self, changed: Mapping[str, Tensor]) -> None:
-        """Copies new values into buffers and parameters, by name."""
-        if changed:
-            places = {n: (owner, leaf) for n, owner, leaf in (*self.parameters, *self.buffers)}
-            with torch.no_grad():
-                tensors = [own_tensor(getattr(*places[name])) for name in changed]
-                copy_all_(tensors, list(changed.values()))
 
-
-@dataclass(frozen=True)
-class BoundProgram:
-    """A program with the tensors of the module that it works on."""
-
-    graph: Graph
-    program: Program
-    places: TensorPlaces
-    recomputes: bool
-    devices: Devices
-
-
-@dataclass(frozen=True)
-class BoundStep:
-    """A training step with the tensors of the module that it works on."""
-
-    step: TrainStep
-    places: TensorPlaces
-
-
-class ParallelModule(Uncopyable, ModuleWrapper):
+class ParallelModule(Uncopyable, nn.Module):
     """A model split over the devices of the running process group.
 
-    It has the parameters, buffers and names of the model that it was made from; on more than one
-    device its parameters are DTensors. Called with the whole batch on every rank, it returns what
-    the model returns: numbers replicated; other tensors replicated if there is no loss, else as
-    DTensors, which communicate only when they are asked to (`full_tensor()`). Each takes its
-    gradient as it was handed out, so any of them can be trained, together or apart, by what is
-    computed from them: the same on all ranks.
+    It is an instance of a class that is derived from this one and from the user's, and has the
+    methods, attributes, parameters, buffers and names of the model that it was made from; on more
+    than one device its parameters are DTensors. Those that only other pipeline stages read are
+    None.
 
-    `train_step` runs forward and backward over all micro-batches of a batch, `clip_grad_norm_` is
-    that of all devices.
-
-    In another mode (`eval()`), or for other arguments of `forward` or inputs of other shapes than
-    the plan's, it captures the model once more and runs it with the plan's cuts as far as they
-    divide.
-
-    Args:
-        module: a copy of the model, its parameters stored as planned.
-        template: a copy on the meta device, to capture from.
-        partitioned: the model in the mode and for the shapes of the plan.
-        hooks: the forward hooks of the model itself, whose handles the user has.
+    Called with the whole batch on every rank, it returns what the model returns: numbers
+    replicated; other tensors replicated if there is no loss, else as DTensors, which communicate
+    only when they are asked to (`full_tensor()`). Each takes its gradient as it was handed out, so
+    any of them can be trained, together or apart, by what is computed from them: the same on all
+    ranks. With pipeline stages it is called under `torch.no_grad()`, and trained by `train_step`.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        template: nn.Module,
-        partitioned: Partitioned,
-        devices: Devices,
-        hooks: HooksOfModules,
-    ) -> None:
-        super().__init__()
-        self.devices = devices
-        self.partitioned = partitioned
-        self.random_seed = devices.common_seed()
-        self.random_step = 0
-        # In a tuple, so that it is no submodule.
-        self._template = (template,)
-        self._compiler: Callable[[Program], Program] | None = None
-        graph = partitioned.graph
-        self._parameters_as_planned = PlannedParameters(module, graph.frozen)
-        self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
-        self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
-        self._guard = BatchGuard(devices, partitioned.graph, partitioned.decisions.arrivals)
-        self._state = PythonState(module, graph.attributes, hooks)
-        self._planned_call = PlannedCall(template.forward, graph)
-        leaves = tuple(key_of(leaf) for leaf in graph.inputs)
-        self._planned_situation: tuple[Any, ...] = (self._state.key(), (), graph.in_spec, leaves)
-        self.wrap(module)
-        self._bind_planned()
-
-    @property
-    def template(self) -> nn.Module:
-        """The whole model on the meta device, in the mode of the last capture."""
-        return self._template[0]
+    execution: Execution
+    """What runs its calls on this rank."""
 
     @property
     def programs(self) -> tuple[Program, ...]:
         """What this rank runs in the mode and for the shapes of the plan; `print` shows them."""
-        return (self._forwards[self._planned_situation].program,)
+        return self.execution.programs
 
     @property
     def program(self) -> Program:
@@ -173,32 +61,7 @@ class ParallelModule(Uncopyable, ModuleWrapper):
         return self.programs[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._planned_call.arranged(args, kwargs)
-        leaves, spec = pytree.tree_flatten(call)
-        numbers = self._planned_call.planned_inputs(spec)
-        whole = self._whole_leaves(leaves, numbers)
-        situation = self._situation(spec, [key_of(leaf) for leaf in whole])
-        inputs = self._on_device(leaves)
-        kind = ("forward", self.training, torch.is_grad_enabled(), *situation)
-        self._guard.begin(kind, inputs, numbers)
-        if situation not in self._forwards:
-            captured = self._capture(*pytree.tree_unflatten(whole, spec))
-            self._make_room(self._forwards)
-            self._forwards[situation] = self._compiled(self._bind_program(captured))
-        bound = self._forwards[situation]
-        parameters, buffers = bound.places.read()
-        checks = self._parameters_as_planned.checks_before_backward(bound.recomputes)
-        shards = local_shards(parameters, self.devices.layout)
-        if self.training:
-            self.random_step += 1
-        seed = self.random_seed + self.random_step
-        with self._guard.explaining_errors():
-            outputs, updates = bound.program(shards, buffers, inputs, seed)
-        if self.devices.layout.num_devices > 1:
-            before_backward(outputs, checks)
-        names = (buffer.name for buffer, _ in bound.graph.updates)
-        bound.places.write(dict(zip(names, updates, strict=True)))
-        return pytree.tree_unflatten(self._returned(bound, outputs), bound.graph.out_spec)
+        return self.execution.forward(args, kwargs)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward over all micro-batches; gradients are added to the parameters'.
@@ -210,25 +73,16 @@ class ParallelModule(Uncopyable, ModuleWrapper):
             PlanError: if the model returns no loss or several, a call has other arguments than
                 planned, or the batch cannot be divided as planned.
         """
-        bound, leaves = self._step_for(args, kwargs)
-        loss_of(bound.step.partitioned.graph)
-        parameters, buffers = bound.places.read()
-        self.random_step += 1
-        with self._guard.explaining_errors():
-            loss, gradients, changed = bound.step.train(
-                stored_shards(parameters), buffers, leaves, self.random_seed + self.random_step
-            )
-        add_gradients(parameters, gradients)
-        bound.places.write(changed)
-        return loss
+        return self.execution.train_step(args, kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their norm over all devices is at most `max_norm`.
+        """Scales all gradients so that their norm over all devices and stages is at most
+        `max_norm`.
 
         Returns:
             The norm before, on every rank.
         """
-        return clip_grad_norm_(self.named_parameters(), max_norm, self.devices)
+        return self.execution.clip_grad_norm_(max_norm)
 
     def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
         """Compiles the programs with `torch.compile`, in place; takes its arguments.
@@ -237,152 +91,104 @@ class ParallelModule(Uncopyable, ModuleWrapper):
         Args:
             regional: whether only the equal blocks of a program are compiled, as one function.
         """
-        self._compiler = lambda program: program.compiled(
-            lambda function: torch.compile(function, *args, **kwargs), regional
-        )
-        self._forwards = {key: self._compiled(bound) for key, bound in self._forwards.items()}
-        for bound in self._train_steps.values():
-            bound.step.compile(self._compiler)
+        self.execution.compile(args, kwargs, regional)
 
-    def _bind_planned(self) -> None:
-        """Makes what runs in the situation of the plan, before the first call."""
-        self._forwards[self._planned_situation] = self._bind_program(self.partitioned)
 
-    def _bind_program(self, partitioned: Partitioned) -> BoundProgram:
-        graph, (whole,) = partitioned.graph, partitioned.chunks
-        places = TensorPlaces.of(self, graph.parameters, graph.buffers)
-        recomputes, devices = bool(partitioned.decisions.recompute), self._along(partitioned)
-        return BoundProgram(graph, lower(whole, devices), places, recomputes, devices)
-
-    def _compiled(self, bound: BoundProgram) -> BoundProgram:
-        if self._compiler is None:
-            return bound
-        return replace(bound, program=self._compiler(bound.program))
-
-    def _step_for(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[BoundStep, list[Any]]:
-        """What runs a training step in the situation of a call, and the call's leaves."""
-        call = self._planned_call.arranged(args, kwargs)
-        leaves, spec = pytree.tree_flatten(call)
-        numbers = self._planned_call.planned_inputs(spec)
-        count = most_micro_batches(leaves, self.partitioned.pipeline)
-        piece = self._whole_leaves(micro_batch(leaves, 0, count), numbers)
-        situation = self._situation(spec, [key_of(leaf) for leaf in piece])
-        key = (*situation, count)
-        inputs = self._on_device(leaves)
-        self._guard.begin(key, inputs, numbers)
-        if key not in self._train_steps:
-            partitioned = self.partitioned
-            if situation != self._planned_situation:
-                partitioned = self._capture(*pytree.tree_unflatten(piece, spec))
-            if count != partitioned.pipeline.micro_batches:
-                pipeline = replace(partitioned.pipeline, micro_batches=count)
-                partitioned = replace(partitioned, pipeline=pipeline)
-            self._make_room(self._train_steps)
-            self._train_steps[key] = self._bind_step(partitioned)
-        return self._train_steps[key], inputs
-
-    def _bind_step(self, partitioned: Partitioned) -> BoundStep:
-        places = TensorPlaces.of(self, *partitioned.tensors_of(self.devices.stage))
-        step = self._make_step(partitioned)
-        if self._compiler is not None:
-            step.compile(self._compiler)
-        return BoundStep(step, places)
-
-    def _make_step(self, partitioned: Partitioned) -> TrainStep:
-        return GradientAccumulation(partitioned, self._along(partitioned))
-
-    def _along(self, partitioned: Partitioned) -> Devices:
-        return self.devices.along(partitioned.mesh, dtensor_axes(partitioned))
-
-    def _on_device(self, leaves: Sequence[Any]) -> list[Any]:
-        device = self.devices.device
-        return [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def _whole_leaves(self, leaves: list[Any], numbers: Sequence[int | None]) -> list[Any]:
-        graph, arrivals = self.partitioned.graph, self.partitioned.decisions.arrivals
-        planned = [None if number is None else graph.inputs[number] for number in numbers]
-        return whole_leaves(planned, self.devices.layout, arrivals, leaves)
-
-    def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
-        """What a program depends on: the state of all submodules, the parameters that were frozen
-        or unfrozen since the plan, and what the call is given.
-
-        Raises:
-            PlanError: for a parameter, a hook or a submodule that is not what was planned.
-        """
-        changed = self._parameters_as_planned.frozen_or_unfrozen()
-        return self._state.key(), changed, spec, tuple(leaves)
-
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
-        """The model in a situation that the plan was not made for, with its decisions adapted.
-
-        Raises:
-            PlanError: if the call has a tensor of another dtype than the planned one.
-            CaptureError: if the model cannot be captured in this situation.
-        """
-        planned, template = self.partitioned, self.template
-        self._planned_call.check(args, kwargs)
-        self._state.copy_to(template)
-        for name, parameter, *_ in self._parameters_as_planned.all:
-            template.get_parameter(name).requires_grad_(parameter.requires_grad)
-        graph = capture(template, args, kwargs, planned.graph.compute_dtype)
-        self._state.watch(graph.attributes)
-        log.info(
-            "captured the model for %s, training=%s, in %.1f s",
-            *(graph.input_values, self.training, graph.capture_seconds),
-        )
-        mesh, decisions = split_axes(planned.mesh, planned.decisions)
-        decisions = adapt_decisions(decisions, graph, mesh)
-        captured = Partitioned(graph, mesh, decisions, self._pipeline_of(graph))
-        return fold_axes(captured, apart=planned.mesh)
-
-    def _make_room(self, bound: dict[tuple[Any, ...], Any]) -> None:
-        """Forgets the oldest of many situations, but not that of the plan."""
-        others = [
-            key for key in bound if key[: len(self._planned_situation)] != self._planned_situation
-        ]
-        for key in others[: max(0, len(bound) + 1 - MOST_SITUATIONS)]:
-            del bound[key]
-
-    def _pipeline_of(self, graph: Graph) -> PipelineSpec:
-        """The planned stages of another capture."""
-        return self.partitioned.pipeline
-
-    def _returned(self, bound: BoundProgram, outputs: list[Any]) -> list[Any]:
-        """Outputs that were left in pieces become DTensors."""
-        flow = bound.program.communication
-        result = []
-        for value, tensor in zip(bound.graph.outputs, outputs, strict=True):
-            if isinstance(value, Value):
-                where = flow.returned(value)
-                if where.sharded or where.partial:
-                    like = torch.empty(value.shape, device="meta")
-                    tensor = as_dtensor(tensor, like, where, bound.devices)
-            result.append(tensor)
-        return result
+_OWN_NAMES = vars(ParallelModule).keys() - vars(nn.Module).keys() | {"execution", "compile"}
 
 
 def parallel_module(
     module: nn.Module, partitioned: Partitioned, devices: Devices
 ) -> ParallelModule:
-    """`module`, split as planned over `devices`."""
-    stored = with_stored_parameters(module, partitioned.decisions.storage, devices)
-    hooks = hooks_of_modules(module)
-    return ParallelModule(stored, template_of(module), partitioned, devices, hooks)
+    """`module`, split as planned over `devices`.
+
+    Raises:
+        PlanError: if the model has an attribute or a method with the name of one of ours.
+    """
+    _check_names(module)
+    left_out = _of_other_stages(module, partitioned, devices)
+    stored = with_stored_parameters(module, partitioned.decisions.storage, devices, left_out)
+    make = Execution if partitioned.pipeline.stages == 1 else PipelineExecution
+    execution = make(stored, template_of(module), partitioned, devices, hooks_of_modules(module))
+    # The program has its forward hooks, and what was set as its `forward`, inside.
+    swap_forward_hooks(stored, execution.inside)
+    if "forward" in vars(stored):
+        vars(execution.inside)["forward"] = vars(stored).pop("forward")
+    vars(stored)["execution"] = execution
+    object.__setattr__(stored, "__class__", _parallel_class(stored, module.forward))
+    assert isinstance(stored, ParallelModule)
+    if devices.mesh is not None:
+        explain_calls_of_parts(stored)
+    return stored
 
 
-def template_of(module: nn.Module) -> nn.Module:
-    """A copy on the meta device."""
+def _parallel_class(module: nn.Module, original: Callable[..., Any]) -> type[ParallelModule]:
+    """Has the name of the model's own class, by which libraries look a model up, and the signature
+    of its `forward`."""
+    own = type(module)
 
-    def meta(tensor: Tensor) -> Tensor:
-        shape, stride = tensor.shape, tensor.stride()
-        return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+    @functools.wraps(original)
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return self.execution.forward(args, kwargs)
 
-    memo: dict[int, Any] = copies_of_attributes(module)
-    memo.update(
-        (id(p), nn.Parameter(meta(p), requires_grad=p.requires_grad)) for p in module.parameters()
-    )
-    memo.update((id(b), meta(b)) for b in module.buffers())
-    return copy.deepcopy(module, memo)
+    signature = inspect.signature(original)
+    bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [bound, *signature.parameters.values()]
+    forward.__dict__["__signature__"] = signature.replace(parameters=parameters)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    return type(own.__name__, (ParallelModule, own), {**names, "forward": forward})
+
+
+def _check_names(module: nn.Module) -> None:
+    for name in sorted(_OWN_NAMES):
+        of_class = getattr(type(module), name, None) is not getattr(nn.Module, name, None)
+        if name in vars(module) or of_class:
+            raise PlanError(
+                f"{type(module).__name__} has an attribute {name!r}, which is the name of one of "
+                "those that a planned model gets: rename it"
+            )
+
+
+def _of_other_stages(module: nn.Module, partitioned: Partitioned, devices: Devices) -> set[str]:
+    """Names of the parameters and buffers that this rank's stage does not hold."""
+    if partitioned.pipeline.stages == 1:
+        return set()
+    graph = partitioned.graph
+    of_stage = {v.name for values in partitioned.tensors_of(devices.stage) for v in values}
+    used = {v.name for v in (*graph.parameters, *graph.buffers)}
+    names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+    # What no operator reads lies in the first stage.
+    return {n for n in names if n not in of_stage and (n in used or devices.stage)}
+
+
+def explain_calls_of_parts(net: nn.Module) -> None:
+    """Lets submodules explain the error of DTensors when the user's own code calls them."""
+    for part in net.modules():
+        if part is not net:
+            vars(part).setdefault("forward", MethodType(_forward_of_part, part))
+
+
+def leave_calls_of_parts(net: nn.Module) -> None:
+    """Undoes `explain_calls_of_parts`."""
+    for part in net.modules():
+        if getattr(vars(part).get("forward"), "__func__", None) is _forward_of_part:
+            del vars(part)["forward"]
+
+
+def _forward_of_part(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The `forward` of a submodule of a parallel module, which only the user's own code calls.
+
+    Raises:
+        PlanError: if that mixes sharded parameters with plain tensors.
+    """
+    try:
+        return type(part).forward(part, *args, **kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise PlanError(
+            f"a {type(part).__name__} inside of a planned model was called by itself: its "
+            "parameters are sharded, and only calls of the whole model run as planned. Call it "
+            "with whole parameters, inside `with shardwright.whole(net):`, or let `forward` of "
+            "the model call it"
+        ) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
@@ -17,8 +17,8 @@ class ModuleWrapper(nn.Module):
     """Bears the parameters, buffers, submodules, mode and attributes of another module under their
     own names.
 
-    What the wrapper has when `wrap` is called stays its own. Of the other module's methods it has
-    none: they would run that module, and not what stands for it.
+    What the wrapper has when `wrap` is called stays its own. It has the other module's methods if
+    that is planned: else they would run that module, and not what stands for it.
     """
 
     _wrapped: tuple[nn.Module]
@@ -35,9 +35,7 @@ class ModuleWrapper(nn.Module):
         self.training = module.training
         own = {"_wrapped", "_own_names", *vars(self), *dir(type(self))}
         self._own_names = _OF_ANY_MODULE | own
-        model = module
-        while isinstance(model, ModuleWrapper):
-            (model,) = model._wrapped
+        model = wrapped_model(module)
         for name in sorted((vars(model).keys() & own) - _OF_ANY_MODULE):
             raise PlanError(
                 f"{type(model).__name__} has an attribute {name!r}, which is the name of one of "
@@ -47,8 +45,10 @@ class ModuleWrapper(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if "_wrapped" in vars(self):
-            value = getattr(self._wrapped[0], name, inspect.Parameter.empty)
-            if value is not inspect.Parameter.empty and not inspect.ismethod(value):
+            (wrapped,) = self._wrapped
+            value = getattr(wrapped, name, inspect.Parameter.empty)
+            planned = "execution" in vars(wrapped)
+            if value is not inspect.Parameter.empty and (planned or not inspect.ismethod(value)):
                 return value
         return super().__getattr__(name)
 
@@ -67,12 +67,8 @@ class ModuleWrapper(nn.Module):
             super().__delattr__(name)
 
 
-class Uncopyable:
-    """What is bound to the process groups of this process and to parameters of its own."""
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise PlanError(
-            f"a {type(self).__name__} can be neither copied nor pickled, as it is bound to this "
-            "process: save `state_dict()` or a checkpoint, and load it into another model that is "
-            "parallelized with the same plan; for averages keep copies of the parameters"
-        )
+def wrapped_model(module: nn.Module) -> nn.Module:
+    """The model that a wrapper, or a wrapper of a wrapper, stands for."""
+    while isinstance(module, ModuleWrapper):
+        (module,) = module._wrapped
+    return module

@@ -112,6 +112,12 @@ class PythonState:
             self._see()
         return self._key
 
+    def forget_removed_hooks(self) -> None:
+        """Takes from the copy of the model the hooks that were removed from the model."""
+        for _, _, of_model, mine in self._captured_hooks:
+            for number in mine.keys() - of_model.keys():
+                del mine[number]
+
     def copy_to(self, template: nn.Module) -> None:
         """Gives another copy of the captured model the attributes that this one has."""
         copies = dict(template.named_modules())
@@ -196,9 +202,11 @@ class PythonState:
             return False
 
     def _hook_counts(self) -> dict[str, tuple[int, int]]:
+        """Of the submodules; calls of the module itself go by its hooks."""
         return {
             path: (sum(map(len, forward_hooks(child))), sum(map(len, backward_hooks(child))))
             for path, child in self._by_path.items()
+            if path
         }
 
     def _check_hooks(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 
 from shardwright.errors import PlanError
@@ -71,6 +72,15 @@ class Partitioned:
             for value in chunk.graph.parameters:
                 stages.setdefault(value.name, set()).add(chunk.stage)
         return {name: tuple(sorted(numbers)) for name, numbers in stages.items()}
+
+    @cached_property
+    def first_stages(self) -> dict[str, int]:
+        """For each parameter and buffer that a stage reads or updates the first such stage."""
+        first: dict[str, int] = {}
+        for stage in range(self.pipeline.stages):
+            for value in chain(*self.tensors_of(stage)):
+                first.setdefault(value.name, stage)
+        return first
 
     def tensors_of(self, stage: int) -> tuple[list[Value], list[Value]]:
         """The parameters and the buffers that the chunks of a stage read or update."""

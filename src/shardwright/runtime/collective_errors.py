@@ -163,4 +163,4 @@ _GUARD = "shardwright.runtime.batch_guard"
 _STARTED = re.compile(r"(\w+) = start_([a-z]\w+)\(")
 _GONE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
 """What gloo and stores say of another process that is gone, or does not answer."""
-_STAGES = {"shardwright.parallel.pipeline_stage", "shardwright.parallel.pipeline_module"}
+_STAGES = {"shardwright.parallel.pipeline_stage", "shardwright.parallel.pipeline_execution"}

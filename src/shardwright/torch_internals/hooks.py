@@ -30,6 +30,21 @@ def hooks_of_modules(module: nn.Module) -> HooksOfModules:
     return {path: hooks for path, hooks in children if any(hooks)}
 
 
+def swap_forward_hooks(module: nn.Module, other: nn.Module) -> None:
+    """Gives each of two modules the forward hooks of the other."""
+    for name in vars(nn.Module()):
+        if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
+            mine, theirs = vars(module)[name], vars(other)[name]
+            vars(module)[name], vars(other)[name] = theirs, mine
+
+
+def add_forward_hooks(module: nn.Module, other: nn.Module) -> None:
+    """Gives a module those of another besides its own."""
+    for name in vars(nn.Module()):
+        if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
+            vars(module)[name].update(vars(other)[name])
+
+
 def backward_hooks(module: nn.Module) -> tuple[Hooks, Hooks]:
     """Those before and after its backward pass."""
     return module._backward_pre_hooks, module._backward_hooks

@@ -165,7 +165,9 @@ class Checkpoints:
         about = CheckpointInfo(
             position=position,
             groups=None if optimizer is None else checkpoint_state.optimizer_groups(optimizer),
-            random=(net.random_seed, net.random_step) if isinstance(net, ParallelModule) else None,
+            random=(net.execution.random_seed, net.execution.random_step)
+            if isinstance(net, ParallelModule)
+            else None,
             fingerprint=plan.fingerprint if plan is not None else None,
             devices=plan.devices if plan is not None else None,
             optimizer=None if optimizer is None else type(optimizer).__name__,
@@ -286,8 +288,8 @@ class Checkpoints:
             checkpoint_state.restore_optimizer(net, optimizer, optimized, groups)
         checkpoint_state.restore_random(states, device)
         if isinstance(net, ParallelModule) and info.random is not None:
-            seed, net.random_step = info.random
-            net.random_seed = seed if random else net.random_seed
+            seed, net.execution.random_step = info.random
+            net.execution.random_seed = seed if random else net.execution.random_seed
         return info.position
 
 

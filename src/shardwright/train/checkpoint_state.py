@@ -185,7 +185,7 @@ def restore_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
 def device_of(net: nn.Module) -> torch.device:
     """The device of `net`."""
     if isinstance(net, ParallelModule):
-        return net.devices.device
+        return net.execution.devices.device
     return next((p.device for p in net.parameters()), torch.device("cpu"))
 
 
@@ -215,7 +215,7 @@ def first_names(net: nn.Module) -> dict[str, str]:
 
 def original_module(net: nn.Module) -> nn.Module:
     """The original model, with the parameters of all stages."""
-    return net.template if isinstance(net, ParallelModule) else net
+    return net.execution.template if isinstance(net, ParallelModule) else net
 
 
 def _restore_type(value: Any, like: Any) -> Any:

@@ -48,9 +48,11 @@ def earliest(net: torch.nn.Module, order: int, text: str) -> str | None:
     Args:
         order: of this rank's text; `NOWHERE` if it has none.
     """
-    if not (isinstance(net, ParallelModule) and net.devices.several and has_other_ranks()):
+    if not (
+        isinstance(net, ParallelModule) and net.execution.devices.several and has_other_ranks()
+    ):
         return None if order == NOWHERE else text
-    device = net.devices.device
+    device = net.execution.devices.device
     orders = gathered(torch.tensor(order, device=device)).tolist()
     if min(orders) == NOWHERE:
         return None
@@ -73,7 +75,7 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
     if order == NOWHERE:
         with watch:
             net.train_step(*batch)
-        order, text = watch.result(net.devices.stage, net.devices.stages)
+        order, text = watch.result(net.execution.devices.stage, net.execution.devices.stages)
     return earliest(net, order, text)
 
 

@@ -47,7 +47,7 @@ class NonFiniteSteps:
     def remember(self) -> None:
         """Keeps what a step changes before the optimizer does; to be called before each step."""
         self._before = {n: t.detach().clone() for n, t in _changed_by_forward(self.net).items()}
-        if not isinstance(self.net, ParallelModule) or not self.net.devices.several:
+        if not isinstance(self.net, ParallelModule) or not self.net.execution.devices.several:
             # Several ranks seed each operator; one draws from PyTorch's own generators.
             self._generators = generator_states(device_of(self.net))
 
@@ -70,7 +70,7 @@ class NonFiniteSteps:
             return
         cause = None
         if isinstance(self.net, ParallelModule):
-            self.net.random_step -= 1
+            self.net.execution.random_step -= 1
             cause = first_non_finite(self.net, batch)
             self._restore()
         self.optimizer.zero_grad()
@@ -130,5 +130,5 @@ def _changed_by_forward(net: nn.Module) -> dict[str, Tensor]:
     if not isinstance(net, ParallelModule):
         return dict(net.named_buffers())
     state = dict(net.named_parameters()) | dict(net.named_buffers())
-    names = (value.name for value, _ in net.partitioned.graph.updates)
+    names = (value.name for value, _ in net.execution.partitioned.graph.updates)
     return {name: state[name] for name in names if state.get(name) is not None}

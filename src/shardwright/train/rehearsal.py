@@ -174,7 +174,7 @@ def rehearse_rank(
             checkpoints.load(trainee.net, trainee.optimizer)
             clock.end("checkpoint read")
         files = [path.stat().st_size for path in Path(folder).rglob("*.distcp")]
-    net, optimizer, stage = trainee.net, trainee.optimizer, trainee.net.devices.stage
+    net, optimizer, stage = trainee.net, trainee.optimizer, trainee.net.execution.devices.stage
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     return RankRehearsal(
         rank=rank,
@@ -188,16 +188,16 @@ def rehearse_rank(
         parameter_bytes=sum(own_tensor(p).nbytes for p in net.parameters()),
         optimizer_bytes=sum(own_tensor(t).nbytes for t in state),
         peak_bytes=sum(lone.kinds(lone.peak(end=happened[-1])).values()),
-        planned_peak=memory(net.partitioned, optimizer, plan.dry_runs).stages[stage].peak,
+        planned_peak=memory(net.execution.partitioned, optimizer, plan.dry_runs).stages[stage].peak,
         allocated_peak=max(peaks, default=None),
         checkpoint_bytes=None if checkpoints is None else sum(files),
     )
 
 
 def _planned_bytes(net: ParallelModule) -> int:
-    stage, last = net.devices.stage, net.partitioned.chunks[-1].stage
-    weighing = weighing_bytes(net.partitioned) if stage == last else 0
-    return sum(net.partitioned.step_bytes[stage]) + weighing
+    stage, last = net.execution.devices.stage, net.execution.partitioned.chunks[-1].stage
+    weighing = weighing_bytes(net.execution.partitioned) if stage == last else 0
+    return sum(net.execution.partitioned.step_bytes[stage]) + weighing
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import zipfile
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
-from shardwright.torch_internals.dtensor import held_chunks
+from shardwright.runtime.dtensor import copy_own_part
 from shardwright.train import checkpoint_state
 from shardwright.train.checkpoint_storage import CheckpointReader
 from shardwright.train.parameter_names import match_saved_names
@@ -77,6 +78,9 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [_check_suffix(path)]
     if not files or not all(file.is_file() for file in files):
         raise CheckpointError(f"{path}: no such file or folder with .safetensors files")
+    for file in _files_of_index(path):
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing, which the index of the folder names")
     saved = {name: value for file in files for name, value in _read(file).items()}
     shapes = {name: value.shape for name, value in saved.items()}
     names = match_saved_names(net, shapes, str(path), new_adapters=True)
@@ -84,18 +88,19 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
         for key, tensor in checkpoint_state.model_tensors(net).items():
             name = key.removeprefix(f"{checkpoint_state.MODEL}.")
             if name in names:
-                _copy_shard(saved[names[name]], tensor)
+                copy_own_part(saved[names[name]], tensor)
 
 
-def _copy_shard(full: Tensor, tensor: Tensor) -> None:
-    """Copies this rank's shard of `full` into `tensor`."""
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(full)
-        return
-    for chunk in held_chunks(tensor):
-        ends = zip(chunk.offsets, chunk.sizes, strict=True)
-        block = full[tuple(slice(start, start + size) for start, size in ends)]
-        tensor.to_local().copy_(block)
+def _files_of_index(folder: Path) -> list[Path]:
+    """The files that the index of a folder names, if it has one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not an index of tensors: {error}") from None
+    return [folder / str(name) for name in sorted(names, key=str)]
 
 
 def _in_file(path: Path, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The module that `parallelize` returns for a plan with pipeline stages."""
+"""How this rank executes its chunks of a model in pipeline stages."""
 
 from __future__ import annotations
 
@@ -8,38 +8,36 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
 from shardwright.graph.split import assign_neighbors
 from shardwright.layout.layout import TensorLayout
 from shardwright.lower.program import Program
-from shardwright.parallel.module import ParallelModule, TensorPlaces, template_of
+from shardwright.parallel.execution import Execution, TensorPlaces
 from shardwright.parallel.pipeline_stage import RankStages
 from shardwright.partition.chunk import Chunk
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.runtime.clip_grad import clip_grad_norm_
-from shardwright.runtime.devices import Devices
-from shardwright.runtime.dtensor import as_dtensor, stored_shards, with_stored_parameters
+from shardwright.runtime.dtensor import as_dtensor, stored_shards
 from shardwright.torch_internals import pytree
-from shardwright.torch_internals.hooks import hooks_of_modules
 
 
-class PipelineModule(ParallelModule):
-    """A model whose chunks run on stages of the running process group.
+class PipelineExecution(Execution):
+    """Runs the chunks of a model on stages of the running process group.
 
-    It has the names of the model that it was made from; parameters and buffers that only other
-    stages read are None. `train_step` runs forward and backward over all micro-batches; called
-    under `torch.no_grad()`, it returns what the model returns, whole on every rank.
+    Parameters and buffers that only other stages read are None. `train_step` runs forward and
+    backward over all micro-batches; called under `torch.no_grad()`, it returns what the model
+    returns, whole on every rank.
     """
 
     @property
     def programs(self) -> tuple[Program, ...]:
         return tuple(module.program for module in self._planned_stages.modules)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             raise PlanError(
                 "a model in pipeline stages has no gradients between calls: train it with"
@@ -73,7 +71,9 @@ class PipelineModule(ParallelModule):
             if min(stages) < self.devices.stage
         }
         dtype = next((v.stored_dtype for v in self.partitioned.graph.parameters), None)
-        return clip_grad_norm_(self.named_parameters(), max_norm, self.devices, elsewhere, dtype)
+        return clip_grad_norm_(
+            self.module.named_parameters(), max_norm, self.devices, elsewhere, dtype
+        )
 
     @property
     def _planned_stages(self) -> RankStages:
@@ -95,7 +95,7 @@ class PipelineModule(ParallelModule):
                     " does not give back: pass detach() of it, or plan without stages"
                 )
         for values in partitioned.tensors_of(stage):
-            for name, owner, leaf in TensorPlaces.of(self, values, ()).parameters:
+            for name, owner, leaf in TensorPlaces.of(self.module, values, ()).parameters:
                 if getattr(owner, leaf) is None:
                     raise PlanError(
                         f"{name!r} is read in this mode by stage {stage}, which does not hold it"
@@ -160,18 +160,3 @@ class PipelineModule(ParallelModule):
             return tensor
         like = torch.empty(value.shape, device="meta")
         return as_dtensor(tensor, like, where, stages.devices).full_tensor()
-
-
-def pipeline_module(
-    module: nn.Module, partitioned: Partitioned, devices: Devices
-) -> PipelineModule:
-    """`module`, in stages as planned over `devices`."""
-    graph = partitioned.graph
-    of_stage = {v.name for values in partitioned.tensors_of(devices.stage) for v in values}
-    used = {v.name for v in (*graph.parameters, *graph.buffers)}
-    names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
-    # What no operator reads lies in the first stage.
-    left_out = {n for n in names if n not in of_stage and (n in used or devices.stage)}
-    stored = with_stored_parameters(module, partitioned.decisions.storage, devices, left_out)
-    hooks = hooks_of_modules(module)
-    return PipelineModule(stored, template_of(module), partitioned, devices, hooks)

@@ -1,0 +1,94 @@
+"""Folders in the format of Hugging Face's `save_pretrained` and `from_pretrained`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.api.parallelize import parallelize
+from shardwright.deferred import no_init_parameters
+from shardwright.errors import CheckpointError
+from shardwright.parallel.whole import whole
+from shardwright.plan import Plan
+from shardwright.runtime.devices import has_other_ranks
+from shardwright.train.state_dict_file import load_state_dict
+
+
+def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
+    """Writes `net` with its own `save_pretrained`, as one device does: a model of `transformers`
+    with its configuration, adapters alone of a model of `peft`.
+
+    Every rank must call it. Rank 0 needs memory of the CPU for the whole model.
+
+    Args:
+        options: of the model's `save_pretrained`, such as `max_shard_size`.
+
+    Raises:
+        CheckpointError: on all ranks, if the model has no `save_pretrained`, or that fails.
+    """
+    problem = ""
+    with whole(net, rank0_only=True, device="cpu") as model:
+        save: Any = getattr(model, "save_pretrained", None)
+        if save is None:
+            raise CheckpointError(
+                f"{type(model).__name__} has no `save_pretrained`, as models of transformers and "
+                "peft have: write it with `shardwright.save_state_dict(net, path)`"
+            )
+        if not has_other_ranks() or dist.get_rank() == 0:
+            try:
+                save(str(folder), **options)
+            except Exception as error:  # The others wait for this rank, whatever it is.
+                problem = f"{folder}: {type(error).__name__}: {error}"
+    if has_other_ranks():
+        problems = [problem]
+        dist.broadcast_object_list(problems, src=0)
+        (problem,) = problems
+    if problem:
+        raise CheckpointError(problem)
+
+
+def from_pretrained(
+    cls: Any,
+    folder: str | Path,
+    plan: Plan,
+    *,
+    device: str | torch.device | None = None,
+    **options: Any,
+) -> nn.Module:
+    """The model that `save_pretrained` wrote to `folder`, split as planned; each rank reads only
+    what it holds.
+
+    Args:
+        cls: a model class of `transformers`, or one of its `AutoModelFor...`.
+        plan: of a model with the same configuration.
+        device: as for `parallelize`.
+        options: changes of the configuration, such as `attn_implementation` or `dtype`.
+
+    Raises:
+        CheckpointError: if the folder has no configuration, lacks a file, or its tensors are not
+            those of the model.
+        PlanError: if the plan is for another model.
+    """
+    with no_init_parameters():
+        net = _built(cls, Path(folder), options)
+    parallel = parallelize(net, plan, device)
+    load_state_dict(parallel, folder)
+    return parallel
+
+
+def _built(cls: Any, folder: Path, options: dict[str, Any]) -> nn.Module:
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json, as `save_pretrained` writes it")
+    try:
+        config = AutoConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder}/config.json: {error}") from None
+    make = getattr(cls, "from_config", None) or cls._from_config
+    net: nn.Module = make(config, **options)
+    return net

@@ -1,0 +1,1 @@
+"""Other libraries' training loops on planned models."""

@@ -1,0 +1,362 @@
+"""How this rank executes a planned model: a program for each situation in which it is called."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.capture.capture import capture
+from shardwright.deferred import copies_of_attributes
+from shardwright.graph.graph import Graph, Value
+from shardwright.lower.program import Program, lower
+from shardwright.parallel.call import PlannedCall, key_of
+from shardwright.parallel.planned_parameters import PlannedParameters
+from shardwright.parallel.python_state import PythonState
+from shardwright.parallel.train_step import GradientAccumulation, TrainStep, loss_of
+from shardwright.partition.decisions import adapt_decisions
+from shardwright.partition.fold_axes import dtensor_axes, fold_axes, split_axes
+from shardwright.partition.partitioned import Partitioned
+from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.runtime.batch_guard import BatchGuard
+from shardwright.runtime.before_backward import before_backward
+from shardwright.runtime.clip_grad import clip_grad_norm_
+from shardwright.runtime.devices import Devices
+from shardwright.runtime.dtensor import (
+    add_gradients,
+    as_dtensor,
+    local_shards,
+    own_tensor,
+    stored_shards,
+)
+from shardwright.runtime.micro_batches import micro_batch, most_micro_batches, whole_leaves
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.hooks import HooksOfModules
+from shardwright.torch_internals.tensors import copy_all_
+
+log = logging.getLogger(__name__)
+
+MOST_SITUATIONS = 64
+"""So many programs are kept; a model that is called with more shapes is captured again."""
+
+TensorOwner = tuple[str, nn.Module, str]
+"""Name of a parameter or buffer, the module that owns it, and its name there."""
+
+
+@dataclass(frozen=True)
+class TensorPlaces:
+    """Where in a module the parameters and buffers are that a graph reads and updates."""
+
+    parameters: tuple[TensorOwner, ...]
+    buffers: tuple[TensorOwner, ...]
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, parameters: Sequence[Value], buffers: Sequence[Value]
+    ) -> TensorPlaces:
+        """Found by their names."""
+
+        def owner(value: Value) -> TensorOwner:
+            path, _, name = value.name.rpartition(".")
+            return value.name, module.get_submodule(path), name
+
+        return cls(tuple(map(owner, parameters)), tuple(map(owner, buffers)))
+
+    def read(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The parameters and the buffers, by name; of parameters that are updated like buffers the
+        local tensors."""
+        return (
+            {name: getattr(owner, leaf) for name, owner, leaf in self.parameters},
+            {name: own_tensor(getattr(owner, leaf)) for name, owner, leaf in self.buffers},
+        )
+
+    def write(self, changed: Mapping[str, Tensor]) -> None:
+        """Copies new values into buffers and parameters, by name."""
+        if changed:
+            places = {n: (owner, leaf) for n, owner, leaf in (*self.parameters, *self.buffers)}
+            with torch.no_grad():
+                tensors = [own_tensor(getattr(*places[name])) for name in changed]
+                copy_all_(tensors, list(changed.values()))
+
+
+@dataclass(frozen=True)
+class BoundProgram:
+    """A program with the tensors of the module that it works on."""
+
+    graph: Graph
+    program: Program
+    places: TensorPlaces
+    recomputes: bool
+    devices: Devices
+
+
+@dataclass(frozen=True)
+class BoundStep:
+    """A training step with the tensors of the module that it works on."""
+
+    step: TrainStep
+    places: TensorPlaces
+
+
+class Execution:
+    """Runs calls of a parallel module on the devices of the running process group.
+
+    In another mode (`eval()`), or for other arguments of `forward` or inputs of other shapes than
+    the plan's, it captures the model once more and runs it with the plan's cuts as far as they
+    divide.
+
+    Args:
+        module: a copy of the model, its parameters stored as planned.
+        template: a copy on the meta device, to capture from.
+        partitioned: the model in the mode and for the shapes of the plan.
+        hooks: the forward hooks of the model itself, whose handles the user has.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        template: nn.Module,
+        partitioned: Partitioned,
+        devices: Devices,
+        hooks: HooksOfModules,
+    ) -> None:
+        self.module = module
+        self.template = template
+        self.devices = devices
+        self.partitioned = partitioned
+        self.inside = nn.Module()
+        """Bears what the programs have inside: the forward hooks of the model itself, and what was
+        set as its `forward`."""
+        self.random_seed = devices.common_seed()
+        self.random_step = 0
+        self._compiler: Callable[[Program], Program] | None = None
+        graph = partitioned.graph
+        self._parameters_as_planned = PlannedParameters(module, graph.frozen)
+        self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
+        self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
+        self._guard = BatchGuard(devices, partitioned.graph, partitioned.decisions.arrivals)
+        self._state = PythonState(module, graph.attributes, hooks)
+        self._planned_call = PlannedCall(template.forward, graph)
+        leaves = tuple(key_of(leaf) for leaf in graph.inputs)
+        self._planned_situation: tuple[Any, ...] = (self._state.key(), (), graph.in_spec, leaves)
+        self._bind_planned()
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What this rank runs in the mode and for the shapes of the plan; `print` shows them."""
+        return (self._forwards[self._planned_situation].program,)
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns."""
+        call = self._planned_call.arranged(args, kwargs)
+        leaves, spec = pytree.tree_flatten(call)
+        numbers = self._planned_call.planned_inputs(spec)
+        whole = self._whole_leaves(leaves, numbers)
+        situation = self._situation(spec, [key_of(leaf) for leaf in whole])
+        inputs = self._on_device(leaves)
+        kind = ("forward", self.module.training, torch.is_grad_enabled(), *situation)
+        self._guard.begin(kind, inputs, numbers)
+        if situation not in self._forwards:
+            captured = self._capture(*pytree.tree_unflatten(whole, spec))
+            self._make_room(self._forwards)
+            self._forwards[situation] = self._compiled(self._bind_program(captured))
+        bound = self._forwards[situation]
+        parameters, buffers = bound.places.read()
+        checks = self._parameters_as_planned.checks_before_backward(bound.recomputes)
+        shards = local_shards(parameters, self.devices.layout)
+        if self.module.training:
+            self.random_step += 1
+        seed = self.random_seed + self.random_step
+        with self._guard.explaining_errors():
+            outputs, updates = bound.program(shards, buffers, inputs, seed)
+        if self.devices.layout.num_devices > 1:
+            before_backward(outputs, checks)
+        names = (buffer.name for buffer, _ in bound.graph.updates)
+        bound.places.write(dict(zip(names, updates, strict=True)))
+        return pytree.tree_unflatten(self._returned(bound, outputs), bound.graph.out_spec)
+
+    def train_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Forward and backward over all micro-batches; gradients are added to the parameters'.
+
+        Returns:
+            The loss of the whole batch, on every rank.
+
+        Raises:
+            PlanError: if the model returns no loss or several, a call has other arguments than
+                planned, or the batch cannot be divided as planned.
+        """
+        bound, leaves = self._step_for(args, kwargs)
+        loss_of(bound.step.partitioned.graph)
+        parameters, buffers = bound.places.read()
+        self.random_step += 1
+        with self._guard.explaining_errors():
+            loss, gradients, changed = bound.step.train(
+                stored_shards(parameters), buffers, leaves, self.random_seed + self.random_step
+            )
+        add_gradients(parameters, gradients)
+        bound.places.write(changed)
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their norm over all devices is at most `max_norm`.
+
+        Returns:
+            The norm before, on every rank.
+        """
+        return clip_grad_norm_(self.module.named_parameters(), max_norm, self.devices)
+
+    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], regional: bool) -> None:
+        """Compiles the programs with `torch.compile`, which takes the arguments.
+
+        Args:
+            regional: whether only the equal blocks of a program are compiled, as one function.
+        """
+        self._compiler = lambda program: program.compiled(
+            lambda function: torch.compile(function, *args, **kwargs), regional
+        )
+        self._forwards = {key: self._compiled(bound) for key, bound in self._forwards.items()}
+        for bound in self._train_steps.values():
+            bound.step.compile(self._compiler)
+
+    def forget_removed_hooks(self) -> None:
+        """Takes from `module` and `inside` the forward hooks that were removed from the model."""
+        self._state.forget_removed_hooks()
+
+    def _bind_planned(self) -> None:
+        """Makes what runs in the situation of the plan, before the first call."""
+        self._forwards[self._planned_situation] = self._bind_program(self.partitioned)
+
+    def _bind_program(self, partitioned: Partitioned) -> BoundProgram:
+        graph, (whole,) = partitioned.graph, partitioned.chunks
+        places = TensorPlaces.of(self.module, graph.parameters, graph.buffers)
+        recomputes, devices = bool(partitioned.decisions.recompute), self._along(partitioned)
+        return BoundProgram(graph, lower(whole, devices), places, recomputes, devices)
+
+    def _compiled(self, bound: BoundProgram) -> BoundProgram:
+        if self._compiler is None:
+            return bound
+        return replace(bound, program=self._compiler(bound.program))
+
+    def _step_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[BoundStep, list[Any]]:
+        """What runs a training step in the situation of a call, and the call's leaves."""
+        call = self._planned_call.arranged(args, kwargs)
+        leaves, spec = pytree.tree_flatten(call)
+        numbers = self._planned_call.planned_inputs(spec)
+        count = most_micro_batches(leaves, self.partitioned.pipeline)
+        piece = self._whole_leaves(micro_batch(leaves, 0, count), numbers)
+        situation = self._situation(spec, [key_of(leaf) for leaf in piece])
+        key = (*situation, count)
+        inputs = self._on_device(leaves)
+        self._guard.begin(key, inputs, numbers)
+        if key not in self._train_steps:
+            partitioned = self.partitioned
+            if situation != self._planned_situation:
+                partitioned = self._capture(*pytree.tree_unflatten(piece, spec))
+            if count != partitioned.pipeline.micro_batches:
+                pipeline = replace(partitioned.pipeline, micro_batches=count)
+                partitioned = replace(partitioned, pipeline=pipeline)
+            self._make_room(self._train_steps)
+            self._train_steps[key] = self._bind_step(partitioned)
+        return self._train_steps[key], inputs
+
+    def _bind_step(self, partitioned: Partitioned) -> BoundStep:
+        places = TensorPlaces.of(self.module, *partitioned.tensors_of(self.devices.stage))
+        step = self._make_step(partitioned)
+        if self._compiler is not None:
+            step.compile(self._compiler)
+        return BoundStep(step, places)
+
+    def _make_step(self, partitioned: Partitioned) -> TrainStep:
+        return GradientAccumulation(partitioned, self._along(partitioned))
+
+    def _along(self, partitioned: Partitioned) -> Devices:
+        return self.devices.along(partitioned.mesh, dtensor_axes(partitioned))
+
+    def _on_device(self, leaves: Sequence[Any]) -> list[Any]:
+        device = self.devices.device
+        return [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def _whole_leaves(self, leaves: list[Any], numbers: Sequence[int | None]) -> list[Any]:
+        graph, arrivals = self.partitioned.graph, self.partitioned.decisions.arrivals
+        planned = [None if number is None else graph.inputs[number] for number in numbers]
+        return whole_leaves(planned, self.devices.layout, arrivals, leaves)
+
+    def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
+        """What a program depends on: the state of all submodules, the parameters that were frozen
+        or unfrozen since the plan, and what the call is given.
+
+        Raises:
+            PlanError: for a parameter, a hook or a submodule that is not what was planned.
+        """
+        changed = self._parameters_as_planned.frozen_or_unfrozen()
+        return self._state.key(), changed, spec, tuple(leaves)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
+        """The model in a situation that the plan was not made for, with its decisions adapted.
+
+        Raises:
+            PlanError: if the call has a tensor of another dtype than the planned one.
+            CaptureError: if the model cannot be captured in this situation.
+        """
+        planned, template = self.partitioned, self.template
+        self._planned_call.check(args, kwargs)
+        self._state.copy_to(template)
+        for name, parameter, *_ in self._parameters_as_planned.all:
+            template.get_parameter(name).requires_grad_(parameter.requires_grad)
+        graph = capture(template, args, kwargs, planned.graph.compute_dtype)
+        self._state.watch(graph.attributes)
+        log.info(
+            "captured the model for %s, training=%s, in %.1f s",
+            *(graph.input_values, self.module.training, graph.capture_seconds),
+        )
+        mesh, decisions = split_axes(planned.mesh, planned.decisions)
+        decisions = adapt_decisions(decisions, graph, mesh)
+        captured = Partitioned(graph, mesh, decisions, self._pipeline_of(graph))
+        return fold_axes(captured, apart=planned.mesh)
+
+    def _make_room(self, bound: dict[tuple[Any, ...], Any]) -> None:
+        """Forgets the oldest of many situations, but not that of the plan."""
+        others = [
+            key for key in bound if key[: len(self._planned_situation)] != self._planned_situation
+        ]
+        for key in others[: max(0, len(bound) + 1 - MOST_SITUATIONS)]:
+            del bound[key]
+
+    def _pipeline_of(self, graph: Graph) -> PipelineSpec:
+        """The planned stages of another capture."""
+        return self.partitioned.pipeline
+
+    def _returned(self, bound: BoundProgram, outputs: list[Any]) -> list[Any]:
+        """Outputs that were left in pieces become DTensors."""
+        flow = bound.program.communication
+        result = []
+        for value, tensor in zip(bound.graph.outputs, outputs, strict=True):
+            if isinstance(value, Value):
+                where = flow.returned(value)
+                if where.sharded or where.partial:
+                    like = torch.empty(value.shape, device="meta")
+                    tensor = as_dtensor(tensor, like, where, bound.devices)
+            result.append(tensor)
+        return result
+
+
+def template_of(module: nn.Module) -> nn.Module:
+    """A copy on the meta device."""
+
+    def meta(tensor: Tensor) -> Tensor:
+        shape, stride = tensor.shape, tensor.stride()
+        return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+
+    memo: dict[int, Any] = copies_of_attributes(module)
+    memo.update(
+        (id(p), nn.Parameter(meta(p), requires_grad=p.requires_grad)) for p in module.parameters()
+    )
+    memo.update((id(b), meta(b)) for b in module.buffers())
+    return copy.deepcopy(module, memo)

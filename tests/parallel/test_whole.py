@@ -1,0 +1,51 @@
+"""The user's own model: its class, its methods, and for a while whole parameters."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwright as sw
+from parallel.whole_models import Language, batch, language
+from parallel.whole_ranks import CHECKS
+from torchrun import torchrun
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    return torchrun(Path(__file__).with_name("whole_ranks.py"), 4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+def test_on_four_ranks(check: str, output: str) -> None:
+    assert f"passed {check}" in output, output
+
+
+def test_the_class_is_derived_from_the_users_and_named_like_it() -> None:
+    net = language()
+    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=1))
+    assert isinstance(parallel, Language)
+    assert type(parallel).__name__ == "Language"
+    assert inspect.signature(parallel.forward) == inspect.signature(net.forward)
+    assert type(net) is Language
+
+
+def test_on_one_device_the_model_is_the_original_inside() -> None:
+    net = language()
+    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=1))
+    with sw.whole(parallel):
+        assert type(parallel) is Language
+        assert torch.equal(parallel.generate(batch()[0], 2), net.generate(batch()[0], 2))
+        with torch.no_grad():
+            parallel.embed.weight.zero_()
+    assert not parallel.embed.weight.any()
+
+
+def test_a_model_that_is_not_planned_is_whole() -> None:
+    net = language()
+    with sw.whole(net) as whole:
+        assert whole is net
