@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -106,6 +108,20 @@ def test_views_are_reshapes_with_known_sizes() -> None:
 def test_no_operator_is_bound_to_a_device() -> None:
     for op in capture(*models.llama()).ops:
         assert not {"device", "layout", "pin_memory"} & set(op.kwargs), op
+
+
+def test_a_tensor_that_supplies_only_the_dtype_is_not_read() -> None:
+    def fill(net: Any, x: Tensor) -> Tensor:
+        joined = x.new_empty(3, 8)
+        joined[:, :4] = x @ net.weight
+        joined[:, 4:] = x.new_full((3, 4), 2.0) + x.new_ones(4) + x.new_zeros(3, 1)
+        return joined
+
+    net, args = Function(fill), (torch.randn(3, 4, dtype=torch.float64),)
+    graph = capture(net, args)
+    creations = [op for op in graph.ops if "scatter" not in str(op.target) and not op.inputs]
+    assert [str(op.target).split(".")[1] for op in creations] == ["empty", "full", "ones", "zeros"]
+    assert_equal(net, args, {})
 
 
 def test_nothing_dead_and_no_detach_without_a_gradient_remains() -> None:

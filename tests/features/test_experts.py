@@ -15,6 +15,7 @@ import shardwright as sw
 from random_plans import check_random_plan, random_plan
 from shardwright.graph.custom_ops import experts
 from shardwright.graph.graph import Graph
+from shardwright.graph.serialize import dumps, loads
 from torchrun import torchrun
 
 transformers = pytest.importorskip("transformers", "5.0")
@@ -115,6 +116,12 @@ def test_batch_and_sequence_stay_apart_from_router_to_experts(build: Any) -> Non
     assert [value.shape[:2] for value in dispatch.inputs[:3]] == [(4, 8)] * 3
     producers = {graph.producer[value].target for value in dispatch.inputs[:3]}
     assert torch.ops.aten.reshape.default not in producers
+
+
+@pytest.mark.parametrize("build", [mixtral, gpt_oss_with_unused_experts], ids=lambda b: b.__name__)
+def test_a_graph_with_experts_can_be_written_and_read(build: Any) -> None:
+    graph = sw.capture(build(), (), batch())
+    assert loads(dumps(graph)).fingerprint == graph.fingerprint
 
 
 def test_capture_leaves_the_implementation_of_the_model_alone() -> None:

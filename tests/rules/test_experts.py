@@ -4,7 +4,7 @@ from torch import Tensor, randn
 from torch.testing import assert_close
 
 from rules.oracle import check
-from shardwright.graph.custom_ops import experts
+from shardwright.graph.custom_ops import experts, run_steps
 
 SWIGLU = (
     ("aten.split.Tensor", ("%0", 1, -1), ()),
@@ -66,3 +66,9 @@ def test_a_token_gets_what_each_chosen_expert_makes_of_it() -> None:
                 inner = torch.nn.functional.silu(gate) * up
                 expected[token] += weight * (down[expert] @ inner)
     assert_close(experts(x, ids, weights, gate_up, down, None, None, SWIGLU), expected)
+
+
+@pytest.mark.parametrize("name", ["aten.__class__.mro", "aten.silu.__init__"])
+def test_a_gate_calls_nothing_but_operators(name: str) -> None:
+    with pytest.raises(ValueError, match="is not an operator"):
+        run_steps(((name, ("%0",), ()),), r(2, 3))

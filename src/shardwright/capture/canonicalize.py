@@ -210,6 +210,21 @@ def _dropout(node: fx.Node) -> fx.Node | None:
     return source if p == 0 or not train else None  # type: ignore[return-value]
 
 
+_CREATIONS = {
+    aten.new_empty.default: aten.empty.memory_format,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+}
+
+
+@rewrites(*_CREATIONS)
+def _new(node: fx.Node) -> None:
+    """The tensor that supplies only the dtype is not read."""
+    node.kwargs = {"dtype": tensor(node).dtype}
+    node.target, node.args = _CREATIONS[node.target], node.args[1:]  # type: ignore[index]
+
+
 _PYTHON_OPERATORS = {
     aten.__and__.Tensor: aten.bitwise_and.Tensor,
     aten.__and__.Scalar: aten.bitwise_and.Scalar,
