@@ -180,6 +180,14 @@ def test_without_a_cluster_there_are_bytes_and_memory_but_no_seconds(plain: sw.P
     read(plain)
 
 
+def test_a_model_that_takes_no_time_has_a_page_too() -> None:
+    plan = sw.plan(nn.Flatten(), (torch.randn(4, 2, 2),), devices=2, cluster="h100")
+    shown = headlines(plan)
+    assert shown["Step"][0] == "0 μs" and shown["Utilization"][0] == "0.0%"
+    assert plan_page(plan).time.rows == ()
+    read(plan)
+
+
 def test_bytes_of_all_kinds_of_redistributions_are_those_of_the_plan() -> None:
     net = nn.Linear(64, 32)
     plan = sw.plan(net, (torch.randn(16, 64),), devices=4, mode="data_parallel")

@@ -69,15 +69,13 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
             parts[key] += seconds / len(stages)
     if pipeline.stages > 1:
         parts[WAITING, (), False] = max(0.0, predicted.seconds - _length(parts))
-    found = (
-        TimePart(
-            kind, tuple(names[axis] for axis in axes), seconds, parts.get((kind, axes, True), 0)
-        )
+    every = (
+        TimePart(kind, tuple(names[a] for a in axes), seconds, parts.get((kind, axes, True), 0.0))
         for (kind, axes, hidden), seconds in parts.items()
         if not hidden
     )
-    shown = (part for part in found if part.seconds or part.hidden)
-    return tuple(sorted(shown, key=lambda part: (KINDS.index(part.kind), -part.seconds)))
+    needed = (part for part in every if part.seconds or part.hidden)
+    return tuple(sorted(needed, key=lambda part: (KINDS.index(part.kind), -part.seconds)))
 
 
 def _length(parts: _Parts) -> float:
@@ -113,7 +111,9 @@ def _of_chunk(
             steps = [s for s in bucket.steps if kind == "gradients" or s.kind == "all_gather"]
             axes = tuple({axis for step in steps for axis in step.axes})
             total = seconds if once else times * seconds
-            yield kind, axes, total, total * (1 - waits[once][way] / whole[once][way])
+            # Where next to nothing is computed, rounding may make the wait the longer of the two.
+            hidden = max(0.0, 1 - waits[once][way] / whole[once][way])
+            yield kind, axes, total, total * hidden
 
 
 def _kind(work: Work) -> str:
@@ -131,4 +131,5 @@ def utilization(partitioned: Partitioned, predicted: Predicted) -> float:
     least = sum(
         (each.forward_flops + each.backward_flops) / device.peak(each.dtype) for each in work
     )
-    return least * partitioned.pipeline.micro_batches / devices / predicted.seconds
+    least *= partitioned.pipeline.micro_batches / devices
+    return least / predicted.seconds if least else 0.0

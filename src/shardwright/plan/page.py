@@ -16,8 +16,8 @@ from shardwright.plan.rows import StepRow, devices_text, seconds_text
 from shardwright.plan.table import speed, unused_axes_text
 from shardwright.report.page import Axis, Bar, Chart, Headline, Lane, Page, Stack
 
-MOST_SPANS = 20_000
-"""Actions of a timeline that is drawn."""
+MOST_PASSES = 6_000
+"""Passes through chunks, forward and backward, of a timeline that is drawn."""
 
 MOST_ROWS = 12
 """Kinds of redistributions that are listed."""
@@ -57,14 +57,14 @@ def plan_page(plan: PlanData) -> Page:
         axes=tuple(_axes(plan)),
         tree=tree,
         pictures=pictures,
-        made=_made(plan),
+        origin=_origin(plan),
     )
 
 
 def _axes(plan: PlanData) -> Iterator[Axis]:
     unused = plan.unused_axes
     for number, name in enumerate(plan.mesh.alias_names):
-        meaning = MEANINGS.get(name.rstrip("0123456789")) or f"mixed cuts over {name}"
+        meaning = MEANINGS.get(name.rstrip("0123456789")) or "mixed parallel"
         meaning = "equal copies" if number in unused else meaning
         yield Axis(name, plan.mesh.device_matrix[number], meaning)
 
@@ -149,16 +149,15 @@ def _time(plan: PlanData) -> Chart:
     step = plan.step
     if step is None:
         return Chart(note="Seconds are predicted for plans that are made for a cluster.")
-    parts = step.parts or tuple(_coarse_parts(step))
+    coarse = step.utilization is None
+    parts = tuple(_coarse_parts(step)) if coarse else step.parts
     whole = max(step.seconds, sum(part.seconds for part in parts)) or 1.0
     starts = accumulate((part.seconds for part in parts), initial=0.0)
     bars = tuple(
         Bar(
             label=_part_label(part),
             kind=part.kind,
-            text=f"{seconds_text(part.seconds)}, {part.seconds / whole:.1%}"
-            if part.seconds
-            else "",
+            text=_share(part.seconds, whole),
             start=start / whole,
             length=part.seconds / whole,
             hidden=min(part.hidden, start) / whole,
@@ -170,9 +169,13 @@ def _time(plan: PlanData) -> Chart:
     note = f"Of {stages}, in the order of kinds, not of time."
     if any(part.hidden for part in parts):
         note += " Hatched: communication beside computation, which does not lengthen the step."
-    if not step.parts:
+    if coarse:
         note = f"Computation by kind and communication by axis: {PLAN_AGAIN}"
     return Chart(bars, note=note)
+
+
+def _share(seconds: float, whole: float) -> str:
+    return f"{seconds_text(seconds)}, {seconds / whole:.1%}" if seconds else ""
 
 
 def _coarse_parts(step: StepRow) -> Iterator[TimePart]:
@@ -211,7 +214,6 @@ def _memory(plan: PlanData) -> Chart:
                 ),
                 limit=None if limit is None else limit / width,
                 state="bad" if over else "",
-                note=stage.moment,
             )
         )
         table.append((rows[-1].label, *map(binary, (*sizes, stage.peak)), stage.moment))
@@ -227,7 +229,7 @@ def _lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
         return (), ""
     if not chunks:
         return (), PLAN_AGAIN
-    if pipeline.num_chunks * pipeline.micro_batches > MOST_SPANS // 3:
+    if pipeline.num_chunks * pipeline.micro_batches > MOST_PASSES:
         return (), f"{pipeline.micro_batches:,} micro-batches are too many to draw."
     line = timeline(pipeline, chunks)
     whole = line.seconds or 1.0
@@ -290,7 +292,7 @@ def _traffic(plan: PlanData) -> Chart:
     return Chart(note=note, header=header, table=tuple(table))
 
 
-def _made(plan: PlanData) -> str:
+def _origin(plan: PlanData) -> str:
     return (
         f"{plan.mode}({plan.options_text}); captured in {plan.capture_seconds:.2f} s, searched in"
         f" {plan.search_seconds:.2f} s; fingerprint of the model {plan.fingerprint}"

@@ -54,7 +54,6 @@ class Stack:
     bars: tuple[Bar, ...]
     limit: float | None = None
     state: str = ""
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ class Page:
     axes: tuple[Axis, ...]
     tree: tuple[Branch | Operator, ...]
     pictures: tuple[Picture, ...]
-    made: str
+    origin: str
 
 
 def page_html(page: Page) -> str:
