@@ -16,6 +16,7 @@ from random_plans import check_random_plan, random_plan
 from shardwright.graph.custom_ops import experts
 from shardwright.graph.graph import Graph
 from shardwright.graph.serialize import dumps, loads
+from shardwright.search.assign_stages import operator_work
 from torchrun import torchrun
 
 transformers = pytest.importorskip("transformers", "5.0")
@@ -122,6 +123,13 @@ def test_batch_and_sequence_stay_apart_from_router_to_experts(build: Any) -> Non
 def test_a_graph_with_experts_can_be_written_and_read(build: Any) -> None:
     graph = sw.capture(build(), (), batch())
     assert loads(dumps(graph)).fingerprint == graph.fingerprint
+
+
+def test_the_work_of_a_stage_counts_the_experts_that_each_token_meets() -> None:
+    graph = sw.capture(mixtral(), (), batch())
+    op = graph.by_name["model.layers.0.mlp.experts"]
+    down = op.inputs[4].numel
+    assert operator_work(graph)[graph.ops.index(op)] == 32 * 2 * (3 * 16 * 24) + down
 
 
 def test_capture_leaves_the_implementation_of_the_model_alone() -> None:

@@ -14,7 +14,9 @@ from difflib import get_close_matches
 from itertools import groupby
 from math import prod
 
+from shardwright.cost.flops import forward_flops
 from shardwright.errors import StrategyError
+from shardwright.graph.custom_ops import experts
 from shardwright.graph.graph import Graph, Kind, Op
 from shardwright.graph.split import assign_neighbors
 from shardwright.partition.pipeline_spec import PipelineSpec
@@ -70,10 +72,13 @@ def operator_work(graph: Graph) -> list[float]:
 
 
 def _multiply_adds(op: Op) -> int:
-    """The product of the sizes of all dimensions of a main operator, those it sums included."""
+    """The product of the sizes of all dimensions of a main operator, those it sums included; of
+    experts, of which each token meets only some, those of balanced routing."""
     rule = rule_of(op)
     if rule is None or rule.main is None:
         return 0
+    if op.target is experts:
+        return int(forward_flops(op, rule) / 2)
     sizes: dict[str, int] = {}
     for dims, value in zip((*rule.inputs, *rule.outputs), (*op.inputs, *op.outputs), strict=True):
         for factor, size in zip(dims, value.shape, strict=True):
