@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from sample_models import encoder, gpt2, llama, mlp, resnet
 from shardwright.capture.capture import capture
@@ -49,6 +49,21 @@ def test_attention_is_two_products_forward_and_five_backward(model: Any) -> None
     # torch counts the pairs that a causal mask leaves out.
     left_out = 0 if model is encoder else attention / 2
     assert planned(capture(net, args, kwargs)) + left_out == counted(net, args, kwargs) + uncounted
+
+
+@torch.library.custom_op("test_flops::doubled_product", mutates_args=())
+def doubled_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return 2 * (x @ y)
+
+
+@doubled_product.register_fake
+def _(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], y.shape[1])
+
+
+@register_flop_formula(torch.ops.test_flops.doubled_product)
+def _(x: tuple[int, ...], y: tuple[int, ...], **options: Any) -> int:
+    return 2 * x[0] * x[1] * y[1]
 
 
 class Product(nn.Module):
@@ -120,3 +135,19 @@ def test_the_last_block_of_causal_queries_has_the_most_pairs() -> None:
     pairs = (64**2 - 48**2) / 64**2
     assert work_of(op).largest_share({"b": 2, "h": 1, "s": 4}) == pytest.approx(pairs / 2)
     assert work_of(op).largest_share({"b": 2, "h": 2, "s": 1}) == 1 / 4
+
+
+def test_an_operator_without_a_rule_takes_what_torch_counts() -> None:
+    class Chunked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return doubled_product(x, x)
+
+    (op,) = capture(Chunked(), (torch.zeros(8, 8),)).ops
+    assert work_of(op).forward_flops == 2 * 8**3
+
+
+def test_bilinear_layers_are_counted_as_torch_counts_them() -> None:
+    graph = capture(nn.Bilinear(3, 5, 4, bias=False), (torch.zeros(6, 3), torch.zeros(6, 5)))
+    with FlopCounterMode(display=False) as counter:
+        nn.Bilinear(3, 5, 4, bias=False)(torch.zeros(6, 3), torch.zeros(6, 5))
+    assert work_of(graph.ops[-1]).forward_flops == counter.get_total_flops()

@@ -118,3 +118,21 @@ def test_rows_of_groups_may_be_cut_within_a_group() -> None:
     found = check(target, randn(12, 4), randn(4, 4, 6), ends)
     assert str(found) == "b k, _ k j, _ -> b j"
     assert found.main is not None and found.main.labels == {"b": "I", "j": "J", "k": "K"}
+
+
+def test_products_that_are_added_to_something_are_cut_in_rows_and_columns() -> None:
+    batch = randn(3, 6, 2), randn(3, 2, 4)
+    assert set(check(aten.addbmm.default, randn(6, 4), *batch).factors) == {"i", "j"}
+    assert set(check(aten.addbmm.default, randn(4), *batch).factors) == {"i", "j"}
+    assert set(check(aten.addr.default, randn(6, 4), randn(6), randn(4)).factors) == {"i", "j"}
+
+
+@pytest.mark.parametrize("bias", [None, randn(4)])
+def test_rows_and_columns_of_a_bilinear_layer_may_be_cut(bias) -> None:
+    bias = bias if bias is None else bias.double()
+    found = check(aten.bilinear.default, randn(2, 6, 3), randn(2, 6, 5), randn(4, 3, 5), bias)
+    assert set(found.factors) == {"b", "s", "j"}
+
+
+def test_a_product_of_vectors_that_may_be_complex_is_a_sum() -> None:
+    assert check(aten.vdot.default, randn(6), randn(6)).reduced == {"k"}

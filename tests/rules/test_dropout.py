@@ -54,3 +54,8 @@ def test_tensors_like_another_draw() -> None:
     for target in (aten.rand_like.default, aten.randn_like.default):
         assert check(target, randn(6, 4, dtype=torch.float64)).random
     assert check(aten.randint_like.default, ones(6, 4, dtype=torch.int64), 5).random
+
+
+def test_normal_numbers_are_drawn_for_every_shard() -> None:
+    means, deviations = randn(6, 4, dtype=torch.float64), rand(4, dtype=torch.float64)
+    assert check(aten.normal.Tensor_Tensor, means, deviations).random

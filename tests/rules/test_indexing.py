@@ -23,9 +23,6 @@ def test_joined_dimensions_stay_whole() -> None:
     assert str(check(aten.cat.default, [randn(4, 6), randn(4, 2)], 1)) == "b _, b _ -> b _"
     assert str(check(aten.cat.default, [randn(0), randn(4, 6)])) == "_, _ s -> _ s"
     assert str(check(aten.stack.default, [randn(4), randn(4)], -1)) == "b, b -> b _"
-    assert str(check(aten.hstack.default, [randn(4, 6), randn(4, 2)])) == "b _, b _ -> b _"
-    assert str(check(aten.vstack.default, [randn(4, 6), randn(2, 6)])) == "_ s, _ s -> _ s"
-    assert rule_of(op_of(aten.hstack.default, [randn(4), randn(4)])) is None
 
 
 @pytest.mark.parametrize(
@@ -124,3 +121,8 @@ def test_rows_are_selected_and_written() -> None:
     assert str(check(aten.index_select.default, x, 1, tensor(3))) == "b _, () -> b _"
     assert str(check(aten.index_add.default, x, 0, rows, randn(2, 6))) == "_ s, _, _ s -> _ s"
     assert str(check(aten.index_fill.int_Scalar, x, 1, rows, 0.0)) == "b _, _ -> b _"
+
+
+def test_positions_that_are_taken_may_be_cut() -> None:
+    found = check(aten.take.default, randn(4, 6), randint(24, (6, 2)))
+    assert found.inputs == ((None, None), ("b", "s"))

@@ -92,3 +92,16 @@ def test_valid_targets_are_counted_only_for_a_mean() -> None:
         assert found is not None
         assert len(found.reductions(op, {"b": 2})) == expected
         assert found.reductions(op, {"b": 1}) == ()
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_rows_of_margin_losses_may_be_cut(reduction: int) -> None:
+    scores, target = r(6, 4), randint(4, (6,))
+    check(aten.multi_margin_loss.default, scores, target, reduction=reduction)
+    found = check(
+        aten.multi_margin_loss.default,
+        *(scores, target, 2, 0.5, Buffer(rand(4, dtype=F64)), reduction),
+    )
+    assert found.factors == ("b",)
+    targets = torch.stack([torch.randperm(4) for _ in range(6)])
+    check(aten.multilabel_margin_loss.default, scores, targets, reduction)

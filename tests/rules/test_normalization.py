@@ -125,3 +125,10 @@ def test_instance_norm() -> None:
     assert running.factors == ("b", "c", "s", "t")
     op = op_of(aten.instance_norm.default, x, w, b, mean, var, True, *rest)
     assert rule_of(op) is None
+
+
+def test_groups_of_channels_may_be_cut_with_their_statistics() -> None:
+    x, (weight, bias) = randn(4, 6, 5, dtype=F64), vectors(6, 2)
+    found = check(aten.native_group_norm.default, x, weight, bias, 4, 6, 5, 3, 1e-5)
+    assert found.outputs == (("b", "c", None), ("b", "c"), ("b", "c"))
+    assert found.capacity["c"] == 3

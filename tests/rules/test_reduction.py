@@ -110,3 +110,11 @@ def test_a_histogram_of_parts_needs_bounds() -> None:
     bounded = check(aten.histc.default, rand(12) * 4, 4, 0, 4)
     assert bounded.reduced == {"b"} and bounded.factors == ("b",)
     assert not check(aten.histc.default, rand(12), 4).factors
+
+
+def test_what_does_not_turn_may_be_cut() -> None:
+    assert check(aten.rot90.default, randn(4, 6, 2), 1, [1, 2]).factors == ("b",)
+
+
+def test_slices_that_are_scaled_each_by_its_norm_may_be_cut() -> None:
+    assert check(aten.renorm.default, randn(4, 6, 2), 2, 1, 1.5).factors == ("s",)

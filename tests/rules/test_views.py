@@ -149,3 +149,9 @@ def test_windows_of_images_are_cut_by_channel() -> None:
     images = randn(2, 36, 4)
     back = check(aten.col2im.default, images, [6, 6], [3, 3], [1, 1], [0, 0], [3, 3])
     assert str(back) == "b c _ -> b c _ _"
+
+
+def test_what_is_not_put_on_a_diagonal_may_be_cut() -> None:
+    embed = torch.ops.aten.diag_embed.default
+    assert check(embed, randn(4, 6, 3)).factors == ("b", "s")
+    assert check(embed, randn(4, 6, 3), 1, 0, 2).factors == ("s", "u")

@@ -21,7 +21,13 @@ from shardwright.capture.fx_nodes import (
 )
 from shardwright.capture.views import SAME_ELEMENTS
 from shardwright.graph import custom_ops
-from shardwright.torch_internals.operators import OpOverload, is_erased, schema_of
+from shardwright.torch_internals.operators import (
+    OpOverload,
+    is_erased,
+    operator_name,
+    overload_name,
+    schema_of,
+)
 
 aten = torch.ops.aten
 
@@ -50,10 +56,19 @@ def canonicalize(graph: fx.Graph) -> None:
                 graph.erase_node(node)
                 continue
             node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _CREATION_KWARGS}
+            if torch.Tag.view_copy in node.target.tags:
+                node.target = _view_of(node.target)
         rewrite = _REWRITES.get(node.target)
         new = rewrite(node) if rewrite else None
         if new is not None:
             replace(node, new)
+
+
+def _view_of(copy: OpOverload) -> OpOverload:
+    """`permute` for `permute_copy`: nothing changes either."""
+    packet = getattr(aten, operator_name(copy).removesuffix("_copy"))
+    view: OpOverload = getattr(packet, overload_name(copy))
+    return view
 
 
 def rewrites(*targets: Any) -> Callable[[Rewrite], Rewrite]:
@@ -238,6 +253,23 @@ _PYTHON_OPERATORS = {
 @rewrites(*_PYTHON_OPERATORS)
 def _bitwise(node: fx.Node) -> fx.Node:
     return insert(node, _PYTHON_OPERATORS[node.target], node.args)  # type: ignore[index]
+
+
+@rewrites(aten.index_put.default)
+def _masked_write(node: fx.Node) -> fx.Node | None:
+    """Writing equal values wherever a mask is true, as `x[mask] = 0`, is a choice by element."""
+    arguments = node_arguments(node)
+    source, values = arguments["self"], arguments["values"]
+    masks = [index for index in arguments["indices"] if index is not None]
+    place = arguments["indices"].index(masks[0])
+    if len(masks) > 1 or tensor(masks[0]).dtype != torch.bool or arguments["accumulate"]:
+        return None
+    rest = len(node_shape(source)) - place - len(node_shape(masks[0]))
+    if len(node_shape(values)) > rest:
+        return None
+    sizes = node_shape(masks[0]) + (1,) * rest
+    mask = insert_reshape(masks[0], sizes, node)
+    return insert(node, aten.where.self, (mask, values, source))
 
 
 _NEUTRAL = {

@@ -19,6 +19,7 @@ from shardwright.capture.attributes import TracedAttributes, attribute_texts
 from shardwright.capture.build_graph import CapturedCall, build_graph
 from shardwright.capture.canonicalize import canonicalize
 from shardwright.capture.causal_masks import fold_causal_masks
+from shardwright.capture.composed import decompose
 from shardwright.capture.fake_copy import (
     LossesInSinglePrecision,
     RecordedEffects,
@@ -87,6 +88,7 @@ def _capture(
     exported, attributes = _export(module, args, kwargs, compute_dtype)
     signature = Signature.of(exported)
     inline_regions(exported.graph_module)
+    decompose(exported.graph)
     calls = call_tags(exported.graph)
     check_static(exported.graph)
     tied = merge_tied(module, exported.graph, signature)

@@ -11,7 +11,8 @@ from torch import fx
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.operators import schema_of
 
-_ORIGIN = ("nn_module_stack", "stack_trace", "no_grad", "custom")
+ORIGIN = ("nn_module_stack", "stack_trace", "no_grad", "custom")
+"""What a node says of where it comes from."""
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
@@ -48,7 +49,7 @@ def call(
 ) -> fx.Node:
     """Adds a node at the insertion point, with the module, source line and tags of `like`."""
     node = graph.call_function(target, args, kwargs or {})
-    node.meta.update({key: like.meta[key] for key in _ORIGIN if key in like.meta})
+    node.meta.update({key: like.meta[key] for key in ORIGIN if key in like.meta})
     node.meta["val"] = evaluate(target, args, kwargs or {})
     return node
 

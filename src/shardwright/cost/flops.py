@@ -14,6 +14,7 @@ from functools import lru_cache
 from math import prod
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.graph.custom_ops import embedding_bag, experts
 from shardwright.graph.graph import Op, Value
@@ -186,7 +187,7 @@ def forward_flops(op: Op, rule: ShardingRule | None) -> float:
     if op.target in _RECURRENT:
         return _recurrence(op)
     if rule is None:
-        return 0.0
+        return _counted(op)
     if op.target in _ATTENTION:
         return _attention(op)
     if op.target in _CONVOLUTIONS:
@@ -196,7 +197,21 @@ def forward_flops(op: Op, rule: ShardingRule | None) -> float:
     if op.target in _PRODUCTS or str(op.target) in _PRODUCTS_BY_NAME:
         named = {d for dims in rule.inputs for d in dims if d is not None}
         return 2.0 * prod(rule.capacity[d] for d in named)
-    return 0.0
+    custom = isinstance(op.target, OpOverload) and op.target.namespace != "aten"
+    return _counted(op) if custom or op.target in _COUNTED else 0.0
+
+
+def _counted(op: Op) -> float:
+    """As PyTorch's own counter says, which knows what operators are composed of and the formulas
+    that `torch.utils.flop_counter.register_flop_formula` registers."""
+    args, kwargs = op.arguments(lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter:
+            op.target(*args, **kwargs)
+    except (NotImplementedError, RuntimeError):
+        return 0.0  # It does not run on the meta device.
+    return float(counter.get_total_flops())
 
 
 def _attention(op: Op) -> float:
@@ -254,6 +269,7 @@ def _recurrence(op: Op) -> float:
 
 
 _RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
+_COUNTED = {aten.addbmm.default, aten.bilinear.default}
 _LOOKUPS = {aten.embedding.default, embedding_bag}
 _ATTENTION = {aten.scaled_dot_product_attention.default}
 _TRANSPOSED = set(overloads("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))

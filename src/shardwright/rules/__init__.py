@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from shardwright.errors import StrategyError
 from shardwright.graph.graph import Op, Value
 
 # These modules are imported for the rules that they register.
 from shardwright.rules import (
     attention,
+    batched,
     contraction,
     convolution,
     creation,
@@ -30,12 +32,23 @@ from shardwright.rules import (
     views,
 )
 from shardwright.rules.notation import draws_random
+from shardwright.rules.register import register
 from shardwright.rules.rule import RuleMaker, ShardingRule, find_rule_maker
 
-__all__ = ["ShardingRule", "is_random", "rule_of"]
+__all__ = ["ShardingRule", "is_random", "register", "rule_of"]
 
 _REGISTERING = (
-    *(attention, contraction, convolution, creation, cross_entropy, dropout, embedding, experts),
+    *(
+        attention,
+        batched,
+        contraction,
+        convolution,
+        creation,
+        cross_entropy,
+        dropout,
+        embedding,
+        experts,
+    ),
     *(indexing, loss, normalization, pointwise, pooling, recurrent, reduction, views),
 )
 
@@ -73,7 +86,10 @@ class _Structure:
 
 @lru_cache(maxsize=1 << 14)
 def _build_rule(structure: _Structure) -> ShardingRule | None:
-    return structure.maker(structure.op)
+    try:
+        return structure.maker(structure.op)
+    except ValueError as error:
+        raise StrategyError(f"the sharding rule of {structure.target}: {error}") from error
 
 
 def _structure(argument: Any) -> Any:

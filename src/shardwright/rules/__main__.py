@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from shardwright.graph import custom_ops
-from shardwright.graph.graph import Op, OpTarget, Value
+from shardwright.graph.graph import OpTarget
 from shardwright.rules import rule_of
 from shardwright.rules.pointwise import pointwise
+from shardwright.rules.register import example_op
 from shardwright.rules.rule import RuleMaker, ShardingRule, find_rule_maker, registry
-from shardwright.torch_internals import pytree
 from shardwright.torch_internals.operators import OpOverload, operator_name
 
 aten = torch.ops.aten
@@ -45,6 +45,11 @@ _EXAMPLES: tuple[tuple[OpTarget, tuple[object, ...]], ...] = (
     (aten._grouped_mm.default, (*_GROUPED, _tensor(2, dtype=torch.int32))),
     (aten.scaled_dot_product_attention.default, _HEADS),
     (aten.embedding.default, (_tensor(8, 4), _indices(2, 6))),
+    (custom_ops.embedding_bag, (_tensor(8, 4), _indices(2, 6))),
+    (aten.cdist.default, (_tensor(2, 6, 4), _tensor(2, 8, 4))),
+    (aten.linalg_solve.default, (_tensor(2, 6, 4, 4), _tensor(2, 6, 4, 3))),
+    (aten.fft_rfft.default, (_tensor(2, 6, 8),)),
+    (aten.grid_sampler.default, (_IMAGES, _tensor(2, 6, 6, 2), 0, 0, False)),
     (custom_ops.experts, (*_ROUTED, *_EXPERTS, _GATE)),
     (aten.conv2d.default, (_IMAGES, _tensor(6, 4, 3, 3))),
     (aten.layer_norm.default, (_tensor(2, 6, 4), [4], _tensor(4), _tensor(4))),
@@ -88,13 +93,7 @@ _EXAMPLES: tuple[tuple[OpTarget, tuple[object, ...]], ...] = (
 
 def example(target: OpTarget, args: tuple[object, ...]) -> ShardingRule | None:
     """The rule of `target(*args)`, where tensors in `args` are on the meta device."""
-
-    def value(tensor: Tensor) -> Value:
-        return Value("tensor", tuple(tensor.shape), tensor.dtype)
-
-    outputs = pytree.tree_leaves(target(*args))
-    values = pytree.tree_map_only(Tensor, value, args)
-    return rule_of(Op("example", target, values, {}, tuple(value(output) for output in outputs)))
+    return rule_of(example_op(target, args))
 
 
 def rules_table() -> str:

@@ -36,7 +36,14 @@ def linear(op: Op) -> ShardingRule:
     return _as_main(from_notation("... k, j k, j -> ... j", op), weight=1)
 
 
-@rule_for(aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
+@rule_for(
+    aten.matmul.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.mv.default,
+    aten.dot.default,
+    aten.vdot.default,
+)
 def matmul(op: Op) -> ShardingRule:
     """Products of vectors, matrices and batches of matrices; batches are broadcast."""
     first, second = (len(value.shape) for value in op.inputs)
@@ -61,6 +68,26 @@ def addmm_rule(op: Op) -> ShardingRule:
     added = aligned(op, out)[0]
     inputs = (added, (*batch, "i", "k"), (*batch, "k", *columns))
     return _as_main(sharding_rule(op, inputs, (out,)), weight=None if batch else 2, first=1)
+
+
+@rule_for(aten.addbmm.default)
+def addbmm(op: Op) -> ShardingRule:
+    """The batch, over which it sums, cannot be cut, as every shard would add the input."""
+    inputs = (aligned(op, ("i", "j"))[0], (None, "i", None), (None, None, "j"))
+    return _as_main(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
+
+
+@rule_for(aten.addr.default)
+def addr(op: Op) -> ShardingRule:
+    added = aligned(op, ("i", "j"))[0]
+    return sharding_rule(op, (added, ("i",), ("j",)), (("i", "j"),))
+
+
+@rule_for(aten.bilinear.default)
+def bilinear(op: Op) -> ShardingRule:
+    """`... i, ... k, j i k -> ... j`; the features `i` and `k` are contracted together."""
+    notation = "... _, ... _, j _ _" + (", j" if argument(op, "bias") is not None else "")
+    return from_notation(f"{notation} -> ... j", op)
 
 
 @rule_for(aten.outer.default, aten.ger.default)

@@ -7,6 +7,8 @@ a single device would draw.
 
 from __future__ import annotations
 
+import torch
+
 from shardwright.graph.graph import Op
 from shardwright.rules.notation import aligned, call_arguments, names, overloads, sharding_rule
 from shardwright.rules.rule import Dims, ShardingRule, rule_for
@@ -26,6 +28,8 @@ def feature_dropout(op: Op) -> ShardingRule:
     )
 
 
+@rule_for(torch.ops.aten.normal.Tensor_Tensor, torch.ops.aten.normal.Tensor_float)
+@rule_for(torch.ops.aten.normal.float_Tensor)
 @rule_for(*overloads("bernoulli", "rand_like", "randn_like", "randint_like"))
 def random_like(op: Op) -> ShardingRule:
     return _random_rule(op, names(op.output), random=True)

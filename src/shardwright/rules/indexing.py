@@ -14,19 +14,7 @@ aten = torch.ops.aten
 @rule_for(*overloads("cat", "concat", "concatenate"))
 def cat(op: Op) -> ShardingRule:
     """Like torch, accepts empty one-dimensional tensors among the inputs."""
-    return _cat_rule(op, argument(op, "dim"))
-
-
-@rule_for(*overloads("hstack", "vstack"))
-def hstack_rule(op: Op) -> ShardingRule | None:
-    """`cat` of tensors with at least two dimensions; None for vectors and scalars."""
-    if any(len(value.shape) < 2 for value in op.inputs):
-        return None
-    return _cat_rule(op, 1 if op.target is aten.hstack.default else 0)
-
-
-def _cat_rule(op: Op, dim: int) -> ShardingRule:
-    dims = without(names(op.output), dim)
+    dims = without(names(op.output), argument(op, "dim"))
     inputs = [dims if len(v.shape) == len(dims) else (None,) for v in op.inputs]
     return sharding_rule(op, inputs, (dims,))
 
@@ -132,6 +120,13 @@ def scatter(op: Op) -> ShardingRule:
     dims = without(names(x), argument(op, "dim"), *unequal)
     inputs = [dims if len(value.shape) == len(dims) else () for value in op.inputs]
     return sharding_rule(op, inputs, (dims,))
+
+
+@rule_for(*overloads("take"))
+def take(op: Op) -> ShardingRule:
+    """Looks up positions in the flattened tensor, which is not cut."""
+    dims = names(op.inputs[1])
+    return sharding_rule(op, ((None,) * len(op.inputs[0].shape), dims), (dims,))
 
 
 @rule_for(*overloads("index_select"))

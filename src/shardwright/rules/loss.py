@@ -74,6 +74,15 @@ def cosine_embedding_loss(op: Op) -> ShardingRule:
     return _loss_rule(op, (*pairs, rows), rows, mean_loss_kernel)
 
 
+@rule_for(*overloads("multi_margin_loss", "multilabel_margin_loss"))
+def margin_loss(op: Op) -> ShardingRule:
+    """Rows can be cut; their classes, which are compared with each other, cannot."""
+    rows: Dims = ("b",)[: max(0, len(op.inputs[0].shape) - 1)]
+    scores, target = ((*rows, None)[: len(value.shape)] for value in op.inputs[:2])
+    inputs = input_dims(op, {"self": scores, "target": target, "weight": (None,)})
+    return _loss_rule(op, inputs, rows, mean_loss_kernel)
+
+
 @rule_for(*overloads("nll_loss_nd", "nll_loss", "nll_loss2d"))
 def nll_loss(op: Op) -> ShardingRule:
     """`b v s -> b s`: all but the classes can be cut. A mean counts the valid targets globally."""

@@ -43,17 +43,23 @@ def feature_norm(op: Op) -> ShardingRule:
     return sharding_rule(op, inputs, (dims,) * len(op.outputs))
 
 
-@rule_for(aten.group_norm.default)
+@rule_for(aten.group_norm.default, aten.native_group_norm.default)
 def group_norm(op: Op) -> ShardingRule:
-    """The batch can be cut, and the channels between groups."""
-    groups = call_arguments(op)["num_groups"]
+    """The batch can be cut, and the channels between groups; so are the statistics of groups."""
+    arguments, native = call_arguments(op), op.target is aten.native_group_norm.default
+    groups = arguments["group" if native else "num_groups"]
     dims: Dims = ("b", "c", *(None,) * (len(op.output.shape) - 2))
 
     def kernel(op: Op, local: Local) -> Callable[..., Any]:
-        return with_arguments(op, num_groups=groups // local.shard_counts.get("c", 1))
+        group = groups // local.shard_counts.get("c", 1)
+        if not native:
+            return with_arguments(op, num_groups=group)
+        batch, channels, *_ = local.output_shapes[0]
+        return with_arguments(op, N=batch, C=channels, group=group)
 
     inputs = input_dims(op, {"input": dims, "weight": ("c",), "bias": ("c",)})
-    return sharding_rule(op, inputs, (dims,), capacity={"c": groups}, kernel=kernel)
+    outputs = (dims, ("b", "c"), ("b", "c"))[: len(op.outputs)]
+    return sharding_rule(op, inputs, outputs, capacity={"c": groups}, kernel=kernel)
 
 
 @rule_for(aten.batch_norm.default)

@@ -62,6 +62,21 @@ def scan_rule(op: Op) -> ShardingRule:
     return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
 
 
+@rule_for(*overloads("rot90"))
+def rotation(op: Op) -> ShardingRule:
+    """The plane that turns cannot be cut."""
+    dims = without(names(op.output), *argument(op, "dims"))
+    return sharding_rule(op, (dims,), (dims,))
+
+
+@rule_for(*overloads("renorm"))
+def renorm(op: Op) -> ShardingRule:
+    """Only the dimension whose slices are scaled can be cut."""
+    kept = argument(op, "dim") % len(op.output.shape)
+    dims = tuple(name if i == kept else None for i, name in enumerate(names(op.output)))
+    return sharding_rule(op, (dims,), (dims,))
+
+
 @rule_for(*overloads("msort"))
 def sort_rows(op: Op) -> ShardingRule:
     dims = without(names(op.output), 0)

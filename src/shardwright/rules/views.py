@@ -180,6 +180,15 @@ def diagonal(op: Op) -> ShardingRule:
     return sharding_rule(op, (without(dims, *diagonal_dims),), ((*remaining, None),))
 
 
+@rule_for(*overloads("diag_embed"))
+def diag_embed(op: Op) -> ShardingRule:
+    """Puts the last dimension, which cannot be cut, on the diagonal of two new ones."""
+    dims = names(op.output)
+    new = [argument(op, name) % len(dims) for name in ("dim1", "dim2")]
+    remaining = tuple(name for i, name in enumerate(dims) if i not in new)
+    return sharding_rule(op, ((*remaining, None),), (without(dims, *new),))
+
+
 @rule_for(*overloads("tril", "triu"))
 def triangle_rule(op: Op) -> ShardingRule:
     dims = without(names(op.output), -2, -1)

@@ -280,6 +280,7 @@ ATEN_OPERATORS = (
     "_assert_tensor_metadata",
     "_fused_rms_norm",
     "_grouped_mm",
+    "_linalg_svd",
     "_local_scalar_dense",
     "_log_softmax",
     "_prelu_kernel",
