@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import shardwright as sw
 from shardwright import cli
 
 MODEL = """
@@ -32,6 +35,7 @@ FILES = {
     "train": ("config.yaml",),
     "compare": ("config.yaml",),
     "diff": ("plan.json", "plan.json"),
+    "report": ("plan.json",),
     "launch": ("script.py",),
 }
 """The commands and the arguments that each takes."""
@@ -114,7 +118,8 @@ def test_a_missing_file_is_named_before_options_that_are_missing(
 def test_a_wrong_place_of_a_file_is_one_error(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files, options = FILES[command], [] if command == "diff" else ["--devices", "2"]
+    files = FILES[command]
+    options = [] if command in ("diff", "report") else ["--devices", "2"]
     for place, at in itertools.product(PLACES, range(len(files))):
         if files[at] == "net" or (command == "launch" and place in SCRIPTS):
             continue
@@ -128,6 +133,15 @@ def test_a_place_that_cannot_be_written_is_one_error(
     option: str, place: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_one_error(["plan", "config.yaml", "--devices", "2", option, place], monkeypatch)
+
+
+@pytest.mark.parametrize("place", ["folder", "config.yaml/x", "a" * 300, "/dev/full", "loop", "."])
+def test_a_place_where_no_page_can_be_is_one_error(
+    place: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sw.plan(nn.Linear(4, 4), (torch.zeros(4, 4),), devices=2).save("plan.json")
+    assert ending(["report", "plan.json"], monkeypatch)[0] == 0
+    assert_one_error(["report", "plan.json", "--out", place], monkeypatch)
 
 
 @pytest.mark.parametrize("place", ["config.yaml", "config.yaml/x", "loop", "a" * 300])

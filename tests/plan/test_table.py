@@ -1,5 +1,7 @@
 """The lines below the table: the batch, the time of a step, and memory against what there is."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,3 +82,12 @@ def test_a_saved_plan_knows_its_batch_and_its_limit() -> None:
     plan = plan_of_words(memory_limit="1MiB")
     loaded = sw.Plan.from_json(plan.to_json())
     assert (loaded.global_batch, loaded.sequence, loaded.memory_limit) == (16, 8, 2**20)
+
+
+def test_a_plan_that_was_saved_says_what_memory_it_needs(tmp_path: Path) -> None:
+    plan = plan_of_words(memory_limit="1MiB")
+    plan.save(tmp_path / "plan.json")
+    loaded = sw.Plan.load(tmp_path / "plan.json")
+    assert line(loaded, "peak memory") == line(plan, "peak memory")
+    loaded.save(tmp_path / "again.json")
+    assert sw.Plan.load(tmp_path / "again.json").saved_memory == plan.memory

@@ -154,9 +154,10 @@ def report_command(
     ] = None,
 ) -> None:
     """Write a saved plan as a page for a browser: one HTML file that needs no network."""
+    saved = Plan.load(plan)
     page = plan.with_suffix(".html") if out is None else out
     page.parent.mkdir(parents=True, exist_ok=True)
-    Plan.load(plan).report(page)
+    saved.report(page)
     typer.echo(str(page))
 
 
