@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,23 @@ def test_a_model_that_is_not_planned_is_whole() -> None:
     net = language()
     with sw.whole(net) as whole:
         assert whole is net
+
+
+def test_a_model_that_may_be_released_is_not_held_twice() -> None:
+    def peak(*options: str) -> float:
+        script = Path(__file__).with_name("peak_memory.py")
+        done = subprocess.run(
+            [sys.executable, str(script), *options], capture_output=True, text=True, check=True
+        )
+        return float(done.stdout)
+
+    assert peak() > 0.9
+    assert peak("release") < 0.1
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_model_is_left_as_it_is_unless_it_is_released(release: bool) -> None:
+    net, eager = language(), language()
+    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=1), release=release)
+    assert torch.equal(parallel(*batch())[1], eager(*batch())[1])
+    assert all((p.numel() == 0) is release for p in net.parameters())

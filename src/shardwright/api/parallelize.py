@@ -31,6 +31,7 @@ def parallelize(
     device: str | torch.device | None = None,
     *,
     sync: bool = True,
+    release: bool = False,
 ) -> nn.Module:
     """`net`, run as planned on the running process group: a module whose parameters are DTensors.
 
@@ -45,6 +46,8 @@ def parallelize(
             one, else the CPU.
         sync: False where the values are known to be the same on all ranks; they are then not
             compared.
+        release: whether `net` gives up its parameters one after another, so that none is held
+            twice; they are empty afterwards.
 
     Raises:
         PlanError: if the plan is for another model or another number of devices, or the ranks have
@@ -61,7 +64,7 @@ def parallelize(
         )
         if sync and devices.several:
             take_state_of_rank_0(net, where)
-        parallel = parallel_module(net, partitioned, devices)
+        parallel = parallel_module(net, partitioned, devices, release=release)
     return parallel if parallel.training == net.training else parallel.train(net.training)
 
 

@@ -87,7 +87,8 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
                 "Trainer calls a model and its backward pass apart, which pipeline stages cannot: "
                 "plan without stages, or train with `train_step` in a loop of your own"
             )
-        self.model = self.model_wrapped = parallelize(self.model, plan, self.args.device)
+        planned = parallelize(self.model, plan, self.args.device, release=True)
+        self.model = self.model_wrapped = planned
         self.callback_handler.model = self.model
 
     def _example(self, dataloader: DataLoader[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -98,18 +98,22 @@ _OWN_NAMES = vars(ParallelModule).keys() - vars(nn.Module).keys() | {"execution"
 
 
 def parallel_module(
-    module: nn.Module, partitioned: Partitioned, devices: Devices
+    module: nn.Module, partitioned: Partitioned, devices: Devices, *, release: bool = False
 ) -> ParallelModule:
     """`module`, split as planned over `devices`.
+
+    Args:
+        release: whether `module` gives up its parameters.
 
     Raises:
         PlanError: if the model has an attribute or a method with the name of one of ours.
     """
     _check_names(module)
     left_out = _of_other_stages(module, partitioned, devices)
-    stored = with_stored_parameters(module, partitioned.decisions.storage, devices, left_out)
+    template, storage = template_of(module), partitioned.decisions.storage
+    stored = with_stored_parameters(module, storage, devices, left_out, release=release)
     make = Execution if partitioned.pipeline.stages == 1 else PipelineExecution
-    execution = make(stored, template_of(module), partitioned, devices, hooks_of_modules(module))
+    execution = make(stored, template, partitioned, devices, hooks_of_modules(module))
     # The program has its forward hooks, and what was set as its `forward`, inside.
     swap_forward_hooks(stored, execution.inside)
     if "forward" in vars(stored):

@@ -31,10 +31,17 @@ from shardwright.torch_internals.dtensor import (
 )
 
 
-def local_shard(tensor: Tensor, where: TensorLayout, devices: Devices) -> DTensor:
-    """This rank's block of a whole `tensor`, as a DTensor of the whole tensor's shape."""
+def local_shard(
+    tensor: Tensor, where: TensorLayout, devices: Devices, *, copy: bool = True
+) -> DTensor:
+    """This rank's block of a whole `tensor`, as a DTensor of the whole tensor's shape.
+
+    Args:
+        copy: False if a block that is the whole may share its memory.
+    """
     block = tensor.detach()[where.slices(devices.rank, tuple(tensor.shape))]
-    return as_dtensor(block.to(devices.device, copy=True).contiguous(), tensor, where, devices)
+    local = block.to(devices.device, copy=copy or block.shape != tensor.shape)
+    return as_dtensor(local.contiguous(), tensor, where, devices)
 
 
 def as_dtensor(local: Tensor, like: Tensor, where: TensorLayout, devices: Devices) -> DTensor:
@@ -59,9 +66,12 @@ def with_stored_parameters(
     storage: Storage,
     devices: Devices,
     left_out: Collection[str] = frozenset(),
+    *,
+    release: bool = False,
 ) -> nn.Module:
     """A copy of `module` whose parameters are DTensors stored as planned, and whose buffers lie on
-    the device; tied parameters stay tied. The given module is left as it is.
+    the device; tied parameters stay tied. The given module is left as it is, or, with `release`,
+    without its parameters: each is empty as soon as its shard is taken.
 
     Parameters and buffers that are `left_out`, as other stages hold them, are None. Of parameters
     made inside `no_init_parameters`, one after another is initialized on the CPU, and only what
@@ -78,9 +88,16 @@ def with_stored_parameters(
         if name in left_out:
             return whole.new_empty(0)
         if devices.mesh is None or not isinstance(tensors[name], nn.Parameter):
-            return whole.detach().to(devices.device, copy=True)
+            keeps = not (release and isinstance(tensors[name], nn.Parameter))
+            return whole.detach().to(devices.device, copy=keeps)
         where = TensorLayout(devices.layout, tuple(storage.get(name, ((),) * whole.ndim)))
-        return local_shard(whole, where, devices)
+        return local_shard(whole, where, devices, copy=not release)
+
+    def moved(name: str, whole: Tensor) -> Tensor:
+        shard = stored(name, whole)
+        if release and isinstance(whole, nn.Parameter):
+            whole.data = whole.data.new_empty(0)
+        return shard
 
     initialized = {name: t for name, t in tensors.items() if not isinstance(t, Deferred)}
     if devices.device.type == "meta":
@@ -92,7 +109,7 @@ def with_stored_parameters(
         for name, tensor in initialized.items():
             _check_has_values(name, tensor)
         stored_tensors = {
-            name: stored(name, tensor) for name, tensor in initialized.items()
+            name: moved(name, tensor) for name, tensor in initialized.items()
         } | values_of(tensors, stored)
     memo: dict[int, Any] = copies_of_attributes(module)
     for name, tensor in tensors.items():

@@ -1,0 +1,25 @@
+"""Prints the peak memory of `parallelize` in multiples of the model's parameters."""
+
+from __future__ import annotations
+
+import sys
+from resource import RUSAGE_SELF, getrusage
+
+import torch
+from torch import nn
+
+import shardwright as sw
+
+
+def peak() -> int:
+    """Bytes that this process has had at most."""
+    return getrusage(RUSAGE_SELF).ru_maxrss * 1024
+
+
+net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(32)))
+batch = torch.ones(1, 2048)
+plan = sw.plan(net, (batch,), devices=1)
+size = sum(p.nbytes for p in net.parameters())
+before = peak()
+net = sw.parallelize(net, plan, release="release" in sys.argv)
+print((peak() - before) / size)
