@@ -104,9 +104,10 @@ def test_the_answer_is_the_plans(staged: sw.Plan) -> None:
         f"{tokens / 8:,.0f} tokens/s of one device",
     )
     assert shown["Utilization"][0] == f"{step.utilization:.1%}"
+    assert shown["Parameters"][0] == f"{sum(p.numel() for p in llama(layers=4)[0].parameters()):,}"
     assert shown["Memory per device"][0] == binary(memory.peak)
     assert shown["Sent per device"][0] == binary(staged.bytes)
-    assert shown["Global batch"] == ("16 × 8 tokens", "4 micro-batches of 4")
+    assert shown["Global batch"] == ("16 sequences", "of 8 tokens, 4 micro-batches of 4")
 
 
 def test_the_sentence_names_what_was_chosen_in_words_of_the_field(staged: sw.Plan) -> None:
@@ -171,6 +172,13 @@ def test_the_timeline_has_every_action_of_every_stage(staged: sw.Plan) -> None:
     assert staged.step is not None and f"{staged.step.bubble:.1%}" in page.pipeline_note
 
 
+def test_each_stage_names_the_blocks_that_it_computes(staged: sw.Plan, plain: sw.Plan) -> None:
+    first, last = plan_page(staged).stages.table
+    assert first == ("stage 0", "model.embed_tokens, model.layers.{0..1}")
+    assert last[1].startswith("model.layers.{2..3}, model.norm, lm_head")
+    assert plan_page(plain).stages.table == ()
+
+
 def test_without_a_cluster_there_are_bytes_and_memory_but_no_seconds(plain: sw.Plan) -> None:
     shown = headlines(plain)
     assert shown["Step"] == ("not predicted", "name a cluster to predict seconds")
@@ -209,7 +217,8 @@ def test_files_of_an_earlier_release_give_a_page_of_what_they_hold(staged: sw.Pl
     plan = sw.Plan.from_json(json.dumps(data))
     page, shown = plan_page(plan), headlines(plan)
     assert plan.step is not None and shown["Step"][0] == seconds_text(plan.step.seconds)
-    assert shown["Parameters per device"][0] == binary(plan.parameter_bytes)
+    assert shown["Parameters"][1] == f"{binary(plan.parameter_bytes)} are stored on a device"
+    assert shown["Memory per device"][0] == "not predicted"
     assert [bar.kind for bar in page.time.rows][:2] == ["computation", "communication"]
     for note in (page.time.note, page.memory.note, page.pipeline_note):
         assert "plan again" in note

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import accumulate
+from math import prod
 
 from shardwright.cost.memory import StageMemory, binary
 from shardwright.cost.pipeline_timeline import timeline
@@ -12,7 +13,7 @@ from shardwright.cost.time_parts import COMPUTATION, WAITING, TimePart
 from shardwright.plan.data import PlanData
 from shardwright.plan.page_tree import page_tree
 from shardwright.plan.repeated_rows import fold_crossings, fold_names, fold_rows
-from shardwright.plan.rows import StepRow, devices_text, seconds_text
+from shardwright.plan.rows import StepRow, devices_text, is_notable, seconds_text
 from shardwright.plan.table import speed, unused_axes_text
 from shardwright.report.page import Axis, Bar, Chart, Headline, Lane, Page, Stack
 
@@ -53,6 +54,7 @@ def plan_page(plan: PlanData) -> Page:
         memory=_memory(plan),
         lanes=lanes,
         pipeline_note=note,
+        stages=_stages(plan),
         traffic=_traffic(plan),
         axes=tuple(_axes(plan)),
         tree=tree,
@@ -107,14 +109,29 @@ def _headlines(plan: PlanData) -> Iterator[Headline]:
         if step.utilization is not None:
             note = "of the peak, without recomputation"
             yield Headline("Utilization", f"{step.utilization:.1%}", note)
+    count = sum(prod(shape) for shape, _ in plan.parameters.values())
+    stored = f"{binary(plan.parameter_bytes)} are stored on a device"
+    yield Headline("Parameters", _count_text(count), stored)
     yield _memory_headline(plan)
     sent = f"{binary(plan.forward_bytes)} forward, {binary(plan.backward_bytes)} backward"
     yield Headline("Sent per device", binary(plan.bytes), f"a step: {sent}")
     if plan.global_batch is not None:
-        tokens = f" × {plan.sequence:,} tokens" if plan.sequence is not None else " samples"
-        number = plan.pipeline.micro_batches
-        note = f"{number:,} micro-batches of {plan.global_batch // number:,}"
-        yield Headline("Global batch", f"{plan.global_batch:,}{tokens}", note if number > 1 else "")
+        number, sequence = plan.pipeline.micro_batches, plan.sequence
+        words = [] if sequence is None else [f"of {sequence:,} tokens"]
+        words += [f"{number:,} micro-batches of {plan.global_batch // number:,}"] * (number > 1)
+        kind = "samples" if sequence is None else "sequences"
+        yield Headline("Global batch", f"{plan.global_batch:,} {kind}", ", ".join(words))
+
+
+def _count_text(count: int) -> str:
+    """
+    >>> _count_text(68_976_648_192), _count_text(1_250_000), _count_text(9_000)
+    ('69.0 billion', '1.2 million', '9,000')
+    """
+    for unit, size in (("billion", 1e9), ("million", 1e6)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:,}"
 
 
 def _speed_of_one(plan: PlanData, step: StepRow) -> str:
@@ -124,8 +141,8 @@ def _speed_of_one(plan: PlanData, step: StepRow) -> str:
 def _memory_headline(plan: PlanData) -> Headline:
     memory, limit = plan.known_memory, plan.memory_limit
     if memory is None:
-        of = "" if limit is None else f"; the limit is {binary(limit)}"
-        return Headline("Parameters per device", binary(plan.parameter_bytes), f"as stored{of}")
+        note = "" if limit is None else f"the limit is {binary(limit)}"
+        return Headline("Memory per device", "not predicted", note)
     most = max(memory.stages, key=lambda stage: stage.peak)
     place = f"peak, stage {most.stage}" if len(memory.stages) > 1 else "peak"
     if limit is None:
@@ -259,6 +276,18 @@ def _lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
     by = "operations alone" if plan.step is None else "seconds"
     idle = f"{line.bubble:.1%} of the stages' time are bubbles" if line.seconds else "no time"
     return lanes, f"Schedule {pipeline.schedule}, by {by}: {idle}. The optimizer's step follows."
+
+
+def _stages(plan: PlanData) -> Chart:
+    """What each stage computes: its blocks, by the first number of their paths."""
+    if plan.pipeline.stages == 1:
+        return Chart()
+    blocks: dict[int, dict[str, None]] = {}
+    for row in filter(is_notable, plan.operators):
+        block = re.match(r"(.*?\.\d+)(?:\.|$)", row.name)
+        blocks.setdefault(row.stage, {})[block[1] if block else row.name] = None
+    table = [(f"stage {n}", ", ".join(fold_names(blocks[n]))) for n in sorted(blocks)]
+    return Chart(header=("", "computes"), table=tuple(table))
 
 
 def _traffic(plan: PlanData) -> Chart:

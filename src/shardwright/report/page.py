@@ -177,6 +177,7 @@ class Page:
     memory: Chart
     lanes: tuple[Lane, ...]
     pipeline_note: str
+    stages: Chart
     traffic: Chart
     axes: tuple[Axis, ...]
     tree: tuple[Branch | Operator, ...]
