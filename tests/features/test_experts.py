@@ -109,6 +109,28 @@ def test_random_plans_change_no_result(build: Any) -> None:
         check_random_plan(net, (), kwargs, graph, random_plan(graph, (2, 4, 6)[seed % 3], seed))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": 2, "micro_batches": 2},
+        {"hsdp": {"level": "level3", "threshold": 0}},
+        {"mode": "sharding_propagation"},
+    ],
+    ids=str,
+)
+def test_experts_that_are_pinned_change_no_result(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net, kwargs = mixtral(num_hidden_layers=2), batch()
+    for layer in net.model.layers:
+        sw.shard(layer.mlp.experts, (None, None, None, (2, 1, 1, 1), (2, 1, 1)))
+    if "hsdp" in options:
+        sw.recompute(net.model.layers)
+    plan = sw.plan(net, (), kwargs, devices=4, **options)
+    assert plan.strategies["model.layers.1.mlp.experts"][3] == (2, 1, 1, 1)
+    assert sw.check(net, (), kwargs, plan).passes()
+
+
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 def test_batch_and_sequence_stay_apart_from_router_to_experts(build: Any) -> None:
     graph = sw.capture(build(), (), batch())
@@ -123,6 +145,12 @@ def test_batch_and_sequence_stay_apart_from_router_to_experts(build: Any) -> Non
 def test_a_graph_with_experts_can_be_written_and_read(build: Any) -> None:
     graph = sw.capture(build(), (), batch())
     assert loads(dumps(graph)).fingerprint == graph.fingerprint
+
+
+def test_the_axis_that_cuts_experts_is_called_so() -> None:
+    net, kwargs = mixtral(), batch()
+    sw.shard(net.model.layers[0].mlp.experts, (None, None, None, (2, 1, 1, 1), (2, 1, 1)))
+    assert sw.plan(net, (), kwargs, devices=2).mesh.sizes == "ep 2"
 
 
 def test_the_work_of_a_stage_counts_the_experts_that_each_token_meets() -> None:

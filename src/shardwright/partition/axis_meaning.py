@@ -11,6 +11,7 @@ of these meanings:
 | `fsdp` | the batch alone, and parameters are stored in shards over it |
 | `sp` | positions, and perhaps features: attention heads between two all-to-alls |
 | `tp` | parameters, and perhaps features and positions, never the batch |
+| `ep` | experts, whatever else is cut over it |
 
 Storage alone gives an axis no meaning. An axis over which another mixture is cut, or nothing, is
 called by its letter; several of one meaning are numbered.
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count, islice
 
+from shardwright.graph.custom_ops import experts
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout.axes import Axes, axis_names
 from shardwright.partition.decisions import Decisions
@@ -38,6 +40,7 @@ class Meaning(Enum):
     POSITION = auto()
     PARAMETER = auto()
     FEATURE = auto()
+    EXPERT = auto()
 
 
 Meanings = tuple[Meaning | None, ...]
@@ -61,6 +64,8 @@ def name_axes(graph: Graph, axes: int, decisions: Decisions) -> tuple[str, ...]:
 
 
 def _name(cut: set[Meaning | None], stores: bool) -> str | None:
+    if Meaning.EXPERT in cut:
+        return "ep"
     if cut == {Meaning.BATCH}:
         return "fsdp" if stores else "dp"
     if Meaning.BATCH in cut or not cut - {Meaning.FEATURE}:
@@ -73,7 +78,8 @@ def _cuts(graph: Graph, decisions: Decisions) -> Iterator[tuple[Meaning | None, 
     trace = trace_meanings(graph)
     for op in graph.ops:
         for factor, over in decisions.cuts.get(op.name, {}).items():
-            yield trace.factors[op.name].get(factor), over
+            is_expert = op.target is experts and factor == "e"
+            yield Meaning.EXPERT if is_expert else trace.factors[op.name].get(factor), over
         for value, dims in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
             yield from zip(trace.values[value], dims or (), strict=False)
     for value in graph.input_values:

@@ -27,6 +27,7 @@ MEANINGS = {
     "dp": "data parallel",
     "fsdp": "fully sharded data parallel",
     "sp": "sequence parallel",
+    "ep": "expert parallel",
     "tp": "tensor parallel",
 }
 LEVELS = {
