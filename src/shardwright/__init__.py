@@ -49,6 +49,7 @@ from shardwright.plan import Plan
 from shardwright.runtime.adopt_optimizer import adopt
 from shardwright.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from shardwright.train.checkpoint_manifest import CheckpointWarning
+from shardwright.train.dataloader import dataloader
 from shardwright.train.position import Position
 from shardwright.train.state_dict_file import load_state_dict, save_state_dict
 
@@ -83,6 +84,7 @@ __all__ = [
     "adopt",
     "capture",
     "check",
+    "dataloader",
     "examine",
     "from_pretrained",
     "load_checkpoint",
