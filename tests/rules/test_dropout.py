@@ -59,3 +59,4 @@ def test_tensors_like_another_draw() -> None:
 def test_normal_numbers_are_drawn_for_every_shard() -> None:
     means, deviations = randn(6, 4, dtype=torch.float64), rand(4, dtype=torch.float64)
     assert check(aten.normal.Tensor_Tensor, means, deviations).random
+    assert check(aten.normal.float_float, 0.0, 1.0, [6, 4]).factors == ("b", "s")

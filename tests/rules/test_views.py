@@ -155,3 +155,5 @@ def test_what_is_not_put_on_a_diagonal_may_be_cut() -> None:
     embed = torch.ops.aten.diag_embed.default
     assert check(embed, randn(4, 6, 3)).factors == ("b", "s")
     assert check(embed, randn(4, 6, 3), 1, 0, 2).factors == ("s", "u")
+    write = torch.ops.aten.diagonal_scatter.default
+    assert check(write, randn(4, 6, 3, 3), randn(6, 3, 3), 0, 0, 2).factors == ("s", "u")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from shardwright.graph.graph import Op
 from shardwright.rules.notation import (
     draws_random,
@@ -15,6 +17,7 @@ from shardwright.rules.rule import ShardingRule, rule_for
 
 @rule_for(*overloads("zeros", "ones", "full", "empty", "rand", "randn", "randint"))
 @rule_for(*overloads("new_zeros", "new_ones", "new_full", "new_empty"))
+@rule_for(torch.ops.aten.normal.float_float)
 def sharded_creation(op: Op) -> ShardingRule:
     """Every device creates its shard; a tensor that only supplies the dtype is not cut."""
     place = list(schema_parameters(op.target)).index("size")

@@ -180,6 +180,16 @@ def diagonal(op: Op) -> ShardingRule:
     return sharding_rule(op, (without(dims, *diagonal_dims),), ((*remaining, None),))
 
 
+@rule_for(*overloads("diagonal_scatter"))
+def diagonal_scatter(op: Op) -> ShardingRule:
+    """Writes a diagonal, which lies last in what is written."""
+    dims = names(op.output)
+    plane = [argument(op, name) % len(dims) for name in ("dim1", "dim2")]
+    remaining = tuple(name for i, name in enumerate(dims) if i not in plane)
+    dims = without(dims, *plane)
+    return sharding_rule(op, (dims, (*remaining, None)), (dims,))
+
+
 @rule_for(*overloads("diag_embed"))
 def diag_embed(op: Op) -> ShardingRule:
     """Puts the last dimension, which cannot be cut, on the diagonal of two new ones."""
