@@ -42,12 +42,12 @@ def dispatch_in_one_operator(model: nn.Module) -> None:
 def _is_replaceable(module: nn.Module) -> bool:
     """Whether the interface of `transformers` decides how it dispatches, for an implementation that
     computes the same, and its gate treats all columns alike."""
-    decides = getattr(type(module).forward, "__globals__", {}).get("__name__")
-    if decides != "transformers.integrations.moe" or "forward" in vars(module):
+    file = getattr(type(module).forward, "__globals__", {}).get("__name__")
+    if file != "transformers.integrations.moe" or "forward" in vars(module):
         return False
-    chosen = getattr(module.config, "_experts_implementation", None)
-    special = getattr(module, "_is_expert_parallel", False) or module.has_post_expert_norm
-    if chosen not in _REPLACED or special:
+    implementation = getattr(module.config, "_experts_implementation", None)
+    special = ("_is_expert_parallel", "has_post_expert_norm")
+    if implementation not in _REPLACED or any(getattr(module, each, False) for each in special):
         return False
     tensors = (_projection(module), getattr(module, "down_proj", None))
     if not all(isinstance(t, Tensor) and t.ndim == 3 for t in tensors):
@@ -59,27 +59,30 @@ def _projection(module: Any) -> Any:
     return getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
 
 
-def _gate(module: Any, projected: Tensor) -> Tensor:
-    gated: Tensor = (module._apply_gate if module.has_gate else module.act_fn)(projected)
-    return gated
+def _interleaves(module: Any) -> bool:
+    """Whether columns of gate and value alternate in the projection; else they are two halves."""
+    return not getattr(module, "is_concatenated", True)
+
+
+def _gate(module: Any, x: Tensor) -> Tensor:
+    result: Tensor = (module._apply_gate if module.has_gate else module.act_fn)(x)
+    return result
 
 
 def _treats_columns_alike(module: Any) -> bool:
     parts, width = 1 + module.has_gate, module.down_proj.shape[1 if module.is_transposed else 2]
-    projected = torch.arange(4.0 * parts * width).mul(0.7).sin().mul(12).view(4, -1)
-    sizes = (parts, width) if module.is_concatenated else (width, parts)
-    columns = projected.view(4, *sizes)
-    columns = columns.mT if module.is_concatenated else columns
+    rows = torch.arange(4.0 * parts * width).mul(0.7).sin().mul(12).view(4, -1)
+    columns = rows.view(4, width, parts) if _interleaves(module) else rows.view(4, parts, width).mT
     try:
         with torch.no_grad():
-            whole, single = _gate(module, projected), _gate(module, columns).squeeze(-1)
+            whole, single = _gate(module, rows), _gate(module, columns).squeeze(-1)
             return whole.shape == single.shape and torch.allclose(whole, single)
     except Exception:  # Code of the model, with a tensor of another shape than it expects.
         return False
 
 
 @torch.library.custom_op("shardwright::experts", mutates_args=())
-def _traced(
+def _dispatch(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -88,15 +91,15 @@ def _traced(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     column: Tensor,
-    gated: Tensor,
+    gate_output: Tensor,
     interleaved: bool,
 ) -> Tensor:
-    """What stands for the experts while a model is traced: `gated` is what the gate makes of
+    """What stands for the experts while a model is traced: `gate_output` is what the gate makes of
     `column`."""
     raise NotImplementedError
 
 
-@_traced.register_fake
+@_dispatch.register_fake
 def _(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
@@ -106,7 +109,7 @@ def _forward(
 ) -> Tensor:
     projection, down = _projection(self), self.down_proj
     parts = 1 + self.has_gate
-    sizes = (parts, -1) if self.is_concatenated else (-1, parts)
+    sizes = (-1, parts) if _interleaves(self) else (parts, -1)
     if self.is_transposed:
         gate_up, down = projection.unflatten(-1, sizes).permute(0, 2, 3, 1), down.mT
     else:
@@ -118,19 +121,19 @@ def _forward(
     column = projection.new_zeros(1, 1, parts)
     result: Tensor = torch.ops.shardwright.experts(
         *(hidden_states, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias),
-        *(column, _gate(self, column), not self.is_concatenated),
+        *(column, _gate(self, column), _interleaves(self)),
     )
     return result
 
 
 @rewrites(torch.ops.shardwright.experts.default)
 def _experts(node: fx.Node) -> fx.Node:
-    *tensors, column, gated, interleaved = node.args
-    return insert(node, custom_ops.experts, (*tensors, _steps(column, gated), interleaved))
+    *tensors, column, gate_output, interleaved = node.args
+    return insert(node, custom_ops.experts, (*tensors, _steps(column, gate_output), interleaved))
 
 
-def _steps(column: Any, gated: Any) -> custom_ops.Steps:
-    """The operators from `column` to `gated`."""
+def _steps(column: Any, gate_output: Any) -> custom_ops.Steps:
+    """The operators from `column` to `gate_output`."""
     numbers: dict[fx.Node, str] = {column: "%0"}
     steps: list[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]] = []
 
@@ -154,5 +157,5 @@ def _steps(column: Any, gated: Any) -> custom_ops.Steps:
             numbers[node] = f"%{len(steps)}"
         return numbers[node]
 
-    visit(gated)
+    visit(gate_output)
     return tuple(steps)

@@ -181,7 +181,7 @@ def experts(
         first, total: the number of the first of these experts, a `SymInt` where many ranks are
             simulated at once, and of how many experts these are; by default of all.
     """
-    here, chosen, hidden = gate_up.shape[0], ids.shape[-1], x.shape[-1]
+    here, top_k, hidden = gate_up.shape[0], ids.shape[-1], x.shape[-1]
     slots = ids.reshape(-1) - first  # type: ignore[operator]
     absent = (slots < 0) | (slots >= here)
     scale = weights.reshape(-1, 1).masked_fill(absent.unsqueeze(-1), 0)
@@ -195,7 +195,7 @@ def experts(
     if not shared:
         # An expert that there is not is the last one, with weight 0.
         ends = torch.cat([ends[:-1], ends.new_full((1,), slots.shape[0])])
-    ends, tokens, scale = ends.to(torch.int32), order // chosen, scale[order]
+    ends, tokens, scale = ends.to(torch.int32), order // top_k, scale[order]
     rows = x.reshape(-1, hidden)[tokens].to(gate_up.dtype)
     rows = segment_matmul(rows, gate_up.flatten(1, 2).mT, ends, tail)
     if gate_up_bias is not None:
@@ -207,8 +207,8 @@ def experts(
     if down_bias is not None:
         rows = rows + down_bias[slots] * scale
     # Not `index_add`, whose order of summation differs between devices that must stay equal.
-    summed = x.new_zeros(ids.numel() // chosen, hidden)
-    result: Tensor = summed.index_put((tokens,), rows.to(x.dtype), accumulate=True).view_as(x)
+    zeros = x.new_zeros(ids.numel() // top_k, hidden)
+    result: Tensor = zeros.index_put((tokens,), rows.to(x.dtype), accumulate=True).view_as(x)
     return result
 
 
