@@ -257,3 +257,32 @@ def test_an_input_that_requires_a_gradient_has_one() -> None:
 def test_float64_models_lose_no_cast() -> None:
     graph = capture(*in_float64(models.llama()))
     assert graph.by_name["model.norm.to"].output.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (lambda y, x: y > 0, lambda net, x: 0.0),
+        (lambda y, x: x[:, 0] > 0, lambda net, x: 0.0),
+        (lambda y, x: x[:, 0] > 0, lambda net, x: net.weight[0]),
+        (lambda y, x: (slice(None), x[0] > 0), lambda net, x: net.weight[0, 0] * 2),
+    ],
+)
+def test_writing_one_value_by_a_mask_is_a_choice(place: Any, value: Any) -> None:
+    def forward(net: Function, x: Tensor) -> Tensor:
+        y = x @ net.weight
+        y[place(y, x)] = value(net, x)
+        return y * net.weight
+
+    graph = assert_equal(Function(forward), (x(),), {})
+    assert "where.self" in targets(graph)
+    assert "index_put.default" not in targets(graph)
+
+
+def test_writing_many_values_by_a_mask_is_left() -> None:
+    def forward(net: Function, x: Tensor) -> Tensor:
+        y = x @ net.weight
+        y[torch.arange(4) % 2 == 0] = net.weight[:2]
+        return y
+
+    assert "index_put.default" in targets(assert_equal(Function(forward), (x(),), {}))

@@ -52,9 +52,9 @@ def _composed(node: fx.Node) -> Any:
         return target.decompose(*args, **kwargs)
 
     # Some are composed otherwise where nothing requires a gradient.
-    fakes = [
-        tensor(each).detach().requires_grad_(tensor(each).is_floating_point()) for each in inputs
-    ]
+    fakes = [tensor(each).detach() for each in inputs]
+    for fake in fakes:
+        fake.requires_grad_(fake.is_floating_point() or fake.is_complex())
     mode: Any = fakes[0].fake_mode  # type: ignore[attr-defined]
     with mode, torch.enable_grad():
         region = make_fx(run)(*fakes).graph
