@@ -87,7 +87,7 @@ def dataloader(
 
     Raises:
         DataError: if the dataset has no length, has less than one batch, or a batch cannot be
-            divided as the plan asks for; while iterating, if the samples of a batch differ in shape.
+            divided as planned; while iterating, if the samples of a batch differ in shape.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise DataError(
