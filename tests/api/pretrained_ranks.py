@@ -54,6 +54,7 @@ def check_a_model_is_written_whole_and_read_in_shards() -> None:
     net, _ = planned(llama(), 0)
     sw.save_pretrained(net, folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
+    torch.testing.assert_close(net(**CALL).loss, eager(**CALL).loss)
     torch.testing.assert_close(
         dict(LlamaForCausalLM.from_pretrained(folder).state_dict()), dict(eager.state_dict())
     )

@@ -283,7 +283,11 @@ def constants(net: Function, x: Tensor) -> Tensor:
 
 def in_lower_precision(net: Function, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
-        return F.linear(x.float(), net.weight.float()).exp().sum()
+        y = F.linear(x.float(), net.weight.float())
+        # Of both dtypes, in place, and of no tensor.
+        y = y.relu() @ net.weight.float() * torch.arange(4)
+        y = y.add_(x.float()) + x.float().mean()
+        return F.softmax(y @ y.T, -1).exp().sum()
 
 
 def checkpointed(net: Function, x: Tensor) -> Tensor:

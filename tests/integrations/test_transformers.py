@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from integrations.trainer_cases import CASES
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trainer.py"
+TIMES = re.compile(r"runtime|per_second|preparation_time|total_flos")
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 
 
@@ -69,3 +73,31 @@ def test_lora_on_four_processes_equals_one_device_and_resumes_on_one(
         path.rmdir()
     run(EXAMPLE, tmp_path, "--resume")
     assert_equal_runs(tmp_path, plain, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", CASES)
+def test_what_trainer_does_on_one_device_it_does_on_two(case: str, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("trainer_cases.py")
+    for kind, launcher in (("plain", ()), ("planned", (*LAUNCHER[:-1], "2"))):
+        command = [sys.executable, *launcher, str(script), kind, case, str(tmp_path / kind)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    mine, wanted = (
+        [
+            {k: v for k, v in entry.items() if not TIMES.search(k)}
+            for entry in json.loads((tmp_path / kind / "log.json").read_text())
+        ]
+        for kind in ("planned", "plain")
+    )
+    loose = {"rtol": 2e-2, "atol": 2e-2} if case == "bf16" else {"rtol": 1e-3, "atol": 1e-4}
+    assert len(mine) == len(wanted)
+    for entry, like in zip(mine, wanted, strict=True):
+        assert entry.keys() == like.keys()
+        torch.testing.assert_close(list(entry.values()), list(like.values()), **loose)
+    states = [load_file(tmp_path / kind / "state.safetensors") for kind in ("planned", "plain")]
+    torch.testing.assert_close(*states, **loose)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,8 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
             )
         if not has_other_ranks() or dist.get_rank() == 0:
             try:
-                save(str(folder), **options)
+                with unchanged_configurations(model):
+                    save(str(folder), **options)
             except Exception as error:  # The others wait for this rank, whatever it is.
                 problem = f"{folder}: {type(error).__name__}: {error}"
     if has_other_ranks():
@@ -49,6 +52,22 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
         (problem,) = problems
     if problem:
         raise CheckpointError(problem)
+
+
+@contextmanager
+def unchanged_configurations(net: nn.Module) -> Iterator[None]:
+    """Takes back what is set in the configurations of a model of `transformers`, as its
+    `save_pretrained` does: on one rank alone it would make that rank's model another."""
+    configurations = {
+        id(part.config): part.config for part in net.modules() if hasattr(part, "config")
+    }
+    before = [(vars(config), dict(vars(config))) for config in configurations.values()]
+    try:
+        yield
+    finally:
+        for attributes, kept in before:
+            attributes.clear()
+            attributes.update(kept)
 
 
 def from_pretrained(

@@ -121,10 +121,13 @@ def _is_in_place(node: fx.Node) -> bool:
 
 def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:
     """Inserts the casts of autocast, inferred from the result dtype that tracing recorded."""
-    if not is_tensor(node):
+    if not is_tensor(node) or not any(map(is_tensor, node.all_input_nodes)):
         return
     recorded = tensor(node).dtype
-    for cast_to in (None, dtype, torch.float32):
+    of_arguments = {tensor(arg).dtype for arg in node.all_input_nodes if is_tensor(arg)}
+    # Fake tensors let products take both dtypes at once.
+    as_it_is = recorded != dtype or torch.float32 not in of_arguments or _is_in_place(node)
+    for cast_to in (None, dtype, torch.float32) if as_it_is else (dtype,):
 
         def cast(arg: fx.Node, to: torch.dtype | None = cast_to) -> fx.Node:
             if to is None or not is_tensor(arg) or not tensor(arg).is_floating_point():

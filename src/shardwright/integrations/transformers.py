@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, wraps
 from itertools import islice
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.trainer_utils import seed_worker
 
 from shardwright.api.parallelize import parallelize
 from shardwright.api.plan import plan as plan_model
+from shardwright.api.pretrained import unchanged_configurations
 from shardwright.errors import ConfigError, PlanError
 from shardwright.parallel.module import ParallelModule
 from shardwright.parallel.whole import whole
@@ -73,9 +75,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         if isinstance(self.model, ParallelModule):
             return
         if self.args.bf16:
-            self.model.forward = torch.autocast(self.args.device.type, torch.bfloat16)(
-                self.model.forward
-            )
+            self.model.forward = _in_bfloat16(self.model, self.args.device.type)
         plan = self._plan
         if not isinstance(plan, Plan):
             args, kwargs = self._example(dataloader)
@@ -106,7 +106,9 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         number = self._get_num_items_in_batch([batch], self.args.device)
         self.model.train()
         try:
-            self.compute_loss(_Recorder(self.model), self._prepare_inputs(batch), False, number)
+            self.compute_loss(
+                _Recorder(self.model), self._prepare_inputs(batch), num_items_in_batch=number
+            )
         except _FirstCallError as call:
             return call.call
         raise PlanError(f"{type(self).__name__}.compute_loss does not call the model it is given")
@@ -180,7 +182,8 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     # What is saved
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        with whole(self.model, rank0_only=True, device="cpu"):
+        saved = whole(self.model, rank0_only=True, device="cpu")
+        with saved as model, unchanged_configurations(model):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -201,6 +204,22 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         """Without what accelerate wraps it in."""
         bare: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return bare
+
+
+def _in_bfloat16(model: nn.Module, device_type: str) -> MethodType:
+    """The `forward` of a model as accelerate calls it in mixed precision: floating-point outputs
+    are of float32."""
+    original = type(model).forward
+
+    @wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, torch.bfloat16):
+            outputs = original(self, *args, **kwargs)
+        return pytree.tree_map(
+            lambda x: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x, outputs
+        )
+
+    return MethodType(forward, model)
 
 
 class _FirstCallError(Exception):
