@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.layout.prime_mesh import prime_factors
+from shardwright.layout.axes import prime_factors
 from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.partition.decisions import Decisions
 from shardwright.partition.partitioned import Partitioned
