@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import trainer
-from transformers.trainer_utils import seed_worker
 
 from shardwright.api.parallelize import parallelize
 from shardwright.api.plan import plan as plan_model
@@ -29,10 +27,24 @@ from shardwright.torch_internals import pytree
 from shardwright.train.checkpoint import load_checkpoint, save_checkpoint
 from shardwright.train.position import Position
 
+try:
+    from transformers import trainer
+    from transformers.trainer_utils import seed_worker
+except ImportError as error:
+    raise ConfigError(
+        f"ShardwrightTrainer needs transformers and accelerate ({error}): pip install "
+        "'shardwright[models]'"
+    ) from None
+
 log = logging.getLogger("shardwright")
 
 Trainer: Any = trainer.Trainer
 """Of any version of transformers, whose types differ."""
+
+if not hasattr(Trainer, "_prepare_for_training"):
+    raise ConfigError(
+        "ShardwrightTrainer needs transformers 5 or newer: pip install -U transformers"
+    )
 
 STATE = "shardwright"
 """The folder of sharded parameters and optimizer state in a checkpoint of `Trainer`."""
