@@ -62,7 +62,7 @@ def test_a_model_that_may_be_released_is_not_held_twice() -> None:
         return float(done.stdout)
 
     assert peak() > 0.9
-    assert peak("release") < 0.1
+    assert peak("release") < 0.5
 
 
 @pytest.mark.parametrize("release", [False, True])

@@ -165,13 +165,13 @@ def test_operators_without_a_rule_are_listed_never_silent() -> None:
             self.linear = nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.linalg.inv(self.linear(x)).sum()
+            return torch.trace(self.linear(x))
 
     args = (torch.randn(8, 8),)
     plan = sw.plan(Odd(), args, devices=2)
     assert len(plan.without_rule) == 1
     assert plan.without_rule[0] in str(plan)
-    assert "linalg_inv" in str(sw.examine(Odd(), args))
+    assert "trace" in str(sw.examine(Odd(), args))
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,10 @@ DATA = {
     "layout/collective_spec.py": "the same, of each collective",
     "capture/canonicalize.py": "arguments of captured operators",
     "deferred/tensor.py": "arguments of recorded operators",
+    "graph/segment_matmul.py": "on which devices PyTorch has a kernel",
+    "integrations/transformers.py": "an attribute of `Trainer`",
 }
-"""What has such names as data, and calls nothing."""
+"""What has such names as data, and chooses nothing by them."""
 
 
 def words(tree: ast.AST) -> Iterator[tuple[int, str]]:

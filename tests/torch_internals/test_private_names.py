@@ -21,7 +21,9 @@ from shardwright.torch_internals.private_names import (
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "shardwright"
 ROOM = PACKAGE / "torch_internals"
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != ROOM)
+LIBRARIES = PACKAGE / "integrations"
+"""Overrides methods of other libraries."""
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent not in (ROOM, LIBRARIES))
 
 
 class OwnTensor(torch.Tensor):
@@ -36,7 +38,15 @@ OBJECTS = {
     "torch.nn.Parameter": nn.Parameter(torch.zeros(1).as_subclass(OwnTensor)),
 }
 """What has names that its class has not."""
-OTHERS = {"_attn_implementation", "_exit", "_getframe", "_supports_sdpa"}
+OTHERS = {
+    "_apply_gate",
+    "_attn_implementation",
+    "_exit",
+    "_experts_implementation",
+    "_from_config",
+    "_getframe",
+    "_supports_sdpa",
+}
 """Private names of transformers, and of `sys` and `os`."""
 
 
