@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,13 @@ def test_a_model_is_left_as_it_is_unless_it_is_released(release: bool) -> None:
     parallel = sw.parallelize(net, sw.plan(net, batch(), devices=1), release=release)
     assert torch.equal(parallel(*batch())[1], eager(*batch())[1])
     assert all((p.numel() == 0) is release for p in net.parameters())
+
+
+def test_the_original_model_is_not_kept() -> None:
+    net = language()
+    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=1))
+    original = weakref.ref(net)
+    del net
+    gc.collect()
+    assert original() is None
+    assert parallel(*batch())[1] is not None

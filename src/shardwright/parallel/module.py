@@ -135,6 +135,8 @@ def _parallel_class(module: nn.Module, original: Callable[..., Any]) -> type[Par
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         return self.execution.forward(args, kwargs)
 
+    # It would hold the original model with its parameters.
+    del forward.__wrapped__
     signature = inspect.signature(original)
     bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [bound, *signature.parameters.values()]
