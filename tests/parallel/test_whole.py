@@ -53,6 +53,8 @@ def test_a_model_that_is_not_planned_is_whole() -> None:
     net = language()
     with sw.whole(net) as whole:
         assert whole is net
+    with pytest.raises(sw.PlanError, match="not 3"), sw.whole(3):  # type: ignore[arg-type]
+        pass
 
 
 def test_a_model_that_may_be_released_is_not_held_twice() -> None:

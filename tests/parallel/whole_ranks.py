@@ -73,6 +73,7 @@ def check_the_shards_are_back_and_have_what_was_written() -> None:
         with sw.whole(model), torch.no_grad():
             model.embed.weight.mul_(2)
             model.blocks[1].up.bias[3] = 7.0
+            model.blocks[0].down.weight.data.mul_(3)
     assert all(a is b for a, b in zip(before, net.parameters(), strict=True))
     torch.testing.assert_close(net(*batch())[1], eager(*batch())[1])
     with sw.whole(net):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -106,7 +107,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     def _example(self, dataloader: DataLoader[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """How `compute_loss` calls the model for a batch like the dataloader's first."""
         dataset, count = dataloader.dataset, self._global(self.args.per_device_train_batch_size)
-        before = random.getstate()
+        before = random.getstate(), np.random.get_state()
         with torch.random.fork_rng(devices=[]):
             if isinstance(dataset, IterableDataset):
                 samples = list(islice(iter(dataset), count))
@@ -114,7 +115,8 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
                 length = len(dataset)  # type: ignore[arg-type]
                 samples = [dataset[index % length] for index in range(count)]
             batch = dataloader.collate_fn(samples)
-        random.setstate(before)
+        random.setstate(before[0])
+        np.random.set_state(before[1])
         number = self._get_num_items_in_batch([batch], self.args.device)
         self.model.train()
         try:

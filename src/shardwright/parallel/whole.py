@@ -19,7 +19,7 @@ from shardwright.parallel.module import (
     leave_calls_of_parts,
 )
 from shardwright.parallel.module_wrapper import wrapped_model
-from shardwright.runtime.dtensor import copy_own_part
+from shardwright.runtime.dtensor import own_part, own_tensor
 from shardwright.torch_internals.hooks import add_forward_hooks, swap_forward_hooks
 from shardwright.torch_internals.tensors import version
 
@@ -48,6 +48,8 @@ def whole(
         PlanError: for a backward pass inside, a parameter that is replaced inside, or one that is
             written with `rank0_only`.
     """
+    if not isinstance(net, nn.Module):
+        raise PlanError(f"whole() takes what `parallelize` returned, not {net!r}")
     net = wrapped_model(net)
     if not isinstance(net, ParallelModule):
         yield net
@@ -67,15 +69,17 @@ def whole(
                     f"{name!r} was replaced inside of `shardwright.whole`, which would have no "
                     "effect: copy into it under `torch.no_grad()`, or replace it before `plan`"
                 )
-    changed = [name for name, before in versions.items() if version(parameters[name]) != before]
-    if changed and rank0_only:
-        raise PlanError(
-            f"{changed[0]!r} was written inside of `whole(net, rank0_only=True)`, where other "
-            "ranks do not have it: leave out `rank0_only`, and write the same on every rank"
-        )
-    held = dict(net.named_parameters())
-    for name in held.keys() & changed:
-        copy_own_part(parameters[name].detach(), held[name].detach())
+    for name, held in net.named_parameters():
+        if rank0_only and version(parameters[name]) != versions[name]:
+            raise PlanError(
+                f"{name!r} was written inside of `whole(net, rank0_only=True)`, where other ranks "
+                "do not have it: leave out `rank0_only`, and write the same on every rank"
+            )
+        if not rank0_only:
+            mine, written = own_tensor(held), own_part(parameters[name].detach(), held)
+            # Values tell: a write through `.data` is none that a version counts.
+            if not torch.equal(written.to(mine.device), mine):
+                mine.copy_(written)
 
 
 def _is_rank_0() -> bool:

@@ -140,19 +140,17 @@ def _cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_
         if not isinstance(parameter, DTensor) or not isinstance(whole, Tensor):
             continue
         if not isinstance(whole, DTensor) and whole.shape == parameter.shape:
-            mine = with_spec(torch.empty_like(local_tensor(parameter)), spec_of(parameter))
-            copy_own_part(whole.detach(), mine)
-            state[prefix + name] = mine
+            mine = own_part(whole.detach(), parameter).to(local_tensor(parameter), copy=True)
+            state[prefix + name] = with_spec(mine.contiguous(), spec_of(parameter))
 
 
-def copy_own_part(whole: Tensor, tensor: Tensor) -> None:
-    """Copies what this rank holds of `tensor` out of a whole one; communicates nothing."""
+def own_part(whole: Tensor, tensor: Tensor) -> Tensor:
+    """Of a whole tensor what this rank holds of `tensor`; communicates nothing."""
     if not isinstance(tensor, DTensor):
-        tensor.copy_(whole)
-        return
-    for chunk in held_chunks(tensor):
-        ends = zip(chunk.offsets, chunk.sizes, strict=True)
-        local_tensor(tensor).copy_(whole[tuple(slice(at, at + size) for at, size in ends)])
+        return whole
+    (chunk,) = held_chunks(tensor)
+    ends = zip(chunk.offsets, chunk.sizes, strict=True)
+    return whole[tuple(slice(at, at + size) for at, size in ends)]
 
 
 def _check_has_values(name: str, tensor: Tensor) -> None:

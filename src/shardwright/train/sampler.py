@@ -55,8 +55,8 @@ class BatchSampler(Sampler[list[int]]):
         drop_last: drop the samples that do not fill a last batch; otherwise that batch is smaller.
 
     Raises:
-        DataError: if there is less than one batch, the inputs are sharded differently along the
-            batch, or a batch, including the last, cannot be sharded evenly.
+        DataError: if there is no plan or less than one batch, the inputs are sharded differently
+            along the batch, or a batch, including the last, cannot be sharded evenly.
     """
 
     def __init__(
@@ -70,6 +70,10 @@ class BatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = True,
     ) -> None:
+        if not isinstance(plan, Plan):
+            raise DataError(f"plan={plan!r}: what every rank reads follows from a plan; give one")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise DataError(f"batch_size={batch_size!r}: use a whole number of at least 1")
         self.samples, self.batch_size = samples, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self._arrival = _batch_layout(plan)

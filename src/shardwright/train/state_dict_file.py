@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
-from shardwright.runtime.dtensor import copy_own_part
+from shardwright.runtime.dtensor import own_part, own_tensor
 from shardwright.train import checkpoint_state
 from shardwright.train.checkpoint_storage import CheckpointReader
 from shardwright.train.parameter_names import match_saved_names
@@ -88,7 +88,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
         for key, tensor in checkpoint_state.model_tensors(net).items():
             name = key.removeprefix(f"{checkpoint_state.MODEL}.")
             if name in names:
-                copy_own_part(saved[names[name]], tensor)
+                own_tensor(tensor).copy_(own_part(saved[names[name]], tensor))
 
 
 def _files_of_index(folder: Path) -> list[Path]:
