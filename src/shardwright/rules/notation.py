@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from string import ascii_lowercase
 from typing import Any, TypedDict, Unpack
 
@@ -155,9 +155,10 @@ def draws_random(op: Op) -> bool:
 
 
 def overloads(*operators: str) -> tuple[Any, ...]:
-    """All functional overloads of these ATen operators that return tensors, without named dims."""
+    """All functional overloads of these ATen operators that return tensors, without named dims;
+    none of those that this version of PyTorch lacks."""
     functional = []
-    for operator in operators:
+    for operator in filter(partial(hasattr, torch.ops.aten), operators):
         packet = getattr(torch.ops.aten, operator)
         for name in packet.overloads():
             overload = getattr(packet, name)

@@ -21,7 +21,17 @@ from shardwright.errors import PlanError
 from shardwright.layout.axes import Axes
 from shardwright.layout.joined_axes import joined_layout
 from shardwright.layout.layout import Layout
-from shardwright.torch_internals.distributed import FAKE, group_named, group_timeout, splits
+from shardwright.runtime.agreement import gathered, hash_of
+from shardwright.torch_internals.distributed import (
+    FAKE,
+    group_named,
+    group_timeout,
+    local_group_name,
+    splits,
+)
+
+Subgroups = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
+"""The group of this rank for each division of the ranks into groups."""
 
 Index = int | torch.SymInt
 """A number that depends on the rank: a `SymInt` where many ranks are simulated in one process."""
@@ -72,6 +82,7 @@ class Devices:
     mesh: DeviceMesh | None = None
     mesh_axes: tuple[Axes, ...] = ()
     mesh_layout: Layout | None = None
+    _subgroups: Subgroups = field(default_factory=dict)
     _names: dict[Axes, str] = field(default_factory=dict)
     _along: dict[tuple[Layout, tuple[Axes, ...]], Devices] = field(default_factory=dict)
     _among: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
@@ -83,12 +94,14 @@ class Devices:
         device: torch.device,
         stages: int = 1,
         mesh_axes: tuple[Axes, ...] | None = None,
+        subgroups: Subgroups | None = None,
     ) -> Devices:
         """The devices of the running process group, divided into `stages`.
 
         Args:
             mesh_axes: the axes of `layout` that make up each axis of the mesh of DTensors; by
                 default each is one.
+            subgroups: those that are there already.
 
         Raises:
             PlanError: if there is no process group, or one of another size than the plan's.
@@ -111,6 +124,7 @@ class Devices:
         stage, rank = divmod(dist.get_rank(), layout.num_devices)
         place = layout.coordinates(rank)
         devices = cls(layout, device, lambda function: function(place), rank, stage, stages, True)
+        devices = replace(devices, _subgroups={} if subgroups is None else subgroups)
         if stages > 1:
             devices.among(tuple(range(stages)))
         if mesh_axes is None:
@@ -133,7 +147,9 @@ class Devices:
             self._along[key] = (
                 self._with_mesh(mesh_axes)
                 if layout == self.layout
-                else Devices.of_process(layout, self.device, self.stages, mesh_axes)
+                else Devices.of_process(
+                    layout, self.device, self.stages, mesh_axes, self._subgroups
+                )
             )
         return self._along[key]
 
@@ -192,7 +208,7 @@ class Devices:
         if stages not in self._among:
             size = self.layout.num_devices
             peers = [[stage * size + place for stage in stages] for place in range(size)]
-            self._among[stages] = _subgroup(peers)
+            self._among[stages] = self._subgroup(peers)
         return self._among[stages]
 
     @property
@@ -209,9 +225,17 @@ class Devices:
             for rank, place in zip(layout.ranks, places(layout), strict=True):
                 others = (stage, *(c for axis, c in enumerate(place) if axis not in axes))
                 joined.setdefault(others, []).append(stage * layout.num_devices + rank)
-        mine = _subgroup(list(joined.values()))
+        mine = self._subgroup(list(joined.values()))
         assert mine is not None
         return str(mine.group_name)
+
+    def _subgroup(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
+        """The group of this rank, of those with these ranks; None if it is in none. Every rank of
+        the process group must ask for it."""
+        key = tuple(sorted(map(tuple, ranks)))
+        if key not in self._subgroups:
+            self._subgroups[key] = _new_subgroup(ranks, self.device)
+        return self._subgroups[key]
 
 
 def has_other_ranks() -> bool:
@@ -233,17 +257,28 @@ def world_timeout() -> timedelta | None:
     return group_timeout(world)
 
 
-def _subgroup(ranks: list[list[int]]) -> dist.ProcessGroup | None:
-    """The group of this rank, of those with these ranks; None if it is in none. Every rank of the
-    process group must ask for it."""
+def _new_subgroup(ranks: list[list[int]], device: torch.device) -> dist.ProcessGroup | None:
     world = dist.group.WORLD
     assert world is not None
     if len(ranks[0]) == world.size():
         return world
     if splits(world):
         return dist.split_group(world, ranks, timeout=world_timeout())
-    mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=world_timeout())  # type: ignore[no-untyped-call]
-    return mine  # type: ignore[no-any-return]
+    if sum(map(len, ranks)) == world.size() and _name_groups_alike(device):
+        mine = next(each for each in ranks if world.rank() in each)
+        return dist.new_group(mine, timeout=world_timeout(), use_local_synchronization=True)  # type: ignore[no-any-return]
+    member, _ = dist.new_subgroups_by_enumeration(ranks, timeout=world_timeout())  # type: ignore[no-untyped-call]
+    return member  # type: ignore[no-any-return]
+
+
+def _name_groups_alike(device: torch.device) -> bool:
+    """Whether each rank may make its own group only, and no other. PyTorch then names it by how
+    many groups the rank has, of which a program that makes some for a part of the ranks gives them
+    different numbers; they would wait for each other under different names."""
+    if not has_other_ranks():
+        return True
+    names = gathered(torch.tensor(hash_of(local_group_name([])), device=device))
+    return bool((names == names[0]).all())
 
 
 def block(layout: Layout, place: tuple[int, ...], axes: Axes) -> int:

@@ -26,6 +26,7 @@ __all__ = [
     "int_by_rank",
     "is_collective",
     "is_group_call",
+    "local_group_name",
     "splits",
 ]
 
@@ -73,6 +74,11 @@ class GroupClock:
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group that functional collectives know by `name`."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
+
+
+def local_group_name(ranks: list[int]) -> str:
+    """What a group that is made by its own ranks only would be called."""
+    return str(distributed_c10d._hash_ranks_to_str(ranks))
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -178,6 +178,10 @@ DISTRIBUTED = (
         "counts and times process groups: all that make one call it",
     ),
     PrivateName(
+        "torch.distributed.distributed_c10d._hash_ranks_to_str",
+        "sees whether ranks would name a group alike",
+    ),
+    PrivateName(
         "torch.distributed.ProcessGroup._get_backend", "reads how long a group waits, if it splits"
     ),
     PrivateName("torch.distributed.ProcessGroup._device_types", "the same"),
