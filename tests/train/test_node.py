@@ -129,3 +129,36 @@ def test_node_0_leaves_after_the_others(port: int) -> None:
 def test_nodes_that_do_not_come_are_not_waited_for_forever(port: int, tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match=r"fewer than 2 nodes came to 127.* within 2 s"):
         launch_node(["-c", "pass"], node(0, port), LogFolder(tmp_path), timeout=SHORT)
+
+
+GIVES_UP = """
+import os, signal, time
+from torch.distributed.elastic.multiprocessing.errors import record
+from shardwright.runtime.collective_errors import CommunicationError
+
+@record
+def main():
+    if os.environ["RANK"] == "0":
+        time.sleep(1)
+        raise CommunicationError("nobody came")
+    if {deaf}:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+
+main()
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("deaf", [False, True])
+def test_ranks_that_the_agent_ends_are_not_said_to_be_killed(
+    port: int, tmp_path: Path, deaf: bool
+) -> None:
+    alone = Node(0, 1, 1, "127.0.0.1", port, local_size=2)
+    with pytest.raises(RankFailedError) as raised:
+        launch_node(["-c", GIVES_UP.format(deaf=deaf)], alone, LogFolder(tmp_path), timeout=SHORT)
+    first, last = str(raised.value).splitlines()
+    assert "rank 1 (process " in first
+    assert ") did not answer the others; its log: " in first
+    assert last == "rank 0: nobody came"
+    assert not raised.value.lost

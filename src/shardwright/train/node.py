@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -154,19 +155,7 @@ def launch_node(
         try:
             elastic_launch(agent, sys.executable)(*command)
         except ChildFailedError as error:
-            raise first_failure(
-                [
-                    RankEnd(
-                        rank,
-                        failure.pid,
-                        failure.exitcode,
-                        failure.timestamp,
-                        error=RankError.read(logs.error(rank)),
-                    )
-                    for rank, failure in error.failures.items()
-                ],
-                logs,
-            ) from None
+            raise first_failure(_ends(error.failures, logs), logs) from None
         except SignalException as error:
             raise StoppedError(error.sigval) from None
         except RendezvousTimeoutError:
@@ -175,6 +164,24 @@ def launch_node(
             ) from None
         except RendezvousError:
             raise RankFailedError(_gone(node)) from None
+
+
+def _ends(failures: Mapping[int, ProcessFailure], logs: LogFolder) -> list[RankEnd]:
+    """How the ranks of this node ended. When one has failed, the agent sends SIGTERM to the others,
+    and SIGKILL to those that do not answer; it does not say to which."""
+    first = min(failure.timestamp for failure in failures.values())
+    terminated = -signal.SIGTERM
+    by_itself = any(failure.exitcode != terminated for failure in failures.values())
+    ends = []
+    for rank, failure in failures.items():
+        error, sent = RankError.read(logs.error(rank)), frozenset[int]()
+        if failure.exitcode == terminated and by_itself:
+            sent = frozenset({signal.SIGTERM})
+        elif failure.exitcode == -signal.SIGKILL and failure.timestamp >= first + SHUTDOWN_SECONDS:
+            sent = frozenset({signal.SIGTERM, signal.SIGKILL})
+        end = RankEnd(rank, failure.pid, failure.exitcode, failure.timestamp, sent, error=error)
+        ends.append(end)
+    return ends
 
 
 def _agent_environment(node: Node) -> dict[str, str]:
