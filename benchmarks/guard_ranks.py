@@ -1,6 +1,9 @@
 """Measures on these ranks what it costs a step to see whether the model was changed, and to compare
 the step with other ranks, and what it costs to compare the values of parameters; rank 0 prints the
-numbers."""
+numbers.
+
+A step that has seen that its parameters are those of the plan need not read them from their
+modules, which takes a time of its own."""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import torch.distributed as dist
 
 import shardwright as sw
 from shardwright.models import Dimensions, build
+from shardwright.parallel.planned_parameters import FIRST_CALLS
 from shardwright.runtime import batch_guard
 from shardwright.runtime.agreement import take_values_of_rank_0
 
@@ -54,7 +58,16 @@ def main() -> None:
         parallel.execution._state.key()
         planned.frozen_or_unfrozen()
 
+    for _ in range(FIRST_CALLS):
+        look()
     state = statistics.median(seconds(look, CALLS, pause=0.001))
+    places = [
+        (parallel.get_submodule(path), leaf)
+        for path, _, leaf in (name.rpartition(".") for name, _ in parallel.named_parameters())
+    ]
+    read = statistics.median(
+        seconds(lambda: [getattr(bearer, leaf) for bearer, leaf in places], CALLS, pause=0.001)
+    )
     torch.manual_seed(0)
     tensors = {"weights": torch.randn(MEBIBYTES * 2**18)}
     device = torch.device("cpu")
@@ -63,7 +76,7 @@ def main() -> None:
     (sent,) = seconds(lambda: take_values_of_rank_0(tensors, device), 1)
     if dist.get_rank() == 0:
         numbers = {"step": step, "shapes": shapes, "contents": contents, "state": state}
-        print(json.dumps({**numbers, "equal": equal, "sent": sent}), flush=True)
+        print(json.dumps({**numbers, "read": read, "equal": equal, "sent": sent}), flush=True)
     dist.destroy_process_group()
 
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardwright as sw
 from random_plans import random_plan
+from shardwright.parallel.planned_parameters import FIRST_CALLS, PARTS
 from torchrun import run_checks
 
 Outputs = dict[str, Any]
@@ -247,17 +248,21 @@ def check_a_backward_pass_never_uses_values_that_were_changed_after_forward() ->
 
 
 def check_replaced_data_of_a_dtensor_is_refused() -> None:
-    net, _ = built(ActorCritic)
-    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=4))
-    parallel.policy.weight.data.mul_(0.5)
-    parallel(*batch())
-    parallel.policy.weight.data = parallel.policy.weight.data * 0.5
-    try:
-        parallel(*batch())
-    except sw.PlanError as error:
-        assert "`.data` of parameter 'policy.weight' was replaced" in str(error), error
-    else:
-        raise AssertionError("the old values were used")
+    for calls_before in (1, 12):
+        net, _ = built(ActorCritic)
+        parallel = sw.parallelize(net, sw.plan(net, batch(), devices=4))
+        parallel.policy.weight.data.mul_(0.5)
+        for _ in range(calls_before):
+            parallel(*batch())
+        parallel.policy.weight.data = parallel.policy.weight.data * 0.5
+        calls_until_seen = 1 if calls_before < FIRST_CALLS else PARTS
+        try:
+            for _ in range(calls_until_seen):
+                parallel(*batch())
+        except sw.PlanError as error:
+            assert "`.data` of parameter 'policy.weight' was replaced" in str(error), error
+        else:
+            raise AssertionError("the old values were used")
 
 
 CHECKS = (

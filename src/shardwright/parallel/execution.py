@@ -45,14 +45,15 @@ MOST_SITUATIONS = 64
 """So many programs are kept; a model that is called with more shapes is captured again."""
 
 TensorOwner = tuple[str, nn.Module, str]
-"""Name of a parameter or buffer, the module that owns it, and its name there."""
+"""Name of a buffer, the module that owns it, and its name there."""
 
 
 @dataclass(frozen=True)
 class TensorPlaces:
-    """Where in a module the parameters and buffers are that a graph reads and updates."""
+    """The parameters of a module that a graph reads, and where the buffers are that it reads and
+    updates: a buffer may be replaced, a parameter may not."""
 
-    parameters: tuple[TensorOwner, ...]
+    parameters: Mapping[str, Tensor]
     buffers: tuple[TensorOwner, ...]
 
     @classmethod
@@ -65,22 +66,23 @@ class TensorPlaces:
             path, _, name = value.name.rpartition(".")
             return value.name, module.get_submodule(path), name
 
-        return cls(tuple(map(owner, parameters)), tuple(map(owner, buffers)))
+        held = {name: getattr(bearer, leaf) for name, bearer, leaf in map(owner, parameters)}
+        return cls(held, tuple(map(owner, buffers)))
 
-    def read(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def read(self) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
         """The parameters and the buffers, by name; of parameters that are updated like buffers the
         local tensors."""
-        return (
-            {name: getattr(owner, leaf) for name, owner, leaf in self.parameters},
-            {name: own_tensor(getattr(owner, leaf)) for name, owner, leaf in self.buffers},
-        )
+        return self.parameters, {n: own_tensor(getattr(m, leaf)) for n, m, leaf in self.buffers}
 
     def write(self, changed: Mapping[str, Tensor]) -> None:
         """Copies new values into buffers and parameters, by name."""
         if changed:
-            places = {n: (owner, leaf) for n, owner, leaf in (*self.parameters, *self.buffers)}
+            _, buffers = self.read()
             with torch.no_grad():
-                tensors = [own_tensor(getattr(*places[name])) for name in changed]
+                tensors = [
+                    buffers[name] if name in buffers else own_tensor(self.parameters[name])
+                    for name in changed
+                ]
                 copy_all_(tensors, list(changed.values()))
 
 

@@ -95,8 +95,8 @@ class PipelineExecution(Execution):
                     " does not give back: pass detach() of it, or plan without stages"
                 )
         for values in partitioned.tensors_of(stage):
-            for name, owner, leaf in TensorPlaces.of(self.module, values, ()).parameters:
-                if getattr(owner, leaf) is None:
+            for name, parameter in TensorPlaces.of(self.module, values, ()).parameters.items():
+                if parameter is None:
                     raise PlanError(
                         f"{name!r} is read in this mode by stage {stage}, which does not hold it"
                     )

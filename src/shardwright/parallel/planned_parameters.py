@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from operator import is_
+from itertools import chain, cycle
 from typing import NamedTuple
 
 from torch import nn
@@ -15,24 +15,25 @@ from shardwright.torch_internals.tensors import (
     getters_without_overrides,
     requires_grad,
     storage_id,
+    tensors_equal_if_same,
     version,
 )
+
+FIRST_CALLS, PARTS = 10, 8
+"""In so many first calls the memory of all parameters is looked at, later of one part of them in
+each: who replaces `.data` does it in every step, and to look takes long."""
 
 
 class PlannedParameter(NamedTuple):
     """A parameter as it was planned.
 
     Args:
-        bearer: all parameters of the module that bears it, as that module holds them.
-        leaf: its name there.
         storage: the identity of its own memory; a DTensor's is not that of its shard.
     """
 
     name: str
     parameter: nn.Parameter
     trained: bool
-    bearer: dict[str, nn.Parameter | None]
-    leaf: str
     storage: int
 
 
@@ -44,23 +45,18 @@ class PlannedParameters:
     """
 
     def __init__(self, module: nn.Module, frozen: Collection[str]) -> None:
-        named = ((n, p, n.rpartition(".")) for n, p in module.named_parameters())
         self.all = tuple(
-            PlannedParameter(
-                name,
-                parameter,
-                name not in frozen,
-                own_parameters(module.get_submodule(path)),
-                leaf,
-                storage_id(parameter),
-            )
-            for name, parameter, (path, _, leaf) in named
+            PlannedParameter(name, parameter, name not in frozen, storage_id(parameter))
+            for name, parameter in module.named_parameters()
         )
         self._tensors = tuple(p.parameter for p in self.all)
         self._trained = tuple(p.trained for p in self.all)
-        self._places = tuple(p.bearer for p in self.all), tuple(p.leaf for p in self.all)
-        self._storages = tuple(p.storage for p in self.all)
-        self._any_sharded = any(isinstance(p, DTensor) for p in self._tensors)
+        self._paths = [path for path, _ in module.named_modules()]
+        self._held = [own_parameters(child) for child in module.modules()]
+        self._planned = list(map(dict, self._held))
+        sharded = [p for p in self.all if isinstance(p.parameter, DTensor)]
+        parts = [sharded[first::PARTS] for first in range(PARTS)]
+        self._looks = chain([sharded] * FIRST_CALLS, cycle(parts))
 
     def frozen_or_unfrozen(self) -> tuple[str, ...]:
         """Names of those whose `requires_grad` was set since the plan.
@@ -68,28 +64,32 @@ class PlannedParameters:
         Raises:
             PlanError: for a parameter that is not what was planned.
         """
-        if not all(map(is_, map(dict.get, *self._places), self._tensors)):
-            self._refuse_replaced()
-        if self._any_sharded and tuple(map(storage_id, self._tensors)) != self._storages:
-            self._refuse_replaced()
+        with tensors_equal_if_same():
+            if self._held != self._planned:
+                self._refuse_replaced()
+        for name, parameter, _, storage in next(self._looks):
+            if storage_id(parameter) != storage:
+                raise PlanError(
+                    f"`.data` of parameter {name!r} was replaced, which has no effect on a "
+                    "DTensor: copy into it under `torch.no_grad()` (`parameter.copy_(value)`); "
+                    "convert a model (`to`, `half`, `double`) before `plan`"
+                )
         with getters_without_overrides():
             if tuple(map(requires_grad, self._tensors)) == self._trained:
                 return ()
         return tuple(p.name for p in self.all if p.parameter.requires_grad is not p.trained)
 
     def _refuse_replaced(self) -> None:
-        for name, parameter, _, bearer, leaf, storage in self.all:
-            if bearer.get(leaf) is not parameter:
-                raise PlanError(
-                    f"parameter {name!r} was replaced after planning, which would have no effect: "
-                    "copy into it under `torch.no_grad()`, or replace it before `plan`"
-                )
-            if storage_id(parameter) != storage and isinstance(parameter, DTensor):
-                raise PlanError(
-                    f"`.data` of parameter {name!r} was replaced, which has no effect on a "
-                    "DTensor: copy into it under `torch.no_grad()` (`parameter.copy_(value)`); "
-                    "convert a model (`to`, `half`, `double`) before `plan`"
-                )
+        for path, held, planned in zip(self._paths, self._held, self._planned, strict=True):
+            for leaf in (*planned, *held):
+                if (parameter := planned.get(leaf)) is not held.get(leaf):
+                    what = "registered" if parameter is None else "replaced"
+                    name = f"{path}.{leaf}" if path else leaf
+                    raise PlanError(
+                        f"parameter {name!r} was {what} after planning, which "
+                        "would have no effect: copy into those that there are under "
+                        "`torch.no_grad()`, or change the model before `plan`"
+                    )
 
     def checks_before_backward(self, recomputes: bool) -> list[Callable[[], None]]:
         """What to call before a backward pass; it raises RuntimeError as autograd does.

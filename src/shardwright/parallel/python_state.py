@@ -78,7 +78,7 @@ class PythonState:
             if (children := own_modules(child))
         }
         self._parents = list(self._children.values())
-        self._planned_children = list(map(list, map(dict.values, self._parents)))
+        self._planned_children = list(map(dict, self._parents))
         self._names: dict[tuple[str, str], None] = {}
         self._keys: dict[Hashable, StateKey] = {}
         self._kept: dict[int, Any] = {}
@@ -103,7 +103,7 @@ class PythonState:
         Raises:
             PlanError: for a hook or a submodule that is not part of what was captured.
         """
-        if list(map(list, map(dict.values, self._parents))) != self._planned_children:
+        if self._parents != self._planned_children:
             self._refuse_replaced()
         if hooks_registered() != self._registered:
             self._check_hooks()
@@ -139,7 +139,7 @@ class PythonState:
         for (path, children), planned in zip(
             self._children.items(), self._planned_children, strict=True
         ):
-            if list(children.values()) != planned:
+            if children != planned:
                 raise PlanError(
                     f"a submodule of {_where(path)} was replaced after planning, which would have "
                     "no effect: replace it before `plan`"

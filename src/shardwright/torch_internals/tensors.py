@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "FakeTensor",
@@ -24,6 +26,7 @@ __all__ = [
     "requires_grad",
     "scale_all_",
     "storage_id",
+    "tensors_equal_if_same",
     "version",
 ]
 
@@ -36,6 +39,16 @@ data_setter = Tensor.data.__set__  # type: ignore[attr-defined]
 """What `tensor.data = value` calls, as a mode for functions sees it."""
 
 
+class tensors_equal_if_same(TorchFunctionMode):  # noqa: N801
+    """A context in which containers of tensors are equal if they hold the same ones: Python asks
+    `==` only of tensors that are not, and no values are compared."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> bool:
+        return False
+
+
 def device_below(tensor: Tensor) -> torch.device:
     """The device that a tensor lies on, whatever its subclass says."""
     device: torch.device = Tensor.device.__get__(tensor)
@@ -46,7 +59,7 @@ storage_id: Callable[[Tensor], int] = torch._C._storage_id  # type: ignore[attr-
 """The identity of the memory of a tensor, with numbers or without; another storage may get the same
 once this one is freed."""
 
-requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 """Whether a tensor requires a gradient."""
 
 getters_without_overrides = torch._C.DisableTorchFunctionSubclass
