@@ -60,8 +60,8 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ("loss: 3", "loss: expected 'cross_entropy', 'mae', 'mse' or 'none', got 3"),
         (
             "data: {name: mnits}",
-            "data.name: expected 'digits', 'mnist' or 'text', got 'mnits' (a string); "
-            "did you mean mnist?",
+            "data.name: expected 'digits', 'mnist', 'text' or 'tokens', got 'mnits' "
+            "(a string); did you mean mnist?",
         ),
         (
             "data: {target: nonsense}",
@@ -69,7 +69,10 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ),
         ("data: {name: mnist, target: 'a:b'}", "data: give either name or target, not both"),
         ("data: {arguments: {a: 1}}", "data: arguments are for a target, and there is none"),
-        ("data: {path: here}", "data: path is for name: mnist and name: text only"),
+        (
+            "data: {path: here}",
+            "data: path is for name: mnist or text or tokens only",
+        ),
         ("data: {name: mnist, image_size: 28}", "data: image_size is for name: digits only"),
         (
             "optimizer: {name: momentum}",
@@ -88,7 +91,17 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
             "parallel.recompute needs the key modules where the model is a target",
         ),
         ("data: {name: text}", "data: name: text needs the key seq_length, for example 64"),
-        ("data: {seq_length: 8}", "data: seq_length and tokenizer are for name: text only"),
+        ("data: {seq_length: 8}", "data: seq_length is for name: text or tokens only"),
+        ("data: {name: tokens}", "data: name: tokens needs the key path, for example train.bin"),
+        ("data: {dtype: uint16}", "data: dtype is for name: tokens only"),
+        (
+            "train: {evaluation: {every: 5}}",
+            "train.evaluation needs the key path, of data to evaluate on",
+        ),
+        (
+            "train: {evaluation: {path: val.bin}}",
+            "train.evaluation: path is for name: mnist or text or tokens only",
+        ),
         (
             "optimizer: {betas: [0.9, 0.95]}",
             "optimizer: the keys betas and eps are for adam and adamw, not sgd",

@@ -15,11 +15,11 @@ from shardwright.config.objects import (
     build_model,
     build_optimizer,
     build_schedule,
-    load_tensors,
+    load_samples,
     mark_recomputed,
 )
 from shardwright.config.schema import DataSection, ModelSection, OptimizerSection, RecomputeSection
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, DataError
 from shardwright.models import MODELS
 from shardwright.train.lr_schedule import LRSchedule
 
@@ -94,9 +94,24 @@ def test_contradictions_about_the_model_are_errors(text: str, problem: str) -> N
 
 def test_text_is_packed_for_a_language_model(tmp_path: Path) -> None:
     (tmp_path / "story.txt").write_text("a" * 40)
-    ids, labels = load_tensors(DataSection(name="text", path="story.txt", seq_length=8), tmp_path)
+    data = DataSection(name="text", path="story.txt", seq_length=8)
+    ids, labels = load_samples(data, ModelSection(name="llama2_7b_tiny"), tmp_path)
+    assert isinstance(ids, torch.Tensor) and isinstance(labels, torch.Tensor)
     assert ids.shape == (5, 8)
     assert torch.equal(ids, labels)
+
+
+@pytest.mark.parametrize("given", [{"hf": GPT2}, {"hf": "config.json"}], ids=["hf", "file"])
+@pytest.mark.parametrize("name", ["text", "tokens"])
+def test_a_token_beyond_the_vocabulary_of_any_model_is_an_error(
+    given: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**GPT2, "vocab_size": 100}))
+    (tmp_path / "data.bin").write_bytes(b"\x65\x00" * 20)
+    model = ModelSection(hf=given["hf"] if given["hf"] != GPT2 else {**GPT2, "vocab_size": 100})
+    data = DataSection.model_validate({"name": name, "path": "data.bin", "seq_length": 4})
+    with pytest.raises(DataError, match=r"token 10\d|token 0 is 101"):
+        load_samples(data, model, tmp_path)[0][torch.arange(2)]
 
 
 def test_an_optimizer_has_what_is_said_and_only_what_is_trained() -> None:

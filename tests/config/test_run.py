@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import shardwright as sw
 from shardwright.config import Run, parse
-from shardwright.errors import CheckpointError, ConfigError, StrategyError
+from shardwright.config.training import train_rank
+from shardwright.errors import CheckpointError, ConfigError, DataError, StrategyError
+from shardwright.train import StepRecord, World
 
 MODEL = "model: {name: llama2_7b_tiny}\ndata: {name: text, seq_length: 32, batch_size: 8}\n"
 
@@ -73,3 +76,24 @@ def test_the_strategies_of_the_plan_are_saved_where_it_says(run: Run) -> None:
     path = run.save_strategies(run.plan(devices=2))
     assert path == run.folder / "out/cuts.json"
     assert "lm_head" in path.read_text()
+
+
+def test_it_trains_on_files_of_tokens_and_is_evaluated_on_another(tmp_path: Path) -> None:
+    tokens = (np.arange(4000) * 7 % 97).astype("uint16")
+    tokens.tofile(tmp_path / "train.bin")
+    np.save(tmp_path / "val.npy", tokens[500:])
+    text = """
+model: {name: llama2_7b_tiny, arguments: {num_layers: 1}}
+data: {name: tokens, path: train.bin, seq_length: 32, batch_size: 8}
+optimizer: {learning_rate: 0.1}
+train: {steps: 4, evaluation: {path: val.npy, every: 2, batches: 3}}
+"""
+    (tmp_path / "run.yaml").write_text(text)
+    run, steps = Run.from_file(tmp_path / "run.yaml"), list[StepRecord]()
+    train_rank(run, run.plan(1), World.from_environment(), steps.append)
+    first, second = (step.evaluation_loss for step in steps if step.evaluation_loss is not None)
+    assert len(steps) == 4 and second < first
+
+    (tmp_path / "run.yaml").write_text(text.replace("val.npy", "absent.npy"))
+    with pytest.raises(DataError, match=r"train\.evaluation: .*absent\.npy: no such file"):
+        Run.from_file(tmp_path / "run.yaml").check_data()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwright.train import Batches, MeanAbsoluteError, MeanSquaredError, StepRecord, train
+from shardwright.train.evaluation import Evaluation
 from shardwright.train.position import Position
 
 
@@ -109,6 +110,32 @@ def test_the_rate_is_that_of_each_step_and_large_gradients_are_scaled_down() -> 
     assert asked == [0, 1, 2]
     lengths = [(b - a).norm().item() for a, b in pairwise([before, *steps])]
     np.testing.assert_allclose(lengths, [0.1, 0.05, 0.025], rtol=1e-4)
+
+
+def test_the_loss_on_other_data_is_in_every_so_many_records_and_changes_nothing() -> None:
+    x = torch.randn(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    batches = Batches((x, x.sum(1, keepdim=True)), batch_size=4)
+    other = Batches((x.square(), x[:, :1]), batch_size=4)
+    runs = list[list[StepRecord]]()
+    for evaluation in (None, Evaluation(other, every=2, most=2)):
+        torch.manual_seed(0)
+        net, steps = Loss(), list[StepRecord]()
+        train(
+            net,
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            batches,
+            epochs=2,
+            device=torch.device("cpu"),
+            on_step=steps.append,
+            evaluation=evaluation,
+        )
+        runs.append(steps)
+        assert net.training
+    assert [a.loss for a in runs[0]] == [b.loss for b in runs[1]]
+    assert [step.evaluation_loss is None for step in runs[1]] == [True, False] * 3
+    with torch.no_grad():
+        losses = [net(*batch).item() for batch in other.epoch(0)][:2]
+    assert runs[1][-1].evaluation_loss == pytest.approx(sum(losses) / 2)
 
 
 def test_it_goes_on_from_any_position_as_if_it_had_never_stopped() -> None:

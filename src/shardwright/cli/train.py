@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -40,6 +41,7 @@ from shardwright.train.process_group import World, is_launched
 from shardwright.train.progress_bar import Follower, LiveProgress
 from shardwright.train.same_run import same_run
 from shardwright.train.step_log import StepRecord, open_step_log
+from shardwright.train.trackers import check_trackers, trackers
 
 
 @app.command("train")
@@ -162,6 +164,7 @@ def _train(
     ):
         if world.restarts == 0:
             run.check_resumes()
+        check_trackers(run.config.train.log_to)
         run, chosen = _planned(run, config, devices, plan, bounds, world)
         if run.language is not None and run.language.only_strategies:
             if not isinstance(chosen, Plan) and world.rank == 0:
@@ -214,6 +217,7 @@ def _planned(
             f"--elastic {bounds.minimum}:{bounds.maximum} does not allow {devices} devices"
         )
     run = run.on(devices)
+    run.check_data()
     report_batch(run, config, devices)
     if saved is not None:
         return run, saved
@@ -317,22 +321,27 @@ def _train_one_rank(
     if world.rank != 0:
         train_rank(run, plan, world, on_step=lambda step: None)
         return
-    every = run.config.train.log_every
+    settings = run.config.train
     with ExitStack() as stack:
         progress = stack.enter_context(
             LiveProgress(Console(), run.num_steps, len(run.batches)),
         )
-        files: list[TextIO] = []
+        writers: list[Callable[[StepRecord], object]] = []
 
         def on_start(start: Position) -> None:
-            files.append(stack.enter_context(open_step_log(logs.steps(0), start)))
+            file = stack.enter_context(open_step_log(logs.steps(0), start))
+            writers.append(lambda step: file.write(step.to_json() + "\n"))
+            values, numbers = run.config.model_dump(mode="json"), count(start.step + 1)
+            track = stack.enter_context(trackers(settings.log_to, logs.run, values, start.step))
+            writers.append(lambda step: track(next(numbers), step.numbers))
             if start.step > 0:
                 progress.line(f"resuming after step {start.step}")
 
         def on_step(step: StepRecord) -> None:
-            files[0].write(step.to_json() + "\n")
+            for write in writers:
+                write(step)
             progress.step(step)
-            if step.step % every == 0:
+            if step.step % settings.log_every == 0 or step.evaluation_loss is not None:
                 progress.line(step.line)
 
         try:

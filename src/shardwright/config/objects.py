@@ -21,8 +21,10 @@ from shardwright.constraints.recompute import recompute
 from shardwright.errors import ConfigError, DataError, ShardwrightError
 from shardwright.models import Dimensions, LoRA, build, build_hf, dimensions
 from shardwright.models.expert_sharding import paths_of_blocks
-from shardwright.train.data import DIGITS_SIZE, digits, mnist, packed_text
+from shardwright.models.hf_causal_lm import hf_config
+from shardwright.train.data import DIGITS_SIZE, Samples, digits, mnist, packed_text
 from shardwright.train.lr_schedule import LRSchedule
+from shardwright.train.token_files import token_sequences
 
 Built = TypeVar("Built")
 
@@ -111,34 +113,54 @@ def mark_recomputed(net: nn.Module, chosen: schema.RecomputeSection) -> None:
         recompute(modules[path], chosen.communication, operators=chosen.operators)
 
 
-def load_tensors(data: schema.DataSection, folder: Path) -> tuple[Tensor, ...]:
+def load_samples(
+    data: schema.DataSection, model: schema.ModelSection, folder: Path
+) -> tuple[Samples, ...]:
     """The data, samples on dimension 0; `folder` is what its paths are relative to.
 
     Raises:
         ConfigError: a target that returns no tensors.
-        DataError: data that is missing or damaged.
+        DataError: data that is missing or damaged, or a text with a token beyond the vocabulary of
+            the model, where its size is known; of files of tokens, when that is read.
     """
     if data.target is not None:
         tensors = call_target("data.target", data.target, data.arguments, folder)
         if not isinstance(tensors, tuple) or not all(isinstance(t, Tensor) for t in tensors):
             raise ConfigError(f"data.target: {data.target} must return a tuple of tensors")
         return tensors
-    path = folder / data.path if data.path is not None else None
+    path = folder / Path(data.path).expanduser() if data.path is not None else None
     with errors_of("data", DataError):
         if data.name == "mnist":
             return mnist(path)
-        if data.seq_length is not None:
-            tokenizer = folder / data.tokenizer if data.tokenizer is not None else None
-            return packed_text(data.seq_length, path, tokenizer)
-        return digits(data.image_size or DIGITS_SIZE)
+        if data.seq_length is None:
+            return digits(data.image_size or DIGITS_SIZE)
+        size = _vocab_size(model, folder)
+        if data.name == "tokens":
+            assert path is not None
+            return token_sequences(path, data.seq_length, size, data.dtype)
+        tokenizer = folder / data.tokenizer if data.tokenizer is not None else None
+        tokens = packed_text(data.seq_length, path, tokenizer)
+        _check_tokens(tokens[0], size)
+        return tokens
 
 
-def check_tokens(tokens: Tensor, model: schema.ModelSection) -> None:
-    """Raises: DataError: a token beyond the vocabulary of the model, where its size is known."""
-    known = model.sizes or (model.hf if isinstance(model.hf, dict) else {})
-    size = known.get("vocab_size") if model.name is None else dimensions(model.name).vocab_size
+def _vocab_size(model: schema.ModelSection, folder: Path) -> int | None:
+    """The number of tokens that a model knows; None for a target."""
+    if model.target is not None:
+        return None
+    if model.hf is not None:
+        config = hf_config(folder / model.hf if isinstance(model.hf, str) else model.hf)
+        size = getattr(config.get_text_config(), "vocab_size", None)
+    else:
+        size = (
+            model.sizes.get("vocab_size") if model.sizes else dimensions(str(model.name)).vocab_size
+        )
+    return size if isinstance(size, int) else None
+
+
+def _check_tokens(tokens: Tensor, size: int | None) -> None:
     highest = int(tokens.max())
-    if isinstance(size, int) and highest >= size:
+    if size is not None and highest >= size:
         raise DataError(
             f"the text has token {highest}, but the model's vocab_size is {size}: set"
             f" vocab_size to at least {highest + 1}, or use a tokenizer with fewer tokens"

@@ -39,6 +39,7 @@ def rehearse_run(
             "epochs": max(STEPS, settings.epochs),
             "checkpoint": CheckpointSection(every=STEPS),
             "resume": False,
+            "evaluation": None,
             "load": None,
         }
     )

@@ -25,12 +25,11 @@ from shardwright.config.objects import (
     build_model,
     build_optimizer,
     build_schedule,
-    check_tokens,
     errors_of,
-    load_tensors,
+    load_samples,
     mark_recomputed,
 )
-from shardwright.config.schema import Config
+from shardwright.config.schema import Config, DataSection
 from shardwright.constraints.load_strategies import load_strategies
 from shardwright.cost.clusters import load_cluster
 from shardwright.deferred import no_init_parameters
@@ -46,6 +45,7 @@ from shardwright.text_files import parse_yaml, read_text
 from shardwright.train.checkpoint import Checkpoints
 from shardwright.train.checkpoint_manifest import RunNumbers
 from shardwright.train.data import Batches
+from shardwright.train.evaluation import Evaluation
 from shardwright.train.loop import LOSSES
 from shardwright.train.position import BEGINNING, Position
 
@@ -113,11 +113,34 @@ class Run:
     @cached_property
     def batches(self) -> Batches:
         """Raises: DataError: data that is missing or damaged."""
-        data = self.config.data
-        tensors = load_tensors(data, self.folder)
-        if data.seq_length is not None:
-            check_tokens(tensors[0], self.config.model)
-        cast = tuple(t.to(self._dtype) if t.is_floating_point() else t for t in tensors)
+        return self._batches(self.config.data)
+
+    @cached_property
+    def evaluation(self) -> Evaluation | None:
+        """What the loss is computed on beside training, and when.
+
+        Raises:
+            DataError: as `batches`.
+        """
+        section = self.config.train.evaluation
+        if section is None:
+            return None
+        try:
+            batches = self._batches(self.config.evaluation_data)
+        except DataError as error:
+            raise DataError(f"train.evaluation: {error}") from None
+        return Evaluation(batches, section.every, section.batches)
+
+    def check_data(self) -> None:
+        """Raises: DataError: as `batches` and `evaluation`, which are there after it."""
+        _ = self.batches, self.evaluation
+
+    def _batches(self, data: DataSection) -> Batches:
+        samples = load_samples(data, self.config.model, self.folder)
+        cast = tuple(
+            t.to(self._dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+            for t in samples
+        )
         return Batches(cast, data.batch_size, data.seed)
 
     @property

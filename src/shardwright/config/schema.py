@@ -5,7 +5,14 @@ from __future__ import annotations
 from math import prod
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from shardwright.errors import ConfigError
@@ -68,15 +75,19 @@ class ModelSection(Section, frozen=True):
 
 class DataSection(Section, frozen=True):
     """What it is trained on. With a `target`, that is called with `arguments` and returns a tuple
-    of tensors with the samples on dimension 0."""
+    of tensors with the samples on dimension 0.
 
-    name: Literal["digits", "mnist", "text"] | None = None
+    `dtype` is that of `.bin` files of tokens that do not say it themselves.
+    """
+
+    name: Literal["digits", "mnist", "text", "tokens"] | None = None
     target: ImportTarget | None = None
     arguments: dict[str, Any] = {}
     path: str | None = None
     image_size: Annotated[int, Field(ge=8, le=256)] | None = None
     seq_length: Count | None = None
     tokenizer: str | None = None
+    dtype: Literal["uint16", "uint32"] | None = None
     batch_size: Count = 32
     seed: Seed = 0
 
@@ -86,17 +97,30 @@ class DataSection(Section, frozen=True):
             raise ValueError("give either name or target, not both")
         if self.arguments and self.target is None:
             raise ValueError("arguments are for a target, and there is none")
-        if self.path is not None and self.name not in ("mnist", "text"):
-            raise ValueError("path is for name: mnist and name: text only")
-        if self.image_size is not None and (
-            self.name in ("mnist", "text") or self.target is not None
-        ):
-            raise ValueError("image_size is for name: digits only")
-        if self.name == "text" and self.seq_length is None:
-            raise ValueError("name: text needs the key seq_length, for example 64")
-        if self.name != "text" and (self.seq_length is not None or self.tokenizer is not None):
-            raise ValueError("seq_length and tokenizer are for name: text only")
+        if self.name == "tokens" and self.path is None:
+            raise ValueError("name: tokens needs the key path, for example train.bin")
+        if self.name in ("text", "tokens") and self.seq_length is None:
+            raise ValueError(f"name: {self.name} needs the key seq_length, for example 64")
+        name = "digits" if self.name is None and self.target is None else self.name
+        for key, names in _DATA_KEYS.items():
+            if getattr(self, key) is not None and name not in names:
+                words = " or ".join(names)
+                raise ValueError(f"{key} is for name: {words} only")
         return self
+
+
+def _first(error: ValidationError) -> str:
+    return error.errors()[0]["msg"].removeprefix("Value error, ")
+
+
+_DATA_KEYS = {
+    "path": ("mnist", "text", "tokens"),
+    "image_size": ("digits",),
+    "seq_length": ("text", "tokens"),
+    "tokenizer": ("text",),
+    "dtype": ("tokens",),
+}
+"""The data that each key is for."""
 
 
 class ScheduleSection(Section, frozen=True):
@@ -263,12 +287,26 @@ class CheckpointSection(Section, frozen=True):
     asynchronous: bool = Field(default=False, alias="async")
 
 
+class EvaluationSection(Section, frozen=True):
+    """When the loss on other data is computed, and on how many batches of it, by default all.
+
+    The data are read as those that are trained on, from `path`, or with `arguments` for a target.
+    """
+
+    path: str | None = None
+    arguments: dict[str, Any] = {}
+    every: Count = 100
+    batches: Count | None = None
+
+
 class TrainSection(Section, frozen=True):
     """How long, in what precision, what is logged, and what is saved to resume from."""
 
     epochs: Count = 1
     steps: Count | None = None
     log_every: Count = 100
+    log_to: list[Literal["tensorboard", "wandb"]] = []
+    evaluation: EvaluationSection | None = None
     seed: Seed = 1
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     device: Literal["auto", "cpu"] = "auto"
@@ -294,6 +332,26 @@ class Config(Section, frozen=True):
         """The loss that is added to the model: by default cross entropy, none for one that has its
         own."""
         return self.loss or ("none" if self.model.is_language_model else "cross_entropy")
+
+    @model_validator(mode="after")
+    def _evaluates_other_data(self) -> Self:
+        evaluation = self.train.evaluation
+        if evaluation is not None:
+            key = "arguments" if self.data.target is not None else "path"
+            if not getattr(evaluation, key):
+                raise ValueError(f"train.evaluation needs the key {key}, of data to evaluate on")
+            try:
+                _ = self.evaluation_data
+            except ValidationError as error:
+                raise ValueError(f"train.evaluation: {_first(error)}") from None
+        return self
+
+    @property
+    def evaluation_data(self) -> DataSection:
+        """The data of `train.evaluation`, which must be there."""
+        assert self.train.evaluation is not None
+        other = self.train.evaluation.model_dump(include={"path", "arguments"})
+        return DataSection(**{**self.data.model_dump(), **other})
 
     @model_validator(mode="after")
     def _one_loss(self) -> Self:

@@ -106,4 +106,5 @@ class RankTraining:
             rate=run.rate(last),
             clip_norm=run.config.optimizer.clip_norm,
             non_finite=settings.non_finite,
+            evaluation=run.evaluation,
         )

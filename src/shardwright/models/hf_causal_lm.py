@@ -39,7 +39,7 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = _config(source)
+    config = hf_config(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"hf: transformers has no causal language model {config.model_type!r}")
     if getattr(config, "num_hidden_layers", 0) > MAX_LAYERS:
@@ -61,7 +61,8 @@ def _implementation(kind: Any, config: Any, attention: Attention) -> str | None:
     return register_with_transformers(attention)
 
 
-def _config(source: str | Path | Mapping[str, Any]) -> Any:
+def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
+    """The configuration that `causal_lm` builds a model of. Raises: ConfigError: as `causal_lm`."""
     from transformers import AutoConfig
 
     if isinstance(source, Mapping):

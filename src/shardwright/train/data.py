@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,11 +20,20 @@ from torch import Tensor
 from shardwright.errors import DataError
 from shardwright.text_files import read_text
 from shardwright.train.position import Position
+from shardwright.train.token_files import is_saved_dataset, saved_dataset
 
 # Mean and standard deviation of the pixels of MNIST's training images, scaled to 0…1.
 MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
 IMAGES_FILE, LABELS_FILE = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 DIGITS_SIZE, MNIST_SIZE = 8, 28
+
+
+class Samples(Protocol):
+    """Samples by their numbers: a tensor with the samples on dimension 0, or what reads them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class Batches:
         DataError: if the tensors differ in their number of samples, or do not fill one batch.
     """
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Samples, ...]
     batch_size: int
     seed: int = 0
 
@@ -221,8 +231,9 @@ def packed_text(
     (language models shift them).
 
     Args:
-        path: a text file, or a folder whose `.txt` files are read in the order of their names; by
-            default a short story that ships with Shardwright.
+        path: a text file, a folder whose `.txt` files are read in the order of their names, or one
+            that `datasets` has saved, with a column `text`; by default a short story that ships
+            with Shardwright.
         tokenizer: a `tokenizer.json`, or a folder that `transformers.AutoTokenizer` can load, whose
             end-of-text token, if any, follows each text. By default every byte of the UTF-8 text is
             a token.
@@ -249,6 +260,8 @@ def _read_texts(path: str | Path | None) -> list[str]:
         story = files("shardwright.train") / "texts" / "workshop.txt"
         return [story.read_text(encoding="utf-8")]
     location = Path(path).expanduser()
+    if is_saved_dataset(location):
+        return list(saved_dataset(location, "text")["text"])
     text_files = sorted(location.glob("*.txt")) if location.is_dir() else [location]
     if not text_files or not text_files[0].exists():
         problem = (

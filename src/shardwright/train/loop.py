@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwright.parallel.module import ParallelModule
 from shardwright.train.data import Batches
+from shardwright.train.evaluation import Evaluation
 from shardwright.train.non_finite import NonFinite, NonFiniteSteps, is_finite
 from shardwright.train.position import BEGINNING, Position
 from shardwright.train.step_log import StepRecord
@@ -31,6 +32,7 @@ def train(
     rate: Callable[[int], float] | None = None,
     clip_norm: float | None = None,
     non_finite: NonFinite = "stop",
+    evaluation: Evaluation | None = None,
 ) -> None:
     """Train `net`, which returns the loss of a batch, for `epochs` epochs.
 
@@ -43,6 +45,7 @@ def train(
         rate: maps a step to its learning rate; by default the optimizer's own is used.
         clip_norm: maximum total norm of the gradients.
         non_finite: what follows a step whose loss or gradient norm is not finite: `stop` or `skip`.
+        evaluation: computes the loss on other batches, which is in the record of the step.
 
     Raises:
         NonFiniteError: on every rank, after such a step, or if parameters are not finite; names the
@@ -65,9 +68,11 @@ def train(
         else:
             steps.take_back(inputs, loss, norm, _in_words(batches, position))
         speed = batches.batch_size / (perf_counter() - started)
-        on_step(StepRecord(position.epoch, position.batch, loss, speed))
+        after = batches.after(position)
+        evaluated = None if evaluation is None else evaluation.after(after.step, net, device)
+        on_step(StepRecord(position.epoch, position.batch, loss, speed, evaluated))
         if after_step is not None:
-            after_step(batches.after(position))
+            after_step(after)
 
 
 def _with_gradients(

@@ -20,20 +20,32 @@ class StepRecord:
         epoch, step: counted from 0, the step within its epoch.
         loss: the mean loss of the global batch.
         samples_per_second: of the global batch, over all devices.
+        evaluation_loss: the mean loss on other data after the step, if it was computed.
     """
 
     epoch: int
     step: int
     loss: float
     samples_per_second: float
+    evaluation_loss: float | None = None
 
     @property
     def line(self) -> str:
-        """The line that is printed; the loss has the shortest digits of its float32 value."""
-        return f"epoch: {self.epoch}, step: {self.step}, loss is {np.float32(self.loss)!s}"
+        """The line that is printed; losses have the shortest digits of their float32 values."""
+        line = f"epoch: {self.epoch}, step: {self.step}, loss is {np.float32(self.loss)!s}"
+        if self.evaluation_loss is not None:
+            line += f", evaluation loss is {np.float32(self.evaluation_loss)!s}"
+        return line
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Those that are measured, by name."""
+        return {
+            k: v for k, v in asdict(self).items() if k not in ("epoch", "step") and v is not None
+        }
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps({"epoch": self.epoch, "step": self.step, **self.numbers})
 
     @staticmethod
     def from_json(text: str) -> StepRecord:
