@@ -17,7 +17,9 @@ PACKAGE = ROOT / "src" / "shardwright"
 PAGE = ROOT / "docs" / "architecture.md"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 WITHOUT_TORCH = ["errors", "text_files", "progress", "layout"]
-OPTIONAL = {"jinja2", "peft", "scipy", "sklearn", "transformers"}
+OPTIONAL = {"datasets", "jinja2", "peft", "scipy", "sklearn", "transformers", "wandb"}
+WITH_OPTIONAL = "torch.utils.tensorboard."
+"""A part of torch that needs a package of its own."""
 """Dependencies that are imported where they are needed, because they may be missing."""
 
 
@@ -55,7 +57,8 @@ def violations(module: Path, source: str) -> list[str]:
         place, parts = f"{module.name}:{node.lineno}", name.split(".")
         if parts[0] == "torch" and room in WITHOUT_TORCH:
             problems.append(f"{place} imports {name}, but {room} does without torch")
-        if node.col_offset and parts[0] not in OPTIONAL:
+        optional = parts[0] in OPTIONAL or name.startswith(WITH_OPTIONAL)
+        if node.col_offset and not optional:
             problems.append(f"{place} imports {name} inside a function or condition")
         if parts[0] != "shardwright":
             continue
