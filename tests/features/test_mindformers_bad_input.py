@@ -15,8 +15,9 @@ from shardwright import cli
 
 SEMI = {"parallel__parallel_mode": 1}
 ARCHITECTURES = (
-    "LlamaForCausalLM, QwenForCausalLM, Baichuan7BV2ForCausalLM, Baichuan13BV2ForCausalLM,"
-    " PanguAlphaHeadModel"
+    "LlamaForCausalLM, InternLMForCausalLM, InternLM2ForCausalLM, ChatGLM2ForConditionalGeneration,"
+    " QwenForCausalLM, Baichuan7BForCausalLM, Baichuan13BForCausalLM, Baichuan7BV2ForCausalLM,"
+    " Baichuan13BV2ForCausalLM, GPT2LMHeadModel, PanguAlphaHeadModel"
 )
 PANGU = {"model__arch__type": "PanguAlphaHeadModel"}
 
@@ -72,10 +73,11 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
             "parallel_config__data_parallel": 2,
             "parallel_config__pipeline_stage": 2,
             "parallel_config__micro_batch_num": 2,
-            "model__model_config__offset": [1, -1],
+            "model__model_config__offset": [1, 1],
         },
         8,
-        "model.model_config.offset: [1, -1] is not supported: all stages take equally many layers",
+        "model.model_config.offset: [1, 1] does not divide 4 layers over 2 stages; valid are 2"
+        " numbers that add up to 0",
     ),
     # What an expert cuts.
     "shards that do not divide the replicas": (
@@ -189,7 +191,26 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         "parallel.strategy_ckpt_load_file: the mode is data_parallel, which takes no strategies:"
         " set use_parallel: True and parallel_mode 1 or 2",
     ),
-    "several experts": ({"moe_config__expert_num": 8}, 8, "moe_config.expert_num: mixture"),
+    "recomputation of more stages than there are": (
+        {"recompute_config__select_recompute": [2, 1]},
+        8,
+        "recompute_config.select_recompute: expected True, False or 1 numbers of blocks, one of",
+    ),
+    "experts in parts that do not divide them": (
+        {**SEMI, "moe_config__expert_num": 6, "parallel_config__expert_parallel": 4},
+        8,
+        "parallel_config.expert_parallel: 4 must divide expert_num 6",
+    ),
+    "experts of a model that has none": (
+        {**PANGU, "moe_config__expert_num": 8},
+        8,
+        "moe_config.expert_num: 8 are not supported here; valid is 1",
+    ),
+    "experts that are chosen in groups": (
+        {"moe_config__expert_num": 8, "moe_config__topk_method": "group_limited_greedy"},
+        8,
+        "moe_config.topk_method: must be greedy: tokens choose among all experts",
+    ),
     # The model.
     "an unknown model": (
         {"model__arch__type": "GPT"},
@@ -233,14 +254,14 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         "compute_dtype: 'int8' is not known; valid are float32, float16, bfloat16",
     ),
     "positions that are stretched": (
-        {"model__model_config__extend_method": "NTK"},
+        {"model__model_config__extend_method": "DYNAMIC_NTK"},
         8,
-        "model.model_config.extend_method: NTK is not supported: must be None",
+        "extend_method: 'DYNAMIC_NTK' is not known; valid are None, NTK, PI, LLAMA3, YARN",
     ),
     "half of a head rotated": (
         {"model__model_config__rotary_pct": 0.5},
         8,
-        "model.model_config.rotary_pct: must be 1.0: rotary embeddings apply to",
+        "model.model_config.rotary_pct: 0.5 is not supported: must be 1.0",
     ),
     "two bases": (
         {"model__model_config__theta": 5e5, "model__model_config__rotary_emb_base": 1e4},

@@ -100,17 +100,30 @@ def mark_recomputed(net: nn.Module, chosen: schema.RecomputeSection) -> None:
         ConfigError: the model has no such module, or no blocks.
     """
     modules = dict(net.named_modules())
-    paths = list(paths_of_blocks(net)) if chosen.modules is None else chosen.modules
-    if not paths:
-        raise ConfigError("parallel.recompute: the model has no blocks: set the key modules")
-    for path in paths:
+    for path, kinds in _recomputed(net, chosen).items():
         if path not in modules:
             near = get_close_matches(path, modules, n=1, cutoff=0.0)
             raise ConfigError(
                 f"parallel.recompute.modules: the model has no module {path!r};"
                 f" nearest is {near[0]}"
             )
-        recompute(modules[path], chosen.communication, operators=chosen.operators)
+        recompute(modules[path], chosen.communication, operators=kinds)
+
+
+def _recomputed(net: nn.Module, chosen: schema.RecomputeSection) -> dict[str, list[str] | None]:
+    """The kinds of operators that are recomputed in each module, None for all."""
+    if chosen.modules is not None:
+        return dict.fromkeys(chosen.modules, chosen.operators)
+    blocks = list(paths_of_blocks(net))
+    if not blocks:
+        raise ConfigError("parallel.recompute: the model has no blocks: set the key modules")
+    numbers = range(len(blocks)) if chosen.blocks is None else chosen.blocks
+    if (last := max((*numbers, *chosen.whole_blocks), default=0)) >= len(blocks):
+        raise ConfigError(
+            f"parallel.recompute: there is no block {last}; valid are 0 to {len(blocks) - 1}"
+        )
+    kinds = dict.fromkeys((blocks[number] for number in numbers), chosen.operators)
+    return kinds | dict.fromkeys(blocks[number] for number in chosen.whole_blocks)
 
 
 def load_samples(

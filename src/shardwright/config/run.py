@@ -201,7 +201,7 @@ class Run:
             load_strategies(model, self.folder / parallel.strategies)
         with self._naming_file():
             if parallel.expert is not None:
-                pin_expert(model, **parallel.expert.model_dump())
+                pin_expert(model, **parallel.expert.model_dump(exclude={"layers"}))
             if parallel.recompute is not None and not parallel.recomputes_as_needed:
                 mark_recomputed(model, parallel.recompute)
         return model, self.graph_of(model, batch)
@@ -286,7 +286,9 @@ class Run:
             "on_progress": self.on_progress,
         }
         if self._has_equal_stages and isinstance(parallel.stages, int) and parallel.stages > 1:
-            options |= {"stages": 1, "stage_config": expert_stages(model, parallel.stages)}
+            layers = parallel.expert.layers if parallel.expert else None
+            stage_config = expert_stages(model, parallel.stages, layers)
+            options |= {"stages": 1, "stage_config": stage_config}
         return plan_model(PlanOptions(devices=devices, **{**options, **changes}), graph)
 
     @property

@@ -175,13 +175,16 @@ class OptimizerSection(Section, frozen=True):
 
 class ExpertSection(Section, frozen=True):
     """How an expert would divide a language model, with `mode: semi_auto`; the arguments of
-    `shardwright.models.expert_sharding.pin_expert`."""
+    `shardwright.models.expert_sharding.pin_expert`, and the number of blocks of each stage, all
+    equally many where it is left out."""
 
     data_parallel: Count = 1
     model_parallel: Count = 1
     context_parallel: Count = 1
+    expert_parallel: Count = 1
     seq_parallel: bool = False
     vocab_emb_dp: bool = False
+    layers: list[Count] | None = None
 
 
 class OptimizerParallelSection(Section, frozen=True):
@@ -196,14 +199,17 @@ class OptimizerParallelSection(Section, frozen=True):
 class RecomputeSection(Section, frozen=True):
     """What is recomputed in the backward pass; the arguments of `shardwright.recompute`.
 
-    `modules` are paths; where none is given it is every block of a language model. With `operators`
-    only those of these kinds are recomputed. The word `auto` in place of the section is as much as
+    `modules` are paths, and `blocks` numbers of blocks of a language model, from 0; where neither
+    is given it is every block. With `operators` only those of these kinds are recomputed, but all
+    of `whole_blocks`. The word `auto` in place of the section is as much as
     the memory limit asks for.
     """
 
     auto: bool = False
 
     modules: list[str] | None = None
+    blocks: list[Annotated[int, Field(ge=0)]] | None = None
+    whole_blocks: list[Annotated[int, Field(ge=0)]] = []
     operators: list[str] | None = None
     communication: bool = True
 
@@ -214,8 +220,10 @@ class RecomputeSection(Section, frozen=True):
 
     @model_validator(mode="after")
     def _auto_or_marked(self) -> Self:
-        if self.auto and (self.modules is not None or self.operators is not None):
+        if self.auto and any(x is not None for x in (self.modules, self.blocks, self.operators)):
             raise ValueError("give either auto, or modules and operators")
+        if self.modules is not None and (self.blocks is not None or self.whole_blocks):
+            raise ValueError("give either modules or blocks, not both")
         return self
 
 

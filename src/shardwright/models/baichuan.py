@@ -1,4 +1,5 @@
-"""Baichuan 2: LLaMA blocks with rotary (7B) or ALiBi (13B) positions, and a normalized head."""
+"""Baichuan: LLaMA blocks with rotary (7B) or ALiBi (13B) positions; in Baichuan 2 the head is
+normalized."""
 
 from __future__ import annotations
 
@@ -103,12 +104,14 @@ class NormHead(nn.Linear):
 
 
 class Baichuan(nn.Module):
-    """Baichuan 2 with its loss."""
+    """Baichuan with its loss."""
 
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
         super().__init__()
         self.model = BaichuanBackbone(sizes, kind)
-        self.lm_head = NormHead(sizes)
+        normalized = sizes.family == "baichuan"
+        width, vocabulary = sizes.hidden_size, sizes.vocab_size
+        self.lm_head = NormHead(sizes) if normalized else nn.Linear(width, vocabulary, bias=False)
         draw_weights(self)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

@@ -13,17 +13,16 @@ from torch import Tensor, nn
 from shardwright.errors import ConfigError
 from shardwright.models.attention import Attention
 from shardwright.models.baichuan import Baichuan
+from shardwright.models.decoder import decoder
 from shardwright.models.gpt import GPT
 from shardwright.models.hf_causal_lm import causal_lm
-from shardwright.models.llama_qwen import llama, qwen
 from shardwright.models.lora import LoRA, adapt
 from shardwright.models.pangualpha import PanguAlpha
 from shardwright.models.sizes import Dimensions, dimensions
 
 _FAMILIES: Mapping[str, Callable[[Dimensions, Attention], nn.Module]] = {
-    "llama": llama,
-    "qwen": qwen,
-    "baichuan": Baichuan,
+    **dict.fromkeys(("llama", "qwen", "glm", "mixtral", "qwen_moe"), decoder),
+    **dict.fromkeys(("baichuan1", "baichuan"), Baichuan),
     "pangualpha": PanguAlpha,
     "gpt": GPT,
 }

@@ -9,7 +9,7 @@ al., 2022).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from shardwright.constraints.shard import shard
 from shardwright.errors import ConfigError
 from shardwright.layout.layout import Layout
 
-COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj")
 """Linear layers that are cut along their outputs."""
 
 ROW = ("o_proj", "down_proj")
@@ -32,6 +32,7 @@ def pin_expert(
     data_parallel: int,
     model_parallel: int,
     context_parallel: int = 1,
+    expert_parallel: int = 1,
     seq_parallel: bool = False,
     vocab_emb_dp: bool = False,
 ) -> None:
@@ -44,6 +45,7 @@ def pin_expert(
         model_parallel: number of shards of heads, MLP and vocabulary.
         context_parallel: number of shards of the sequence in all layers; attention gathers keys and
             values.
+        expert_parallel: number of shards of the experts, over devices that share the batch.
         seq_parallel: cut norms and residuals along the sequence into `model_parallel` times as many
             shards.
         vocab_emb_dp: replicate the embedding table instead of cutting it along the vocabulary.
@@ -54,7 +56,13 @@ def pin_expert(
     mp = model_parallel
     for path, dimension, size in cut_by_model_parallel(net, vocab_emb_dp):
         _check(path, dimension, size, mp)
+    if data_parallel % expert_parallel:
+        raise ConfigError(
+            f"expert_parallel {expert_parallel} must divide data_parallel {data_parallel}"
+        )
     lay = Layout((data_parallel, context_parallel, mp), ("dp", "cp", "mp"))
+    split = (data_parallel // expert_parallel, expert_parallel, context_parallel, mp)
+    experts = Layout(split, ("dp", "ep", "cp", "mp"))
     sequence = ("cp", "mp") if seq_parallel else "cp"
     output = lay("dp", sequence, "None")
     has_row_layers = False
@@ -68,6 +76,10 @@ def pin_expert(
         elif name in ROW:
             shard(_linear(module), (lay("dp", "cp", "mp"), lay("None", "mp")), (output,))
             has_row_layers = True
+        elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+            tokens = experts("dp", "cp", "None")
+            gate_up, down = experts("ep", "None", "mp", "None"), experts("ep", "None", "mp")
+            shard(module, (tokens, None, None, gate_up, down))
         elif name in NORM:
             shard(module, (output, *(None for _ in module.parameters())))
         elif isinstance(module, nn.Embedding) and name == "embed_tokens":
@@ -104,20 +116,30 @@ def cut_by_model_parallel(
             yield path, "outputs", module.out_features
 
 
-def expert_stages(net: nn.Module, stages: int) -> dict[str, int]:
-    """By module name the stage: the blocks are distributed evenly, the embeddings belong to the
-    first stage, and all that follows the blocks to the last.
+def expert_stages(
+    net: nn.Module, stages: int, layers: Sequence[int] | None = None
+) -> dict[str, int]:
+    """By module name the stage: each takes as many blocks as `layers` says, or all equally many;
+    the embeddings belong to the first stage, and all that follows the blocks to the last.
 
     Raises:
-        ConfigError: if there are fewer blocks than stages.
+        ConfigError: if there are fewer blocks than stages, or not as many as `layers` says.
     """
     blocks = list(paths_of_blocks(net))
+    if layers is not None and (len(layers) != stages or sum(layers) != len(blocks)):
+        raise ConfigError(
+            f"layers {list(layers)} must be {stages} numbers, for the stages, that add up to"
+            f" {len(blocks)}, the layers"
+        )
     if len(blocks) < stages:
         raise ConfigError(
             f"pipeline_stage: {len(blocks)} layers cannot fill {stages} stages; use at most"
             f" {len(blocks)}"
         )
-    stage_of = {path: number * stages // len(blocks) for number, path in enumerate(blocks)}
+    of_block = [number * stages // len(blocks) for number in range(len(blocks))]
+    if layers is not None:
+        of_block = [stage for stage, number in enumerate(layers) for _ in range(number)]
+    stage_of = dict(zip(blocks, of_block, strict=True))
     ends = {"norm": stages - 1, "lm_head": stages - 1, "embed_queries": stages - 1}
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.models.attention import Attention
 from shardwright.models.loss import draw_weights, next_token_loss
-from shardwright.models.pangualpha import PanguBlock, first_positions
+from shardwright.models.pangualpha import Activation, PanguBlock, fast_gelu, first_positions
 from shardwright.models.sizes import Dimensions
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "fast_gelu": fast_gelu,
+}
 
 
 class GPTBackbone(nn.Module):
@@ -21,7 +30,7 @@ class GPTBackbone(nn.Module):
         self.embed_positions = nn.Embedding(sizes.seq_length, width)
         self.dropout = nn.Dropout(sizes.dropout)
         self.layers = nn.ModuleList(
-            PanguBlock(sizes, kind, F.gelu) for _ in range(sizes.num_layers)
+            PanguBlock(sizes, kind, ACTIVATIONS[sizes.activation]) for _ in range(sizes.num_layers)
         )
         self.norm = nn.LayerNorm(width, sizes.norm_eps)
 

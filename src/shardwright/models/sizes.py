@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
 
 from shardwright.errors import ConfigError
 
 MAX_LAYERS = 512
 """Blocks of a language model; capturing so many takes minutes. Published ones have up to 126."""
 
-Family = Literal["llama", "qwen", "baichuan", "pangualpha", "gpt"]
+Family = Literal[
+    "llama", "qwen", "glm", "mixtral", "qwen_moe", "baichuan1", "baichuan", "pangualpha", "gpt"
+]
+Gelu = Literal["gelu", "gelu_tanh", "fast_gelu"]
 Positions = Literal["rotary", "alibi", "learned"]
 
 
@@ -20,16 +23,20 @@ class Dimensions:
     """The dimensions of a language model.
 
     Args:
-        family: `llama` and `qwen` (with biases of queries, keys and values) are built on
-            `transformers`; `baichuan`, `pangualpha` and `gpt` (GPT-2) are modules of this
-            package.
+        family: `llama`, `qwen` (with biases of queries, keys and values), `glm`, `mixtral` and
+            `qwen_moe` are built on `transformers`; `baichuan1`, `baichuan` (Baichuan 2),
+            `pangualpha` and `gpt` (GPT-2) are modules of this package.
         num_layers: number of blocks; in PanguAlpha the last one is the query layer.
         num_kv_heads: key-value heads, each shared by `num_heads / num_kv_heads` query heads.
-        intermediate_size: width of the feed-forward layers.
+        intermediate_size: width of the feed-forward layers, or of each expert.
         seq_length: maximum sequence length; only learned positions depend on it.
         norm_eps: epsilon of RMSNorm and LayerNorm.
         rope_base: base of the rotary frequencies.
         dropout: dropout probability of PanguAlpha and GPT.
+        activation: of GPT: exact, by a hyperbolic tangent, or by a sigmoid.
+        num_experts, experts_per_token: of Mixtral and of Qwen's mixtures.
+        hf: further arguments of the configuration of `transformers`, where it is built on that:
+            `{"tie_word_embeddings": True}`.
 
     Raises:
         ConfigError: if a size is not a positive int, or the sizes and heads are not divisible.
@@ -47,6 +54,10 @@ class Dimensions:
     positions: Positions = "rotary"
     rope_base: float = 10000.0
     dropout: float = 0.0
+    activation: Gelu = "gelu"
+    num_experts: int = 1
+    experts_per_token: int = 1
+    hf: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -63,11 +74,17 @@ class Dimensions:
                 f"rotary positions need an even head size, not {self.head_size} = "
                 f"hidden_size {self.hidden_size} / num_heads {self.num_heads}"
             )
+        if self.experts_per_token > self.num_experts:
+            raise ConfigError(
+                f"experts_per_token={self.experts_per_token} is more than the"
+                f" num_experts={self.num_experts}"
+            )
         if self.family == "pangualpha" and self.num_layers < 2:
             raise ConfigError("PanguAlpha needs at least 2 layers: the last is its query layer")
 
     def _check_kinds(self) -> None:
-        for name, valid in (("family", get_args(Family)), ("positions", get_args(Positions))):
+        kinds = (("family", Family), ("positions", Positions), ("activation", Gelu))
+        for name, valid in ((name, get_args(kind)) for name, kind in kinds):
             if getattr(self, name) not in valid:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r}: must be one of {', '.join(valid)}"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from config.mindformers.files import run_of
+from shardwright.models import Dimensions
 
 
 @pytest.mark.parametrize(
@@ -15,6 +16,9 @@ from config.mindformers.files import run_of
         ("LlamaForCausalLM", {}, "llama", "rotary"),
         ("LlamaForCausalLM", {"qkv_has_bias": True}, "qwen", "rotary"),
         ("QwenForCausalLM", {"rotary_pct": 1.0, "kv_channels": 8}, "qwen", "rotary"),
+        ("InternLM2ForCausalLM", {"type": "InternLM2Config"}, "llama", "rotary"),
+        ("Baichuan13BForCausalLM", {}, "baichuan1", "alibi"),
+        ("GPT2LMHeadModel", {"hidden_act": "fast_gelu"}, "gpt", "learned"),
         ("Baichuan7BV2ForCausalLM", {}, "baichuan", "rotary"),
         ("Baichuan13BV2ForCausalLM", {}, "baichuan", "alibi"),
         ("PanguAlphaHeadModel", {"ffn_hidden_size": 256}, "pangualpha", "learned"),
@@ -28,6 +32,65 @@ def test_the_architecture_gives_family_and_positions(
     assert (sizes.family, sizes.positions) == (family, positions)
 
 
+def model_of(arch: str, config: dict[str, Any], **changes: Any) -> Dimensions:
+    said = {f"model__model_config__{name}": value for name, value in config.items()}
+    return run_of(model__arch__type=arch, **said, **changes).model.sizes
+
+
+def test_glm_has_sizes_and_names_of_its_own() -> None:
+    renamed: dict[str, Any] = {
+        "num_heads": None,
+        "vocab_size": None,
+        "num_attention_heads": 8,
+        "padded_vocab_size": 512,
+        "ffn_hidden_size": 96,
+        "multi_query_group_num": 2,
+        "kv_channels": 8,
+        "rope_ratio": 50,
+        "layernorm_epsilon": "1e-6",
+    }
+    sizes = model_of("ChatGLM2ForConditionalGeneration", renamed)
+    assert (sizes.family, sizes.num_kv_heads, sizes.vocab_size) == ("glm", 2, 512)
+    assert (sizes.intermediate_size, sizes.rope_base, sizes.norm_eps) == (96, 500000, 1e-6)
+    assert sizes.hf == {"attention_bias": True}
+
+
+def test_experts_make_mixtral_or_qwen() -> None:
+    routed = {"moe_config__expert_num": 8, "moe_config__num_experts_chosen": 2}
+    sizes = model_of("LlamaForCausalLM", {}, **routed)
+    assert (sizes.family, sizes.num_experts, sizes.experts_per_token) == ("mixtral", 8, 2)
+    shared = {"shared_expert_num": 4, "use_shared_expert_gating": True, "norm_topk_prob": False}
+    sizes = model_of(
+        "LlamaForCausalLM",
+        {"qkv_has_bias": True, "intermediate_size": 64},
+        moe_config={"expert_num": 8, "num_experts_chosen": 2, **shared},
+    )
+    assert sizes.family == "qwen_moe"
+    assert sizes.hf == {"shared_expert_intermediate_size": 256, "norm_topk_prob": False}
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "factor", "base", "rotary"),
+    [
+        ("NTK", 4.0, 40000.0, {}),
+        ("PI", 4.0, 10000.0, {"rope_type": "linear", "factor": 4.0}),
+        ("LLAMA3", LLAMA3, 10000.0, {"rope_type": "llama3", **LLAMA3}),
+    ],
+)
+def test_positions_are_extended(method: str, factor: Any, base: float, rotary: Any) -> None:
+    extended = {"extend_method": method, "scaling_factor": factor}
+    sizes = model_of("LlamaForCausalLM", extended)
+    assert (sizes.rope_base, sizes.hf.get("rope_parameters", {})) == (base, rotary)
+
+
 def test_layers_that_are_adapted_bear_the_names_that_they_have_here() -> None:
     pet = {"pet_type": "lora", "lora_rank": 8, "target_modules": ".*wq|.*w1|.*mlp.w2"}
     lora = run_of(model__model_config__pet_config=pet).model.lora
@@ -35,6 +98,13 @@ def test_layers_that_are_adapted_bear_the_names_that_they_have_here() -> None:
     assert lora.target_modules == ".*q_proj|.*gate_proj|.*mlp.down_proj"
     assert (lora.rank, lora.alpha, lora.dropout) == (8, 16, 0.0)
     assert run_of().model.lora is None
+    merged = run_of(
+        model__model_config__pet_config={"target_modules": ".*query_key_value*"},
+        model__arch__type="ChatGLM2ForConditionalGeneration",
+    )
+    assert merged.model.lora is not None
+    assert merged.model.lora.target_modules == ".*(?:q_proj|k_proj|v_proj)"
+    assert any("have an adapter each" in note for note in merged.notes)
 
 
 def test_half_precision_is_bfloat16_and_that_is_noted() -> None:

@@ -177,6 +177,23 @@ def test_where_the_optimizer_is_parallel_parameters_are_stored_sharded(tmp_path:
     assert plan.mesh.size(axis for axes in stored for axis in axes) == 8
 
 
+def test_stages_take_the_layers_and_recompute_the_blocks_that_are_listed() -> None:
+    stages = {"pipeline_stage": 2, "micro_batch_num": 2, "data_parallel": 4}
+    config = translate_run(
+        run_of(
+            parallel__parallel_mode=1,
+            parallel_config=stages,
+            model__model_config__offset=[-1, 1],
+            recompute_config={"recompute": [0, 1], "select_recompute": [2, 2]},
+        ),
+        devices=8,
+    )
+    assert config.parallel.expert is not None and config.parallel.recompute is not None
+    assert config.parallel.expert.layers == [1, 3]
+    again = config.parallel.recompute
+    assert (again.blocks, again.whole_blocks) == ([0, 2], [1])
+
+
 @pytest.mark.parametrize(
     ("said", "kinds"),
     [

@@ -37,6 +37,7 @@ class Parallelism:
         data_parallel, model_parallel, context_parallel: equal parts of the batch, of heads and
             widths, and of the sequence; where a search decides, only `data_parallel` counts, and
             only in the size of the batch.
+        expert_parallel: equal parts of the experts, over devices that share the batch.
         stages: pipeline stages; where `auto_pipeline` is on, the requested number.
         schedule: in what order stages run micro-batches.
         auto_pipeline: whether their number is chosen; where the file says False, the number that
@@ -54,6 +55,7 @@ class Parallelism:
     data_parallel: int = 1
     model_parallel: int = 1
     context_parallel: int = 1
+    expert_parallel: int = 1
     stages: int = 1
     micro_batch_num: int = 1
     schedule: str = "1f1b"
@@ -100,6 +102,7 @@ def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
         data_parallel=config.whole("data_parallel", 1),
         model_parallel=config.whole("model_parallel", 1),
         context_parallel=config.whole("context_parallel", 1),
+        expert_parallel=config.whole("expert_parallel", 1),
         stages=config.whole("pipeline_stage", 1),
         micro_batch_num=config.whole("micro_batch_num", 1),
         schedule=_schedule(parallel.section("pipeline_config")),
@@ -111,7 +114,6 @@ def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
         strategies=_strategies(keys, parallel),
         cluster=parallel.text("cluster"),
     )
-    _check_no_experts(keys, config)
     return _apply_mode(parallelism, config.has("vocab_emb_dp"), notes)
 
 
@@ -197,12 +199,6 @@ def _sharding(parallel: Keys) -> OptimizerParallel | None:
     return OptimizerParallel(level, size, threshold)
 
 
-def _check_no_experts(keys: Keys, config: Keys) -> None:
-    for section, name in ((keys.section("moe_config"), "expert_num"), (config, "expert_parallel")):
-        if section.whole(name, 1) > 1:
-            raise section.error(name, "mixture-of-experts models are not supported; valid is 1")
-
-
 def _apply_mode(parallelism: Parallelism, names_vocab: bool, notes: list[str]) -> Parallelism:
     """What the mode excludes is set as MindFormers sets it, with a note if the file differs."""
     mode = parallelism.mode
@@ -211,6 +207,7 @@ def _apply_mode(parallelism: Parallelism, names_vocab: bool, notes: list[str]) -
             "full_batch": (parallelism.full_batch, False),
             "model_parallel": (parallelism.model_parallel, 1),
             "context_parallel": (parallelism.context_parallel, 1),
+            "expert_parallel": (parallelism.expert_parallel, 1),
             "stages": (parallelism.stages, 1),
             "micro_batch_num": (parallelism.micro_batch_num, 1),
         }

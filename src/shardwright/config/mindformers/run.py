@@ -14,6 +14,7 @@ from shardwright.config.mindformers.training import Batch, Training, read_batch,
 from shardwright.constraints.parse import divisors
 from shardwright.errors import ConfigError
 from shardwright.models.sizes import Dimensions
+from shardwright.partition.schedules import SCHEDULES
 
 _MARKS = ("runner_config", "parallel_config", "trainer", "use_parallel", "run_mode")
 
@@ -25,6 +26,7 @@ class LanguageRun:
     Args:
         file: its name, which every error starts with.
         name: of the model, for people.
+        layers: blocks of each stage, where an expert divides them.
         memory_limit: bytes that a device may use, None for what it has.
         dataset: the folder or file of the training data, empty for none.
         strategy_file: where the strategies of a plan are saved.
@@ -39,6 +41,7 @@ class LanguageRun:
     parallelism: Parallelism
     batch: Batch
     training: Training
+    layers: tuple[int, ...]
     memory_limit: int | None
     dataset: str
     strategy_file: str
@@ -64,7 +67,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
     """
     keys, notes = Keys(content, "", file), list[str]()
     model, parallelism = read_model(keys, notes), read_parallelism(keys, notes)
-    check_parallelism(keys, parallelism, model.sizes)
+    layers = check_parallelism(keys, parallelism, model.sizes)
     strategy_file = _strategy_file(keys)
     if strategy_file:
         notes.append(f"{strategy_file} is written as JSON, the strategies of the plan")
@@ -74,7 +77,8 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         model=model,
         parallelism=parallelism,
         batch=read_batch(keys, parallelism, notes),
-        training=read_training(keys),
+        training=read_training(keys, parallelism.stages, notes),
+        layers=layers,
         memory_limit=keys.section("context").size("max_device_memory"),
         dataset=keys.section("train_dataset").section("data_loader").text("dataset_dir"),
         strategy_file=strategy_file,
@@ -103,15 +107,19 @@ def _only_strategies(keys: Keys, strategy_file: str) -> bool:
     return only
 
 
-def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -> None:
-    """Raises: ConfigError: the numbers do not fit each other, or the model."""
+def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -> tuple[int, ...]:
+    """The blocks of each stage.
+
+    Raises:
+        ConfigError: the numbers do not fit each other, or the model.
+    """
     config = keys.section("parallel_config")
     _check_stages(config, parallelism, sizes)
     if parallelism.by_numbers:
-        _check_offset(keys, parallelism)
         _check_shards(keys, parallelism)
         _check_parts(config, parallelism, sizes)
         _check_sequence(config, parallelism, sizes)
+    return _layers_of_stages(keys, parallelism, sizes.num_layers)
 
 
 def check_devices(parallelism: Parallelism, sizes: Dimensions, devices: int, file: str) -> None:
@@ -147,13 +155,24 @@ def _check_stages(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> 
         )
 
 
-def _check_offset(keys: Keys, parallelism: Parallelism) -> None:
-    config = keys.section("model").section("model_config")
-    offset = config.any("offset")
-    if parallelism.stages > 1 and offset not in (None, 0) and offset != [0] * parallelism.stages:
+def _layers_of_stages(keys: Keys, parallelism: Parallelism, layers: int) -> tuple[int, ...]:
+    """Equally many in each stage, and `offset` more; what does not divide is spread evenly where
+    there is no offset."""
+    config, stages = keys.section("model").section("model_config"), parallelism.stages
+    offset = config.any("offset") if parallelism.by_numbers else None
+    if offset in (None, 0):
+        places = [number * stages // layers for number in range(layers)]
+        return tuple(places.count(stage) for stage in range(stages))
+    numbers = offset if isinstance(offset, list) else [offset] * stages
+    equal, left = divmod(layers, stages)
+    whole = len(numbers) == stages and all(type(each) is int for each in numbers)
+    chunked = SCHEDULES[parallelism.schedule].chunked
+    if chunked or not whole or sum(numbers) != left or min(numbers) <= -equal:
+        valid = "valid is 0" if chunked else f"valid are {stages} numbers that add up to {left}"
         raise config.error(
-            "offset", f"{offset} is not supported: all stages take equally many layers; valid is 0"
+            "offset", f"{offset} does not divide {layers} layers over {stages} stages; {valid}"
         )
+    return tuple(equal + each for each in numbers)
 
 
 def _check_shards(keys: Keys, parallelism: Parallelism) -> None:
@@ -175,7 +194,16 @@ def _check_shards(keys: Keys, parallelism: Parallelism) -> None:
 
 def _check_parts(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> None:
     """What is cut by `model_parallel` must divide; a head that is tied to a whole table is not."""
-    whole_head = parallelism.vocab_emb_dp and sizes.family == "pangualpha"
+    for name, size in (
+        ("data_parallel", parallelism.data_parallel),
+        ("expert_num", sizes.num_experts),
+    ):
+        if size % parallelism.expert_parallel:
+            raise config.error(
+                "expert_parallel",
+                f"{parallelism.expert_parallel} must divide {name} {size}",
+            )
+    whole_head = parallelism.vocab_emb_dp and sizes.family in ("pangualpha", "gpt")
     cut = {
         "num_heads": sizes.num_heads,
         "n_kv_heads": sizes.num_kv_heads,

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 from shardwright.config.mindformers.keys import Keys
 from shardwright.config.mindformers.parallelism import WHOLE_OPERATORS, Parallelism
+from shardwright.models.sizes import MAX_LAYERS
 from shardwright.train.lr_schedule import LRSchedule
 
-_OPTIMIZERS = ("FP32StateAdamWeightDecay", "AdamWeightDecayX", "AdamWeightDecay", "AdamW")
+_OPTIMIZERS = (
+    *("FP32StateAdamWeightDecay", "FusedAdamWeightDecay", "AdamWeightDecayX"),
+    *("AdamWeightDecay", "AdamW"),
+)
 _SCHEDULES = {
     "CosineWithWarmUpLR": "cosine",
     "LinearWithWarmUpLR": "linear",
@@ -36,19 +40,24 @@ class MindFormersOptimizer:
     clip_norm: float | None
 
 
+StageBlocks = bool | tuple[int, ...]
+"""All blocks, none, or the number of the first ones of each stage."""
+
+
 @dataclass(frozen=True)
 class Recomputation:
     """What is recomputed in the backward pass.
 
     Args:
-        blocks: every block, but for its last operator.
-        selective: what is cheap to recompute: activation functions and what attention saves.
+        blocks: every block, but for its last operator, or so many first ones of each stage.
+        selective: what is cheap to recompute: activation functions and what attention saves;
+            likewise, in blocks of which not all is recomputed.
         communication: communication inside is recomputed too.
         gathers: parameters that are stored sharded are gathered again.
     """
 
-    blocks: bool = False
-    selective: bool = False
+    blocks: StageBlocks = False
+    selective: StageBlocks = False
     communication: bool = True
     gathers: bool = False
 
@@ -82,8 +91,12 @@ class Training:
     checkpoints: Checkpointing | None
 
 
-def read_training(keys: Keys) -> Training:
-    """Raises: ConfigError: an unknown kind, a rate that is no number, or two that differ."""
+def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
+    """Reads how a model on so many stages is trained; `notes` collects what has no effect.
+
+    Raises:
+        ConfigError: an unknown kind, a rate that is no number, or two that differ.
+    """
     runner = keys.section("runner_config")
     mode = keys.text("run_mode", "train", valid=("train", "finetune"))
     return Training(
@@ -91,7 +104,7 @@ def read_training(keys: Keys) -> Training:
         seed=keys.whole("seed", 0, least=0),
         epochs=runner.whole("epochs", 1),
         optimizer=_optimizer(keys),
-        recompute=_recompute(keys.section("recompute_config")),
+        recompute=_recompute(keys.section("recompute_config"), stages, notes),
         load_checkpoint=keys.text("load_checkpoint"),
         resume=_resume(keys),
         checkpoints=_checkpoints(keys),
@@ -186,13 +199,32 @@ def _schedule(keys: Keys, optimizer: Keys) -> LRSchedule:
     )
 
 
-def _recompute(section: Keys) -> Recomputation:
+def _recompute(section: Keys, stages: int, notes: list[str]) -> Recomputation:
+    communication = _blocks(section, "select_comm_recompute", stages)
+    if communication is True or (communication and any(communication)):
+        notes.append(
+            "recompute_config.select_comm_recompute has no effect: communication is recomputed"
+            " where all operators of a block are"
+        )
     return Recomputation(
-        blocks=section.flag("recompute", False),
-        selective=section.flag("select_recompute", False),
+        blocks=_blocks(section, "recompute", stages),
+        selective=_blocks(section, "select_recompute", stages),
         communication=section.flag("mp_comm_recompute", True),
         gathers=section.flag("parallel_optimizer_comm_recompute", False),
     )
+
+
+def _blocks(section: Keys, name: str, stages: int) -> StageBlocks:
+    value = section.any(name)
+    if not isinstance(value, list):
+        return section.flag(name, False)
+    whole = all(isinstance(each, int) and each >= 0 for each in value)
+    if not whole or len(value) != stages:
+        raise section.error(
+            name,
+            f"expected True, False or {stages} numbers of blocks, one of each stage, got {value}",
+        )
+    return tuple(MAX_LAYERS if each is True else int(each) for each in value)
 
 
 @dataclass(frozen=True)

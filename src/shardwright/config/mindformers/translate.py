@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from shardwright.config.load import validated
 from shardwright.config.mindformers.model import MindFormersModel
 from shardwright.config.mindformers.run import LanguageRun
-from shardwright.config.mindformers.training import MindFormersOptimizer, Training
+from shardwright.config.mindformers.training import MindFormersOptimizer, StageBlocks, Training
 from shardwright.config.schema import Config
 
 
@@ -83,8 +84,10 @@ def _parallel(run: LanguageRun) -> dict[str, Any]:
             "data_parallel": parallelism.data_parallel,
             "model_parallel": parallelism.model_parallel,
             "context_parallel": parallelism.context_parallel,
+            "expert_parallel": parallelism.expert_parallel,
             "seq_parallel": parallelism.seq_parallel,
             "vocab_emb_dp": parallelism.vocab_emb_dp,
+            "layers": list(run.layers),
         }
     return section
 
@@ -97,10 +100,24 @@ def _storage_and_recompute(run: LanguageRun) -> dict[str, Any]:
     if sharding is not None:
         section["hsdp"] = vars(replace(sharding, level="level3") if recompute.gathers else sharding)
     if recompute.blocks or recompute.selective:
-        section["recompute"] = {"communication": recompute.communication}
-        if not recompute.blocks:
-            section["recompute"]["operators"] = _selected(run.model)
+        whole = _first_blocks(run, recompute.blocks)
+        some = [block for block in _first_blocks(run, recompute.selective) if block not in whole]
+        section["recompute"] = {"communication": recompute.communication, "blocks": some or whole}
+        if some:
+            section["recompute"] |= {"operators": _selected(run.model), "whole_blocks": whole}
     return section
+
+
+def _first_blocks(run: LanguageRun, chosen: StageBlocks) -> list[int]:
+    """The blocks, by number, that are chosen of each stage."""
+    ends = list(accumulate(run.layers))
+    numbers = run.layers if chosen is True else chosen or (0,) * len(ends)
+    stages = zip(ends, run.layers, numbers, strict=True)
+    return [
+        block
+        for end, layers, number in stages
+        for block in range(end - layers, end - layers + min(number, layers))
+    ]
 
 
 def _computed(model: MindFormersModel) -> dict[str, str]:
@@ -112,8 +129,12 @@ def _computed(model: MindFormersModel) -> dict[str, str]:
 
 def _selected(model: MindFormersModel) -> list[str]:
     """Kinds of operators in a block that are cheap to recompute and large to save."""
-    activation = "sigmoid" if model.sizes.family == "pangualpha" else "silu"
-    return [activation, "mul", *(["softmax"] if model.attention == "explicit" else [])]
+    sizes, softmax = model.sizes, ["softmax"] if model.attention == "explicit" else []
+    if sizes.family == "gpt" and sizes.activation != "fast_gelu":
+        return ["gelu", *softmax]
+    by_sigmoid = "sigmoid" if sizes.positions == "learned" else "silu"
+    # The experts of Mixtral are one operator, with their activation.
+    return [*([] if sizes.family == "mixtral" else [by_sigmoid]), "mul", *softmax]
 
 
 def _train(training: Training, dtype: str) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""LLaMA 2 and Qwen, on the decoders of `transformers`."""
+"""LLaMA, Qwen, GLM and Mixtral: the decoders of `transformers`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.errors import ConfigError
 from shardwright.models.attention import Attention, register_with_transformers
 from shardwright.models.loss import next_token_loss
 from shardwright.models.sizes import Dimensions
@@ -33,42 +35,60 @@ class Decoder(nn.Module):
         return next_token_loss(self.lm_head(hidden), labels)
 
 
-def llama(sizes: Dimensions, attention: Attention) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
+    """A decoder of `transformers`, which has the configuration and the code of its family.
 
-    return _decoder(LlamaForCausalLM, LlamaConfig(**_arguments(sizes, attention)), sizes)
+    Qwen 1 is built as Qwen 2 with as many key-value heads as query heads; it stores its queries,
+    keys and values as one tensor.
 
-
-def qwen(sizes: Dimensions, attention: Attention) -> nn.Module:
-    """Qwen 1, built as the Qwen 2 of `transformers` without grouped-query attention.
-
-    Only the query, key and value projections have biases. Qwen 1 stores these three as one tensor.
+    Raises:
+        ConfigError: the configuration has no such argument.
     """
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    return _decoder(Qwen2ForCausalLM, Qwen2Config(**_arguments(sizes, attention)), sizes)
+    model_type, experts = _MODEL_TYPES[sizes.family]
+    known = AutoConfig.for_model(model_type).to_dict()
+    if unknown := sorted(set(sizes.hf) - set(known)):
+        raise ConfigError(f"hf: the configuration of {model_type} has no {', '.join(unknown)}")
+    numbers = (sizes.num_experts, sizes.experts_per_token, sizes.intermediate_size)
+    arguments = {**_arguments(sizes, attention), **dict(zip(experts, numbers, strict=False))}
+    config = AutoConfig.for_model(model_type, **arguments)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    net = kind(config)
+    _fuse_norms(net, sizes)
+    return Decoder(net.model, net.lm_head)
+
+
+_MODEL_TYPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "llama": ("llama", ()),
+    "qwen": ("qwen2", ()),
+    "glm": ("glm", ()),
+    "mixtral": ("mixtral", ("num_local_experts", "num_experts_per_tok")),
+    "qwen_moe": ("qwen2_moe", ("num_experts", "num_experts_per_tok", "moe_intermediate_size")),
+}
+"""By family its name in `transformers`, and those of the number of experts, of those that a token
+chooses, and of their width."""
 
 
 def _arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]:
+    rotary = {"rope_type": "default", "rope_theta": sizes.rope_base}
     return {
         "hidden_size": sizes.hidden_size,
         "num_hidden_layers": sizes.num_layers,
         "num_attention_heads": sizes.num_heads,
         "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_size,
         "intermediate_size": sizes.intermediate_size,
         "vocab_size": sizes.vocab_size,
         "max_position_embeddings": sizes.seq_length,
         "rms_norm_eps": sizes.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": sizes.rope_base},
         "tie_word_embeddings": False,
+        "pad_token_id": None,
         "attn_implementation": register_with_transformers(attention),
+        **sizes.hf,
+        "rope_parameters": {**rotary, **sizes.hf.get("rope_parameters", {})},
     }
-
-
-def _decoder(kind: Any, config: Any, sizes: Dimensions) -> Decoder:
-    hf_model = kind(config)
-    _fuse_norms(hf_model, sizes)
-    return Decoder(hf_model.model, hf_model.lm_head)
 
 
 def _fuse_norms(net: nn.Module, sizes: Dimensions) -> None:

@@ -1,0 +1,105 @@
+"""The decoders compute what `transformers` computes, and plans of them what one device does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwright as sw
+from random_plans import check_random_plan, random_plan
+from shardwright.errors import ConfigError
+from shardwright.models import MODELS, Dimensions, build, build_hf, example_batch
+from shardwright.models.expert_sharding import pin_expert
+
+
+@pytest.mark.parametrize("name", ["llama2_7b_tiny", "llama2_70b_tiny", "qwen_7b_tiny"])
+def test_the_loss_is_that_of_transformers(name: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    sizes = MODELS[name]
+    net = build(name).double()
+    options: dict[str, Any] = {
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "rms_norm_eps": sizes.norm_eps,
+        "attn_implementation": "eager",
+    }
+    plain = (
+        LlamaForCausalLM(LlamaConfig(**options))
+        if sizes.family == "llama"
+        else Qwen2ForCausalLM(Qwen2Config(**options))
+    ).double()
+    plain.load_state_dict(net.state_dict())
+    ids, _ = example_batch(sizes, 2, 16)
+    labels = ids.clone()
+    labels[0, 3:6] = -100
+    wanted = plain(input_ids=ids, labels=labels).loss.item()
+    # transformers computes loss and norms in single precision.
+    assert net(ids, labels).item() == pytest.approx(wanted, rel=1e-6)
+
+
+def sizes_of(family: Any, **changes: Any) -> Dimensions:
+    few: dict[str, Any] = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2}
+    others = {"intermediate_size": 48, "vocab_size": 64, "seq_length": 16, "norm_eps": 1e-5}
+    return Dimensions(family=family, **{**few, **others, **changes})
+
+
+ROUTED = {"num_experts": 4, "experts_per_token": 2}
+FAMILIES = {
+    "glm": sizes_of("glm", hf={"attention_bias": True}),
+    "mixtral": sizes_of("mixtral", **ROUTED),
+    "qwen_moe": sizes_of("qwen_moe", **ROUTED, hf={"shared_expert_intermediate_size": 24}),
+    "internlm": sizes_of("llama", hf={"attention_bias": True}),
+    "tied": sizes_of("qwen", hf={"tie_word_embeddings": True}),
+    "linear": sizes_of("llama", hf={"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_each_family_computes_the_loss_of_its_configuration(name: str) -> None:
+    sizes = FAMILIES[name]
+    torch.manual_seed(0)
+    net = build(sizes)
+    plain = build_hf({**net.model.config.to_dict(), "attn_implementation": "eager"})
+    plain.net.load_state_dict(net.state_dict())
+    ids, labels = example_batch(sizes, 2, 16)
+    assert net(ids, labels).item() == pytest.approx(plain(ids, labels).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_random_plans_of_each_family_equal_one_device(name: str) -> None:
+    sizes = FAMILIES[name]
+    torch.manual_seed(0)
+    net, batch = build(sizes).eval(), example_batch(sizes, 4)
+    graph = sw.capture(net, batch)
+    check_random_plan(net, batch, {}, graph, random_plan(graph, 4, 1))
+
+
+@pytest.mark.parametrize(("name", "ep"), [("glm", 1), ("mixtral", 2), ("qwen_moe", 2)])
+def test_each_family_is_cut_as_an_expert_would(name: str, ep: int) -> None:
+    sizes = FAMILIES[name]
+    torch.manual_seed(0)
+    net, batch = build(sizes).eval(), example_batch(sizes, 4)
+    pin_expert(net, data_parallel=4, model_parallel=2, expert_parallel=ep)
+    plan = sw.plan(net, batch, devices=8, mode="sharding_propagation")
+    if ep > 1:
+        assert plan.strategies["model.layers.0.mlp.experts"][3:] == ((2, 1, 2, 1), (2, 1, 2))
+    assert sw.check(net, batch, {}, plan).passes()
+
+
+def test_an_argument_that_the_configuration_does_not_have_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="the configuration of llama has no attention_bais"):
+        build(sizes_of("llama", hf={"attention_bais": True}))
+
+
+def test_no_mask_is_made_and_each_norm_is_one_operator() -> None:
+    graph = sw.capture(build("llama2_7b_tiny"), example_batch(MODELS["llama2_7b_tiny"], 8, 16))
+    largest = max(v.numel for v in graph.values() if not v.requires_grad)
+    assert largest <= 8 * 16
+    assert sum(op.target is torch.ops.aten.rms_norm.default for op in graph.ops) == 5
