@@ -1,7 +1,9 @@
 """What `shardwright plan` prints beside the plan itself."""
 
+import json
 import re
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from typer.testing import CliRunner
 import shardwright as sw
 from config.mindformers.files import small
 from shardwright.cli import app
+from shardwright.cli.plan import _colored
+from shardwright.plan.file_schema import json_schema
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +29,40 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_plan_of_a_published_file_says_how_its_batch_comes_about(published: Path) -> None:
     result = CliRunner().invoke(app, ["plan", str(published), "--devices", "8"])
     assert "global batch 8 = batch_size 2 · data_parallel 4 · " in result.stderr
-    assert "global batch of 8 sequences of 32 tokens" in result.stdout
+    assert "batch   8 sequences of 32 tokens" in result.stdout
+
+
+def printed(published: Path, *options: str) -> str:
+    return CliRunner().invoke(app, ["plan", str(published), "--devices", "8", *options]).stdout
 
 
 def test_every_shows_also_the_operators_that_only_follow(published: Path) -> None:
-    result = CliRunner().invoke(app, ["plan", str(published), "--devices", "8"])
-    silent = re.search(r"(\d+) more operators follow", result.stdout)
+    full, every = printed(published, "--full"), printed(published, "--every")
+    silent = re.search(r"(\d+) more\s+operators\s+follow", full)
     assert silent is not None
-    every = CliRunner().invoke(app, ["plan", str(published), "--devices", "8", "--every"])
-    assert "more operators follow" not in every.stdout
-    rows = [line for line in every.stdout.splitlines() if line.startswith("│ ")]
-    assert len(rows) > int(silent[1])
+    assert not re.search(r"more\s+operators\s+follow", every)
+    assert len(every.splitlines()) > len(full.splitlines()) + int(silent[1]) // 4
+
+
+def test_axes_have_colors_on_a_terminal_alone(
+    published: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "\x1b" not in printed(published)
+    text = _colored("k/tp over tp·dp, tp_proj/a", plan_of_two_axes())
+    assert [str(text)[span.start : span.end] for span in text.spans] == ["dp", "tp", "tp"]
+
+
+def plan_of_two_axes() -> sw.Plan:
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    return sw.plan(net, (torch.randn(8, 64),), devices=8, mem_coeff=1.0)
+
+
+def test_the_json_of_a_plan_is_what_the_published_schema_describes(published: Path) -> None:
+    schema = json.loads(
+        (files("shardwright") / "plan" / "plan.schema.json").read_text(encoding="utf-8")
+    )
+    assert schema == json.loads(json_schema())
+    assert set(json.loads(printed(published, "--json"))) == set(schema["properties"])
 
 
 @pytest.fixture(scope="module")

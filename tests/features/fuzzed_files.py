@@ -228,7 +228,13 @@ def _plan_examples() -> tuple[str, ...]:
 def _read_plan(path: Path) -> None:
     _run("diff", str(path), "plan.json", "--every")
     plan = sw.Plan.load(path)
-    for text in (str(plan), plan.text(every=True), plan.dump(), plan.to_json()):
+    for text in (
+        str(plan),
+        plan.text(full=True),
+        plan.text(every=True),
+        plan.dump(),
+        plan.to_json(),
+    ):
         text.encode()
     for row in plan.operators:
         plan.explain(row.name).encode()

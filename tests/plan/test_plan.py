@@ -35,7 +35,7 @@ def test_strategies_are_those_of_the_published_search() -> None:
 
 
 def test_the_table_shows_shapes_cuts_strategies_redistributions_and_bytes() -> None:
-    text = str(plan_of_network())
+    text = plan_of_network().text(full=True)
     for part in (
         "layer1",
         "32×784 512×784 → 32×512",

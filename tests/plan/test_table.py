@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.plan.table import plan_summary
+from shardwright.plan.table import table_notes
 
 
 class Words(nn.Module):
@@ -34,7 +34,7 @@ def plan_of_layer(**options: object) -> sw.Plan:
 
 def line(plan: sw.Plan, words: str) -> str:
     """The one line that says `words`."""
-    (found,) = [line for line in plan_summary(plan) if words in line]
+    (found,) = [line for line in table_notes(plan) if words in line]
     return found
 
 
@@ -54,7 +54,7 @@ def test_on_a_cluster_a_step_has_a_speed_in_tokens_where_samples_are_sequences()
 
 
 def test_without_a_cluster_nothing_is_said_of_time() -> None:
-    assert not any("/s;" in line for line in plan_summary(plan_of_words()))
+    assert not any("/s;" in line for line in table_notes(plan_of_words()))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import asdict
 from json import dumps
@@ -11,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from shardwright.api import Check, check
 from shardwright.api.save_graphs import SavedGraphs
@@ -31,14 +33,20 @@ from shardwright.cli.options import (
 from shardwright.errors import PlanError
 from shardwright.plan import Plan
 from shardwright.plan.diff import Difference, differences
-from shardwright.plan.table import WIDTH, plan_text
+from shardwright.plan.table import plan_text
+from shardwright.plan.text_columns import text_width
 
-LEAST_WIDTH, DIFF_WIDTH = 100, 140
+DIFF_WIDTH = 140
 NAMES = 4
 """How many names are shown per difference."""
 
+AXIS_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+
 EveryOption = Annotated[
     bool, typer.Option("--every", help="Include operators that only follow their neighbors.")
+]
+FullOption = Annotated[
+    bool, typer.Option("--full", help="Print a row for each operator instead of a summary.")
 ]
 
 
@@ -58,10 +66,11 @@ def plan_command(
     log_costs: LogCostsOption = False,
     cluster: ClusterOption = None,
     memory_limit: MemoryLimitOption = None,
+    full: FullOption = False,
     every: EveryOption = False,
     show_progress: ShowProgressOption = None,
 ) -> None:
-    """Search for a plan and print it. Needs no devices and starts no processes."""
+    """Search for a plan and print its summary. Needs no devices and starts no processes."""
     with progress(show_progress) as on_progress:
         run = run_of(
             config,
@@ -73,17 +82,24 @@ def plan_command(
         )
         plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
         on_progress("memory and table")
-        text = plan.to_json(memory=True) if json else plan_text(plan, every, _width())
+        text = plan.to_json(memory=True) if json else plan_text(plan, full, every)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         plan.save(out)
     report_batch(run, config, devices)
-    typer.echo(text)
+    if json or not sys.stdout.isatty():
+        typer.echo(text)
+    else:
+        Console(width=text_width(), highlight=False).print(_colored(text, plan), soft_wrap=True)
 
 
-def _width() -> int:
-    """The terminal's width, if stdout is a terminal."""
-    return max(Console().width, LEAST_WIDTH) if sys.stdout.isatty() else WIDTH
+def _colored(text: str, plan: Plan) -> Text:
+    """The names of axes in a color each, where they stand as axes."""
+    colored = Text(text)
+    for number, name in enumerate(plan.mesh.alias_names):
+        color = AXIS_COLORS[number % len(AXIS_COLORS)]
+        colored.highlight_regex(rf"(?:(?<=over )|(?<=[/·])){re.escape(name)}\b", color)
+    return colored
 
 
 @app.command("explain")

@@ -30,8 +30,9 @@ from shardwright.config.rehearse import rehearse_run
 from shardwright.cost.memory import binary
 from shardwright.errors import PlanError
 from shardwright.plan import Plan
-from shardwright.plan.table import WIDTH
 from shardwright.train.rehearsal import RankRehearsal, Rehearsal
+
+WIDTH = 140
 
 
 class Where(StrEnum):

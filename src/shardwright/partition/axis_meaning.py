@@ -78,8 +78,7 @@ def _cuts(graph: Graph, decisions: Decisions) -> Iterator[tuple[Meaning | None, 
     trace = trace_meanings(graph)
     for op in graph.ops:
         for factor, over in decisions.cuts.get(op.name, {}).items():
-            is_expert = op.target is experts and factor == "e"
-            yield Meaning.EXPERT if is_expert else trace.factors[op.name].get(factor), over
+            yield trace.of_factor(op, factor), over
         for value, dims in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
             yield from zip(trace.values[value], dims or (), strict=False)
     for value in graph.input_values:
@@ -116,6 +115,11 @@ class _Trace:
     data: set[Value]
     values: dict[Value, Meanings]
     factors: dict[str, dict[str, Meaning]]
+
+    def of_factor(self, op: Op, factor: str) -> Meaning | None:
+        """What is cut where `op` cuts this factor."""
+        is_expert = op.target is experts and factor == "e"
+        return Meaning.EXPERT if is_expert else self.factors[op.name].get(factor)
 
     @classmethod
     def begin(cls, graph: Graph) -> _Trace:

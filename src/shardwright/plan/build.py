@@ -19,6 +19,7 @@ from shardwright.cost.time_parts import time_parts, utilization
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout.layout import Layout
+from shardwright.partition.axis_meaning import trace_meanings
 from shardwright.partition.communication import Communication
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.transfer import Transfer
@@ -151,15 +152,20 @@ def _rows(
     mesh, cuts, model = partitioned.mesh, partitioned.decisions.cuts, None
     if predicted is not None:
         model = TimeModel(predicted.cluster, mesh, partitioned.pipeline.stages)
+    trace = trace_meanings(partitioned.graph)
     rows: dict[str, OperatorRow] = {}
     for chunk in partitioned.chunks:
         for op in chunk.graph.ops:
             if op.name not in rows:
                 own = cuts.get(op.name, {})
                 row = _row(op, mesh, own, chunk.communication, seen)
-                seconds = 0.0 if model is None else sum(model.operator(op, own))
+                known = {factor: trace.of_factor(op, factor) for factor in row.cuts}
                 rows[op.name] = replace(
-                    row, pinned=op.name in pins, stage=chunk.stage, seconds=seconds
+                    row,
+                    pinned=op.name in pins,
+                    stage=chunk.stage,
+                    seconds=0.0 if model is None else sum(model.operator(op, own)),
+                    meanings={f: each.name.lower() for f, each in known.items() if each},
                 )
     return tuple(rows[op.name] for op in partitioned.graph.ops)
 

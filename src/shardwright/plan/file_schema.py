@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from types import GenericAlias
@@ -16,6 +17,7 @@ from shardwright.cost.time_parts import KINDS, TimePart
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout.axes import Shape
 from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.partition.axis_meaning import Meaning
 from shardwright.partition.decisions import CutAxes, OptimizerParallel, Recompute
 from shardwright.partition.pipeline_spec import REDUCTIONS, PipelineSpec
 from shardwright.partition.schedules import SCHEDULES
@@ -89,6 +91,8 @@ class _Input(BaseModel, extra="forbid", strict=True):
     dtype: str
 
 
+MEANINGS = tuple(each.name.lower() for each in Meaning)
+
 _Redistribution = _schema(RedistributionRow, input=Natural | None)
 PlanFile: type[BaseModel] = _schema(
     PlanData,
@@ -106,7 +110,8 @@ PlanFile: type[BaseModel] = _schema(
         _schema(
             OperatorRow,
             without=("input_layouts", "output_layouts", "redistributions"),
-            optional=("seconds",),
+            optional=("seconds", "meanings"),
+            meanings=_named(Literal[MEANINGS]),
             inputs=tuple[tuple[str, Sizes, str], ...],
             outputs=tuple[Sizes, ...],
             read=tuple[_LayoutOnMesh, ...],
@@ -137,6 +142,12 @@ PlanFile: type[BaseModel] = _schema(
     | None,
     pins=dict[str, _Pin],
 )
+
+
+def json_schema() -> str:
+    """The JSON Schema of plan files, as `plan/plan.schema.json` publishes it."""
+    title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Shardwright plan"}
+    return json.dumps({**PlanFile.model_json_schema(), **title}, indent=1) + "\n"
 
 
 def check_types(text: str, where: str) -> None:

@@ -12,9 +12,10 @@ from shardwright.cost.pipeline_timeline import timeline
 from shardwright.cost.time_parts import COMPUTATION, WAITING, TimePart
 from shardwright.plan.data import PlanData
 from shardwright.plan.page_tree import page_tree
+from shardwright.plan.parallelism import axis_purpose, sentence
 from shardwright.plan.repeated_rows import fold_crossings, fold_names, fold_rows
 from shardwright.plan.rows import StepRow, devices_text, is_notable, seconds_text
-from shardwright.plan.table import speed, unused_axes_text
+from shardwright.plan.summary import speed, unused_axes_text
 from shardwright.report.page import Axis, Bar, Chart, Headline, Lane, Page, Stack
 
 MOST_PASSES = 6_000
@@ -23,18 +24,6 @@ MOST_PASSES = 6_000
 MOST_ROWS = 12
 """Kinds of redistributions that are listed."""
 
-MEANINGS = {
-    "dp": "data parallel",
-    "fsdp": "fully sharded data parallel",
-    "sp": "sequence parallel",
-    "ep": "expert parallel",
-    "tp": "tensor parallel",
-}
-LEVELS = {
-    "level1": "gathered and reduced once a step",
-    "level2": "with gradients reduced in each micro-batch",
-    "level3": "gathered for each use",
-}
 PLAN_AGAIN = "This file does not hold it: plan again with this version and save the plan."
 
 
@@ -48,7 +37,7 @@ def plan_page(plan: PlanData) -> Page:
     lanes, note = _lanes(plan)
     return Page(
         title=f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}",
-        sentence=_sentence(plan),
+        sentence=sentence(plan),
         headlines=tuple(_headlines(plan)),
         notes=tuple(_notes(plan)),
         time=_time(plan),
@@ -65,34 +54,10 @@ def plan_page(plan: PlanData) -> Page:
 
 
 def _axes(plan: PlanData) -> Iterator[Axis]:
-    unused = plan.unused_axes
-    for number, name in enumerate(plan.mesh.alias_names):
-        meaning = MEANINGS.get(name.rstrip("0123456789")) or "mixed parallel"
-        meaning = "equal copies" if number in unused else meaning
-        yield Axis(name, plan.mesh.device_matrix[number], meaning)
-
-
-def _sentence(plan: PlanData) -> str:
-    """What was chosen, in words of the field."""
-    pipeline, sizes = plan.pipeline, dict[str, int]()
-    for axis in _axes(plan):
-        sizes[axis.meaning] = sizes.get(axis.meaning, 1) * axis.size
-    words = [f"{word} {size}" for word, size in sizes.items()]
-    if pipeline.stages > 1:
-        words.insert(0, f"pipeline parallel {pipeline.stages} ({pipeline.schedule})")
-    text = ", ".join(words) or "no parallelism"
-    text = f"{text[0].upper()}{text[1:]}"
-    if pipeline.micro_batches > 1:
-        text += f", with {pipeline.micro_batches:,} micro-batches"
-    if plan.sharding is not None:
-        level = plan.sharding.level
-        text += f"; parameters and optimizer state are stored in shards, {LEVELS[level]} ({level})"
-    recomputed = sum(bool(row.segment) for row in plan.operators)
-    if recomputed:
-        text += f"; {recomputed:,} of {len(plan.operators):,} operators are recomputed"
-    if plan.compute_dtype is not None:
-        text += f"; computed in {plan.compute_dtype}"
-    return text + "."
+    for number, (name, size) in enumerate(
+        zip(plan.mesh.alias_names, plan.mesh.device_matrix, strict=True)
+    ):
+        yield Axis(name, size, axis_purpose(plan, number))
 
 
 def _headlines(plan: PlanData) -> Iterator[Headline]:

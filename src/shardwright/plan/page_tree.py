@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shardwright.cost.memory import binary
 from shardwright.layout.layout import TensorLayout
 from shardwright.plan.data import PlanData
-from shardwright.plan.repeated_rows import Fold, fold_rows
+from shardwright.plan.repeated_rows import Fold, fold_rows, module_words
 from shardwright.plan.rows import OperatorRow, seconds_text, shape_text, shapes_text
 from shardwright.report.page import Branch, Operator, OperatorTensor
 from shardwright.report.picture import Picture, picture
@@ -23,18 +22,12 @@ def page_tree(plan: PlanData) -> tuple[tuple[Branch | Operator, ...], tuple[Pict
     pictures: dict[TensorLayout, int] = {}
     root = _Module("", "")
     for fold in fold_rows(plan.operators):
-        *modules, name = _words(fold.row.name)
+        *modules, name = module_words(fold.row.name, DEEPEST)
         at = root
         for word in modules:
             at = at.module(word)
         at.children.append(_operator(plan, fold, name, pictures))
     return tuple(map(_branch, root.children)), tuple(map(picture, pictures))
-
-
-def _words(name: str) -> list[str]:
-    """The parts of a module path whose numbers may be ranges: `layers.{0..3}.add`."""
-    words = re.split(r"\.(?![^{}]*\})", name)
-    return [*words[:DEEPEST], ".".join(words[DEEPEST:])] if len(words) > DEEPEST + 1 else words
 
 
 @dataclass

@@ -37,10 +37,10 @@ class Plan(PlanData):
     def __str__(self) -> str:
         return plan_text(self)
 
-    def text(self, every: bool = False) -> str:
-        """The table and its summary; `every` includes operators that only follow their
-        neighbors."""
-        return plan_text(self, every)
+    def text(self, full: bool = False, every: bool = False) -> str:
+        """The summary of `print(plan)`, or the full table: a row for each operator that does more
+        than to follow its neighbors, repeated blocks as one; `every` includes those that follow."""
+        return plan_text(self, full, every)
 
     def dump(self) -> str:
         """The whole plan as text: each operator with its strategy, the layouts of its inputs and

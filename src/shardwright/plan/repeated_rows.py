@@ -17,16 +17,21 @@ class Fold:
 
     Args:
         row: the first, with the numbers of all in its name: `layers.{0..79}.mlp.up`.
-        count: how many they are.
+        members: all of them.
         stages: the stages that compute them, `0..7`.
         recomputed: which of them are recomputed in the backward pass: `recomputed`,
             `recomputed in 0..9`, or empty.
     """
 
     row: OperatorRow
-    count: int
+    members: tuple[OperatorRow, ...]
     stages: str
     recomputed: str
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self.members)
 
 
 def fold_rows(rows: Sequence[OperatorRow]) -> list[Fold]:
@@ -72,7 +77,7 @@ def _fold(members: Sequence[OperatorRow]) -> Fold:
             where = ranges(int(name.split(".")[places[0]]) for name in recomputed)
         mark = f"recomputed in {where}"
     stages = ranges({row.stage for row in members})
-    return Fold(replace(members[0], name=join_names(names)), len(members), stages, mark)
+    return Fold(replace(members[0], name=join_names(names)), tuple(members), stages, mark)
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,17 @@ def join_names(names: Sequence[str]) -> str:
     for place in _varying(names):
         words[place] = f"{{{ranges({int(name.split('.')[place]) for name in names})}}}"
     return ".".join(words)
+
+
+def module_words(name: str, most: int = 0) -> list[str]:
+    """The parts of a module path whose numbers may be ranges; with `most` only so many before the
+    last, which has the rest.
+
+    >>> module_words("layers.{0..3}.add")
+    ['layers', '{0..3}', 'add']
+    """
+    words = re.split(r"\.(?![^{}]*\})", name)
+    return [*words[:most], ".".join(words[most:])] if 0 < most < len(words) - 1 else words
 
 
 def ranges(numbers: Iterable[int]) -> str:

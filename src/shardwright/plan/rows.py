@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardwright.cost.time_parts import TimePart
 from shardwright.layout.axes import Shape
@@ -73,6 +73,8 @@ class OperatorRow:
         stage: the pipeline stage that computes it.
         seconds: of its computation in one micro-batch, forward and backward, if a cluster was
             named.
+        meanings: for each factor that is cut where its dimension comes from, in lower case the
+            `partition.axis_meaning.Meaning`, if that is known.
     """
 
     name: str
@@ -90,6 +92,7 @@ class OperatorRow:
     segment: str = ""
     stage: int = 0
     seconds: float = 0.0
+    meanings: dict[str, str] = field(default_factory=dict)
 
     @property
     def strategy(self) -> Strategy:

@@ -1,10 +1,11 @@
-"""A plan as text for people: the table that `print(plan)` shows."""
+"""A plan as text for people: the summary that `print(plan)` shows, or a table of operators."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from io import StringIO
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -20,47 +21,57 @@ from shardwright.plan.rows import (
     shapes_text,
     strategy_text,
 )
+from shardwright.plan.summary import plan_summary, speed, unused_axes_text
+from shardwright.plan.text_columns import at_dots, text_width, wrapped
 
-WIDTH = 140
-"""Width in columns of `print(plan)`, and of `shardwright plan` when stdout is not a terminal."""
 
+def plan_text(
+    plan: PlanData, full: bool = False, every: bool = False, width: int | None = None
+) -> str:
+    """The summary, or the full table and the lines below it.
 
-def plan_text(plan: PlanData, every: bool = False, width: int = WIDTH) -> str:
-    """Table and summary as plain text."""
+    Args:
+        every: the full table, with operators that follow their neighbors without communication.
+        width: columns; by default those of the terminal.
+    """
+    width = text_width() if width is None else width
+    if not full and not every:
+        return plan_summary(plan, width)
     console = Console(file=StringIO(), width=width, color_system=None)
-    console.print(plan_table(plan, every))
-    console.print(
-        "\n".join(plan_summary(plan, every)), highlight=False, markup=False, soft_wrap=True
-    )
+    console.print(plan_table(plan, every, width))
     stream: StringIO = console.file  # type: ignore[assignment]
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    lines += [part for line in table_notes(plan, every) for part in wrapped(line, width)]
+    return "\n".join(lines)
 
 
-def plan_table(plan: PlanData, every: bool = False) -> Table:
-    """Operator, shapes, cuts, strategy, redistributions and bytes; repeated blocks as one row.
+def plan_table(plan: PlanData, every: bool, width: int) -> Table:
+    """Operator with shapes, cuts with strategy, redistributions and bytes; repeated blocks as one
+    row.
 
     Args:
         every: also show operators that follow their neighbors without communication.
     """
     staged = plan.pipeline.stages > 1
     title = f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}"
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-    for column in ("operator", "shapes", "cuts", "strategy", "redistribution: forward / backward"):
-        table.add_column(column, overflow="fold")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    room = width - 13 - (7 if staged else 0)
+    columns = {"operator: shapes": 38, "cuts: strategy": 22, "redistribution: forward/backward": 40}
+    names, cuts, sent = (room * share // 100 - 1 for share in columns.values())
+    for column, size in zip(columns, (names, cuts, sent), strict=True):
+        table.add_column(column, overflow="fold", width=size)
     table.add_column("bytes", justify="right", no_wrap=True)
     if staged:
         table.add_column("stage", justify="right", no_wrap=True)
     for fold in fold_rows([row for row in plan.operators if every or is_notable(row)]):
         row = fold.row
+        own = cuts_text(row) if row.rule is not None else "no rule: replicated"
         table.add_row(
-            row.name,
-            shapes_text(row),
-            cuts_text(row) if row.rule is not None else "no rule: replicated",
-            _strategy(fold),
-            "\n".join(_redistributions(row)),
+            "\n".join((*at_dots(row.name, names), shapes_text(row))),
+            "\n".join(filter(None, (own, _strategy(fold)))),
+            "\n".join(line for each in _redistributions(row) for line in at_dots(each, sent)),
             binary(row.bytes) if row.bytes else "",
             *([fold.stages] if staged else []),
-            style="bold" if row.main else None,
         )
     return table
 
@@ -82,7 +93,7 @@ def _redistributions(row: OperatorRow) -> Iterable[str]:
         yield f"{short}: {', then '.join(redistribution.steps)}{mark}"
 
 
-def plan_summary(plan: PlanData, every: bool = False) -> list[str]:
+def table_notes(plan: PlanData, every: bool = False) -> list[str]:
     """The lines below the table."""
     lines = [
         f"{plan.mode}({plan.options_text}); captured in {plan.capture_seconds:.2f} s, "
@@ -152,15 +163,6 @@ def _step_time(plan: PlanData) -> Iterable[str]:
         )
 
 
-def speed(plan: PlanData, seconds: float) -> str:
-    """`8,192 tokens/s`, or samples where their tokens are not known; empty if no batch is."""
-    if plan.global_batch is None or not seconds:
-        return ""
-    if plan.sequence is None:
-        return f"{plan.global_batch / seconds:,.0f} samples/s"
-    return f"{plan.global_batch * plan.sequence / seconds:,.0f} tokens/s"
-
-
 def _memory(plan: PlanData) -> Iterable[str]:
     """The peak memory of a device of the stage that needs most, by purpose, and the peaks of the
     other stages."""
@@ -205,14 +207,3 @@ def _recomputed(plan: PlanData) -> Iterable[str]:
             f"{len(rows)} operators in {segments} segment{'s' if segments > 1 else ''} are"
             " recomputed in the backward pass"
         )
-
-
-def unused_axes_text(plan: PlanData) -> Iterable[str]:
-    """The axes that shard no operator: devices along them compute the same result."""
-    unused = plan.unused_axes
-    if unused:
-        names = plan.mesh.named(unused)
-        axes = f"axes {names} are" if len(unused) > 1 else f"axis {names} is"
-        size, devices = plan.mesh.size(unused), plan.mesh.num_devices
-        copies = f"{size} devices" if size == devices else f"groups of {size} devices"
-        yield f"{axes} unused: {copies} compute the same result"

@@ -1,0 +1,68 @@
+"""Text in columns that reads at any width: names break at dots, sentences at spaces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from shutil import get_terminal_size
+from textwrap import wrap
+
+NARROWEST, WIDEST = 80, 160
+GAP = "  "
+
+
+def text_width() -> int:
+    """Columns of the terminal, or of `COLUMNS`; 120 where there is neither."""
+    return min(max(get_terminal_size((120, 24)).columns, NARROWEST), WIDEST)
+
+
+def wrapped(text: str, width: int, label: str = "") -> list[str]:
+    """A sentence in lines, behind a label."""
+    return wrap(
+        text,
+        width,
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_on_hyphens=False,
+    )
+
+
+def at_dots(text: str, width: int) -> list[str]:
+    """Names in lines that end behind a dot, a comma or a space, if they must.
+
+    >>> at_dots("model.layers.{0..79}.self_attn.q_proj", 22)
+    ['model.layers.{0..79}.', 'self_attn.q_proj']
+    """
+    lines = [""]
+    for word in re.findall(r"(?:\d+\.\.\d+|[^.,\s])*[.,]*\s*", text):
+        if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
+            lines.append("")
+        lines[-1] += word
+    cut = [line.rstrip()[at : at + width] for line in lines for at in range(0, len(line), width)]
+    return [line for line in cut if line]
+
+
+def in_columns(header: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> list[str]:
+    """Two columns of text, then so many of numbers, which are never broken.
+
+    The first column has names, of which at most two lines are shown; it is as wide as it needs to
+    be, up to what the second leaves it, which gets at least two fifths of what numbers leave.
+    """
+    rows = [tuple(row) for row in rows]
+    sizes = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    room = width - sum(size + len(GAP) for size in sizes[2:]) - len(GAP)
+    second = min(sizes[1], max(room - sizes[0], room * 2 // 5))
+    sizes[:2] = min(sizes[0], room - second), second
+    lines = []
+    for row in (header, *rows):
+        indent = " " * (len(row[0]) - len(row[0].lstrip()))
+        names = [indent + line for line in at_dots(row[0].strip(), sizes[0] - len(indent))]
+        if len(names) > 2:
+            names = [names[0], f"{names[1][: sizes[0] - 2].rstrip()} …"]
+        cells = [names, wrap(row[1], sizes[1], break_on_hyphens=False), *([n] for n in row[2:])]
+        for parts in zip_longest(*cells, fillvalue=""):
+            padded = [part.ljust(size) for part, size in zip(parts[:2], sizes[:2], strict=True)]
+            padded += [part.rjust(size) for part, size in zip(parts[2:], sizes[2:], strict=True)]
+            lines.append(GAP.join(padded).rstrip())
+    return lines
