@@ -21,6 +21,7 @@ from shardwright.runtime.adopt_optimizer import remember
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.gathered_copies import refuse_lost_writes
 from shardwright.runtime.parameter_hooks import has_hooks, take_hooks
+from shardwright.runtime.unsupported_operators import explain_unsupported_operators
 from shardwright.torch_internals.dtensor import (
     StridedShard,
     counting_with_shard,
@@ -82,6 +83,7 @@ def with_stored_parameters(
         DeferredError: if a parameter made inside `no_init_parameters` cannot be initialized.
     """
     refuse_lost_writes()
+    explain_unsupported_operators()
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
 
     def stored(name: str, whole: Tensor) -> Tensor:

@@ -67,15 +67,23 @@ def counting_with_shard(parameter: DTensor) -> nn.Parameter:
 def change_results(operator: OpOverload, change: Callable[[Any, Sequence[Any]], Any]) -> None:
     """Lets every DTensor of the process return `change(results, args)` from an operator; the first
     change of an operator stays."""
+
+    def handler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return change(operator(*args, **kwargs), args)
+
+    handle(operator, handler)
+
+
+def handle(operator: OpOverload, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Lets `call` compute an operator of every DTensor of the process; inside, the operator does
+    what it always does. The first handler of an operator stays."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 
     def handler(called: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Without an entry of its own the operator does what it always does.
         handlers.pop(called, None)
         try:
-            results = called(*args, **kwargs)
+            return call(args, kwargs)
         finally:
             handlers[called] = handler
-        return change(results, args)
 
     handlers.setdefault(operator, handler)
