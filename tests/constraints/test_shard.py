@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from shardwright.errors import StrategyError
 
 LAYOUT = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
 PINNING_MODES = ("semi_auto", "recursive_programming", "sharding_propagation")
@@ -201,23 +202,43 @@ def test_a_pin_stays_with_the_operator_that_a_function_becomes() -> None:
 
 
 class Flattened(nn.Module):
-    """Rows flattened before the pinned product and apart again after it."""
+    """Rows flattened before the pinned layer, in which they are apart again once captured."""
 
-    def __init__(self) -> None:
+    def __init__(self, *pin: Any) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.randn(16, 16))
-        self.product = sw.shard(F.linear, ((2, 4, 1), (1, 1)))
+        self.product = sw.shard(nn.Linear(16, 16), *pin)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.product(x.reshape(-1, 16), self.w)
-        return rows.reshape(4, 4, 16).square().sum()
+        rows = self.product(x.reshape(-1, 16))
+        return rows.reshape(x.shape).square().sum()
 
 
-def test_a_pin_is_of_the_operator_after_flattening_has_moved() -> None:
-    net, x = Flattened(), torch.randn(4, 4, 16)
+LAY = sw.Layout((4, 2), ("dp", "tp"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "pin", "captured"),
+    [
+        ((4, 4, 16), (((2, 4, 1), (1, 1)),), ((2, 4, 1), (1, 1))),
+        ((4, 4, 16), (((4, 2), (1, 2)),), ((4, 1, 2), (1, 2))),
+        ((4, 4, 16), (((8, 1), (1, 1)),), ((4, 2, 1), (1, 1))),
+        ((2, 2, 4, 16), (((8, 1), (1, 1)),), ((2, 2, 2, 1), (1, 1))),
+        ((4, 4, 16), (((2, 4), (1, 4)), ((8, 1),)), ((2, 1, 4), (1, 4))),
+        ((2, 4, 16), ((LAY("dp", "None"), LAY("tp", "None")),), ((2, 2, 1), (2, 1))),
+    ],
+)
+def test_a_pin_has_the_dimensions_of_the_code_or_of_the_graph(
+    shape: tuple[int, ...], pin: Any, captured: Any
+) -> None:
+    net, x = Flattened(*pin), torch.randn(shape)
     found = sw.plan(net, (x,), devices=8, mode="semi_auto")
-    assert found.strategies["linear"][0] == (2, 4, 1)
+    assert found.strategies["product"] == captured
     assert sw.check(net, (x,), {}, found).passes(1e-9)
+
+
+def test_a_pin_that_divides_no_rows_is_an_error_in_the_shapes_of_the_graph() -> None:
+    with pytest.raises(StrategyError, match="has size 5, which is not divisible into 2 shards"):
+        sw.plan(Flattened(((2, 1), (1, 1))), (torch.randn(3, 5, 16),), devices=2)
 
 
 def test_a_module_without_children_is_pinned_by_its_main_operator() -> None:

@@ -179,7 +179,8 @@ class _Values:
         results = self._results(node, name)
         target: Any = node.target
         calls, tags = module_calls(node), tags_of(node)
-        return Op(name, target, args, kwargs, results, path, source_of(node), tags, calls)
+        source, flattened = source_of(node), node.meta.get("flattened", 1)
+        return Op(name, target, args, kwargs, results, path, source, tags, calls, flattened)
 
     def _results(self, node: fx.Node, name: str) -> tuple[Value, ...]:
         if is_tensor(node):

@@ -58,7 +58,11 @@ def _rewrite(node: fx.Node) -> fx.Node | None:
     flats = {
         arg: flat for arg in node.all_input_nodes if (flat := match_flattening(arg)) is not None
     }
-    return handler(node, flats) if handler and flats else None
+    new = handler(node, flats) if handler and flats else None
+    if new is not None:
+        lead = len(next(iter(flats.values())).lead)
+        new.meta["flattened"] = lead - 1 + node.meta.get("flattened", 1)
+    return new
 
 
 @dataclass(frozen=True)

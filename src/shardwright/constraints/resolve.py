@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 
 from shardwright.constraints.parse import (
     StrategyParser,
@@ -68,7 +68,8 @@ def resolve(
     cuts: dict[str, Cuts] = {}
     outputs: dict[str, OutputAxes] = {}
     for name, strategy in strategies.items():
-        parser = StrategyParser(graph.by_name[name], strategy, mesh)
+        op = graph.by_name[name]
+        parser = StrategyParser(op, _in_captured_shapes(op, strategy, mesh), mesh)
         cuts[name] = parser.cuts()
         if (output_axes := requested_outputs(parser, cuts[name])) is not None:
             outputs[name] = output_axes
@@ -79,6 +80,45 @@ def resolve(
             axes = _output_axes(graph.by_name[name], mesh, cuts[name]) if output is None else output
             cuts.setdefault(bias.name, _cuts_for_first_input(bias, axes))
     return ResolvedConstraints(mesh, cuts, outputs)
+
+
+def _in_captured_shapes(op: Op, strategy: OperatorStrategy, mesh: Layout) -> OperatorStrategy:
+    """The same shards of tensors whose leading dimensions are one in the user's code, and apart in
+    the graph."""
+
+    def entry_of(value: Value, entry: Entry) -> Entry:
+        dims = entry.axes if isinstance(entry, TensorLayout) else entry
+        if entry is None or not dims or len(dims) != len(value.shape) - op.flattened + 1:
+            return entry
+        lead = value.shape[: op.flattened]
+        if isinstance(entry, TensorLayout):
+            first, *rest = axes_on_mesh(op.name, entry, mesh)
+            axes = _dealt_out(lead, first, [mesh.device_matrix[axis] for axis in first])
+            return TensorLayout(mesh, (*map(tuple, axes), *rest))
+        primes = prime_factors(entry[0])
+        return (*map(prod, _dealt_out(lead, primes, primes)), *entry[1:])
+
+    def entries(values: Sequence[Value], requested: tuple[Entry, ...]) -> tuple[Entry, ...]:
+        return (*map(entry_of, values, requested), *requested[len(values) :])
+
+    outputs = strategy.outputs
+    if op.flattened == 1:
+        return strategy
+    return OperatorStrategy(
+        entries(op.inputs, strategy.inputs),
+        None if outputs is None else entries(op.outputs, outputs),
+    )
+
+
+def _dealt_out(shape: Sequence[int], axes: Iterable[int], sizes: Iterable[int]) -> list[list[int]]:
+    """Each of `axes` goes to the outermost dimension that its size still divides, or to the
+    last."""
+    left, parts = list(shape), [list[int]() for _ in shape]
+    for axis, size in zip(axes, sizes, strict=True):
+        dim = next((dim for dim, rest in enumerate(left) if rest % size == 0), len(left) - 1)
+        left[dim] //= size
+        parts[dim].append(axis)
+    return parts
 
 
 def _output_axes(op: Op, mesh: Layout, cuts: Cuts) -> tuple[Axes, ...]:

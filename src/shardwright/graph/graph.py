@@ -98,6 +98,7 @@ class Op:
         tags: the user's annotations of the function calls that contain the operator.
         calls: the module calls that contain the operator, the outermost first; the second call of a
             module is `path@2`.
+        flattened: how many leading dimensions of its activations are one in the user's code.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Op:
     source: str = ""
     tags: tuple[Any, ...] = ()
     calls: tuple[str, ...] = ()
+    flattened: int = 1
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
