@@ -1,13 +1,14 @@
 """Predicted and measured memory
 
-The peak of one device in the second training step (forward, backward, optimizer) of a LLaMA with 4
+The peak of one device in a later training step (forward, backward, optimizer) of a LLaMA with 4
 layers (width 128, sequence 64, batch 32, vocabulary 1,024, float32) on 8 local processes, with
 AdamW unless stated otherwise. *Predicted*: before anything is allocated, by a dry run of the
 program on the meta device. *Measured*: the tensors that a process holds before the step, plus the
 rise of PyTorch's CPU allocator above that during the step; every allocation counts, including those
 inside operators. Memory freed by another thread, such as gloo's, is never recorded as freed; so
-among the devices of a stage, which all do the same, the one with the lowest peak counts. With
-stages, the one with the worst prediction is shown. Goal: median error under 5%, none above 10%.
+among the devices of a stage, which all do the same, and of four steps each, the lowest peak counts.
+With stages, the one with the worst prediction is shown. Goal: median error under 5%, none above
+10%.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `bench_memory` runs on every rank: the peak of the second step of each case, as JSON."""
+"""What `bench_memory` runs on every rank: the peak of a later step of each case, as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import shardwright as sw
-from benchmarks.allocations import peak_of_second_step
+from benchmarks.allocations import peak_of_later_steps
 from benchmarks.memory_cases import CASES, Case
 
 
@@ -28,7 +28,7 @@ def main(file: str, *names: str) -> None:
 
 
 def peak(case: Case) -> int:
-    """Bytes of this process' tensors when the second step needs most."""
+    """Bytes of this process' tensors when a later step needs most."""
     plan = case.plan(dist.get_world_size())
 
     def prepare() -> Callable[[], None]:
@@ -43,7 +43,7 @@ def peak(case: Case) -> int:
 
         return step
 
-    return peak_of_second_step(prepare)
+    return peak_of_later_steps(prepare)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.allocations import peak_of_second_step
+from benchmarks.allocations import peak_of_later_steps
 
 import shardwright as sw
 from sample_models import Model, bert, encoder, gpt2, llama, mlp, resnet
@@ -41,7 +41,7 @@ def measured(model: Model, plan: sw.Plan, optimizer: type[torch.optim.Optimizer]
 
         return step
 
-    return peak_of_second_step(prepare)
+    return peak_of_later_steps(prepare)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from benchmarks import bench_bubbles, bench_memory
-from benchmarks.allocations import held, peak_of_second_step
+from benchmarks.allocations import held, peak_of_later_steps
 from benchmarks.bubble_ranks import described
 from benchmarks.memory_cases import CASES
 from benchmarks.slow import slept, slow
@@ -45,7 +45,7 @@ def test_what_a_step_takes_for_a_moment_is_measured_and_what_was_there_before_is
         return step
 
     # What is kept, and for a moment as much again, and small numbers.
-    assert peak_of_second_step(prepare) == pytest.approx(2 * 400_000, abs=100)
+    assert peak_of_later_steps(prepare) == pytest.approx(2 * 400_000, abs=100)
     assert held() >= 40_000
 
 

@@ -265,3 +265,26 @@ def test_plans_are_made_on_prime_factors():
     assert [prime_factors(n) for n in (1, 7, 360)] == [(), (7,), (2, 2, 2, 3, 3, 5)]
     names = list(islice(axis_names(), 26 + 26 * 26 + 1))
     assert names[25:28] == ["z", "aa", "ab"] and names[-1] == "aaa" and len(set(names)) == 703
+
+
+@pytest.mark.parametrize("spelling", ["alias_names", "alias_name", "name"])
+def test_names_may_be_given_by_each_of_their_spellings(spelling: str) -> None:
+    assert Layout((2, 4), **{spelling: ("dp", "mp")}) == Layout((2, 4), ("dp", "mp"))
+
+
+def test_names_are_given_once() -> None:
+    for spelled in ({}, {"alias_names": ("dp",), "name": ("dp",)}):
+        with pytest.raises(LayoutError, match="one name for each axis, once"):
+            Layout((2,), **spelled)
+
+
+def test_an_interleaved_axis_has_no_devices_and_cuts_nothing() -> None:
+    interleaved = Layout((2, 4, 2), ("dp", "mp", "interleaved_parallel"))
+    plain = Layout((2, 4), ("dp", "mp"))
+    assert interleaved == plain and interleaved.num_devices == 8
+    entries = (("dp", "interleaved_parallel"), "mp")
+    assert interleaved(*entries) == plain("dp", "mp")
+    with pytest.raises(LayoutError, match="unknown axis 'interleaved_parallel'"):
+        plain(*entries)
+    with pytest.raises(LayoutError, match="must be the last axis"):
+        Layout((2, 4), ("interleaved_parallel", "mp"))

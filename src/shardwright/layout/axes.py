@@ -64,7 +64,32 @@ def common_axes(*device_matrices: tuple[int, ...]) -> tuple[int, ...]:
     return sizes
 
 
-def check_sizes(sizes: object) -> None:
+INTERLEAVED = "interleaved_parallel"
+"""The name of a last axis that cuts a tensor into parts that stay on one device."""
+
+
+def axes_with_devices(
+    sizes: tuple[int, ...], names: tuple[str, ...]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The sizes and names of the axes of a device matrix, without an interleaved one.
+
+    Raises:
+        LayoutError: if these are not tuples of positive ints and of distinct names, one for each.
+    """
+    _check_sizes(sizes)
+    _check_names(names)
+    if len(sizes) != len(names):
+        raise LayoutError(
+            f"device_matrix {sizes} has {len(sizes)} axes but alias_names {names} names"
+            f" {len(names)}; give one name for each axis"
+        )
+    if INTERLEAVED in names[:-1]:
+        raise LayoutError(f"alias_names {names}: {INTERLEAVED!r} must be the last axis")
+    count = len(names) - (INTERLEAVED in names)
+    return sizes[:count], names[:count]
+
+
+def _check_sizes(sizes: object) -> None:
     if not isinstance(sizes, tuple):
         raise LayoutError(f"device_matrix must be a tuple of positive ints, not {sizes!r}")
     for size in sizes:
@@ -74,7 +99,7 @@ def check_sizes(sizes: object) -> None:
         raise LayoutError(f"device_matrix {sizes} has more than {MAX_DEVICES} devices")
 
 
-def check_names(names: object) -> None:
+def _check_names(names: object) -> None:
     if not isinstance(names, tuple):
         raise LayoutError(f"alias_names must be a tuple of names, not {names!r}")
     for name in names:

@@ -14,29 +14,26 @@ rank order) first. Called with one entry per tensor dimension it makes a `Tensor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any
 
 from shardwright.errors import LayoutError
-from shardwright.layout.axes import (
-    Axes,
-    check_names,
-    check_ranks,
-    check_sizes,
-)
+from shardwright.layout.axes import INTERLEAVED, Axes, axes_with_devices, check_ranks
 from shardwright.layout.visualize import draw_devices
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Layout:
     """A device matrix whose axes have names.
 
     Args:
         device_matrix: number of devices along each axis, outermost first.
-        alias_names: one name for each axis.
+        alias_names: one name for each axis; `alias_name` and `name` are the same. A last axis
+            called `interleaved_parallel` cuts a tensor into parts that stay on one device: it has
+            no devices, and cuts nothing here.
         rank_list: the rank at each place of the matrix in row-major order; by default 0, 1, 2, …
 
     Raises:
@@ -46,18 +43,25 @@ class Layout:
     device_matrix: tuple[int, ...]
     alias_names: tuple[str, ...]
     rank_list: tuple[int, ...] | None = None
+    interleaved: bool = field(default=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        check_sizes(self.device_matrix)
-        check_names(self.alias_names)
-        if len(self.device_matrix) != len(self.alias_names):
-            raise LayoutError(
-                f"device_matrix {self.device_matrix} has {len(self.device_matrix)} axes but"
-                f" alias_names {self.alias_names} names {len(self.alias_names)};"
-                " give one name for each axis"
-            )
-        if self.rank_list is not None:
-            check_ranks(self.rank_list, self.num_devices)
+    def __init__(
+        self,
+        device_matrix: tuple[int, ...],
+        alias_names: tuple[str, ...] | None = None,
+        rank_list: tuple[int, ...] | None = None,
+        *,
+        alias_name: tuple[str, ...] | None = None,
+        name: tuple[str, ...] | None = None,
+    ) -> None:
+        spelled = [names for names in (alias_names, alias_name, name) if names is not None]
+        if len(spelled) != 1:
+            raise LayoutError("give alias_names, a tuple with one name for each axis, once")
+        sizes, names = axes_with_devices(device_matrix, spelled[0])
+        if rank_list is not None:
+            check_ranks(rank_list, prod(sizes))
+        values = (sizes, names, rank_list, len(names) < len(spelled[0]))
+        vars(self).update(zip(self.__dataclass_fields__, values, strict=True))
 
     def __hash__(self) -> int:
         return self._hash
@@ -85,7 +89,8 @@ class Layout:
             raise LayoutError(
                 f"a dimension is laid out by a name, a tuple of names or 'None', not by {entry!r}"
             )
-        return tuple(self.axis(name) for name in names if name != "None")
+        virtual = ("None", INTERLEAVED) if self.interleaved else ("None",)
+        return tuple(self.axis(name) for name in names if name not in virtual)
 
     @property
     def num_devices(self) -> int:
