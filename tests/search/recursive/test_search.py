@@ -346,6 +346,18 @@ def test_an_operator_pinned_uncut_stays_whole() -> None:
     assert "relu1" not in cuts
 
 
+def test_an_odd_batch_is_charged_unless_the_product_sums_over_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net = GraphBuilder()
+    net.linear("dense", net.input("x", 7, 10), 14)
+    request = SearchRequest(net.build(), prime_mesh(2), mem_coeff=0.1, log_costs=True)
+    with caplog.at_level("INFO"):
+        assert search_recursively(request) == {"dense": {"k": (0,)}}
+    charged = 16 * 70
+    assert f"{{1.79769e+308, {35 + charged}, 49, {1.96 + charged:.6g}}}" in caplog.text
+
+
 def test_a_batch_that_divides_nothing_is_an_error_with_valid_sizes() -> None:
     net = GraphBuilder()
     net.op("relu", aten.relu.default, net.linear("dense", net.input("x", 7, 15), 9))

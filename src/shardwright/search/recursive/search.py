@@ -139,7 +139,7 @@ class _Recursion:
             return sum(
                 redistribution_cost(elements)
                 for side, place, dim, elements in neighbors
-                if dims[side][place] != dim
+                if _differs(dims[side][place], dim)
             )
 
         alternatives = [
@@ -166,20 +166,28 @@ def operator_costs(
     ]
     divides = [kind.divides(factor, parts, axis_size) for factor in kind.choices]
     excluded = [any(parts[other] > 1 for other in kind.exclusive[f]) for f in kind.choices]
-    # What exclusion rules out counts here all the same: so do the published figures.
+    # What exclusion rules out counts here all the same, and so does a batch that does not divide
+    # where nothing is cut: so do the published figures.
     divisible = [cost for cost, ok in zip(costs, divides, strict=True) if ok]
+    batch = [cost for cost, label in zip(costs, kind.labels, strict=True) if label[0] == "I"]
     return OperatorCosts(
         elements=tuple(tensor.elements(parts) for tensor in kind.tensors),
         cuts=tuple(
             cost if ok and not ruled_out else IMPOSSIBLE
             for cost, ok, ruled_out in zip(costs, divides, excluded, strict=True)
         ),
-        no_cut=no_cut_cost(divisible),
+        no_cut=no_cut_cost([*divisible, *batch]),
         weight=max(divisible, default=0.0),
     )
 
 
 _INPUT, _OUTPUT = 0, 1
+_CUT_SOMEWHERE = -3
+"""The dim of a batch that no longer divides: what leaves it whole is charged for it."""
+
+
+def _differs(dim: int, neighbor: int) -> bool:
+    return dim == NO_CUT if neighbor == _CUT_SOMEWHERE else dim != neighbor
 
 
 def _decided_neighbors(
@@ -190,7 +198,7 @@ def _decided_neighbors(
     Returns:
         For each the side (`_INPUT` or `_OUTPUT`) and the place there, the dim along which the
         neighbor cuts it and its elements. The batch that `op` reads directly counts as cut on
-        dim 0 as long as that divides.
+        dim 0 as long as that divides, then on any.
     """
     graph, choice = level.graph, level.choice
     inputs, neighbors = graph.inputs[op], []
@@ -200,8 +208,9 @@ def _decided_neighbors(
             if graph.data[value] and choice[producer] != UNDECIDED:
                 dim = graph.kinds[producer].output_dims[choice[producer]][slot]
                 neighbors.append((_INPUT, place, dim, elements[place]))
-        elif graph.batch[value] and level.following_input(op, place, 0) >= 0:
-            neighbors.append((_INPUT, place, 0, elements[place]))
+        elif graph.batch[value]:
+            dim = 0 if level.following_input(op, place, 0) >= 0 else _CUT_SOMEWHERE
+            neighbors.append((_INPUT, place, dim, elements[place]))
     for slot, value in enumerate(graph.outputs[op]):
         reads = {
             (consumer, graph.kinds[consumer].input_dims[choice[consumer]][place])
