@@ -21,6 +21,7 @@ from shardwright.api.parallelize import parallelize
 from shardwright.api.plan import plan as plan_model
 from shardwright.api.pretrained import unchanged_configurations
 from shardwright.errors import ConfigError, PlanError
+from shardwright.integrations.fused_lm_head import without_fused_lm_heads
 from shardwright.parallel.module import ParallelModule
 from shardwright.parallel.whole import whole
 from shardwright.plan import Plan
@@ -87,6 +88,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         """Splits the model, if it is not, for a batch like the dataloader's first."""
         if isinstance(self.model, ParallelModule):
             return
+        without_fused_lm_heads(self.model)
         if self.args.bf16:
             self.model.forward = _in_bfloat16(self.model, self.args.device.type)
         plan = self._plan
@@ -223,7 +225,8 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
 def _in_bfloat16(model: nn.Module, device_type: str) -> MethodType:
     """The `forward` of a model as accelerate calls it in mixed precision: floating-point outputs
     are of float32."""
-    original = type(model).forward
+    set_forward = vars(model).get("forward")
+    original = type(model).forward if set_forward is None else set_forward.__func__
 
     @wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
