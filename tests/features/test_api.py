@@ -182,3 +182,17 @@ def test_a_model_with_a_cache_in_its_configuration_is_captured_without_it() -> N
     assert net.config.use_cache and net(**kwargs).past_key_values is not None
     with pytest.raises(sw.CaptureError, match=r"DynamicCache.*without `use_cache=True`"):
         sw.capture(net, args, {**kwargs, "use_cache": True})
+
+
+def test_that_no_cache_is_returned_is_said_once_for_a_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="shardwright")
+    net, args, kwargs = llama()
+    del kwargs["use_cache"]
+    net = sw.parallelize(net, sw.plan(net, args, kwargs, devices=1))
+    net.eval()
+    shorter = {name: value[:, :-1] for name, value in kwargs.items()}
+    assert net(**shorter).past_key_values is None
+    assert caplog.text.count("captured the model for") == 1
+    assert caplog.text.count("is captured with config.use_cache=False") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections.abc import Mapping
@@ -23,7 +22,6 @@ from shardwright.capture.composed import decompose
 from shardwright.capture.fake_copy import (
     LossesInSinglePrecision,
     RecordedEffects,
-    caching_configs,
     fake_copy,
     isolate_capture,
 )
@@ -45,8 +43,6 @@ from shardwright.errors import CaptureError
 from shardwright.graph.graph import Graph
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.operators import OpOverload, schema_of
-
-log = logging.getLogger(__name__)
 
 
 def capture(
@@ -72,8 +68,6 @@ def capture(
             `torch.export` cannot capture; the message names the line in the user's code.
     """
     started = time.perf_counter()
-    if caching_configs(module):
-        log.info("%s is captured with config.use_cache=False", type(module).__name__)
     with isolate_capture():
         graph = _capture(module, args, dict(kwargs or {}), compute_dtype)
     return replace(graph, capture_seconds=time.perf_counter() - started)

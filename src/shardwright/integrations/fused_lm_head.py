@@ -25,14 +25,15 @@ def without_fused_lm_heads(model: nn.Module) -> None:
         PlanError: for a head that computes more than `SFTTrainer` uses.
     """
     for part in model.modules():
-        forward = vars(part).get("forward")
+        forward: Any = vars(part).get("forward")
         if "fused_lm_head" in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
             options = getclosurevars(forward.__func__).nonlocals
             more = sorted(set(options["outputs"]) - COMPUTED)
             if more or options["cast_lm_head_to_fp32"]:
                 raise PlanError(
                     f"trl's head of {type(part).__name__} computes "
-                    f"{', '.join(more) or 'in float32'}, which is not planned: train with SFTTrainer"
+                    f"{', '.join(more) or 'in float32'}: planned are only the trainers of trl that "
+                    "compute what SFTTrainer does"
                 )
             part.forward = _of_logits(part, options["temperature"])
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from shardwright.capture.fake_copy import caching_configs
 from shardwright.errors import PlanError
 from shardwright.lower.program import Program
 from shardwright.parallel.execution import Execution, template_of
@@ -18,6 +20,8 @@ from shardwright.partition.partitioned import Partitioned
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.dtensor import with_stored_parameters
 from shardwright.torch_internals.hooks import hooks_of_modules, swap_forward_hooks
+
+log = logging.getLogger(__name__)
 
 
 class Uncopyable:
@@ -109,6 +113,8 @@ def parallel_module(
         PlanError: if the model has an attribute or a method with the name of one of ours.
     """
     _check_names(module)
+    if caching_configs(module):
+        log.info("%s is captured with config.use_cache=False", type(module).__name__)
     left_out = _of_other_stages(module, partitioned, devices)
     template, storage = template_of(module), partitioned.decisions.storage
     stored = with_stored_parameters(module, storage, devices, left_out, release=release)
