@@ -97,13 +97,13 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         "layouts that cut a factor by different axes",
         linear(),
         (LAYOUT("None", "dp"), LAYOUT("None", "sp")),
-        r"input 0 has 2 shards over axes a, dimension 1 of input 1 has 2 shards over axes b; the",
+        r"input 0 has 2 shards over dp, dimension 1 of input 1 has 2 shards over sp; the",
     ),
     (
         "an axis that cuts two factors",
         linear(),
         (LAYOUT("dp", "None"), LAYOUT("dp", "None")),
-        r"axis a of the device matrix \(2, 2, 2\) cuts both factor b and factor j of b k, j k",
+        r"dp cuts both factor b and factor j of b k, j k",
     ),
     (
         "the axis of a softmax",

@@ -80,6 +80,17 @@ class StrategyParser:
         self._check_total(requests)
         return self._axes(requests)
 
+    def named(self, axes: Iterable[int]) -> str:
+        """Axes of the mesh, as the strategy's layouts call those that they are of; nothing if it
+        has none."""
+        names: dict[int, str] = {}
+        for own in (layout.layout for layout in self.strategy.layouts):
+            each = TensorLayout(own, tuple((axis,) for axis in range(len(own.device_matrix))))
+            pieces = axes_on_mesh(self.op.name, each, self.mesh)
+            for name, piece in zip(own.alias_names, pieces, strict=True):
+                names = dict.fromkeys(piece, name) | names
+        return "·".join(dict.fromkeys(names[axis] for axis in axes if axis in names))
+
     def _requests(self) -> Iterator[tuple[_DimRequest, str]]:
         op, inputs = self.op, self.strategy.inputs
         dims_of = self.rule.inputs
@@ -155,7 +166,7 @@ class StrategyParser:
         def describe(request: _DimRequest) -> str:
             over = ""
             if request.axes and first.num_shards == second.num_shards:
-                over = f" over axes {self.mesh.named(request.axes)}"
+                over = f" over {self.named(request.axes)}"
             return f"{request.location} has {_shards(request.num_shards)}{over}"
 
         hint = ""
@@ -221,9 +232,8 @@ class StrategyParser:
             for axis in request.axes or ():
                 if axis in used:
                     raise self.error(
-                        f"axis {self.mesh.alias_names[axis]} of the device matrix"
-                        f" {self.mesh.device_matrix} cuts both factor {used[axis]} and factor"
-                        f" {factor} of {self.rule}; an axis can cut only one factor"
+                        f"{self.named([axis])} cuts both factor {used[axis]} and factor {factor} of"
+                        f" {self.rule}; an axis can cut only one factor"
                     )
                 used[axis] = factor
         free = [a for a in range(len(self.mesh.device_matrix)) if a not in used]
@@ -232,11 +242,7 @@ class StrategyParser:
             axes = request.axes
             if axes is None:
                 axes = first_axes(request.num_shards, free, self.mesh)
-            if axes is None:
-                raise self.error(
-                    f"the device matrix {self.mesh.device_matrix} has no unused axes that cut"
-                    f" factor {factor} into {_shards(request.num_shards)}"
-                )
+            assert axes is not None, "the product of all divides the devices"
             if axes:
                 cuts[factor] = axes
         return cuts

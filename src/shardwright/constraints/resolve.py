@@ -221,12 +221,12 @@ def _axes_for_counts(counts: tuple[int, ...], computed: TensorLayout) -> tuple[A
 def _invalid_output(
     parser: StrategyParser, index: int, entry: Entry, computed: TensorLayout, exact: bool
 ) -> StrategyError:
-    names = computed.layout.named(sorted(computed.partial))
+    names = parser.named(sorted(computed.partial))
+    over = f" over {names}" if names else ""
     if computed.partial:
         num_terms = computed.layout.size(computed.partial)
         description = (
-            f"{entry_text(computed.shard_counts)}, a partial sum of {num_terms} terms over axes"
-            f" {names}"
+            f"{entry_text(computed.shard_counts)}, a partial sum of {num_terms} terms{over}"
         )
         options = _reduce_scatter_counts(computed, parser.op.outputs[index].shape)
         scattered = ", ".join(map(entry_text, options))
@@ -235,7 +235,8 @@ def _invalid_output(
         valid += "; the axes of the sum must be the innermost of a dimension" if exact else ""
     else:
         description = f"{entry_text(computed.shard_counts)}, not a partial sum"
-        valid = str(computed) if exact else entry_text(computed.shard_counts)
+        dims = ", ".join(parser.named(axes) or "None" for axes in computed.axes)
+        valid = f"({dims})" if exact else entry_text(computed.shard_counts)
     return parser.error(
         f"output {index} {list(parser.op.outputs[index].shape)} cannot be sharded as"
         f" {entry_text(entry)}: the operator computes it as {description}; valid is {valid}"
@@ -310,9 +311,8 @@ def _storage_axes_for_counts(
         extra = first_axes(count // mesh.size(axes), free, mesh)
         if extra is None:
             raise StrategyError(
-                f"{where}: {request} does not fit {mesh.num_devices} devices ="
-                f" {mesh.device_matrix}; the product of the shard counts must divide the number of"
-                " devices"
+                f"{where}: {request} does not fit {mesh.num_devices} devices; the product of the"
+                " shard counts must divide their number"
             )
         stored.append((*axes, *extra))
     return tuple(stored)

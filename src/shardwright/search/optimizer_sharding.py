@@ -72,8 +72,7 @@ def _sharded(value: Value, mesh: Layout, used: CutAxes, free: Axes, shard_size: 
         if shard_size not in valid:
             raise StrategyError(
                 f"shard_size={shard_size}: parameter {value.name!r} is replicated over"
-                f" {mesh.size(free)} devices = {tuple(mesh.device_matrix[a] for a in free)};"
-                f" valid values are -1, {', '.join(map(str, valid))}"
+                f" {mesh.size(free)} devices; valid values are -1, {', '.join(map(str, valid))}"
             )
     if shard_size != -1:
         subsets = [axes for axes in subsets if shard_size % mesh.size(axes) == 0]

@@ -112,8 +112,9 @@ class _Joint:
         most = max(len(states) for states in self.states)
         if most > MOST_CHOICES:
             raise StrategyError(
-                f"mode='exact': an operator has {most} combinations of cuts on {model.mesh}, above"
-                f" the limit of {MOST_CHOICES}; use fewer devices, or mode='recursive_programming'"
+                f"mode='exact': an operator has {most} combinations of cuts on"
+                f" {model.mesh.num_devices} devices, above the limit of {MOST_CHOICES}; use fewer"
+                " devices, or mode='recursive_programming'"
             )
         self._redistributions: dict[object, ObjectiveCost] = {}
 
