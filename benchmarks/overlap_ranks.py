@@ -17,10 +17,15 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
 from benchmarks.models import small
+from shardwright.cost.cluster import GLOO, Cluster, Device, LinkLevel
+from shardwright.cost.predict import predict
+from shardwright.cost.step_time import StepTime
 from shardwright.partition.chunk import Chunk
 
 SIZES = {"batch": 4, "sequence": 128, "layers": 4, "heads": 8, "kv_heads": 8, "width": 512}
 STEPS = 5
+BANDWIDTH, LATENCY = 50_000_000, 1e-4
+"""Bytes per second that a host sends, and seconds until they arrive."""
 
 
 def main(steps: int, sizes: Mapping[str, int]) -> None:
@@ -36,6 +41,8 @@ def main(steps: int, sizes: Mapping[str, int]) -> None:
                 parallel.compile(fullgraph=True, backend="aot_eager")
             parallel.train_step(**kwargs)
             result[name] = measured(parallel, kwargs, steps)
+    for name, beside in (("at once", False), ("overlapped", True), ("compiled", True)):
+        result[f"predicted {name}"] = predicted(plan, result["at once"], beside)
     if dist.get_rank() == 0:
         print(json.dumps(result), flush=True)
     dist.barrier()
@@ -67,6 +74,31 @@ def measured(parallel: Any, kwargs: Mapping[str, Any], steps: int) -> dict[str, 
         rows.append((1e3 * seconds, sent / 1e3, waits / 1e3))
     step, sent, waits = (statistics.median(column) for column in zip(*rows, strict=True))
     return {"step": step, "communication": sent, "exposed": waits}
+
+
+def predicted(plan: sw.Plan, at_once: Mapping[str, float], beside: bool) -> dict[str, float]:
+    """What the time model says of the same step.
+
+    Args:
+        at_once: what was measured without overlap, from which the speed of the device follows.
+        beside: whether redistributions go on beside computation.
+    """
+    network = LinkLevel("network", BANDWIDTH, LATENCY, collectives=GLOO)
+
+    def step(slower: float) -> StepTime:
+        rates, stream = {"float32": 1e10 / slower}, 1e9 / slower
+        device = Device(2**33, rates, stream, overhead=1e-5 * slower)
+        return predict(
+            plan.partitioned, Cluster("two hosts", device, (network,)), not beside
+        ).chunks[0]
+
+    once = step(1.0)
+    slower = (at_once["step"] - at_once["exposed"]) / 1e3 / (once.forward + once.backward)
+    time = step(slower)
+    sent = time.forward_redistributions + time.backward_redistributions
+    sent += time.gathers + time.gradients
+    seconds = {"step": time.seconds, "communication": sent, "exposed": time.communication}
+    return {name: 1e3 * each for name, each in seconds.items()}
 
 
 if __name__ == "__main__":

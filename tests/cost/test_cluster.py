@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,13 @@ def test_axes_lie_on_the_links_that_they_cross(tiny: Cluster) -> None:
     assert tiny.levels_of(Layout((16,), ("a",))) == (((0, 4), (1, 4)),)
     # Three ranks in a row cross the border between nodes somewhere: 3, 4, 5.
     assert tiny.levels_of(Layout((2, 3), ("a", "b"))) == (((1, 2),), ((1, 3),))
+
+
+def test_a_run_on_nodes_of_another_size_is_refused(tiny: Cluster) -> None:
+    tiny.check_nodes(4)
+    replace(tiny, levels=tiny.levels[1:]).check_nodes(3)
+    with pytest.raises(ConfigError, match="has 4 devices, but this run has nodes of 2: start 4"):
+        tiny.check_nodes(2)
 
 
 def test_nodes_are_those_of_which_so_many_devices_need_several(tiny: Cluster) -> None:

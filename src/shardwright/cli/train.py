@@ -162,6 +162,8 @@ def _train(
         same_run(world, _facts(run), timeout, run.config.train.device),
         lock_folders(*(_written(run, logs) if world.rank == 0 else ())) as locks,
     ):
+        if world.local_size < world.size:
+            run.check_nodes(world.local_size)
         if world.restarts == 0:
             run.check_resumes()
         check_trackers(run.config.train.log_to)

@@ -104,6 +104,11 @@ class Run:
         changed = self.config.model_copy(update={"data": data, "parallel": parallel})
         return replace(self, config=changed)
 
+    def check_nodes(self, size: int) -> None:
+        """Raises: ConfigError: several nodes of `size` devices are none of the cluster's."""
+        if self.cluster is not None:
+            load_cluster(self.cluster).check_nodes(size)
+
     def _servers(self, devices: int) -> int:
         """How many servers the cluster has for so many devices."""
         if self.cluster is None:

@@ -150,6 +150,20 @@ class Cluster:
         sizes = (level.devices for level in self.levels)
         return tuple(size for size in sizes if size is not None and size < devices)
 
+    def check_nodes(self, size: int) -> None:
+        """
+        Raises:
+            ConfigError: if no level but the outermost joins `size` devices, so many as each of
+                several nodes has.
+        """
+        sizes = [level.devices for level in self.levels[:-1]]
+        if sizes and size not in sizes:
+            raise ConfigError(
+                f"a node of cluster {self.name!r} has {sizes[0]} devices, but this run has nodes of"
+                f" {size}: start {sizes[0]} ranks on each, or name a cluster file with `devices:"
+                f" {size}`"
+            )
+
     def levels_of(self, mesh: Layout, first_ranks: tuple[int, ...] = (0,)) -> tuple[Spans, ...]:
         """For each axis of `mesh` the levels of links that its groups cross, the fastest first, and
         how many devices, or groups of the level before, each of them joins.
