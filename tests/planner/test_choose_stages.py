@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.constraints.shard import pins_of
 from shardwright.errors import MemoryLimitError, StrategyError
+from shardwright.partition.schedules import SCHEDULES
 from shardwright.planner.candidate import Candidate, CapturedModel, candidates
 from shardwright.planner.choose_stages import stage_counts, suggest_stages, with_best_stages
 from shardwright.planner.fit_memory import within_memory
@@ -127,6 +128,32 @@ def test_stages_are_balanced_by_time_on_the_cluster() -> None:
     counts = [list(plan.pipeline.chunk_of.values()).count(stage) for stage in range(4)]
     assert max(counts) - min(counts) <= 2
     assert plan.step is not None and 0 < plan.step.bubble < 1
+
+
+def test_the_schedule_is_the_fastest_of_all(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"devices": 8, "stages": 2, "micro_batches": 8, "cluster": "a100"}
+    each = {}
+    for schedule in SCHEDULES:
+        each[schedule] = sw.plan(GRAPH, **options, schedule=schedule).step.seconds
+    best = sw.plan(GRAPH, **options, schedule="auto")
+    assert best.pipeline.stages == 2
+    assert best.step.seconds == min(each.values()) < each["1f1b"]
+    assert best.pipeline.schedule == min(each, key=lambda schedule: each[schedule])
+
+
+def test_stages_and_schedule_are_chosen_together_under_a_memory_limit() -> None:
+    free = with_best_stages(searched(micro_batches=8, schedule="auto"), decide)
+    limit = free.memory().peak - 1
+    options = searched(micro_batches=8, schedule="auto", memory_limit=limit)
+    found = with_best_stages(options, decide)
+    assert found.memory().peak <= limit and found.seconds >= free.seconds
+    plain = with_best_stages(replace(options, schedule="1f1b"), decide)
+    assert found.seconds <= plain.seconds
+
+
+def test_a_schedule_for_stages_that_cannot_be_is_an_error() -> None:
+    with pytest.raises(StrategyError, match="8 devices cannot be divided into 3 stages"):
+        sw.plan(GRAPH, devices=8, stages=3, micro_batches=8, cluster="a100", schedule="auto")
 
 
 def test_auto_and_named_stages_contradict_each_other() -> None:

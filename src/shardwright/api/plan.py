@@ -16,7 +16,6 @@ from shardwright.constraints.shard import pins_of
 from shardwright.cost.cluster import LOCAL
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
-from shardwright.partition.pipeline_spec import AUTO
 from shardwright.plan import Plan
 from shardwright.planner.candidate import Candidate, CapturedModel, candidates
 from shardwright.planner.choose_stages import suggest_stages, with_best_stages
@@ -109,7 +108,7 @@ def plan_model(
     def decide(options: PlanOptions) -> Sequence[Candidate]:
         return candidates(model, options)
 
-    if options.stages == AUTO:
+    if options.chooses_pipeline:
         return with_best_stages(options, decide).plan()
     candidate = within_memory(options, decide)
     if options.suggest_stages:

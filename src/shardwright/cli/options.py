@@ -122,7 +122,7 @@ def run_of(
         path = Path(cluster)
         changes["cluster"] = str(path.absolute()) if path.is_file() else cluster
     parallel = run.config.parallel.model_copy(update=changes)
-    if parallel.log_costs or parallel.stages == "auto":
+    if parallel.log_costs or "auto" in (parallel.stages, parallel.schedule):
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     train = run.config.train.model_copy(update={"resume": resume or run.config.train.resume})
     changed = run.config.model_copy(update={"parallel": parallel, "train": train})

@@ -34,6 +34,7 @@ from shardwright.models.expert_sharding import (
     pin_expert,
 )
 from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.partition.schedules import SCHEDULES
 from shardwright.plan import Plan
 from shardwright.progress import OnProgress, silent, within
 
@@ -176,7 +177,7 @@ class GridComparison:
         """Whether micro-batch, sequence, layers and blocks can be divided so."""
         data, model, stages = parts
         parallel, (rows, length) = self.run.config.parallel, self.batch[0].shape
-        pipeline = PipelineSpec(stages, parallel.micro_batches, parallel.schedule)
+        pipeline = PipelineSpec(stages, parallel.micro_batches, self._schedule)
         runs = stages == 1 or (
             stages <= min(parallel.micro_batches, len(list(paths_of_blocks(self.net))))
             and pipeline.can_run(parallel.micro_batches)
@@ -202,7 +203,7 @@ class GridComparison:
             stages="auto",
             memory_limit=memory_limit,
             on_progress=within(self.run.on_progress, AUTO),
-            **self._common(),
+            **{**self._common(), "schedule": self.run.config.parallel.schedule},
         )
 
     def by_hand(
@@ -237,9 +238,15 @@ class GridComparison:
         parallel = self.run.config.parallel
         return {
             "micro_batches": parallel.micro_batches,
-            "schedule": parallel.schedule,
+            "schedule": self._schedule,
             "hsdp": None if parallel.hsdp is None else parallel.hsdp.model_dump(),
         }
+
+    @property
+    def _schedule(self) -> str:
+        """Of what is divided by hand: the default one where the configuration leaves it open."""
+        schedule = self.run.config.parallel.schedule
+        return schedule if schedule in SCHEDULES else next(iter(SCHEDULES))
 
     def _priced(self, kind: str, parts: GridPoint | None, plan: Plan) -> Alternative:
         assert plan.step is not None

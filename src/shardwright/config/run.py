@@ -301,7 +301,8 @@ class Run:
         """Whether each stage takes equally many blocks in a row, as an expert divides them."""
         parallel, model = self.config.parallel, self.config.model
         by_hand = parallel.mode == "semi_auto" and model.is_language_model
-        return by_hand and not SCHEDULES[parallel.schedule].chunked
+        schedule = SCHEDULES.get(parallel.schedule)
+        return by_hand and schedule is not None and not schedule.chunked
 
     @property
     def cluster(self) -> str | None:

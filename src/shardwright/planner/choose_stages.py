@@ -1,4 +1,4 @@
-"""The number of pipeline stages, chosen."""
+"""The number of pipeline stages and their schedule, chosen."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from shardwright.errors import MemoryLimitError, ShardwrightError, StrategyError
 from shardwright.partition.decisions import OptimizerParallel
 from shardwright.partition.pipeline_spec import AUTO, PipelineSpec
+from shardwright.partition.schedules import SCHEDULES
 from shardwright.planner.candidate import Candidate, Decide
 from shardwright.planner.fit_memory import faster_within_memory
 from shardwright.planner.options import MEM_COEFFS, PlanOptions
@@ -20,9 +21,10 @@ def with_best_stages(
     options: PlanOptions, decide: Decide, best: Candidate | None = None
 ) -> Candidate:
     """The candidate whose step takes the least time, over all numbers of stages that divide the
-    devices, are not more than the micro-batches, and that the schedule can run.
+    devices, are not more than the micro-batches, and that the schedule can run; and over all
+    schedules, where that is to be chosen.
 
-    Each number is planned by itself, with operator strategies of its own, and its stages are
+    Each way is planned by itself, with operator strategies of its own, and its stages are
     balanced by time. What does not fit into the memory limit does not count. The numbers are
     fitted into memory in the order of the time that they would take if memory did not matter, up
     to the first that even so would be no faster than the best.
@@ -35,35 +37,34 @@ def with_best_stages(
         StrategyError: if the model can be planned with no number of stages.
     """
     errors: list[ShardwrightError] = []
-    numbers = list(stage_counts(options))
+    ways = list(_ways(options))
+    numbers = sorted({_stages(way) for way in ways})
     log.info("searching pipeline stages in 1 … %d: %s", max_stages(options), numbers)
-    bounds: dict[int, float] = {}
-    for stages in numbers:
+    bounds: list[tuple[float, int, PlanOptions]] = []
+    for place, way in enumerate(ways):
         try:
-            bounds[stages] = decide(_free_of_limits(_staged(options, stages)))[0].seconds
+            bounds.append((decide(_free_of_limits(way))[0].seconds, place, way))
         except StrategyError as error:
             errors.append(error)
-            log.info("%d stages: %s", stages, error)
-    for stages in sorted(bounds, key=lambda number: (bounds[number], number)):
+            log.info("%s: %s", _named(way), error)
+    for bound, _, way in sorted(bounds):
         below = float("inf") if best is None else best.seconds
-        if bounds[stages] >= below:
-            log.info("%d stages: at least %.4g s per step, skipped", stages, bounds[stages])
+        if bound >= below:
+            log.info("%s: at least %.4g s per step, skipped", _named(way), bound)
             continue
         try:
-            candidate = faster_within_memory(_staged(options, stages), decide, below)
+            candidate = faster_within_memory(way, decide, below)
         except (MemoryLimitError, StrategyError) as error:
             errors.append(error)
-            log.info("%d stages: %s", stages, error)
+            log.info("%s: %s", _named(way), error)
             continue
         if candidate is None:
-            log.info(
-                "%d stages: what fits into memory takes at least %.4g s per step", stages, below
-            )
+            log.info("%s: what fits into memory takes at least %.4g s per step", _named(way), below)
             continue
         best = candidate
         log.info(
-            "%d stages: %.4g s per step, %.1f%% of it in bubbles",
-            stages,
+            "%s: %.4g s per step, %.1f%% of it in bubbles",
+            _named(way),
             best.seconds,
             _bubble(best),
         )
@@ -73,8 +74,24 @@ def with_best_stages(
     raise min(too_large, key=lambda error: error.needed) if too_large else errors[0]
 
 
-def _staged(options: PlanOptions, stages: int) -> PlanOptions:
-    return replace(options, stages=stages)
+def _ways(options: PlanOptions) -> Iterator[PlanOptions]:
+    """Every number of stages with every schedule that is to be tried."""
+    named = options.schedule != AUTO
+    for schedule in (options.schedule,) if named else SCHEDULES:
+        scheduled = replace(options, schedule=schedule)
+        for stages in stage_counts(scheduled):
+            if stages > 1 or named or schedule == next(iter(SCHEDULES)):
+                yield replace(scheduled, stages=stages)
+
+
+def _stages(way: PlanOptions) -> int:
+    assert isinstance(way.stages, int)
+    return way.stages
+
+
+def _named(way: PlanOptions) -> str:
+    schedule = "" if way.schedule == "1f1b" or way.stages == 1 else f", {way.schedule}"
+    return f"{way.stages} stages{schedule}"
 
 
 def _free_of_limits(options: PlanOptions) -> PlanOptions:
@@ -91,7 +108,10 @@ def _bubble(candidate: Candidate) -> float:
 
 
 def stage_counts(options: PlanOptions) -> Iterator[int]:
-    """The numbers of stages that are tried."""
+    """The numbers of stages that are tried with the schedule; the requested one, if there is."""
+    if isinstance(options.stages, int):
+        yield options.stages
+        return
     for stages in range(1, max_stages(options) + 1):
         fits = PipelineSpec(stages, options.micro_batches, options.schedule)
         if options.devices % stages == 0 and (stages == 1 or fits.can_run(options.micro_batches)):

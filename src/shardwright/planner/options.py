@@ -82,7 +82,8 @@ class FileOptions:
             cluster.
         micro_batches: pieces into which the batch is split, computed one after the other; at least
             as many as stages. A graph must be captured with one micro-batch.
-        schedule: order in which stages run micro-batches; `docs/pipeline.md` lists them.
+        schedule: order in which stages run micro-batches; `docs/pipeline.md` lists them. `auto`:
+            the one with the shortest step, with several chunks a stage where that is faster.
         compute_dtype: `bfloat16` computes and communicates in bfloat16 what is stored in float32;
             parameters and optimizer state stay in float32.
         memory_limit: bytes per device, or a text like `24GiB`. A plan that needs more in a step is
@@ -100,7 +101,7 @@ class FileOptions:
     max_stages: Annotated[int | None, COUNT] = None
     suggest_stages: bool = False
     micro_batches: Annotated[int, COUNT] = 1
-    schedule: Annotated[str, one_of(SCHEDULES)] = "1f1b"
+    schedule: Annotated[str, one_of((*SCHEDULES, AUTO))] = "1f1b"
     compute_dtype: Annotated[str | None, one_of(("float32", "bfloat16"))] = None
     memory_limit: Annotated[int | str | None, SIZE] = None
 
@@ -152,8 +153,11 @@ class KeywordOptions(FileOptions):
                 " operators of your choice with sw.recompute(module)"
             )
         check_dataset_strategy(self.dataset_strategy)
-        if self.stages == AUTO and self.stage_config is not None:
-            raise StrategyError("stages='auto', but stage_config names stages: give one of them")
+        for name in ("stages", "schedule"):
+            if getattr(self, name) == AUTO and self.stage_config is not None:
+                raise StrategyError(
+                    f"{name}='auto', but stage_config names stages: give one of them"
+                )
         # Its own checks are made once, here.
         object.__setattr__(self, "hsdp", _optimizer_parallel(self.hsdp))
 
@@ -193,7 +197,7 @@ class PlanOptions(KeywordOptions):
         if self.cost_model is None:
             by_time = self.cluster is not None or requires_pricing
             object.__setattr__(self, "cost_model", "time" if by_time else "symbolic")
-        if self.cluster is None and (self.cost_model == "time" or self.stages == AUTO):
+        if self.cluster is None and (self.cost_model == "time" or self.chooses_pipeline):
             object.__setattr__(self, "cluster", LOCAL)
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             object.__setattr__(self, "cluster", load_cluster(self.cluster))
@@ -217,8 +221,14 @@ class PlanOptions(KeywordOptions):
             "recompute" if recompute else "",
             f"mem_coeff={self.coefficient:g}" if self.of_search else "",
             f"{stages} stages" if stages != 1 else "",
+            self.schedule if stages != 1 and self.schedule != "1f1b" else "",
         ]
         return ", ".join(word for word in words if word) or "as requested"
+
+    @property
+    def chooses_pipeline(self) -> bool:
+        """Whether the number of stages or their schedule is to be chosen."""
+        return AUTO in (self.stages, self.schedule)
 
     @property
     def limit(self) -> int | None:
