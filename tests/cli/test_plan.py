@@ -101,3 +101,16 @@ def test_a_report_of_what_is_no_plan_is_one_error_and_no_page(
     assert isinstance(result.exception, sw.PlanError)
     assert re.search(message, str(result.exception))
     assert not path.with_suffix(".html").exists()
+
+
+def test_explain_reads_a_saved_plan_whose_options_are_decided(saved: Path, published: Path) -> None:
+    (name,) = [row.name for row in sw.Plan.load(saved).operators if row.main]
+    result = CliRunner().invoke(app, ["explain", str(saved), name])
+    assert result.stdout.rstrip() == sw.Plan.load(saved).explain(name)
+    for arguments, message in (
+        ([str(saved), name, "--devices", "4"], "whose options are decided"),
+        ([str(published), name], "needs --devices"),
+    ):
+        failed = CliRunner().invoke(app, ["explain", *arguments])
+        assert failed.exit_code == 2
+        assert message in " ".join(failed.stderr.replace("│", "").split())

@@ -61,6 +61,24 @@ def test_explain_tells_rule_cuts_and_the_way_of_each_input() -> None:
     assert "stored sharded 4·1" in story
 
 
+def test_explain_of_a_saved_plan_says_the_same_with_what_else_costs(tmp_path: Path) -> None:
+    net, args, kwargs = llama(batch=16)
+    for options in ({}, {"cluster": "h100"}):
+        plan = sw.plan(net, args, kwargs, devices=4, **options)  # type: ignore[arg-type]
+        plan.save(tmp_path / "plan.json")
+        saved = sw.Plan.load(tmp_path / "plan.json")
+        for row in plan.operators:
+            assert saved.explain(row.name) == plan.explain(row.name)
+        unit = "a step more" if options else "(symbolic) more"
+        assert unit in saved.explain("model.layers.0.mlp.up_proj")
+
+
+def test_explain_says_whose_layout_a_follower_has_and_where_its_output_goes() -> None:
+    plan = plan_of_network()
+    assert "split as layer2 is" in plan.explain("relu@2")
+    assert "for layer2: vary over tp / all_reduce" in plan.explain("relu")
+
+
 def test_the_table_names_axes_that_cut_nothing() -> None:
     assert "compute the same result" not in str(plan_of_network())
     net, args, kwargs = network(batch=32)

@@ -30,7 +30,7 @@ from shardwright.cli.options import (
     report_batch,
     run_of,
 )
-from shardwright.errors import PlanError
+from shardwright.errors import ConfigError, PlanError
 from shardwright.plan import Plan
 from shardwright.plan.diff import Difference, differences
 from shardwright.plan.table import plan_text
@@ -104,17 +104,37 @@ def _colored(text: str, plan: Plan) -> Text:
 
 @app.command("explain")
 def explain_command(
-    config: ConfigArgument,
+    config: Annotated[
+        Path,
+        typer.Argument(
+            help="A YAML configuration, or a saved plan (.json).",
+            show_default=False,
+            callback=existing(ConfigError),
+        ),
+    ],
     name: Annotated[str, typer.Argument(help="An operator of the plan, by its module path.")],
-    devices: DevicesOption,
+    devices: Annotated[
+        int | None, typer.Option(help="Number of devices, for a configuration.", show_default=False)
+    ] = None,
     mem_coeff: MemCoeffOption = None,
     log_costs: LogCostsOption = False,
     cluster: ClusterOption = None,
     memory_limit: MemoryLimitOption = None,
 ) -> None:
-    """Explain how one operator is sharded, where its inputs come from and what that costs."""
-    run = run_of(config, mem_coeff, log_costs, cluster=cluster, memory_limit=memory_limit)
-    typer.echo(run.plan(devices).explain(name))
+    """Explain how one operator is sharded and why: what other choices would cost and what would
+    turn the decision, where its inputs come from and what is redistributed."""
+    if config.suffix == ".json":
+        if log_costs or any(
+            each is not None for each in (devices, mem_coeff, cluster, memory_limit)
+        ):
+            raise typer.BadParameter(f"{config} is a plan, whose options are decided")
+        plan = Plan.load(config)
+    elif devices is None:
+        raise typer.BadParameter("a configuration needs --devices")
+    else:
+        run = run_of(config, mem_coeff, log_costs, cluster=cluster, memory_limit=memory_limit)
+        plan = run.plan(devices)
+    typer.echo(plan.explain(name))
 
 
 @app.command("check")

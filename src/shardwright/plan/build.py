@@ -28,6 +28,7 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow
 from shardwright.rules import rule_of
 from shardwright.rules.rule import Cuts
+from shardwright.search.request import Pricing
 from shardwright.torch_internals import pytree
 
 NO_PINS: Mapping[str, OperatorStrategy] = MappingProxyType({})
@@ -45,12 +46,14 @@ def make_plan(
     memory_limit: int | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
     dry_runs: DryRunCache | None = None,
+    pricing: Pricing | None = None,
 ) -> Plan:
     """Joins what a search decided with what follows from it: redistributions and their bytes.
 
     Args:
         predicted: what a step takes, where a cluster was named.
         dry_runs: that were made while it was searched.
+        pricing: what the search counted, if it was one by seconds.
 
     Raises:
         PlanError: if the operators cannot be divided into the chunks of the pipeline.
@@ -100,6 +103,7 @@ def make_plan(
         capture_seconds=graph.capture_seconds,
         graph=graph,
         dry_runs=dry_runs or DryRunCache(),
+        pricing=pricing,
     )
     # The plan's own cached property, so that it is not derived once more.
     vars(plan)["partitioned"] = partitioned

@@ -31,6 +31,8 @@ from shardwright.partition.fold_axes import fold_axes
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import ONE_STAGE, PipelineSpec
 from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow, Strategy
+from shardwright.search.choices import AxisChoice, choices
+from shardwright.search.request import Pricing
 from shardwright.torch_internals.operators import OpOverload
 
 
@@ -64,6 +66,7 @@ class PlanData:
         chunk_seconds: what each chunk takes where there are stages: seconds on the cluster, or
             without one 10⁹ operations of matrix products.
         saved_memory: the memory that was predicted when a plan was saved; of plans from files.
+        saved_choices: what the operators could cut else, as it was computed when a plan was saved.
         memory_limit: bytes of a device that a step may use: the limit that was requested, else
             the memory of the cluster's devices; None if neither is known.
         optimizer: the optimizer that `memory` assumes, as `memory_with` takes it.
@@ -72,6 +75,7 @@ class PlanData:
         search_seconds, capture_seconds: the time planning took.
         graph: the captured model; a plan from a file has none until `parallelize` captures it.
         dry_runs: results of dry runs of its chunks.
+        pricing: what a search by seconds counted, if the plan is of one.
     """
 
     mesh: Layout
@@ -100,12 +104,14 @@ class PlanData:
     pins: dict[str, OperatorStrategy] = field(default_factory=dict)
     chunk_seconds: tuple[ChunkSeconds, ...] = ()
     saved_memory: Memory | None = field(default=None, compare=False, repr=False)
+    saved_choices: tuple[AxisChoice, ...] = field(default=(), compare=False, repr=False)
     memory_limit: int | None = None
     search_seconds: float = 0.0
     capture_seconds: float = 0.0
     optimizer: str | torch.optim.Optimizer = field(default="adamw", compare=False, repr=False)
     graph: Graph | None = field(default=None, compare=False, repr=False)
     dry_runs: DryRunCache = field(default_factory=DryRunCache, compare=False, repr=False)
+    pricing: Pricing | None = field(default=None, compare=False, repr=False)
 
     @property
     def devices(self) -> int:
@@ -228,6 +234,34 @@ class PlanData:
         """`memory` of a plan for training, as far as it can be known: one from a file has no graph,
         but its file may hold the memory."""
         return self.memory if self.graph is not None and self.training else self.saved_memory
+
+    @cached_property
+    def choices(self) -> tuple[AxisChoice, ...]:
+        """What the operators that have a cost could cut else, and what that would cost; of a plan
+        from a file what the file holds."""
+        timed = self.options.get("cost_model") == "time"
+        if self.graph is None or (timed and self.pricing is None):
+            return self.saved_choices
+        mem_coeff = self.options.get("mem_coeff", 0.1)
+        return choices(self.graph, self.mesh, self.decisions, self.pricing, mem_coeff)
+
+    @cached_property
+    def choices_of(self) -> dict[str, list[AxisChoice]]:
+        """The choices of each operator that has any, by name."""
+        by_name: dict[str, list[AxisChoice]] = {}
+        for choice in self.choices:
+            for name in choice.operators:
+                by_name.setdefault(name, []).append(choice)
+        return by_name
+
+    @cached_property
+    def neighbors(self) -> tuple[dict[str, OperatorRow], dict[str, list[tuple[int, OperatorRow]]]]:
+        """The operators by name, and for each value its readers, each with the place there."""
+        readers: dict[str, list[tuple[int, OperatorRow]]] = {}
+        for row in self.operators:
+            for place, (name, _, _) in enumerate(row.inputs):
+                readers.setdefault(name, []).append((place, row))
+        return {row.name: row for row in self.operators}, readers
 
     def memory_with(self, optimizer: str | torch.optim.Optimizer) -> Memory:
         """The peak memory of a device of each stage in a training step with an optimizer.

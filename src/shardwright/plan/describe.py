@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from shardwright.cost.memory import binary
 from shardwright.layout.layout import TensorLayout
 from shardwright.plan.data import PlanData
+from shardwright.plan.parallelism import parallelism
+from shardwright.plan.reasons import choice_lines, origin
 from shardwright.plan.rows import (
     OperatorRow,
     RedistributionRow,
@@ -128,8 +130,10 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
     lines = [f"{row.name}: {row.operator}" + (f"  ({row.source})" if row.source else "")]
     lines.append(f"  rule: {row.rule or 'none, computed in full on every device'}")
     lines.append(f"  cuts: {cuts_text(row) or 'none'}")
-    origin = "main operator, chosen by cost" if row.main else "follows its neighbors"
-    lines.append(f"  pinned to {plan.pins[row.name]}" if row.pinned else f"  {origin}")
+    lines.append(f"  {', '.join(parallelism(plan, row))}")
+    lines.append(f"  {origin(plan, row)[1]}")
+    for label, text in choice_lines(plan, row):
+        lines.append(f"    {f'{label}: ' if label else '  '}{text}")
     lines += [f"  {line}" for line in _recomputed(plan, row)]
     by_input = {c.input: c for c in row.redistributions if c.input is not None}
     for index, ((name, sizes, kind), counts) in enumerate(
@@ -144,7 +148,13 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
     for redistribution in row.redistributions:
         if redistribution.input is None:
             lines += [f"  {line}" for line in _redistribution_lines(redistribution)]
-    lines.append(f"  output {', '.join(map(shape_text, row.outputs))}")
+    for shape, layout in zip(row.outputs, row.output_layouts, strict=True):
+        lines.append(f"  output {shape_text(shape)}: {layout.placement}")
+    for _, reader in plan.neighbors[1].get(row.name, ()):
+        for each in reader.redistributions:
+            if each.value == row.name:
+                lines.append(f"    for {reader.name}: {', then '.join(each.steps)}")
+                lines.append(f"      {_sent(each)}")
     return "\n".join(lines)
 
 
@@ -171,8 +181,12 @@ def _recomputed(plan: PlanData, row: OperatorRow) -> Iterable[str]:
 
 def _redistribution_lines(redistribution: RedistributionRow) -> Iterable[str]:
     yield from redistribution.steps
+    yield _sent(redistribution)
+
+
+def _sent(redistribution: RedistributionRow) -> str:
     shared = ", the rest shared with an earlier operator" if redistribution.shared else ""
-    yield (
+    return (
         f"sends {binary(redistribution.forward_bytes)} forward, "
         f"{binary(redistribution.backward_bytes)} backward{shared}"
     )

@@ -23,6 +23,7 @@ from shardwright.partition.pipeline_spec import REDUCTIONS, PipelineSpec
 from shardwright.partition.schedules import SCHEDULES
 from shardwright.plan.data import PlanData
 from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow
+from shardwright.search.choices import KNOBS, AxisChoice, OtherChoice
 from shardwright.text_files import shown
 
 Natural = Annotated[int, Field(ge=0)]
@@ -94,13 +95,19 @@ class _Input(BaseModel, extra="forbid", strict=True):
 MEANINGS = tuple(each.name.lower() for each in Meaning)
 
 _Redistribution = _schema(RedistributionRow, input=Natural | None)
+_OtherChoice = _schema(
+    OtherChoice,
+    cost=Annotated[float, Field(allow_inf_nan=False)],
+    turns=GenericAlias(dict, (Literal[KNOBS], Amount)),
+)
 PlanFile: type[BaseModel] = _schema(
     PlanData,
-    without=("optimizer", "graph", "dry_runs"),
-    optional=("memory_limit", "chunk_seconds", "saved_memory"),
+    without=("optimizer", "graph", "dry_runs", "pricing"),
+    optional=("memory_limit", "chunk_seconds", "saved_memory", "saved_choices"),
     memory_limit=AtLeastOne | None,
     chunk_seconds=_many(_schema(ChunkSeconds, of_weight=Amount | None)),
     saved_memory=_schema(Memory, stages=_many(_schema(StageMemory))) | None,
+    saved_choices=_many(_schema(AxisChoice, alternatives=_many(_OtherChoice))),
     version=int,
     devices=AtLeastOne,
     mesh=_Mesh,
@@ -180,6 +187,7 @@ def _contradictions(plan: PlanData, devices: int) -> Iterator[str]:
         ("outputs", plan.outputs),
         ("recompute", plan.recompute),
         ("pipeline.part_of", pipeline.chunk_of),
+        ("saved_choices", [name for each in plan.saved_choices for name in each.operators]),
     ):
         for name in known:
             if name not in names:

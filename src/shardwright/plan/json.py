@@ -17,6 +17,7 @@ from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.plan.data import PlanData
 from shardwright.plan.file_schema import check_agreement, check_types
 from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow
+from shardwright.search.choices import AxisChoice, OtherChoice
 from shardwright.text_files import parse_json, shown
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
@@ -30,11 +31,13 @@ ROW_KEYS = {
 }
 """Keys of an operator's row in the file, where they differ from the field; files keep them."""
 
-OF_THIS_RUN = {"graph", "optimizer", "dry_runs"}
+OF_THIS_RUN = {"graph", "optimizer", "dry_runs", "pricing"}
 """Fields that are not written; without them, a plan from a file cannot predict its memory."""
 
 
-def plan_to_json(plan: PlanData, memory: Memory | None) -> str:
+def plan_to_json(
+    plan: PlanData, memory: Memory | None, choices: tuple[AxisChoice, ...] = ()
+) -> str:
     """See `Plan.to_json`."""
     data = {f.name: getattr(plan, f.name) for f in fields(PlanData) if f.name not in OF_THIS_RUN}
     data["mesh"] = plan.mesh.to_dict()
@@ -48,6 +51,7 @@ def plan_to_json(plan: PlanData, memory: Memory | None) -> str:
     data["pipeline"]["part_of"] = data["pipeline"].pop("chunk_of")
     data["chunk_seconds"] = [asdict(chunk) for chunk in plan.chunk_seconds]
     data["saved_memory"] = None if memory is None else asdict(memory)
+    data["saved_choices"] = [asdict(choice) for choice in choices]
     data["pins"] = {name: strategy.to_dict() for name, strategy in plan.pins.items()}
     return json.dumps({"version": VERSION, "devices": plan.devices, **data}, indent=1)
 
@@ -87,6 +91,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     if memory is not None:
         stages = tuple(StageMemory(**stage) for stage in memory["stages"])
         values["saved_memory"] = Memory(stages, memory["optimizer"])
+    values["saved_choices"] = tuple(map(_axis_choice, data.get("saved_choices", ())))
     sharding = data["sharding"]
     values["sharding"] = None if sharding is None else OptimizerParallel(**sharding)
     values["recompute"] = {name: Recompute(**mark) for name, mark in data["recompute"].items()}
@@ -131,6 +136,11 @@ def _operator_row(data: dict[str, Any], mesh: Layout) -> OperatorRow:
 def _step_row(data: dict[str, Any]) -> StepRow:
     parts = (TimePart(**{**part, "axes": tuple(part["axes"])}) for part in data.get("parts", ()))
     return StepRow(**{**data, "parts": tuple(parts)})
+
+
+def _axis_choice(data: dict[str, Any]) -> AxisChoice:
+    others = tuple(OtherChoice(**each) for each in data["alternatives"])
+    return AxisChoice(**{**data, "operators": tuple(data["operators"]), "alternatives": others})
 
 
 def _redistribution_row(data: dict[str, Any]) -> RedistributionRow:

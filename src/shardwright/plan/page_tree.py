@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from shardwright.cost.memory import binary
 from shardwright.layout.layout import TensorLayout
 from shardwright.plan.data import PlanData
+from shardwright.plan.reasons import choice_lines, origin
 from shardwright.plan.repeated_rows import Fold, fold_rows, module_words
 from shardwright.plan.rows import OperatorRow, seconds_text, shape_text, shapes_text
 from shardwright.report.page import Branch, Operator, OperatorTensor
@@ -73,7 +74,7 @@ def _branch(node: _Module | Operator) -> Branch | Operator:
 
 def _operator(plan: PlanData, fold: Fold, name: str, pictures: dict[TensorLayout, int]) -> Operator:
     row, number = fold.row, fold.count
-    why, reason = _why(plan, row)
+    why, reason = origin(plan, fold.members[0])
     return Operator(
         name=name,
         path=row.name,
@@ -87,7 +88,7 @@ def _operator(plan: PlanData, fold: Fold, name: str, pictures: dict[TensorLayout
         seconds_text=seconds_text(number * row.seconds) if row.seconds else "",
         why=why,
         reason=reason,
-        facts=tuple(_facts(plan, fold)),
+        facts=tuple(_facts(plan, fold, reason)),
         inputs=tuple(_inputs(plan, row, pictures)),
         outputs=tuple(
             _tensor(f"output {index}" if index else "output", "", shape, layout, pictures)
@@ -99,20 +100,10 @@ def _operator(plan: PlanData, fold: Fold, name: str, pictures: dict[TensorLayout
     )
 
 
-def _why(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
-    """Where the cuts of an operator come from."""
-    if row.pinned:
-        return "pinned", f"pinned by the user to {plan.pins.get(row.name, 'a strategy')}"
-    if row.rule is None:
-        return "no rule", "no sharding rule, so every device computes it in full"
-    if row.main:
-        return "decided", f"a main operator: {plan.mode} chose its cuts by their cost"
-    return "follows", "follows the layouts of its neighbors"
-
-
-def _facts(plan: PlanData, fold: Fold) -> Iterable[tuple[str, str]]:
+def _facts(plan: PlanData, fold: Fold, reason: str) -> Iterable[tuple[str, str]]:
     row = fold.row
-    yield "why", _why(plan, row)[1]
+    yield "why", reason
+    yield from choice_lines(plan, fold.members[0])
     if row.rule is not None:
         yield "rule", row.rule
     if fold.count > 1:

@@ -53,9 +53,11 @@ class Plan(PlanData):
 
         Args:
             memory: also predict what memory each stage needs, by a dry run if the plan has its
-                graph, so that it can be read from the file.
+                graph, and what other choices would cost, so that both can be read from the file.
         """
-        return plan_to_json(self, self.known_memory if memory else self.saved_memory)
+        if memory:
+            return plan_to_json(self, self.known_memory, self.choices)
+        return plan_to_json(self, self.saved_memory, self.saved_choices)
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:

@@ -143,6 +143,7 @@ class Candidate:
             memory_limit=options.device_memory,
             optimizer=options.optimizer,
             dry_runs=model.dry_runs,
+            pricing=options.pricing(self.pipeline),
         )
 
 

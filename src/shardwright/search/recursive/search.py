@@ -65,7 +65,7 @@ def search_recursively(request: SearchRequest) -> CutsOfGraph:
     indexed = index_graph(request.graph)
     pins = {op: pinned[name] for op, name in enumerate(indexed.names) if name in pinned}
     log = logger.info if request.log_costs else None
-    recursion = _Recursion(indexed, request.mem_coeff, request.order, log)
+    recursion = Recursion(indexed, request.mem_coeff, request.order, log)
     cuts: CutsOfGraph = {}
     for axis, axis_size in enumerate(mesh.device_matrix):
         if axis_size > 1:
@@ -78,7 +78,7 @@ def search_recursively(request: SearchRequest) -> CutsOfGraph:
     return cuts
 
 
-class _Recursion:
+class Recursion:
     """What the levels share: how far each operator is cut already, and tables of costs."""
 
     def __init__(
@@ -103,7 +103,7 @@ class _Recursion:
             level.choice[op] = choice
         level.spread(pinned)
         for op in self._in_order(level):
-            alternatives = self._alternatives(level, op)
+            alternatives = self.alternatives(level, op)
             chosen = min(alternatives, key=lambda alternative: alternative.total)
             level.choice[op] = chosen.factor
             level.spread((op,))
@@ -129,7 +129,7 @@ class _Recursion:
             self._costs[key] = operator_costs(kind, parts, level.axis_size, self.mem_coeff)
         return self._costs[key]
 
-    def _alternatives(self, level: AxisLevel, op: int) -> list[CutAlternative]:
+    def alternatives(self, level: AxisLevel, op: int) -> list[CutAlternative]:
         """Every choice of `op` with its cost, in the order that breaks ties."""
         kind, costs = self.graph.kinds[op], self._operator_costs(level, op)
         neighbors = _decided_neighbors(level, op, costs.elements)
