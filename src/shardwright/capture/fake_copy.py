@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardwright.capture.annotations import tagging_checkpoint
+from shardwright.capture.autograd_functions import traced
 from shardwright.capture.experts import dispatch_in_one_operator
 from shardwright.capture.hooks import refuse_autograd, refuse_saved_tensor_hooks
 from shardwright.deferred import copies_of_attributes
@@ -113,7 +114,7 @@ def isolate_capture() -> Iterator[None]:
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),
-        _forbid_custom_backward(),
+        _trace_custom_backward(),
         refuse_saved_tensor_hooks(),
         checkpointed_calls_in(tagging_checkpoint),
         _silence_export(),
@@ -122,9 +123,9 @@ def isolate_capture() -> Iterator[None]:
 
 
 @contextmanager
-def _forbid_custom_backward() -> Iterator[None]:
-    """Raises CaptureError for custom autograd functions: export traces only their forward pass, so
-    their gradients would be lost.
+def _trace_custom_backward() -> Iterator[None]:
+    """Traces custom autograd functions with their gradients, or raises CaptureError: export traces
+    only their forward pass, so their gradients would be lost.
 
     Reentrant checkpointing is such a function too; the operators of the function that it
     checkpoints are tagged to be recomputed.
@@ -144,11 +145,7 @@ def _forbid_custom_backward() -> Iterator[None]:
                 return function(*inputs)
         if cls.__module__.partition(".")[0] in ("torch", "shardwright"):
             return original.__get__(None, cls)(*args, **kwargs)
-        raise CaptureError(
-            f"cannot capture the custom backward of the autograd function `{cls.__qualname__}`. "
-            f"Write it with differentiable operators, or register it as an operator "
-            f"(`torch.library.custom_op` with `register_autograd`)."
-        )
+        return traced(cls, args)
 
     setattr(Function, "apply", classmethod(apply))  # noqa: B010
     try:
