@@ -79,6 +79,14 @@ def test_explain_says_whose_layout_a_follower_has_and_where_its_output_goes() ->
     assert "for layer2: vary over tp / all_reduce" in plan.explain("relu")
 
 
+def test_a_notebook_shows_the_summary_with_names_as_text() -> None:
+    net = nn.Sequential()
+    net.add_module("a<b>", nn.Linear(8, 8))
+    html = sw.plan(net, (torch.randn(8, 8),), devices=2)._repr_html_()
+    assert html.startswith("<pre>Plan for 2 devices") and html.endswith("</pre>")
+    assert "a&lt;b&gt;" in html and "<b>" not in html
+
+
 def test_the_table_names_axes_that_cut_nothing() -> None:
     assert "compute the same result" not in str(plan_of_network())
     net, args, kwargs = network(batch=32)

@@ -7,6 +7,7 @@ JSON, printed as a table and explained operator by operator, all without the mod
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 
 from shardwright.constraints.strategy_file import strategies_to_text
@@ -22,6 +23,9 @@ from shardwright.report import page_html
 from shardwright.rules import rule_of
 from shardwright.text_files import read_text
 
+NOTEBOOK = 120
+"""Columns of a cell."""
+
 
 class Plan(PlanData):
     """Everything decided for one model on a number of devices; see `PlanData` for its fields."""
@@ -36,6 +40,10 @@ class Plan(PlanData):
 
     def __str__(self) -> str:
         return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        """The summary, where a notebook shows a plan."""
+        return f"<pre>{escape(plan_text(self, width=NOTEBOOK))}</pre>"
 
     def text(self, full: bool = False, every: bool = False) -> str:
         """The summary of `print(plan)`, or the full table: a row for each operator that does more
