@@ -39,6 +39,7 @@ from shardwright.capture.signature import (
     take_as_buffers,
 )
 from shardwright.capture.unflatten import move_flattening_down
+from shardwright.capture.value_guards import PassedGuards
 from shardwright.errors import CaptureError
 from shardwright.graph.graph import Graph
 from shardwright.torch_internals import pytree
@@ -127,7 +128,7 @@ def _export(
     drawn = _random_states()
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:
-        with preserve_tags(), RecordedEffects(), losses, attributes.recording():
+        with preserve_tags(), RecordedEffects(), PassedGuards(), losses, attributes.recording():
             exported = torch.export.export(twin, fake_args, fake_kwargs, strict=False)
     except CaptureError as error:
         raise CaptureError(f"{line_of_error(error)}: {error}") from error

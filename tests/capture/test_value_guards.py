@@ -1,0 +1,54 @@
+"""Tests of values that only guard are passed; those that a model depends on are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwright as sw
+import value_guards as guards
+from shardwright.errors import CaptureError
+from value_guards import CLASSES, Guard
+
+
+class Guarded(nn.Module):
+    def __init__(self, guard: Guard) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.guard = nn.Linear(8, CLASSES), guard
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        self.guard(x, labels)
+        return F.cross_entropy(self.linear(x), labels)
+
+
+BATCH = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8) % CLASSES
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [
+        guards.raises,
+        guards.raises_otherwise,
+        guards.asserts,
+        guards.asserts_numbers,
+        guards.compares,
+        guards.warns,
+    ],
+)
+def test_a_test_that_only_guards_is_passed(guard: Guard) -> None:
+    net = Guarded(guard)
+    net(*BATCH)
+    check = sw.check(net, BATCH, None, sw.plan(net, BATCH, devices=4))
+    assert check.passes(), check
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [guards.branches, guards.branches_otherwise, guards.catches, guards.leaves, guards.reads],
+)
+def test_a_test_that_the_model_depends_on_is_refused(guard: Guard) -> None:
+    with pytest.raises(CaptureError, match=r"value_guards.py.*value"):
+        sw.capture(Guarded(guard), BATCH)
