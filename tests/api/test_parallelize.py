@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -19,3 +21,20 @@ def test_a_build_for_a_device_that_is_not_there_computes_on_the_cpu(
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     parallel = sw.parallelize(model, sw.plan(model, (x,), devices=1))
     assert {p.device.type for p in parallel.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8)),
+    ],
+    ids=["another activation", "a layer more"],
+)
+def test_a_plan_is_refused_for_a_model_of_other_modules_with_the_planned_parameters(
+    other: Callable[[], nn.Module],
+) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    plan = sw.plan(net, (torch.randn(4, 8),), devices=1)
+    with pytest.raises(sw.PlanError, match="the plan was made for another model"):
+        sw.parallelize(other(), plan)

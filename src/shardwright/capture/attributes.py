@@ -6,6 +6,7 @@ What `forward` reads is part of what was captured. What it changes would change 
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import random
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -28,6 +29,11 @@ SET = "<set by forward>"
 
 HOOKS = "forward hooks"
 """The name of an entry that counts the forward hooks of a module."""
+
+CLASSES = "classes of submodules"
+"""The name of the entry that tells a model from one that is put together of other modules."""
+
+OF_MODULES = frozenset((HOOKS, CLASSES))
 
 _OWN = {
     *(vars(nn.Module()) | vars(nn.Module)).keys() - {"training"},
@@ -104,8 +110,9 @@ def attribute_texts(
     module: nn.Module, read: Iterable[tuple[str, str]], written: Iterable[tuple[str, str]] = ()
 ) -> tuple[tuple[str, str, str], ...]:
     """Path, name and value as text of attributes and global variables that `forward` reads or sets,
-    and of each module that has forward hooks their number."""
+    of each module that has forward hooks their number, and a hash of the classes of all."""
     modules = dict(module.named_modules())
+    classes = "\n".join(f"{path} {_class_text(child)}" for path, child in modules.items())
     hooks = (
         (path, HOOKS, str(sum(map(len, forward_hooks(child)))))
         for path, child in modules.items()
@@ -120,12 +127,18 @@ def attribute_texts(
         for path, name in read
         if path in modules or path.startswith(GLOBALS)
     )
-    return (*attributes, *((*place, SET) for place in written), *hooks)
+    structure = ("", CLASSES, hashlib.sha256(classes.encode()).hexdigest()[:16])
+    return (*attributes, *((*place, SET) for place in written), *hooks, structure)
+
+
+def _class_text(module: nn.Module) -> str:
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def has_attributes(module: nn.Module, known: tuple[tuple[str, str, str], ...]) -> bool:
     """Whether a module still has the attributes and hooks that were captured."""
-    read = [(path, name) for path, name, text in known if name != HOOKS and text != SET]
+    read = [(path, name) for path, name, text in known if name not in OF_MODULES and text != SET]
     written = [(path, name) for path, name, text in known if text == SET]
     return attribute_texts(module, read, written) == known
 

@@ -16,8 +16,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from shardwright.capture.attributes import (
-    HOOKS,
     MISSING,
+    OF_MODULES,
     SET,
     content,
     plain_text,
@@ -88,7 +88,7 @@ class PythonState:
     def watch(self, attributes: Attributes) -> None:
         """Adds what another capture reads."""
         for path, name, text in attributes:
-            if name == HOOKS:
+            if name in OF_MODULES:
                 continue
             if text == SET:
                 self._by_path[path].__dict__.pop(name, None)

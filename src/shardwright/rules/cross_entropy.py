@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwright.graph.custom_ops import cross_entropy
 from shardwright.graph.graph import Op
+from shardwright.rules.embedding import in_other_blocks
 from shardwright.rules.loss import (
     SUM,
     accumulation_dtype,
@@ -125,9 +126,10 @@ def _class_index_terms(
     With class weights also W and the weight of the target.
     """
     weight, smoothing = arguments["weight"], arguments["label_smoothing"]
-    row = arguments["target"].long() - first
-    elsewhere = (row < 0) | (row >= scores.shape[-1])
-    row = row.masked_fill(elsewhere, 0)
+    target = arguments["target"].long()
+    elsewhere = in_other_blocks(target, first, scores.shape[-1], classes)
+    elsewhere = elsewhere | (target == arguments["ignore_index"])
+    row = (target - first).masked_fill(elsewhere, 0)
     score = scores.gather(-1, row.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
     share = smoothing / classes
     if weight is None:

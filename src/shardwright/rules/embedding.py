@@ -44,11 +44,22 @@ def embedding(op: Op) -> ShardingRule:
     )
 
 
+def in_other_blocks(indices: Tensor, first: Any, size: int, whole: int) -> Tensor:
+    """Where `indices` are in another block of a dimension than the one of `size` from `first` on.
+
+    An index that is not in the whole dimension is in none, so that every device refuses to read it.
+    """
+    here: Tensor = (indices >= first) & (indices < first + size)
+    inside: Tensor = (indices >= 0) & (indices < whole)
+    return inside & ~here
+
+
 def _sharded_lookup(op: Op, local: Local) -> Callable[..., Any]:
     """Rows of other devices count as zero, so that the sum over devices is the row."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
-    size = op.inputs[0].shape[0] // local.shard_counts["v"]
+    whole = op.inputs[0].shape[0]
+    size = whole // local.shard_counts["v"]
     first = local.index("v") * size
 
     bind = binder(op)
@@ -56,9 +67,9 @@ def _sharded_lookup(op: Op, local: Local) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(args, kwargs)
         indices, padding = arguments["indices"], arguments["padding_idx"]
-        row = indices - first
-        elsewhere = (row < 0) | (row >= size)
-        rows = aten.embedding.default(arguments["weight"], row.masked_fill(elsewhere, 0))
+        elsewhere = in_other_blocks(indices, first, size, whole)
+        row = (indices - first).masked_fill(elsewhere, 0)
+        rows = aten.embedding.default(arguments["weight"], row)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if padding < 0:
             return rows
@@ -104,7 +115,8 @@ def _sharded_bags(op: Op, local: Local) -> Callable[..., Any]:
     """Rows of other devices weigh nothing; a mean is divided by what all devices add up."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
-    size = op.inputs[0].shape[0] // local.shard_counts["v"]
+    whole = op.inputs[0].shape[0]
+    size = whole // local.shard_counts["v"]
     first = local.index("v") * size
     bind = binder(op)
 
@@ -117,9 +129,8 @@ def _sharded_bags(op: Op, local: Local) -> Callable[..., Any]:
             weights = torch.ones_like(indices, dtype=table.dtype)
         if padding is not None:
             weights = weights.masked_fill(indices == padding, 0)
-        row = indices - first
-        elsewhere = (row < 0) | (row >= size)
-        row = row.masked_fill(elsewhere, 0)
+        elsewhere = in_other_blocks(indices, first, size, whole)
+        row = (indices - first).masked_fill(elsewhere, 0)
 
         def bags(rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
             last = arguments["include_last_offset"]

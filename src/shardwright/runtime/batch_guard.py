@@ -141,9 +141,15 @@ class BatchGuard:
         """Within it, an error on a rank that worked with another batch than others says so."""
         try:
             yield
-        except RuntimeError:
+        except (RuntimeError, IndexError) as error:
             with suppress(RuntimeError):
                 self._read(0)
+            if isinstance(error, IndexError) or "out of bounds" in str(error):
+                raise DataError(
+                    f"the batch has an index that no table or class is for ({error}), such as a "
+                    "token beyond the vocabulary of the model: use the tokenizer of the model, or "
+                    "a larger vocabulary"
+                ) from error
             raise
 
     def _contents(self, leaves: Mapping[int | None, Any]) -> list[Tensor]:
