@@ -124,3 +124,10 @@ def test_a_file_without_meanings_is_read_by_the_names_of_its_axes() -> None:
 
 def test_columns_are_as_wide_as_what_is_in_them() -> None:
     assert in_columns(("", "split"), [("a", "b")], 80) == ["   split", "a  b"]
+
+
+def test_a_plan_of_no_operators_has_an_answer_all_the_same() -> None:
+    plan = sw.plan(nn.Identity(), (torch.randn(4, 8),), devices=1)
+    assert plan.operators == ()
+    assert str(plan).startswith("Plan for 1 device")
+    assert plan.choices == ()

@@ -165,7 +165,7 @@ def _sent(plan: PlanData) -> Counter[str]:
     sent: Counter[str] = Counter()
     for row in plan.operators:
         for each in row.redistributions:
-            completes = each.steps[0].startswith(("all_reduce", "reduce_scatter"))
+            completes = any(s.startswith(("all_reduce", "reduce_scatter")) for s in each.steps[:1])
             at = each.value if completes and each.value in names else row.name
             sent[at] += each.forward_bytes + each.backward_bytes
     return sent
@@ -181,7 +181,8 @@ def _place(name: str) -> tuple[str, str]:
 
 def _table(blocks: list[_Block], timed: bool, width: int) -> list[str]:
     """The rows, with the place that several have in common above them."""
-    common = [each for each in blocks[0].how if all(each in block.how for block in blocks)]
+    first = blocks[0].how if blocks else ()
+    common = [each for each in first if all(each in block.how for block in blocks)]
     split = f"all {', '.join(common)}, and" if common and len(blocks) > 1 else ""
     header = ("", split, "sends", *(["computes"] if timed else []))
     places = Counter(block.place for block in blocks)

@@ -53,11 +53,11 @@ def in_columns(header: Sequence[str], rows: Iterable[Sequence[str]], width: int)
     sizes = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     room = width - sum(size + len(GAP) for size in sizes[2:]) - len(GAP)
     second = min(sizes[1], max(room - sizes[0], room * 2 // 5))
-    sizes[:2] = min(sizes[0], room - second), second
+    sizes[:2] = max(1, min(sizes[0], room - second)), max(1, second)
     lines = []
     for row in (header, *rows):
         indent = " " * (len(row[0]) - len(row[0].lstrip()))
-        names = [indent + line for line in at_dots(row[0].strip(), sizes[0] - len(indent))]
+        names = [indent + line for line in at_dots(row[0].strip(), max(1, sizes[0] - len(indent)))]
         if len(names) > 2:
             names = [names[0], f"{names[1][: sizes[0] - 2].rstrip()} …"]
         cells = [names, wrap(row[1], sizes[1], break_on_hyphens=False), *([n] for n in row[2:])]
