@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from shardwright.api.check import TOLERANCE
 from shardwright.parallel.simulate_ranks import Outcome, simulate
 
 
@@ -178,3 +179,25 @@ def test_an_error_of_the_split_is_said_to_be_one(what: str, monkeypatch: Any) ->
     monkeypatch.setattr(sys.modules["shardwright.api.check"], "simulate", wrong)
     result = checked(Program(outputs))
     assert (result.passes(), result.cause) == (False, "split")
+
+
+class IllConditioned(nn.Module):
+    """Divides by differences of nearly equal numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8, eps=1e-30)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.norm(1.0 + 1e-9 * self.linear(x)).tanh()).square().mean()
+        return loss
+
+
+def test_what_rounding_explains_is_no_difference() -> None:
+    net, batch = IllConditioned(), (torch.randn(8, 8, generator=torch.Generator().manual_seed(0)),)
+    check = sw.check(net, batch, None, sw.plan(net, batch, devices=4, mode="data_parallel"))
+    assert TOLERANCE < check.gradient_difference < 100 * check.rounding
+    assert check.passes() and not check.cause
+    assert not replace(check, loss_difference=1e-3).passes()

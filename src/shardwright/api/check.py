@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwright.api.trained_steps import (
     Differences,
     EagerTraining,
+    Rounding,
     TrainedSteps,
     difference,
     interpreted,
@@ -42,6 +43,10 @@ from shardwright.torch_internals import pytree
 TOLERANCE = 1e-9
 """Of differences in float64."""
 
+ROUNDINGS, MOST_BY_ROUNDING = 100.0, 1e-6
+"""A difference is rounding up to so many times what one more rounding of each result changes, and
+at most this much: to normalize nearly equal numbers enlarges it a million times."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -62,6 +67,8 @@ class Check:
         cause: where there is a difference, on which side it lies: `capture` if the captured
             operators differ from the module on one device already, else `split`.
         random_operators: what draws random numbers, so that values cannot be compared.
+        rounding: where there is a difference, how far the same numbers move on one device if
+            all results of operators change in their last digit.
     """
 
     loss: float | None
@@ -75,14 +82,17 @@ class Check:
     worst_state: str = ""
     cause: str = ""
     random_operators: tuple[str, ...] = ()
+    rounding: float = 0.0
 
     def passes(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether every difference is within `tolerance` and the bytes are as planned; of a model
-        with random operators, whether ranks that should hold the same do."""
+        """Whether every difference is within `tolerance`, or what rounding explains, and the bytes
+        are as planned; of a model with random operators, whether ranks that should hold the same
+        do."""
         worst = self.replica_difference
         if not self.random_operators:
             values = (self.loss_difference, self.gradient_difference, self.state_difference)
             worst = max(worst, *values)
+        tolerance = max(tolerance, min(ROUNDINGS * self.rounding, MOST_BY_ROUNDING))
         return worst <= tolerance and self.counted_bytes == self.planned_bytes
 
 
@@ -156,9 +166,15 @@ def _compared(
     )
     if draws or found.largest <= TOLERANCE:
         return result
-    witness = train_program(interpreted(graph, pieces, weights, starts), graph, state)
+    one_device = interpreted(graph, pieces, weights, starts)
+    witness = train_program(one_device, graph, state)
+    with Rounding():
+        rounded = train_program(one_device, graph, state)
+    rounding = Differences.between(rounded, witness).largest
     of_capture = Differences.between(witness, wanted).largest
-    return replace(result, cause="capture" if of_capture > found.largest / 2 else "split")
+    cause = "capture" if of_capture > found.largest / 2 else "split"
+    result = replace(result, rounding=rounding)
+    return result if result.passes() else replace(result, cause=cause)
 
 
 def _values(net: nn.Module) -> dict[str, Tensor]:

@@ -16,6 +16,8 @@ from shardwright.graph.graph import Graph, Value
 from shardwright.graph.interpreter import interpret
 from shardwright.parallel.simulate_ranks import Outcome
 from shardwright.torch_internals import pytree
+from shardwright.torch_internals.dispatch import TorchDispatchMode
+from shardwright.torch_internals.operators import schema_of
 
 STEPS = 2
 """The second one shows what the first one left behind in buffers, parameters and momentum."""
@@ -69,6 +71,28 @@ class Differences:
     @property
     def largest(self) -> float:
         return max(self.output, self.gradient, self.state)
+
+
+class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which every result of an operator changes at random in its last digit."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if any(each.alias_info is not None for each in schema_of(func).returns):
+            return results
+        return pytree.tree_map_only(Tensor, self._rounded, results)
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        signs = torch.randint(-1, 2, tensor.shape, generator=self._generator)
+        return tensor * (1 + torch.finfo(tensor.dtype).eps * signs.to(tensor.device))
 
 
 def difference(got: Tensor, wanted: Tensor) -> float:
