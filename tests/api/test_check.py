@@ -67,6 +67,9 @@ EXACT: dict[str, Callable[[Program, Tensor], Any]] = {
     "several outputs": outputs,
     "eye": lambda net, x: (net.linear(x) @ torch.eye(8)).square().mean(),
     "a number in a tensor": lambda net, x: (net.linear(x) * torch.tensor(0.1)).cos().mean(),
+    "the root of a number in single precision": lambda net, x: (
+        (net.linear(x) / torch.tensor(8, dtype=torch.float32).sqrt()).cos().mean()
+    ),
     "a number of the dtype": lambda n, x: (
         (n.linear(x) + 1e5 * torch.finfo(x.dtype).eps).cos().mean()
     ),

@@ -124,13 +124,17 @@ def float64_by_default() -> Iterator[None]:
 
 
 class EverythingInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which a cast to any floating-point dtype is one to float64."""
+    """A context in which a cast to any floating-point dtype is one to float64, and so is what
+    `torch.tensor` makes of numbers."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = pytree.tree_map_only(torch.dtype, _double_dtype, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func == torch.ops.aten.lift_fresh.default:
+            return result.to(_double_dtype(result.dtype))
+        return result
 
 
 def in_float64(tensor: Tensor) -> Tensor:
