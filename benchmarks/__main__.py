@@ -1,5 +1,5 @@
-"""Runs the benchmarks, prints them, and writes docs/benchmarks.md if all were run, or one with
-`--write`.
+"""Runs the benchmarks, prints them, and writes docs/benchmarks.md and the pages that some have for
+themselves if all were run, or one with `--write`.
 
 Exits with status 1 if a number misses its goal.
 """
@@ -15,7 +15,16 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.collect import measure, names
-from benchmarks.page import PAGE, ROOT, facts, page, title_and_text, with_section
+from benchmarks.page import (
+    OWN_PAGES,
+    PAGE,
+    ROOT,
+    facts,
+    own_page,
+    page,
+    title_and_text,
+    with_section,
+)
 from benchmarks.table import Table
 from shardwright.errors import ShardwrightError
 
@@ -32,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = [options.rows] if options.rows is not None else []
     console = Console()
     sections: dict[str, list[Table]] = {}
+    missed: list[str] = []
+    writes = options.write or not only
     for name in [only] if only else names():
         started = time.perf_counter()
         try:
@@ -43,19 +54,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.rule(f"[bold]{title}")
         console.print(text, "", *(table.rich() for table in tables), sep="\n", highlight=False)
         console.print(f"[dim]{time.perf_counter() - started:.0f} s", highlight=False)
-        sections[docstring] = tables
-    if only and options.write:
-        ((docstring, tables),) = sections.items()
-        text = with_section(PAGE.read_text(encoding="utf-8"), docstring, tables, facts())
-        PAGE.write_text(text, encoding="utf-8")
-    elif not only:
-        PAGE.write_text(page(sections, facts()), encoding="utf-8")
-    if options.write or not only:
-        console.print(f"written to {PAGE.relative_to(ROOT)}", highlight=False)
-    missed = [goal for tables in sections.values() for table in tables for goal in table.missed]
+        missed += [goal for table in tables for goal in table.missed]
+        if name not in OWN_PAGES:
+            sections[docstring] = tables
+        elif writes:
+            _write(console, OWN_PAGES[name], own_page(name, docstring, tables, facts()))
+    if not only:
+        _write(console, PAGE, page(sections, facts()))
+    elif writes and sections:
+        text = PAGE.read_text(encoding="utf-8")
+        for docstring, tables in sections.items():
+            text = with_section(text, docstring, tables, facts())
+        _write(console, PAGE, text)
     for goal in missed:
         console.print(f"[bold red]missed:[/] {goal}", highlight=False)
     return 1 if missed else 0
+
+
+def _write(console: Console, path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    console.print(f"written to {path.relative_to(ROOT)}", highlight=False)
 
 
 if __name__ == "__main__":

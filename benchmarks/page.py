@@ -16,6 +16,9 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 COMMAND = "python -m benchmarks"
 
+OWN_PAGES = {"zoo": PAGE.with_name("zoo.md")}
+"""Of benchmarks whose tables are long."""
+
 
 def facts() -> dict[str, str]:
     """When, what and on which machine is measured."""
@@ -64,6 +67,15 @@ def with_section(
     else:
         sections.append(new)
     return "\n\n## ".join([head, *sections]) + "\n"
+
+
+def own_page(name: str, docstring: str, tables: Sequence[Table], about: Mapping[str, str]) -> str:
+    """The text of the page that one benchmark has for itself."""
+    note = (
+        f"*Measured {about['date']}, commit {about['commit']}, torch {about['torch']}, "
+        f"transformers {about['transformers']}, by `{COMMAND} --only {name} --write`.*"
+    )
+    return _section(docstring, tables, note).removeprefix("#") + "\n"
 
 
 def _section(docstring: str, tables: Sequence[Table], note: str = "") -> str:
