@@ -5,107 +5,52 @@ and trains it there.
 >>> layout = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
 """
 
+import ast
+import sys
 import warnings
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-from shardwright.api import (
-    AutoParallel,
-    Check,
-    Examination,
-    Pipeline,
-    WithLoss,
-    check,
-    examine,
-    from_pretrained,
-    parallelize,
-    plan,
-    rehearse,
-    save_pretrained,
-)
-from shardwright.capture.capture import capture
-from shardwright.constraints.load_strategies import load_strategies
-from shardwright.constraints.recompute import recompute
-from shardwright.constraints.shard import NamedFunction as Op
-from shardwright.constraints.shard import shard
-from shardwright.deferred import materialize, no_init_parameters
-from shardwright.errors import (
-    CaptureError,
-    CheckpointError,
-    ConfigError,
-    DamagedCheckpointError,
-    DataError,
-    DeferredError,
-    LayoutError,
-    LockError,
-    MemoryLimitError,
-    PlanError,
-    ShardwrightError,
-    StrategyError,
-)
-from shardwright.layout.layout import Layout, TensorLayout
-from shardwright.parallel.whole import whole
-from shardwright.partition.decisions import OptimizerParallel
-from shardwright.plan import Plan
-from shardwright.runtime.adopt_optimizer import adopt
-from shardwright.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
-from shardwright.train.checkpoint_manifest import CheckpointWarning
-from shardwright.train.dataloader import dataloader
-from shardwright.train.position import Position
-from shardwright.train.state_dict_file import load_state_dict, save_state_dict
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AutoParallel",
-    "CaptureError",
-    "Check",
-    "CheckpointError",
-    "CheckpointWarning",
-    "Checkpoints",
-    "ConfigError",
-    "DamagedCheckpointError",
-    "DataError",
-    "DeferredError",
-    "Examination",
-    "Layout",
-    "LayoutError",
-    "LockError",
-    "MemoryLimitError",
-    "Op",
-    "OptimizerParallel",
-    "Pipeline",
-    "Plan",
-    "PlanError",
-    "Position",
-    "ShardwrightError",
-    "StrategyError",
-    "TensorLayout",
-    "WithLoss",
-    "adopt",
-    "capture",
-    "check",
-    "dataloader",
-    "examine",
-    "from_pretrained",
-    "load_checkpoint",
-    "load_state_dict",
-    "load_strategies",
-    "materialize",
-    "no_init_parameters",
-    "parallelize",
-    "plan",
-    "recompute",
-    "rehearse",
-    "save_checkpoint",
-    "save_pretrained",
-    "save_state_dict",
-    "shard",
-    "whole",
-]
+_SOURCES = {
+    alias.asname or alias.name: (node.module or "", alias.name)
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
+"""Module and name there of each public name: what type checkers read is what is loaded."""
+
+__all__ = sorted(_SOURCES)
+
+
+class _LazyPackage(ModuleType):
+    """Public names win over subpackages of the same name, `plan` and `capture`, which the import
+    system sets as attributes of their package."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _SOURCES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _LazyPackage
 
 
 def __getattr__(name: str) -> Any:
     if name == "materialise":
         warnings.warn("sw.materialise is now sw.materialize", DeprecationWarning, stacklevel=2)
-        return materialize
+        name = "materialize"
+    if name in _SOURCES:
+        module, source = _SOURCES[name]
+        value = globals()[name] = getattr(import_module(module), source)
+        return value
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
