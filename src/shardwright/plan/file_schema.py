@@ -229,7 +229,9 @@ def _contradictions_of_tensors(plan: PlanData) -> Iterator[str]:
 
 
 def _contradictions_of_row(row: OperatorRow, plan: PlanData) -> Iterator[str]:
-    where = f"operators: {row.name}"
+    where, mark = f"operators: {row.name}", plan.recompute.get(row.name)
+    if row.segment and (mark is None or mark.segment != row.segment):
+        yield f"{where}: is in segment {row.segment!r}, but recompute does not say so"
     for name, _, kind in row.inputs:
         if kind == "parameter" and name not in plan.parameters:
             yield f"{where}: there is no parameter {shown(name)}"
