@@ -1,5 +1,8 @@
 """The errors that Shardwright raises, all before any communication starts."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ShardwrightError(Exception):
     """Base class of all errors that Shardwright raises about its input."""
@@ -63,3 +66,15 @@ class MemoryLimitError(ShardwrightError):
     def __init__(self, message: str, needed: int) -> None:
         super().__init__(message)
         self.needed = needed
+
+
+@contextmanager
+def needs_extra(name: str, purpose: str, kind: type[ShardwrightError]) -> Iterator[None]:
+    """Around imports of what an extra of the package installs.
+
+    Raises: an error of this kind, which says how to install it, if an import fails.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise kind(f"{purpose} ({error}): pip install 'shardwright[{name}]'") from error

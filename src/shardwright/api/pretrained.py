@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwright.api.parallelize import parallelize
 from shardwright.deferred import no_init_parameters
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, needs_extra
 from shardwright.parallel.whole import whole
 from shardwright.plan import Plan
 from shardwright.runtime.devices import has_other_ranks
@@ -100,7 +100,8 @@ def from_pretrained(
 
 
 def _built(cls: Any, folder: Path, options: dict[str, Any]) -> nn.Module:
-    from transformers import AutoConfig
+    with needs_extra("models", "a pretrained model needs transformers", CheckpointError):
+        from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json, as `save_pretrained` writes it")

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwright.compare.published import PlannedRun, PublishedRun
 from shardwright.cost.cluster import Cluster
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, needs_extra
 from shardwright.progress import OnProgress, silent
 
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -163,10 +163,8 @@ def fit_cluster(
 def _least_squares(
     residuals: Callable[[Vector], Vector], first: Vector, figures: Sequence[Figure]
 ) -> Vector:
-    try:
+    with needs_extra("calibrate", "fitting a cluster needs scipy", ConfigError):
         from scipy.optimize import least_squares
-    except ImportError as error:
-        raise ConfigError("fitting a cluster needs scipy: pip install scipy") from error
     bounds = (
         [log(figure.least) - 1e-9 for figure in figures],
         [log(figure.most) + 1e-9 for figure in figures],

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, needs_extra
 from shardwright.models.attention import Attention, register_with_transformers
 from shardwright.models.loss import next_token_loss
 from shardwright.models.sizes import Dimensions
@@ -44,8 +44,9 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
     Raises:
         ConfigError: the configuration has no such argument.
     """
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    with needs_extra("models", f"the model family {sizes.family} needs transformers", ConfigError):
+        from transformers import AutoConfig
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     model_type, experts = _MODEL_TYPES[sizes.family]
     known = AutoConfig.for_model(model_type).to_dict()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, needs_extra
 from shardwright.models.attention import Attention, register_with_transformers
 from shardwright.models.sizes import MAX_LAYERS
 
@@ -37,7 +37,8 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
         ConfigError: if the file does not exist, or `transformers` does not know the model or cannot
             build it with these arguments.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    with needs_extra("models", "hf: a model of transformers needs transformers", ConfigError):
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = hf_config(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -63,7 +64,8 @@ def _implementation(kind: Any, config: Any, attention: Attention) -> str | None:
 
 def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
     """The configuration that `causal_lm` builds a model of. Raises: ConfigError: as `causal_lm`."""
-    from transformers import AutoConfig
+    with needs_extra("models", "hf: a model of transformers needs transformers", ConfigError):
+        from transformers import AutoConfig
 
     if isinstance(source, Mapping):
         if "model_type" not in source:

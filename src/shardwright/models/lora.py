@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, needs_extra
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
     Raises:
         ConfigError: if no module matches.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    with needs_extra("models", "LoRA needs peft", ConfigError):
+        from peft import LoraConfig, inject_adapter_in_model
 
     targets = lora.target_modules
     config = LoraConfig(

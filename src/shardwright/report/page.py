@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, needs_extra
 from shardwright.report.picture import Picture
 
 
@@ -191,12 +191,8 @@ def page_html(page: Page) -> str:
     Raises:
         PlanError: if jinja2 is not installed.
     """
-    try:
+    with needs_extra("report", "a report needs jinja2", PlanError):
         from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError:
-        raise PlanError(
-            "a report needs jinja2, which is not installed: pip install 'shardwright[report]'"
-        ) from None
     environment = Environment(
         loader=PackageLoader("shardwright.report", "."),
         autoescape=True,

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwright.errors import DataError
+from shardwright.errors import DataError, needs_extra
 from shardwright.text_files import read_text
 from shardwright.train.position import Position
 from shardwright.train.token_files import is_saved_dataset, saved_dataset
@@ -112,13 +112,8 @@ def digits(image_size: int = DIGITS_SIZE) -> tuple[Tensor, Tensor]:
     """
     if image_size < DIGITS_SIZE:
         raise DataError(f"image_size={image_size}: digits need at least {DIGITS_SIZE} pixels")
-    try:
+    with needs_extra("data", "the digits dataset needs scikit-learn", DataError):
         from sklearn.datasets import load_digits
-    except ImportError:
-        raise DataError(
-            "the digits dataset needs scikit-learn, which is not installed: "
-            "pip install 'shardwright[data]'"
-        ) from None
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, DIGITS_SIZE, DIGITS_SIZE) / 16.0
     repeat = image_size // DIGITS_SIZE
@@ -277,13 +272,8 @@ def _byte_tokenizer() -> tuple[Encode, list[int]]:
 
 def _load_tokenizer(path: Path) -> tuple[Encode, list[int]]:
     """The encoding function of a tokenizer, and the tokens that follow each text."""
-    try:
+    with needs_extra("models", "a tokenizer needs transformers", DataError):
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    except ImportError:
-        raise DataError(
-            "a tokenizer needs transformers, which is not installed: pip install"
-            " 'shardwright[models]'"
-        ) from None
     if not path.exists():
         raise DataError(f"{path}: no such tokenizer.json or tokenizer folder")
     try:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwright.errors import DataError
+from shardwright.errors import DataError, needs_extra
 
 LLM_C = {20240520: "uint16", 20240801: "uint32"}
 """The first number in files of llm.c, which have a header of 256 numbers of 32 bits, and what their
@@ -184,13 +184,8 @@ def saved_dataset(path: Path, column: str) -> Any:
         DataError: if `datasets` is not installed, the folder is damaged, holds several splits, or
             has no such column.
     """
-    try:
+    with needs_extra("datasets", f"{path}: a folder of datasets needs datasets", DataError):
         from datasets import DatasetDict, load_from_disk
-    except ImportError:
-        raise DataError(
-            f"{path}: is a folder of datasets, which is not installed: pip install"
-            " 'shardwright[datasets]'"
-        ) from None
     try:
         dataset = load_from_disk(str(path))
     except Exception as error:  # Damaged files can raise anything.
