@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from shardwright.planner import candidate
 
 
 @pytest.mark.parametrize("devices", [24, 40, 48])
@@ -24,3 +25,26 @@ def seconds(devices: int) -> float:
     plan = sw.plan(net, batch, devices=devices, mode="data_parallel", cluster="h100")
     assert plan.step_time is not None
     return plan.step_time
+
+
+def test_llama_on_1024_devices_has_a_mesh_of_few_axes_and_is_no_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four layers of LLaMA 2 70B: their search divides the axes of a node in several places."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
+        num_hidden_layers=4,
+    )  # fmt: skip
+    with torch.device("meta"):
+        net = transformers.LlamaForCausalLM(config)
+        ids = torch.empty((128, 4096), dtype=torch.long)
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    graph = sw.capture(net, (), inputs, compute_dtype=torch.bfloat16)
+    options = {"devices": 1024, "cluster": "h100", "compute_dtype": "bfloat16"}
+    aligned = sw.plan(graph, **options)
+    monkeypatch.setattr(candidate, "MANY_AXES", 1024)
+    searched = sw.plan(graph, **options)
+    assert len(aligned.mesh.device_matrix) <= 4 < len(searched.mesh.device_matrix)
+    assert aligned.step_time is not None and searched.step_time is not None
+    assert aligned.step_time <= searched.step_time

@@ -20,14 +20,16 @@ from shardwright.graph.graph import Graph
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.communication import storage_as_used
 from shardwright.partition.decisions import Decisions, Storage
-from shardwright.partition.fold_axes import fold_axes
+from shardwright.partition.fold_axes import dtensor_axes, fold_axes
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.plan import Plan, make_plan
 from shardwright.planner.options import MB, PlanOptions
 from shardwright.planner.pipeline import pipeline_spec
 from shardwright.rules.rule import Cuts
+from shardwright.search.align_breaks import aligned_breaks
 from shardwright.search.assign_stages import balanced_stages
+from shardwright.search.cut_moves import alike_axes
 from shardwright.search.modes import MODES, check_takes_pins
 from shardwright.search.nest_axes import nest_axes
 from shardwright.search.optimizer_sharding import sharded_storage
@@ -208,7 +210,35 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate:
         recompute=recompute_of(graph),
     )
     candidate = Candidate(model, options, fixed.mesh, decisions, pipeline, seconds)
-    return candidate if options.cluster is not None else _nested(candidate, fixed.cuts)
+    if options.cluster is not None:
+        return _aligned(candidate, fixed.cuts)
+    return _nested(candidate, fixed.cuts)
+
+
+MANY_AXES = 4
+"""With more axes of the parameters' mesh DTensor's first step takes over ten seconds, and with each
+further axis about six times as long."""
+
+
+def _aligned(candidate: Candidate, pinned: Mapping[str, Cuts]) -> Candidate:
+    """The same with operators that divide axes in the same places, where the parameters' mesh has
+    many axes, gets fewer, and no step is predicted to take longer."""
+    model, mesh, options = candidate.model, candidate.mesh, candidate.options
+    if len(dtensor_axes(candidate.partitioned)) <= MANY_AXES:
+        return candidate
+    levels = TimeModel(options.known_cluster, mesh, candidate.pipeline.stages).links.levels
+    best = candidate
+    for axes in alike_axes(mesh, [dict(enumerate(levels)), dict(enumerate(mesh.device_matrix))]):
+        others = [best]
+        for cuts in aligned_breaks(model.graph, mesh, best.decisions.cuts, pinned, axes):
+            storage = _storage(model, mesh, cuts, options)
+            decisions = replace(best.decisions, cuts=cuts, storage=storage)
+            others.append(replace(best, decisions=decisions))
+        best = min(
+            (other for other in others if other.seconds <= best.seconds),
+            key=lambda one: (len(dtensor_axes(one.partitioned)), one.seconds),
+        )
+    return best
 
 
 def _nested(candidate: Candidate, pinned: Mapping[str, Cuts]) -> Candidate:
