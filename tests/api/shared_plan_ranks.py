@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,7 +39,7 @@ def captures(on_rank_0: int, seconds: float = 0.0) -> Iterator[None]:
         return capture(*args, **kwargs)
 
     calls = list[Any]()
-    rooms = [sys.modules[f"shardwright.api.{name}"] for name in ("plan", "parallelize")]
+    rooms = [import_module(f"shardwright.api.{name}") for name in ("plan", "parallelize")]
     with (
         mock.patch.multiple(rooms[0], capture=counted),
         mock.patch.multiple(rooms[1], capture=counted),

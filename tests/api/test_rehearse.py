@@ -69,7 +69,7 @@ def test_one_rank_of_64_starts_and_trains() -> None:
         *("start", "step 1", "step 2", "step 3", "checkpoint written", "checkpoint read")
     ]
     assert set(rank.phases[1].parts) == {"forward and backward", "clipping", "optimizer"}
-    assert rank.groups == 16
+    assert rank.groups == 2
 
 
 def test_memory_is_that_of_the_plan() -> None:

@@ -96,9 +96,11 @@ def test_the_version_is_the_packages_and_stands_beside_torchs(command: Command) 
 
 
 def test_plan_prints_a_table_or_json_and_saves(command: Command, folder: Path) -> None:
-    status, out, err = command("plan", "config.yaml", "--devices", "4", "--out", "plan.json")
+    planned = ("plan", "config.yaml", "--devices", "4")
+    status, out, err = command(*planned, "--full", "--out", "plan.json")
     assert (status, err) == (0, "")
     assert "net.first" in out and "net.second" in out
+    assert "Data parallel 4." in command(*planned)[1]
     status, out, _ = command("plan", "config.yaml", "--devices", "4", "--json")
     assert status == 0
     saved = json.loads((folder / "plan.json").read_text())
@@ -330,13 +332,14 @@ def test_a_rank_killed_in_mid_step_ends_the_run(folder: Path) -> None:
 
 
 def test_a_file_of_strategies_pins_the_model_of_a_configuration(
-    command: Command, folder: Path
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     said = {"version": 1, "strategies": {"net.first": {"in_strategy": [[1, 2], [1, 2]]}}}
     (folder / "pins.json").write_text(json.dumps(said))
     with (folder / "config.yaml").open("a") as file:
         file.write("parallel: {mode: sharding_propagation, strategies: pins.json}\n")
-    status, out, _ = command("plan", "config.yaml", "--devices", "2")
+    status, out, _ = command("plan", "config.yaml", "--devices", "2", "--full")
     assert status == 0
     assert "((1,2),(1,2)) pinned" in out
     status, out, _ = command("check", "config.yaml", "--devices", "2")

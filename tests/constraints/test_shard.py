@@ -288,7 +288,8 @@ def test_a_tied_parameter_may_be_planned_by_any_of_its_names() -> None:
     assert [found.mesh.size(axes) for axes in found.storage["down.weight"]] == [8, 1]
 
 
-def test_the_plan_records_and_shows_what_is_pinned() -> None:
+def test_the_plan_records_and_shows_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     net = Block()
     sw.shard(net.up, (LAYOUT("dp", ("sp", "mp")), None), ((8, 1),))
     found = plan(net)
@@ -296,8 +297,7 @@ def test_the_plan_records_and_shows_what_is_pinned() -> None:
     assert loaded == found
     assert loaded.pins["up"].inputs == (LAYOUT("dp", ("sp", "mp")), None)
     assert [row.name for row in loaded.operators if row.pinned] == ["up"]
-    (line,) = (line for line in str(loaded).splitlines() if " up " in line)
-    assert "((2,4),(1,4)) pinned" in line
+    assert "((2,4),(1,4)) pinned" in loaded.text(full=True)
     assert "pinned to ((dp, sp·mp) on (dp 2, sp 2, mp 2),None) → ((8,1),)" in loaded.explain("up")
 
 

@@ -34,7 +34,10 @@ def test_strategies_are_those_of_the_published_search() -> None:
     assert strategies["layer3"] == ((2, 4), (1, 4))
 
 
-def test_the_table_shows_shapes_cuts_strategies_redistributions_and_bytes() -> None:
+def test_the_table_shows_shapes_cuts_strategies_redistributions_and_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     text = plan_of_network().text(full=True)
     for part in (
         "layer1",

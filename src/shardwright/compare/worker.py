@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwright.api import parallelize
 from shardwright.config.run import Run
+from shardwright.config.schema import RecomputeSection
 from shardwright.errors import ConfigError, PlanError, ShardwrightError
 from shardwright.graph.serialize import loads
 from shardwright.models.sizes import Dimensions
@@ -133,7 +134,8 @@ def tiny_run(run: Run, devices: int) -> Run:
     """
     parallel, sizes = run.config.parallel, run.config.model.sizes
     assert parallel.expert is not None and sizes is not None
-    tiny = Dimensions(**sizes).tiny()
+    large = Dimensions(**sizes)
+    tiny = large.tiny()
     stages = _shared(int(parallel.stages), tiny.num_layers, devices)
     model = _shared(parallel.expert.model_parallel, tiny.num_kv_heads, devices // stages)
     data, rows = devices // stages // model, BATCH // MICRO_BATCHES
@@ -156,6 +158,7 @@ def tiny_run(run: Run, devices: int) -> Run:
                     "stages": stages,
                     "micro_batches": MICRO_BATCHES,
                     "hsdp": parallel.hsdp and parallel.hsdp.model_copy(update=whole),
+                    "recompute": _for_fewer(parallel.recompute, large.num_layers, tiny.num_layers),
                     "compute_dtype": None,
                     "memory_limit": None,
                 }
@@ -164,6 +167,22 @@ def tiny_run(run: Run, devices: int) -> Run:
         }
     )
     return replace(run, config=config)
+
+
+def _for_fewer(
+    recompute: RecomputeSection | None, layers: int, fewer: int
+) -> RecomputeSection | None:
+    """The same for a model of fewer layers, each of which stands for as many of the other."""
+    if recompute is None:
+        return None
+
+    def of_fewer(blocks: Collection[int] | None) -> list[int] | None:
+        if blocks is None:
+            return None
+        return [number for number in range(fewer) if number * layers // fewer in blocks]
+
+    chosen = {key: of_fewer(getattr(recompute, key)) for key in ("blocks", "whole_blocks")}
+    return recompute.model_copy(update=chosen)
 
 
 def _shared(preferred: int, limit: int, devices: int) -> int:

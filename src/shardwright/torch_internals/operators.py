@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import FunctionSchema, fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.library import Library
@@ -9,12 +10,17 @@ from torch.library import Library
 __all__ = [
     "HigherOrderOperator",
     "OpOverload",
+    "assert_tensor",
     "is_erased",
     "operator_name",
     "overload_name",
     "schema_of",
     "unregister",
 ]
+
+
+assert_tensor = torch._assert
+"""`assert` as a function, which modes for functions see."""
 
 
 def schema_of(overload: OpOverload) -> FunctionSchema:

@@ -50,6 +50,7 @@ PYTREE = (
 )
 
 OPERATORS = (
+    PrivateName("torch._assert", "tells a test that only guards from others", "`assert`"),
     PrivateName("torch._ops.OpOverload", "the type of an operator in a graph"),
     PrivateName("torch._ops.HigherOrderOperator", "the type of one that holds a sub-graph"),
     PrivateName(
