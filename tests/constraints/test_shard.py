@@ -298,7 +298,8 @@ def test_the_plan_records_and_shows_what_is_pinned(monkeypatch: pytest.MonkeyPat
     assert loaded.pins["up"].inputs == (LAYOUT("dp", ("sp", "mp")), None)
     assert [row.name for row in loaded.operators if row.pinned] == ["up"]
     assert "((2,4),(1,4)) pinned" in loaded.text(full=True)
-    assert "pinned by the user to ((dp, sp·mp) on (dp 2, sp 2, mp 2),None) → ((8,1),)" in loaded.explain("up")
+    pinned = "pinned by the user to ((dp, sp·mp) on (dp 2, sp 2, mp 2),None) → ((8,1),)"
+    assert pinned in loaded.explain("up")
 
 
 def pin(**named: Any) -> Callable[[Block], Any]:
