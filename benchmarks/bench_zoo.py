@@ -10,6 +10,7 @@ equal parts. Goals: 95% are exact, none is wrong, none ends in an error from ins
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from shardwright.cost.flops import work_of
 from shardwright.rules import rule_of
 
 DEVICES, EXACT_SHARE = 8, 0.95
+SITE_PACKAGES = re.compile(r"\S*site-packages/")
 EXACT, REFUSED, WRONG, RAW = "exact", "refused", "wrong", "raw error"
 
 
@@ -92,6 +94,6 @@ def _all(ends: dict[tuple[str, str], Ending]) -> Table:
     table = Table("Each of them", ("architecture", "kind", "ended", "cut", "why"))
     for (kind, name), each in ends.items():
         share = "" if each.cut is None else f"{each.cut:.0%}"
-        why = each.why.replace("\n", " ").replace("|", "/")[:160]
+        why = SITE_PACKAGES.sub("", each.why).replace("\n", " ").replace("|", "/")[:160]
         table.add(f"`{name}`", kind, each.end, share, why)
     return table
