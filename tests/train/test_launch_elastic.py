@@ -33,7 +33,12 @@ def run(tmp_path: Path, program: str, minimum: int, **options: int) -> tuple[Log
 
 @pytest.mark.distributed
 def test_it_goes_on_with_the_devices_that_are_left(tmp_path: Path) -> None:
-    program = f"if size == 4:\n    if rank == 2: {KILLED}\n    time.sleep(100)"
+    printed = str(tmp_path / "printed")
+    program = (
+        f"if size == 4:\n    if rank == 0: open({printed!r}, 'w').close()\n"
+        f"    while not os.path.exists({printed!r}): time.sleep(0.01)\n"
+        f"    if rank == 2: {KILLED}\n    time.sleep(100)"
+    )
     logs, said = run(tmp_path, program, minimum=2)
     (line,) = said
     assert line.startswith("rank 2 (process ")
