@@ -4,7 +4,8 @@
 #   make golden     write the texts of tests/golden anew, to be read as a diff
 #   make check      lint, format, types, import order
 #   make bench      the numbers of docs/benchmarks.md
-#   make report-picture  the picture of docs/report.md, with Chromium
+#   make docs       the site, into build/site    make docs-serve  the same at localhost:8000
+#   make report-picture  the pictures of docs/report.md, with Chromium
 #   make bench-gpu  what one accelerator can tell, into gpu_results/
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install test test-slow golden check format bench bench-gpu report-picture demo clean
+.PHONY: install test test-slow golden check format bench bench-gpu docs docs-serve report-picture demo clean
 
 install: $(STAMP)
 
@@ -55,12 +56,23 @@ bench: install
 bench-gpu: install
 	$(BIN)/python benchmarks/gpu.py --out gpu_results
 
+docs: install
+	$(BIN)/mkdocs build --quiet
+
+docs-serve: install
+	$(BIN)/mkdocs serve
+
 report-picture: install
 	mkdir -p build docs/images
 	$(BIN)/shardwright plan configs/llama2_70b_auto.yaml --devices 64 --out build/plan.json
 	$(BIN)/shardwright report build/plan.json
-	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1280,1010 \
-	  --screenshot=docs/images/report.png file://$(CURDIR)/build/plan.html
+	for size in "1280 report" "800 report-800"; do set -- $$size; \
+	  for dark in "" --force-dark-mode; do \
+	    chromium --headless --no-sandbox --disable-gpu --hide-scrollbars $$dark \
+	      --window-size=$$1,1150 --screenshot=docs/images/$$2$${dark:+-dark}.png \
+	      file://$(CURDIR)/build/plan.html || exit 1; \
+	  done; \
+	done
 
 demo: install
 	@$(BIN)/python examples/demo.py

@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import transformers
 
@@ -74,7 +75,7 @@ def cut(plan: sw.Plan) -> float:
         work, rule = work_of(op), rule_of(op)
         counts = rule.shard_counts(plan.mesh, plan.decisions.cuts.get(op.name, {})) if rule else {}
         whole += work.forward_flops
-        busiest += work.forward_flops * work.largest_share(counts)
+        busiest += work.forward_flops / prod(counts.values())
     return whole / (DEVICES * busiest) if busiest else 0.0
 
 

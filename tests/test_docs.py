@@ -193,8 +193,11 @@ def check_spelling(words: list[str]) -> None:
 
 @every_page
 def test_the_links_of_a_page_lead_to_files(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
+    hosted = re.findall(r"/shardwright/shardwright/blob/main/([^)#\s]+)", text)
+    assert [link for link in hosted if not (ROOT / link).exists()] == []
 
 
 @every_page

@@ -9,6 +9,7 @@ import sys
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,3 +126,28 @@ def _multiple_mixed_on_one_device() -> float:
         optimizer.step()
         optimizer.zero_grad()
     return loss.item()
+
+
+def kinds_of_outputs(notebook: Any) -> list[list[set[str]]]:
+    """Of each cell with code, what each of its outputs can be shown as beside plain text."""
+    return [
+        [set(output.get("data", ())) - {"text/plain"} for output in cell.outputs]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_shows_what_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    stored = nbformat.read(EXAMPLES / "from_model_to_report.ipynb", 4)
+    notebook = nbformat.read(EXAMPLES / "from_model_to_report.ipynb", 4)
+    monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path / "jupyter"))
+    where = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=300, resources=where).execute()
+    assert kinds_of_outputs(notebook) == kinds_of_outputs(stored)
+    assert sum({"text/html"} in kinds for kinds in kinds_of_outputs(notebook)) == 6
+    assert "Against other plans" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert sw.Plan.load(tmp_path / "plan.json").devices == 8

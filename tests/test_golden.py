@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from commands_page import commands_page
+from markdown_fences import ROOT
 from sample_models import mlp, network
 from shardwright.api.save_graphs import program_text
 from shardwright.graph.printer import graph_text
@@ -23,7 +25,10 @@ FOLDER = Path(__file__).parent / "golden"
 
 
 def compare(name: str, found: str) -> None:
-    path = FOLDER / f"{name}.txt"
+    compare_file(FOLDER / f"{name}.txt", found)
+
+
+def compare_file(path: Path, found: str) -> None:
     if os.environ.get("SHARDWRIGHT_GOLDEN") == "write":
         path.write_text(found, encoding="utf-8")
         pytest.skip(f"{path.name} written; read the diff")
@@ -148,3 +153,7 @@ def test_a_value_that_is_read_in_two_ways_is_converted_twice_in_the_dump() -> No
         way.split(": ")[0] in plan.explain("product").replace("\n    ", ", then ")
         for way in ways[:2]
     )
+
+
+def test_the_page_of_commands() -> None:
+    compare_file(ROOT / "docs" / "commands.md", commands_page())

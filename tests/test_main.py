@@ -1,30 +1,54 @@
-"""What lists the commands is what lists them with everything imported, and comes at once."""
+"""Help comes at once, without torch, and is that of the commands with everything imported."""
 
+import json
 import subprocess
 import sys
+from typing import Any
 
+import typer
 from typer.testing import CliRunner
 
 from shardwright import cli
-from shardwright.__main__ import listing
+
+GROUP: Any = typer.main.get_command(cli.app)
+CALLS = [["--help"], *([name, "--help"] for name in GROUP.commands)]
+
+HELP = """
+import json, sys
+from typer.testing import CliRunner
+from shardwright.__main__ import Unloaded
+sys.meta_path.insert(0, Unloaded())
+from shardwright import cli
+def text(call): return CliRunner().invoke(cli.app, call, prog_name="shardwright").output
+print(json.dumps([text(call) for call in json.loads(sys.argv[1])]))
+"""
+
+COMMAND = """
+import atexit, sys, time
+@atexit.register
+def loaded(): print("\\n", time.process_time(), "torch.nn" in sys.modules or "numpy" in sys.modules)
+from shardwright.__main__ import run_command
+sys.argv = ["shardwright", "plan", "--help"]
+run_command()
+"""
 
 
-def test_the_list_of_commands_read_from_their_source_is_that_of_the_commands() -> None:
-    read, imported = (
-        CliRunner().invoke(app, ["--help"], prog_name="shardwright").output
-        for app in (listing(), cli.app)
-    )
-    assert "rehearse" in read
-    assert read == imported
+def run(script: str, *arguments: str) -> str:
+    words = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def test_help_needs_no_torch() -> None:
-    script = (
-        "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules))\n"
-        "from shardwright.__main__ import run_command\n"
-        "sys.argv = ['shardwright', '--help']; run_command()"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "rehearse" in run.stdout
-    assert run.stdout.endswith("False\n")
+def test_help_without_torch_is_that_of_the_commands() -> None:
+    imported = [CliRunner().invoke(cli.app, call, prog_name="shardwright").output for call in CALLS]
+    assert len(imported) > 10 and "rehearse" in imported[0]
+    assert json.loads(run(HELP, json.dumps(CALLS))) == imported
+
+
+def test_help_of_a_command_takes_less_than_a_second_of_cpu_and_loads_no_torch() -> None:
+    *help_text, last = run(COMMAND).strip().splitlines()
+    assert any("--memory-limit" in line for line in help_text)
+    seconds, loaded = last.split()
+    assert float(seconds) < 1
+    assert loaded == "False"

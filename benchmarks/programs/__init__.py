@@ -1,6 +1,6 @@
 """Training programs as users write them, each to be run on one device and planned."""
 
-from benchmarks.programs import around, forward_effects, habits, hooks, loops, outputs
+from benchmarks.programs import around, forward_effects, habits, hooks, kinds, loops, outputs
 from benchmarks.programs.program import PROGRAMS, Parallel, Program
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "forward_effects",
     "habits",
     "hooks",
+    "kinds",
     "loops",
     "outputs",
 ]

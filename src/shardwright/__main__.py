@@ -2,55 +2,51 @@
 
 from __future__ import annotations
 
-import ast
 import sys
+from collections.abc import MutableSequence, Sequence
 from importlib import import_module
-from pathlib import Path
-from typing import Annotated
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
-import typer
+READ = ("cli", "errors", "text_files", "progress")
+"""Rooms that say what the help of a command is; all others only run."""
 
 
 def run_command() -> None:
-    """The entry point. What lists the commands reads it from their source, for to import them, and
-    torch with them, takes seconds."""
+    """The entry point. Help is printed without what commands run, which takes seconds to import."""
     arguments = sys.argv[1:]
-    if arguments in ([], ["--help"]):
-        listing()()
+    if not arguments or (arguments[-1] == "--help" and len(arguments) <= 2):
+        sys.meta_path.insert(0, Unloaded())
     import_module("shardwright.cli").main()
 
 
-def listing() -> typer.Typer:
-    """An application that has only the help of each command."""
-    app = typer.Typer(add_completion=False, no_args_is_help=True)
-    for file in sorted(Path(__file__).with_name("cli").glob("*.py")):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            match node:
-                case ast.FunctionDef(
-                    decorator_list=[
-                        ast.Call(
-                            func=ast.Attribute(value=ast.Name("app"), attr="command"),
-                            args=[ast.Constant(str(name))],
-                        )
-                    ]
-                ):
-                    app.command(name, help=ast.get_docstring(node))(_command)
-    app.callback()(_application)
-    return app
+class Unloaded(MetaPathFinder, Loader):
+    """Puts empty modules in the place of torch and of rooms that help does not read."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, rest = fullname.partition(".")
+        runs = package == "shardwright" and rest.split(".")[0] not in READ
+        return ModuleSpec(fullname, self, is_package=True) if runs or package == "torch" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Empty(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It is empty."""
 
 
-def _command() -> None: ...
+class _Empty(ModuleType):
+    """A module all of whose names are classes that nobody uses."""
 
+    __path__: MutableSequence[str] = []  # noqa: RUF012
 
-def _application(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the versions of Shardwright, torch and Python, and exit."
-        ),
-    ] = False,
-) -> None:
-    """Plan how every operator of a PyTorch model is sharded over N devices, and train it."""
+    def __getattr__(self, name: str) -> type[Exception]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (Exception,), {})
 
 
 if __name__ == "__main__":

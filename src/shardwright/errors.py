@@ -24,6 +24,11 @@ class PlanError(ShardwrightError):
     """A plan of another model, another number of devices, or an unknown version."""
 
 
+class MixedTensorsError(PlanError, RuntimeError):
+    """A parameter of a planned model, a DTensor, meets an ordinary tensor; the message says what to
+    do instead."""
+
+
 class ConfigError(ShardwrightError, ValueError):
     """A configuration file with a value of the wrong type, an unknown key, or conflicting keys."""
 

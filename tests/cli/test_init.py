@@ -15,10 +15,12 @@ ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny" / "llama2_7b.yaml"
 
 
-def test_init_lists_every_configuration() -> None:
+def test_init_lists_every_configuration_and_example() -> None:
     names = CliRunner().invoke(app, ["init"]).output.split()
-    assert len(names) == len(list((ROOT / "configs").rglob("*.yaml"))) > 0
-    assert {"llama2_70b_auto", "tiny/llama2_7b"} <= set(names)
+    configs = [name for name in names if not name.startswith("examples/")]
+    assert len(configs) == len(list((ROOT / "configs").rglob("*.yaml"))) > 0
+    examples = {f"examples/{file.name}" for file in (ROOT / "examples").glob("*.*")}
+    assert {"llama2_70b_auto", "tiny/llama2_7b", *examples} <= set(names)
 
 
 def test_init_copies_one_and_overwrites_nothing(
@@ -74,3 +76,4 @@ def test_an_installed_wheel_holds_the_configurations_and_all_data(tmp_path: Path
     run += "from shardwright.__main__ import run_command; run_command()"
     assert python("-c", run, path=str(target)).startswith(str(package))
     assert copied.read_bytes() == TINY.read_bytes()
+    assert (package / "examples" / "demo.py").is_file()

@@ -82,6 +82,46 @@ def test_report_writes_a_page_beside_the_plan_or_where_it_is_told(saved: Path) -
         assert html.startswith("<!doctype html>") and "Plan for 4 devices" in html
 
 
+def test_report_plans_a_configuration_and_compares_it_with_others(
+    published: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--what-if", "--against", "presets", "--against", str(saved), "--cluster", "h100"]
+    result = CliRunner().invoke(app, ["report", str(published), "--devices", "4", *options])
+    assert result.stdout.split() == ["small.html"], result.exception
+    html = (tmp_path / "small.html").read_text(encoding="utf-8").partition('id="others"')[2]
+    rows = dict(re.findall(r'<th scope="row">([\w ]+)[^<]*</th><td>([\d,]*)</td>', html))
+    assert rows.pop("half the batch") in ("", "4")
+    assert rows == {
+        "this plan": "4",
+        "half the memory": "4",
+        "twice the devices": "8",
+        "twice the batch": "4",
+        "data parallel": "4",
+        "fully sharded data parallel": "4",
+        "plan": "4",
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("plan", ["--devices", "4"], "is a plan, whose options are decided"),
+        ("plan", ["--what-if"], "is a plan, whose options are decided"),
+        ("plan", ["--against", "presets"], "presets need a configuration"),
+        ("plan", ["--against", "missing.json"], "missing.json"),
+        ("config", [], "a configuration needs --devices"),
+    ],
+)
+def test_options_of_a_report_that_cannot_be_are_refused(
+    published: Path, saved: Path, kind: str, options: list[str], message: str
+) -> None:
+    source = saved if kind == "plan" else published
+    result = CliRunner().invoke(app, ["report", str(source), *options])
+    assert result.exit_code
+    assert message in " ".join(f"{result.output} {result.exception}".replace("│", " ").split())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -125,18 +125,6 @@ def test_experts_take_what_those_that_each_token_chose_take() -> None:
     assert planned(capture(net, (x,))) == counted(net, (x,), {})
 
 
-def test_the_last_block_of_causal_queries_has_the_most_pairs() -> None:
-    class Causal(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-    (op,) = capture(Causal(), (torch.zeros(2, 4, 64, 8),)).ops
-    # Of continuous positions, so that half of all pairs are allowed.
-    pairs = (64**2 - 48**2) / 64**2
-    assert work_of(op).largest_share({"b": 2, "h": 1, "s": 4}) == pytest.approx(pairs / 2)
-    assert work_of(op).largest_share({"b": 2, "h": 2, "s": 1}) == 1 / 4
-
-
 def test_an_operator_without_a_rule_takes_what_torch_counts() -> None:
     class Chunked(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -156,3 +156,19 @@ def test_the_table_shows_every_stage_and_sizes_in_binary_units() -> None:
     for part in ("with adamw", "1.0 KiB", "2.0 KiB", "3.0 MiB", "1.0 GiB", "micro-batch 0"):
         assert part in text
     assert binary(1536) == "1.5 KiB"
+
+
+def test_the_largest_tensors_at_the_peak_have_the_names_of_operators() -> None:
+    nn = torch.nn
+    net = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 16), nn.Tanh())
+    batch = torch.empty(1024, 16), torch.empty(1024, 16)
+    loss = sw.WithLoss(net, nn.MSELoss())
+    plan = sw.plan(loss, batch, devices=2, mode="data_parallel")
+    (stage,) = of_plan(plan, "sgd").stages
+    assert stage.moment == "backward of micro-batch 0"
+    # Each device has 512 of the rows; what Tanh returns is kept, what it reads is not.
+    assert stage.largest[0] == ("net.1", "activations", 4 * 512 * 512)
+    assert {name for name, *_ in stage.largest} <= {row.name for row in plan.operators}
+    assert max(size for _, size in stage.curve) == stage.peak
+    kinds = [name.split()[0] for name, _ in stage.curve]
+    assert kinds == ["begin", "forward", "backward", "end", "optimizer"]

@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -296,3 +297,39 @@ def test_operator_samples_are_counted_by_end_and_wrong_ones_miss_the_goal(monkey
     ends = 'a | 1 | wrong | why\nb | 2 | refused | why\n{"equal": 1, "wrong": 1, "raw error": 0}'
     monkeypatch.setattr(bench_faults, "python", lambda *_, folder: ends)
     assert bench_faults.operator_samples(1).missed == ["a | 1 | wrong | why"]
+
+
+@pytest.mark.slow
+def test_a_model_is_as_fast_as_the_best_of_its_grid() -> None:
+    transformers = pytest.importorskip("transformers", "5.0")
+    from benchmarks import bench_full_size
+    from benchmarks.full_size import language
+    from benchmarks.zoo.tiny import shrunk
+
+    def tiny() -> nn.Module:
+        config = shrunk(transformers.MixtralConfig())
+        config.hidden_size, config.intermediate_size = 256, 512
+        return transformers.MixtralForCausalLM(config)
+
+    make = partial(language, tiny, length=64)
+    case = bench_full_size.Case("tiny", make, devices=4, batch=8, length=64)
+    found = bench_full_size.measured(case)
+    assert 0 < found.step <= (1 + bench_full_size.NEAR) * found.by_hand
+    assert found.parts is not None
+    assert prod(found.parts[:3]) * found.parts[4] == case.devices
+
+
+def test_full_size_plans_that_are_beaten_or_do_not_fit_miss_the_goal() -> None:
+    pytest.importorskip("transformers", "5.0")
+    from benchmarks.bench_full_size import CASES, Found
+
+    table = Table("t", tuple("abcdefghi"))
+    found = Found(8, 1.0, 2.0, step=2.0, memory=1, by_hand=2.0, parts=(64, 1, 1, 1, 1))
+    found.add_to(table, CASES[0])
+    assert not table.missed
+    replace(found, by_hand=1.0).add_to(table, CASES[0])
+    replace(found, step=float("inf"), parts=None).add_to(table, CASES[0])
+    assert table.missed == [
+        "Llama-3 8B, 64 × 8192: 2.00 of its grid",
+        "Llama-3 8B, 64 × 8192: no plan fits",
+    ]

@@ -43,3 +43,20 @@ def test_what_pytorch_offers_around_a_model_works_or_is_refused() -> None:
     refused = ["anomalies are detected", "a deep copy is trained", "the whole module is saved"]
     ends = {(one.program, one.end) for one in outcomes([*exact, *refused], ranks=2)}
     assert ends == {(name, EXACT) for name in exact} | {(name, REFUSED) for name in refused}
+
+
+@pytest.mark.distributed
+def test_what_a_loop_does_between_steps_works_or_is_refused() -> None:
+    exact = [
+        "a queue of keys in a buffer",
+        "a state goes from call to call",
+        "weights get noise",
+        "numbers of weights are read",
+    ]
+    refused = [
+        "an auxiliary loss in an attribute",
+        "a jacobian by vmap",
+        "gradients are reduced by hand",
+    ]
+    ends = {(one.program, one.end) for one in outcomes([*exact, *refused], ranks=2)}
+    assert ends == {(name, EXACT) for name in exact} | {(name, REFUSED) for name in refused}

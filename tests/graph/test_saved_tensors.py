@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from shardwright.graph.saved_tensors import needed_in_backward
+from shardwright.graph.saved_tensors import needed_in_backward, saved_before_update
 
 
 class Uses(nn.Module):
@@ -41,3 +41,27 @@ def test_the_first_weight_is_not_kept_where_the_input_needs_no_gradient() -> Non
             return F.mse_loss(self.layer(x), torch.zeros_like(x))
 
     assert kept(Plain(), torch.randn(2, 4)) == set()
+
+
+def test_buffers_are_kept_that_are_updated_after_they_scaled_something() -> None:
+    class Scaled(nn.Module):
+        scale: Tensor
+        shift: Tensor
+        turned: Tensor
+        fixed: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            for name in ("scale", "shift", "turned", "fixed"):
+                self.register_buffer(name, torch.ones(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = (self.layer(x) * self.scale * self.fixed + self.shift) @ self.turned.t()
+            with torch.no_grad():
+                for buffer in (self.scale, self.shift, self.turned):
+                    buffer.mul_(0.5)
+            return y.sum()
+
+    graph = sw.capture(Scaled(), (torch.ones(4, 4),))
+    assert {value.name for value in saved_before_update(graph)} == {"scale", "turned"}

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import LlamaForCausalLM, TrainingArguments
 
-from integrations.trainer_cases import CASES
+from integrations.trainer_cases import CASES, Sentences, language_model
+from shardwright.integrations.transformers import ShardwrightTrainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trainer.py"
 TIMES = re.compile(r"runtime|per_second|preparation_time|total_flos")
@@ -60,12 +63,53 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+def held_in_state(checkpoint: Path) -> set[str]:
+    (folder,) = (checkpoint / "shardwright").iterdir()
+    return {
+        key.partition(".")[0]
+        for key in FileSystemReader(folder).read_metadata().state_dict_metadata
+    }
+
+
+def small_trainer(folder: Path, steps: int) -> ShardwrightTrainer:
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4,
+        max_steps=steps,
+        save_steps=2,
+        lr_scheduler_type="constant",
+        report_to="none",
+        use_cpu=True,
+    )
+    torch.manual_seed(0)
+    return ShardwrightTrainer(language_model(), arguments, train_dataset=Sentences())
+
+
+def test_a_checkpoint_holds_parameters_once_and_resumes(tmp_path: Path) -> None:
+    whole, part = small_trainer(tmp_path / "whole", 4), small_trainer(tmp_path / "part", 2)
+    whole.train()
+    part.train()
+    checkpoint = tmp_path / "part" / "checkpoint-2"
+    assert held_in_state(checkpoint) == {"optimizer", "random"}
+    read = LlamaForCausalLM.from_pretrained(checkpoint).state_dict()
+    torch.testing.assert_close(dict(read), dict(part.model.state_dict()), rtol=0, atol=0)
+    part.args.max_steps = 4
+    part.train(resume_from_checkpoint=str(checkpoint))  # Into a model that is planned.
+    fresh = small_trainer(tmp_path / "fresh", 4)
+    fresh.train(resume_from_checkpoint=str(checkpoint))
+    for resumed in (part, fresh):
+        torch.testing.assert_close(
+            dict(resumed.model.state_dict()), dict(whole.model.state_dict()), rtol=0, atol=0
+        )
+
+
 @pytest.mark.distributed
 def test_lora_on_four_processes_equals_one_device_and_resumes_on_one(
     plain: Path, tmp_path: Path
 ) -> None:
     run(EXAMPLE, tmp_path, "--steps", "8", launcher=LAUNCHER)
     assert_equal_runs(tmp_path, plain, 8)
+    assert held_in_state(tmp_path / "checkpoint-4") == {"optimizer", "random"}
     for path in tmp_path.glob("checkpoint-8/**/*"):
         path.unlink() if path.is_file() else None
     (tmp_path / "adapter_model.safetensors").unlink()

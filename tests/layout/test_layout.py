@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from itertools import islice
@@ -288,3 +289,17 @@ def test_an_interleaved_axis_has_no_devices_and_cuts_nothing() -> None:
         plain(*entries)
     with pytest.raises(LayoutError, match="must be the last axis"):
         Layout((2, 4), ("interleaved_parallel", "mp"))
+
+
+def test_a_drawing_in_a_notebook_has_the_cells_of_its_text_and_a_color_for_each_block() -> None:
+    layout = Layout((2, 2, 2), ("a", "b", "c"))
+    for entries in (("a", "b"), ("a", "None"), ("a", "b", "c"), ("a",), ()):
+        drawn = layout(*entries).visualize()
+        html = drawn._repr_html_()
+        colors = dict(re.findall(r"<td style=\"background: (.*?); color: #000\">(.*?)</td>", html))
+        blocks = {tuple(map(int, ranks.split())) for ranks in colors.values()}
+        assert blocks == set(layout(*entries)._holders.values())
+        assert len(colors) == len(blocks)
+        for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", html):
+            assert cell in str(drawn)
+        assert html in layout(*entries)._repr_html_()

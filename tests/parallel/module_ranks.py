@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardwright as sw
 from random_plans import random_plan
 from sample_models import Model, gpt2, llama, mlp, resnet
+from shardwright.runtime import batch_guard
 from shardwright.train import local_batch
 from torchrun import run_checks
 
@@ -135,6 +138,58 @@ def check_compiled() -> None:
         for name, parameter in parallel.named_parameters():
             gradient = net.get_parameter(name).grad
             torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=1e-4, atol=1e-5)
+
+
+def check_torch_compile_leaves_a_planned_model_as_it_is() -> None:
+    net, args, kwargs = mlp()
+    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4))
+    compiled: Any = torch.compile(parallel, backend="eager")
+    for rows in (None, 4, 2):
+        piece = [arg[:rows] for arg in args]
+        torch.testing.assert_close(compiled(*piece, **kwargs), net(*piece, **kwargs))
+    assert not counters["stats"], "nothing was captured"
+
+
+def check_optimizer_states_of_one_device_are_taken() -> None:
+    net, args, kwargs = mlp()
+    for make in (sgd, adamw):
+        one_device = make(net.parameters())
+        parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0))
+        optimizer = make(parallel.parameters())
+        train_on(parallel, optimizer, args)  # A state of its own that is replaced.
+        for _ in range(2):
+            train_on(net, one_device, args)
+        parallel.load_state_dict(net.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(one_device.state_dict()))
+        for _ in range(2):
+            got, wanted = (
+                train_on(*pair, args) for pair in ((parallel, optimizer), (net, one_device))
+            )
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+        for name, parameter in parallel.named_parameters():
+            for key, value in optimizer.state[parameter].items():
+                mine = value.full_tensor() if isinstance(value, DTensor) else value
+                wanted = one_device.state[net.get_parameter(name)][key]
+                torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+
+
+def train_on(net: nn.Module, optimizer: torch.optim.Optimizer, args: Any) -> Tensor:
+    loss = loss_of(net(*args))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def check_calls_of_many_shapes_are_compared_in_bounded_memory() -> None:
+    net, args, _ = mlp()
+    parallel = sw.parallelize(net, sw.plan(net, args, devices=4))
+    batch_guard.MOST_KINDS, most = 2, batch_guard.MOST_KINDS
+    for rows in (1, 2, 3, 1, 3):
+        piece = [arg[:rows] for arg in args]
+        torch.testing.assert_close(parallel(*piece), net(*piece))
+        assert len(parallel.execution._guard._kinds) <= 2
+    batch_guard.MOST_KINDS = most
 
 
 def check_recomputed() -> None:
@@ -312,6 +367,9 @@ CHECKS = (
     check_inputs_that_arrive_cut,
     check_calls_with_other_arguments,
     check_a_batch_that_part_of_an_axis_divides,
+    check_torch_compile_leaves_a_planned_model_as_it_is,
+    check_optimizer_states_of_one_device_are_taken,
+    check_calls_of_many_shapes_are_compared_in_bounded_memory,
 )
 SLOW_CHECKS = (check_random_plans, check_compiled, check_recomputed)
 """What simulated ranks prove too."""

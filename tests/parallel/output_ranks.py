@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributions import Categorical
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -265,7 +267,65 @@ def check_replaced_data_of_a_dtensor_is_refused() -> None:
             raise AssertionError("the old values were used")
 
 
+LABELS = torch.arange(8) % 4
+MEET: dict[str, Callable[[Outputs], Tensor]] = {
+    "right": lambda o: (o["values"].argmax(-1) == LABELS).double().mean() + o["loss"],
+    "cross entropy": lambda o: F.cross_entropy(o["logits"], LABELS),
+    "a factor before": lambda o: (batch()[0] * o["logits"]).sin().sum(),
+    "chosen": lambda o: o["logits"][torch.arange(8), LABELS].square().sum() + o["loss"],
+    "masked": lambda o: o["logits"][batch()[0] > 0].exp().sum(),
+    "a list": lambda o: torch.cat([o["values"], torch.ones(1, 4)]).square().sum(),
+    "numpy": lambda o: o["loss"] * o["values"].detach().cpu().numpy().sum(),
+    "an array": lambda o: o["loss"] * float(numpy.asarray(o["values"].detach()).max()),
+    "numbers": lambda o: o["loss"] * o["values"].sum().item() + o["values"].tolist()[3][1],
+    "an operator that DTensors lack": lambda o: torch.cdist(o["values"], o["values"]).sum(),
+    "a distribution": lambda o: -Categorical(logits=o["logits"]).log_prob(LABELS).mean(),
+    "a gradient given": lambda o: (o["logits"].backward(batch()[0], retain_graph=True), o["loss"])[
+        1
+    ],
+    "written into another": lambda o: batch()[0].index_put_((LABELS,), o["logits"]).square().sum(),
+    "a whole parameter": lambda o: o["loss"] + (whole(o["scale"]) * torch.arange(4)).sum(),
+}
+
+
+def check_outputs_in_parts_meet_ordinary_tensors() -> None:
+    in_parts = set()
+    for plan in plans(built(ActorCritic)[0]):
+        net, other = built(ActorCritic)
+        parallel = sw.parallelize(net, plan)
+        for name, meet in MEET.items():
+            losses = []
+            for module in (parallel, other):
+                module.zero_grad()
+                losses.append(meet(module(*batch())))
+                losses[-1].backward()
+            torch.testing.assert_close(whole(losses[0].detach()), losses[1].detach(), msg=name)
+            compare(parallel, other, name)
+        in_parts |= {key for key, y in parallel(*batch()).items() if isinstance(y, DTensor)}
+    assert {"values", "logits"} <= in_parts
+
+
+def check_outputs_in_parts_are_not_changed_by_ordinary_tensors() -> None:
+    net, _ = built(ActorCritic)
+    outputs = sw.parallelize(net, sw.plan(net, batch(), devices=4, mode="data_parallel"))(*batch())
+    logits, ones = outputs["logits"], torch.ones(8, 8)
+    changes: list[Callable[[], Any]] = [
+        lambda: logits.add_(ones),
+        lambda: logits.__setitem__(0, ones[0]),
+        lambda: torch.add(ones, ones, out=logits.detach()),
+    ]
+    for change in changes:
+        try:
+            change()
+        except sw.PlanError as error:
+            assert "compute a new tensor instead" in str(error), error
+        else:
+            raise AssertionError("a gathered copy was changed")
+
+
 CHECKS = (
+    check_outputs_in_parts_meet_ordinary_tensors,
+    check_outputs_in_parts_are_not_changed_by_ordinary_tensors,
     check_a_backward_pass_never_uses_values_that_were_changed_after_forward,
     check_replaced_data_of_a_dtensor_is_refused,
     check_a_step_of_several_losses_is_refused,

@@ -99,13 +99,15 @@ def test_a_call_without_a_loss_cannot_be_trained_and_the_planned_one_goes_on() -
     assert torch.equal(parallel.train_step(X, labels=LABELS), net(X, labels=LABELS)["loss"])
 
 
-def test_the_oldest_of_many_shapes_is_forgotten_and_captured_again(
-    monkeypatch: pytest.MonkeyPatch,
+def test_of_many_shapes_the_one_not_used_for_longest_is_forgotten_and_captured_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr(execution, "MOST_SITUATIONS", 3)
     net, parallel = planned(X, labels=LABELS)
-    for rows in (1, 2, 3, 4, 1, 6):
+    for rows in (1, 2, 3, 4, 3, 1, 3, 6):
         x = torch.randn(rows, 4)
         torch.testing.assert_close(parallel(x)["logits"], net(x)["logits"])
         assert len(parallel.execution._forwards) <= 3
+    assert caplog.text.count("captured the model") == 6
     assert parallel.program

@@ -168,8 +168,17 @@ def test_an_equal_number_of_another_type_is_another_state() -> None:
 def test_what_forward_sets_is_not_left_from_before() -> None:
     planned = parallel(Net())
     planned(BATCH)
-    with pytest.raises(AttributeError, match="hidden"):
-        _ = planned.hidden
+    uses: list[Callable[[Any], Any]] = [
+        lambda hidden: hidden + 1,
+        lambda hidden: torch.ones(()) * hidden,
+        lambda hidden: hidden.detach(),
+        lambda hidden: torch.stack([hidden]),
+        lambda hidden: float(hidden),
+        lambda hidden: hidden[0],
+    ]
+    for use in uses:
+        with pytest.raises(PlanError, match="'hidden' of the model is set by `forward`"):
+            use(planned.hidden)
 
 
 def test_a_plan_is_for_the_attributes_that_it_was_made_with() -> None:

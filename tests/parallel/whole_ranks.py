@@ -118,6 +118,10 @@ def check_training_inside_is_refused() -> None:
     loss = net(*batch())[1]
     assert loss is not None
     loss.backward()
+    optimizer = torch.optim.AdamW(net.parameters())
+    refused = pytest.raises(sw.PlanError, match=r"an optimizer changed .* call `step` outside")
+    with refused, sw.whole(net):
+        optimizer.step()
 
 
 def check_a_replaced_parameter_is_refused() -> None:

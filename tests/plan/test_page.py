@@ -155,6 +155,24 @@ def test_memory_is_shown_by_kind_against_the_limit(staged: sw.Plan) -> None:
     assert [row[-2] for row in chart.table] == [binary(stage.peak) for stage in memory.stages]
 
 
+def test_memory_over_a_step_has_the_peak_of_every_action(staged: sw.Plan) -> None:
+    memory = staged.saved_memory
+    assert memory is not None
+    data = {**json.loads(staged.to_json()), "memory_limit": memory.peak * 5 // 4}
+    near = plan_page(sw.Plan.from_json(json.dumps(data))).curves
+    for stage, curve, other in zip(memory.stages, plan_page(staged).curves, near, strict=True):
+        heights = [height for *_, height in curve.columns]
+        assert max(heights) == pytest.approx(stage.peak / memory.peak)
+        # The limit is far above: only one nearby is in the picture.
+        assert curve.limit is None and other.limit == 1
+        assert max(height for *_, height in other.columns) == pytest.approx(
+            stage.peak / data["memory_limit"]
+        )
+        kinds = [kind for kind, *_ in curve.columns]
+        assert (kinds.count("F0"), kinds.count("B0")) == (4, 4)
+        assert f"{stage.moment}: {binary(stage.peak)}" in [text for _, text, _ in curve.columns]
+
+
 def test_a_plan_that_does_not_fit_says_so(staged: sw.Plan) -> None:
     data = {**json.loads(staged.to_json()), "memory_limit": 1000}
     page = plan_page(sw.Plan.from_json(json.dumps(data)))
@@ -310,6 +328,18 @@ def test_too_many_actions_are_not_drawn(staged: sw.Plan) -> None:
     data["pipeline"]["micro_batches"] = 10**9
     page = plan_page(sw.Plan.from_json(json.dumps(data)))
     assert page.lanes == () and "too many to draw" in page.pipeline_note
+
+
+def test_other_plans_are_compared_row_by_row(staged: sw.Plan, plain: sw.Plan) -> None:
+    page = plan_page(staged, {"small": plain, "half": "no plan fits <here>"})
+    own, small, half = page.others.table
+    assert staged.step is not None and staged.saved_memory is not None
+    assert own[:4] == ("this plan", "8", seconds_text(staged.step.seconds), "1.00")
+    assert own[5:7] == (binary(staged.saved_memory.peak), binary(staged.bytes))
+    assert small[:5] == ("small", "2", "", "", "") and small[6] == binary(plain.bytes)
+    assert half == ("half", *[""] * 6, "no plan fits <here>")
+    assert "no plan fits &lt;here&gt;" in page_html(page)
+    assert plan_page(staged).others.table == ()
 
 
 @pytest.mark.slow

@@ -164,3 +164,46 @@ def test_it_is_never_slower_than_sharded_data_parallel_nor_with_more_memory() ->
         assert fitted.step_time <= 1.01 * min(textbook)
         assert fitted.step_time >= 0.99 * slowest, "less memory is never faster"
         slowest = max(slowest, fitted.step_time)
+
+
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_any_limit_down_to_the_smallest_has_a_plan_and_less_is_never_faster(
+    micro_batches: int,
+) -> None:
+    options: dict[str, Any] = {"mode": "recursive_programming", "cluster": "ascend910b"}
+    options |= {"micro_batches": micro_batches, "stages": "auto"}
+    free = plan(**options)
+    with pytest.raises(sw.MemoryLimitError) as error:
+        plan(**options, memory_limit=1)
+    least = error.value.needed
+    assert least < free.memory.peak
+    fastest = 0.0
+    for share in (1.0, 0.6, 0.2, 0.0):
+        limit = int(least + share * (free.memory.peak - least))
+        fitted = plan(**options, memory_limit=limit)
+        assert fitted.step_time is not None and fitted.memory.peak <= limit
+        assert fitted.step_time >= fastest
+        fastest = fitted.step_time
+    with pytest.raises(sw.MemoryLimitError, match=f"the smallest one needs .* \\({least:,} bytes"):
+        plan(**options, memory_limit=least - 1)
+
+
+def test_no_way_of_a_textbook_that_fits_is_faster() -> None:
+    """Sharded data parallel with no, selective and full recomputation."""
+    options: dict[str, Any] = {"cluster": "ascend910b", "micro_batches": 4}
+    by_hand = []
+    for recomputed in ("", "gelu", "all"):
+        net = Stack()
+        for layer in net.layers:
+            if recomputed:
+                sw.recompute(layer if recomputed == "all" else layer[1])
+        graph = sw.capture(net, ARGS)
+        for level in LEVELS:
+            by_hand.append(
+                sw.plan(graph, devices=4, mode="data_parallel", hsdp={"level": level}, **options)
+            )
+    for limit in sorted({each.memory.peak for each in by_hand}):
+        fitted = plan(**options, mode="recursive_programming", memory_limit=limit)
+        fitting = [each.step_time for each in by_hand if each.memory.peak <= limit]
+        assert fitted.step_time is not None and fitted.memory.peak <= limit
+        assert all(each is not None and fitted.step_time <= 1.001 * each for each in fitting)

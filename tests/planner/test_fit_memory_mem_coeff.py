@@ -12,6 +12,7 @@ import shardwright as sw
 from shardwright.errors import MemoryLimitError, StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.planner.options import MEM_COEFFS
+from shardwright.search.request import DEFAULT_MEM_COEFF
 
 
 def captured() -> Graph:
@@ -46,7 +47,7 @@ def test_with_less_it_is_the_smallest_that_fits_and_nothing_else_is_changed() ->
 
 
 def test_on_a_cluster_its_devices_have_a_limit() -> None:
-    assert plan(cluster="h100").options["mem_coeff"] == MEM_COEFFS[0]
+    assert plan(cluster="h100").options["mem_coeff"] == DEFAULT_MEM_COEFF
 
 
 def test_without_a_limit_the_error_says_what_to_give() -> None:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from shardwright.graph.graph import Op, Value
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.rules import rule_of
-from shardwright.rules.rule import Cuts, Local, Reduce, Reduction, ShardingRule
+from shardwright.rules.rule import MIRROR, Cuts, Local, Reduce, Reduction, ShardingRule
 
 Index = Callable[[str], int | torch.SymInt]
 Reduces = tuple[Reduce, ...]
@@ -146,7 +146,7 @@ class Case:
                 None if g is None else place(g, layout)
                 for g, layout in zip(self.output_gradients, outputs, strict=True)
             ]
-            reduce = tuple(_all_reduce(mesh, cuts, reduction) for reduction in reductions)
+            reduce = tuple(_collective(mesh, cuts, reduction) for reduction in reductions)
             results = self._step(mesh, cuts, local, gradients, index, reduce)
 
             def on(rank: int, tensor: Tensor | None) -> Tensor | None:
@@ -254,10 +254,12 @@ def _simulated(mesh: Layout) -> Iterator[LocalTensorMode]:
         dist.destroy_process_group()
 
 
-def _all_reduce(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
+def _collective(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
     axes = {axis for factor in reduction.factors for axis in cuts.get(factor, ())}
     if mesh.size(frozenset(axes)) == 1:
         return lambda tensor: tensor
+    if reduction.kind == MIRROR:
+        return _mirror(mesh, axes, reduction)
     ranks = [
         rank
         for rank in mesh.ranks
@@ -274,6 +276,36 @@ def _all_reduce(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
         return _AllReduce.apply(tensor, reduction.kind, group, reduction.varying)
 
     return Reduce(reduce, reduce, lambda tensor: tensor)
+
+
+def _mirror(mesh: Layout, axes: set[int], reduction: Reduction) -> Reduce:
+    def opposite(rank: int) -> int:
+        place = enumerate(zip(mesh.coordinates(rank), mesh.device_matrix, strict=True))
+        other = [size - 1 - at if axis in axes else at for axis, (at, size) in place]
+        return next(r for r in mesh.ranks if list(mesh.coordinates(r)) == other)
+
+    def swap(tensor: Tensor) -> Tensor:
+        assert isinstance(tensor, LocalTensor)
+        assert tuple(tensor.shape) == tuple(reduction.shape), "not the shape that was declared"
+        assert tensor.dtype == reduction.dtype, "not the dtype that was declared"
+        parts = tensor._local_tensors
+        return LocalTensor({rank: parts[opposite(rank)].clone() for rank in mesh.ranks})
+
+    def run(tensor: Tensor) -> Tensor:
+        return _Mirror.apply(tensor, swap)
+
+    return Reduce(run, swap, lambda tensor: tensor)
+
+
+class _Mirror(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, swap: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.swap = swap
+        return swap(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.swap(gradient), None
 
 
 def _reduced(tensor: Tensor, kind: str, group: str) -> Tensor:

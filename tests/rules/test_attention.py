@@ -1,8 +1,13 @@
 import pytest
 import torch
 from torch import Tensor, randn
+from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
-from rules.oracle import check
+from rules.oracle import check, op_of
+from shardwright.layout.layout import Layout
+from shardwright.rules import rule_of
+from shardwright.rules.rule import Local, Reduce
 
 attend = torch.ops.aten.scaled_dot_product_attention.default
 
@@ -85,3 +90,37 @@ def test_attention_of_three_dimensions() -> None:
 def test_dropout_draws() -> None:
     q = heads(2, 2, 4, 4)
     assert check(attend, q, q.clone(), q.clone(), None, 0.1).random
+
+
+@pytest.mark.parametrize(("devices", "rows"), [(2, 8), (3, 4), (4, 5)])
+def test_devices_share_the_pairs_of_causal_queries_equally(devices: int, rows: int) -> None:
+    queries, keys = heads(2, 2, devices * rows, 4), heads(2, 2, devices * rows, 4)
+    op = op_of(attend, queries, keys, keys, is_causal=True)
+    rule, whole = rule_of(op), attend(queries, keys, keys, is_causal=True)
+    assert rule is not None and rule.kernel is not None
+    blocks, late = queries.split(rows, -2), rows // 2
+    counted = []
+    for index, block in enumerate(blocks):
+        mirror = devices - 1 - index
+        exchanged = blocks[mirror][..., rows - late :, :]
+        swaps = (lambda x, other=exchanged: other, lambda x: x)
+        local = Local(
+            rule.shard_counts(*cut_into(devices)),
+            lambda factor, index=index: index,
+            (tuple(block.shape),),
+            tuple(Reduce(swap, swap, swap) for swap in swaps),
+        )
+        run = rule.kernel(op, local)
+        with FlopCounterMode(display=False) as flops:
+            results = run(block, keys, keys, is_causal=True)
+        early, of_other = results.split((rows - late, late), -2)
+        assert_close(early, whole.split(rows, -2)[index][..., : rows - late, :])
+        assert_close(of_other, whole.split(rows, -2)[mirror][..., rows - late :, :])
+        counted.append(flops.get_total_flops())
+    assert max(counted) - min(counted) <= max(counted) / rows
+    if rows % 2 == 0:
+        assert len(set(counted)) == 1
+
+
+def cut_into(devices: int) -> tuple[Layout, dict[str, tuple[int, ...]]]:
+    return Layout((devices,), ("a",)), {"s": (0,)}

@@ -1,4 +1,4 @@
-"""Optimizers whose operators DTensors lack say so, and what to do instead."""
+"""What DTensors cannot do says so, and what to do instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-from shardwright.errors import PlanError
+from shardwright.errors import MixedTensorsError, PlanError
 from shardwright.runtime.unsupported_operators import explain_unsupported_operators
 from shardwright.train.lone_rank import fake_process_group
 
@@ -50,6 +50,33 @@ def test_an_optimizer_that_dtensors_cannot_run_is_refused(make: Make, remedy: st
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adamax])
 def test_other_optimizers_run(kind: type[torch.optim.Optimizer]) -> None:
     assert trained(lambda p: kind(p, lr=0.1)).to_local().lt(1).all()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "meet",
+    [
+        lambda p: p * torch.ones(4, 4),
+        lambda p: torch.ones(4, 4) - p,
+        lambda p: p.detach().sub_(torch.ones(4, 4)),
+        lambda p: torch.ones(4, 4).div_(p),
+        lambda p: torch.ones(4, 4).copy_(p),
+        lambda p: torch.zeros(()).add_(p.sum()),
+        lambda p: torch.zeros(()).__iadd__(p.detach().square().sum()),
+        lambda p: torch.cat([p, torch.ones(4, 4)]),
+        lambda p: nn.functional.mse_loss(p, torch.ones(4, 4)),
+        lambda p: torch.ones(4, 4) @ p,
+        lambda p: torch._foreach_add([p], [torch.ones(4, 4)]),
+        lambda p: p.detach().numpy(),
+        lambda p: p.tolist(),
+    ],
+)
+def test_a_parameter_that_meets_an_ordinary_tensor_says_what_to_do(
+    meet: Callable[[DTensor], object],
+) -> None:
+    local = torch.ones(2, 4, requires_grad=True)
+    parameter = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(MixedTensorsError, match=r"take the whole parameter \(`p.full_tensor\(\)`"):
+        meet(parameter)
 
 
 def test_an_operator_that_dtensors_have_in_this_case_is_computed() -> None:

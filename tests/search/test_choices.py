@@ -56,7 +56,7 @@ def test_seconds_are_the_difference_of_two_steps() -> None:
         request = SearchRequest(plan.graph, plan.mesh, cuts, pricing=pricing)  # type: ignore[arg-type]
         search = timed_search(request, fold=False)
         cost = search.objective.cost([each.pinned or {} for each in search.problem.variables])
-        return search._total(cost)
+        return search.total(cost)
 
     compared = 0
     for name in ("layer1", "layer2"):

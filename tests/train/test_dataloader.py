@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import shardwright as sw
 from shardwright.errors import DataError
 from shardwright.train.dataloader import PlannedLoader
 from shardwright.train.sampler import BatchSampler
 
+SIZED = type("Sized", (), {"__len__": lambda self: 8})()
 SAMPLES = TensorDataset(torch.arange(20).float().view(20, 1), torch.arange(20))
 
 
@@ -95,8 +96,9 @@ def test_a_position_in_another_order_is_refused() -> None:
 
 def test_ragged_batches_datasets_without_a_length_and_other_samplers_are_refused() -> None:
     ragged: Any = [torch.ones(1 + n) for n in range(8)]
-    with pytest.raises(DataError, match=r"samples of a batch differ in shape .*collate_fn"):
-        list(sw.dataloader(ragged, 4, plan()))
+    for workers in (0, 1):
+        with pytest.raises(DataError, match=r"samples of a batch differ in shape .*collate_fn"):
+            list(sw.dataloader(ragged, 4, plan(), num_workers=workers))
 
     class Endless(IterableDataset[Tensor]):
         def __iter__(self) -> Iterator[Tensor]:
@@ -104,6 +106,15 @@ def test_ragged_batches_datasets_without_a_length_and_other_samplers_are_refused
 
     with pytest.raises(DataError, match="Endless has no length"):
         sw.dataloader(Endless(), 4, plan())
+    for wrong, words in ((SIZED, "no samples by"), (DataLoader(SAMPLES), "a DataLoader has no")):
+        with pytest.raises(DataError, match=words):
+            sw.dataloader(wrong, 4, plan())
+    with pytest.raises(DataError, match="list is empty"):
+        sw.dataloader([], 4, plan())
+    odd: Any = [{"a": 1} if n % 2 else {"b": 1} for n in range(8)]
+    for samples in (odd, [None] * 8):
+        with pytest.raises(DataError, match="samples of a batch cannot be joined"):
+            list(sw.dataloader(samples, 4, plan()))
     with pytest.raises(DataError, match=r"sampler=\.\.\.: the loader draws"):
         sw.dataloader(SAMPLES, 4, plan(), sampler=range(20))
     with pytest.raises(DataError, match="less than one batch of 40"):

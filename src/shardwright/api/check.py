@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any
 
 import torch
@@ -94,6 +95,35 @@ class Check:
             worst = max(worst, *values)
         tolerance = max(tolerance, min(ROUNDINGS * self.rounding, MOST_BY_ROUNDING))
         return worst <= tolerance and self.counted_bytes == self.planned_bytes
+
+    def __str__(self) -> str:
+        """The differences and the verdict, a line each."""
+        loss = "none" if self.loss is None else f"{self.loss:.9g}"
+        counted, planned = self.counted_bytes, self.planned_bytes
+        return "\n".join(
+            [
+                f"loss on one device    {loss}",
+                f"loss difference       {self.loss_difference:.1e}",
+                f"gradient difference   {self.gradient_difference:.1e} ({self.worst_parameter})",
+                f"after two steps       {self.state_difference:.1e} ({self.worst_state})",
+                f"replica difference    {self.replica_difference:.1e}",
+                f"bytes per device      {sum(counted):,} counted, {sum(planned):,} planned",
+                self._verdict(),
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def _verdict(self) -> str:
+        if self.random_operators:
+            first, *others = self.random_operators
+            drawing = f"{first} and {len(others)} more draw" if others else f"{first} draws"
+            equal = "equal on replicas" if self.passes() else "NOT equal"
+            return f"{equal}; values not compared, as {drawing} random numbers: set dropout to 0"
+        if self.passes():
+            return "equal"
+        return f"NOT equal, by the {self.cause}" if self.cause else "NOT equal"
 
 
 def check(

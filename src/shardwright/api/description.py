@@ -17,6 +17,7 @@ from shardwright.capture.global_variables import globals_of, globals_read
 from shardwright.deferred import Deferred
 from shardwright.graph.graph import Graph
 from shardwright.runtime.content_hash import content_hash
+from shardwright.torch_internals.tensors import FakeTensor
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 _OF_PROCESS = ("_original_object_hash",)
@@ -80,7 +81,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _of_tensor(tensor: Tensor) -> Iterator[Any]:
     yield from (tensor.dtype, tensor.shape, tensor.requires_grad, tensor.is_meta)
-    if not (isinstance(tensor, (Deferred, nn.Parameter)) or tensor.is_meta):
+    if not (isinstance(tensor, (Deferred, FakeTensor, nn.Parameter)) or tensor.is_meta):
         yield int(content_hash(tensor))
 
 

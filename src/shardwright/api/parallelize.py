@@ -53,6 +53,8 @@ def parallelize(
         PlanError: if the plan is for another model or another number of devices, or the ranks have
             different models or plans.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan={plan!r}: give what `plan` returned, or `Plan.load(path)`")
     net = net.net if isinstance(net, Pipeline) else net
     where = torch.device(device) if device is not None else device_of_group()
     use_device(where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import isclass
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,8 @@ def from_pretrained(
         options: changes of the configuration, such as `attn_implementation` or `dtype`.
 
     Raises:
-        CheckpointError: if the folder has no configuration, lacks a file, or its tensors are not
-            those of the model.
+        CheckpointError: if the folder has no configuration or one of another class of models, lacks
+            a file, or its tensors are not those of the model.
         PlanError: if the plan is for another model.
     """
     with no_init_parameters():
@@ -103,12 +104,24 @@ def _built(cls: Any, folder: Path, options: dict[str, Any]) -> nn.Module:
     with needs_extra("models", "a pretrained model needs transformers", CheckpointError):
         from transformers import AutoConfig
 
+    if not hasattr(cls, "from_pretrained") or not isclass(cls):
+        raise CheckpointError(f"{cls!r} is no class of models of transformers")
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: no such folder; `huggingface_hub.snapshot_download` gets one from the Hub"
+        )
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json, as `save_pretrained` writes it")
     try:
         config = AutoConfig.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder}/config.json: {error}") from None
-    make = getattr(cls, "from_config", None) or cls._from_config
+    needed = getattr(cls, "config_class", None)
+    if needed is not None and not isinstance(config, needed):
+        raise CheckpointError(
+            f"{folder} is of another model: {cls.__name__} needs a {needed.__name__}, the folder "
+            f"has a {type(config).__name__}"
+        )
+    make: Any = getattr(cls, "from_config" if hasattr(cls, "from_config") else "_from_config")
     net: nn.Module = make(config, **options)
     return net

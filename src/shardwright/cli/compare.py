@@ -27,14 +27,13 @@ from shardwright.compare import (
     compare_measured,
     compare_predicted,
 )
-from shardwright.compare.measured import ROUNDS
 from shardwright.cost.memory import binary
 from shardwright.errors import ConfigError
 from shardwright.progress import within
 from shardwright.train.folder_lock import lock_folders
 from shardwright.train.log_folder import LogFolder
 
-WIDTH, CLUSTER, PROCESSES = 140, "ascend910b", 8
+WIDTH, CLUSTER, PROCESSES, ROUNDS = 140, "ascend910b", 8, 12
 
 
 @app.command("compare")
@@ -153,13 +152,15 @@ KINDS = (EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, AUTO)
 
 
 def comparison_table(comparisons: list[Comparison]) -> Table:
-    """A row for each model: its alternatives, and the automatic plan's speedup over the expert."""
+    """A row for each model: its alternatives, how far the automatic plan is from the best at most,
+    and its speedup over the expert."""
     table = Table(title=TITLE, title_justify="left")
     table.add_column("model")
     table.add_column("devices", justify="right")
     table.add_column("batch", justify="right")
     for kind in KINDS:
         table.add_column(kind, justify="right")
+    table.add_column("gap", justify="right")
     table.add_column("speedup", justify="right")
     for comparison in comparisons:
         table.add_row(
@@ -167,9 +168,14 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
             str(comparison.devices),
             str(comparison.global_batch),
             *(_cell(comparison.of_kind(kind)) for kind in KINDS),
+            _gap(comparison.of_kind(AUTO)),
             f"{comparison.speed_up:.1%}",
         )
     return table
+
+
+def _gap(auto: Alternative | None) -> str:
+    return "-" if auto is None or auto.gap is None else f"{auto.gap:.1%}"
 
 
 def too_large_text(comparison: Comparison) -> str:

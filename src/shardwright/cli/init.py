@@ -1,4 +1,4 @@
-"""The command `init`: the configurations that come with the package."""
+"""The command `init`: the configurations and examples that come with the package."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from shardwright.errors import ConfigError
 PACKAGE = Path(shardwright.__file__).parent
 
 
-def configurations() -> dict[str, Path]:
-    """The file of each name, such as `llama2_7b_auto` and `tiny/llama2_7b`: a wheel holds them in
+def files() -> dict[str, Path]:
+    """The file of each name, such as `tiny/llama2_7b` and `examples/demo.py`: a wheel holds them in
     the package, a checkout at its root."""
-    places = (PACKAGE / "configs", PACKAGE.parents[1] / "configs")
-    folder = next((place for place in places if place.is_dir()), places[0])
-    files = sorted(folder.rglob("*.yaml"))
-    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+    root = PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parents[1]
+    configs, examples = root / "configs", root / "examples"
+    named = {
+        file.relative_to(configs).with_suffix("").as_posix(): file
+        for file in sorted(configs.rglob("*.yaml"))
+    }
+    copied = (file for file in sorted(examples.iterdir()) if file.is_file())
+    return named | {f"{examples.name}/{file.name}": file for file in copied}
 
 
 @app.command("init")
@@ -29,21 +33,23 @@ def init_command(
         str | None, typer.Argument(help="One of the listed names.", show_default=False)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The file to write; by default NAME.yaml.")
+        Path | None, typer.Option(help="The file to write; by default in the working folder.")
     ] = None,
 ) -> None:
-    """Copy a configuration to start from; without a name, list what there is."""
-    files = configurations()
+    """Copy a configuration or an example to start from; without a name, list what there is."""
+    known = files()
     if name is None:
         if out is not None:
             raise typer.BadParameter("--out needs a name")
-        for each in files:
+        for each in known:
             typer.echo(each)
         return
-    file = files.get(name)
+    file = known.get(name)
     if file is None:
-        similar = [each for each in files if name in each] or list(files)
-        raise ConfigError(f"no configuration is named {name}; there are {', '.join(similar)}")
+        similar = [each for each in known if name in each] or list(known)
+        raise ConfigError(
+            f"no configuration or example is named {name}; there are {', '.join(similar)}"
+        )
     target = out or Path(file.name)
     try:
         with target.open("xb") as stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.api import Check, check
+from shardwright.api import check
 from shardwright.api.save_graphs import SavedGraphs
 from shardwright.cli.app import app
 from shardwright.cli.options import (
@@ -30,13 +31,16 @@ from shardwright.cli.options import (
     report_batch,
     run_of,
 )
+from shardwright.config.other_plans import RunWithPlan
 from shardwright.errors import ConfigError, PlanError
 from shardwright.plan import Plan
 from shardwright.plan.diff import Difference, differences
 from shardwright.plan.table import plan_text
 from shardwright.plan.text_columns import text_width
+from shardwright.progress import OnProgress
 
 DIFF_WIDTH = 140
+PRESETS = "presets"
 NAMES = 4
 """How many names are shown per difference."""
 
@@ -44,6 +48,17 @@ AXIS_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 EveryOption = Annotated[
     bool, typer.Option("--every", help="Include operators that only follow their neighbors.")
+]
+PlanOrConfigArgument = Annotated[
+    Path,
+    typer.Argument(
+        help="A YAML configuration, or a saved plan (.json).",
+        show_default=False,
+        callback=existing(ConfigError),
+    ),
+]
+DevicesOfConfigOption = Annotated[
+    int | None, typer.Option(help="Number of devices, for a configuration.", show_default=False)
 ]
 FullOption = Annotated[
     bool, typer.Option("--full", help="Print a row for each operator instead of a summary.")
@@ -104,18 +119,9 @@ def _colored(text: str, plan: Plan) -> Text:
 
 @app.command("explain")
 def explain_command(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            help="A YAML configuration, or a saved plan (.json).",
-            show_default=False,
-            callback=existing(ConfigError),
-        ),
-    ],
+    config: PlanOrConfigArgument,
     name: Annotated[str, typer.Argument(help="An operator of the plan, by its module path.")],
-    devices: Annotated[
-        int | None, typer.Option(help="Number of devices, for a configuration.", show_default=False)
-    ] = None,
+    devices: DevicesOfConfigOption = None,
     mem_coeff: MemCoeffOption = None,
     log_costs: LogCostsOption = False,
     cluster: ClusterOption = None,
@@ -123,18 +129,22 @@ def explain_command(
 ) -> None:
     """Explain how one operator is sharded and why: what other choices would cost and what would
     turn the decision, where its inputs come from and what is redistributed."""
-    if config.suffix == ".json":
-        if log_costs or any(
-            each is not None for each in (devices, mem_coeff, cluster, memory_limit)
-        ):
-            raise typer.BadParameter(f"{config} is a plan, whose options are decided")
+    _check_options(config, devices, (mem_coeff, log_costs or None, cluster, memory_limit))
+    if devices is None:
         plan = Plan.load(config)
-    elif devices is None:
-        raise typer.BadParameter("a configuration needs --devices")
     else:
         run = run_of(config, mem_coeff, log_costs, cluster=cluster, memory_limit=memory_limit)
         plan = run.plan(devices)
     typer.echo(plan.explain(name))
+
+
+def _check_options(source: Path, devices: int | None, others: Sequence[object]) -> None:
+    """Raises: typer.BadParameter: options of planning for a plan, or none for a configuration."""
+    if source.suffix == ".json":
+        if any(each is not None for each in (devices, *others)):
+            raise typer.BadParameter(f"{source} is a plan, whose options are decided")
+    elif devices is None:
+        raise typer.BadParameter("a configuration needs --devices")
 
 
 @app.command("check")
@@ -149,52 +159,75 @@ def check_command(
     plan. Exit status 1 if they differ."""
     run = run_of(config, mem_coeff).on(devices)
     result = check(run.model(), run.example_batch(), {}, run.plan(devices))
-    typer.echo(dumps(asdict(result), indent=1) if json else _check_text(result, devices))
+    text = f"{devices} simulated ranks vs. one device, float64\n{result}"
+    typer.echo(dumps(asdict(result), indent=1) if json else text)
     if not result.passes():
         raise typer.Exit(1)
 
 
-def _check_text(result: Check, devices: int) -> str:
-    loss = "none" if result.loss is None else f"{result.loss:.9g}"
-    counted, planned = result.counted_bytes, result.planned_bytes
-    return "\n".join(
-        [
-            f"{devices} simulated ranks vs. one device, float64",
-            f"loss on one device    {loss}",
-            f"loss difference       {result.loss_difference:.1e}",
-            f"gradient difference   {result.gradient_difference:.1e} ({result.worst_parameter})",
-            f"after two steps       {result.state_difference:.1e} ({result.worst_state})",
-            f"replica difference    {result.replica_difference:.1e}",
-            f"bytes per device      {sum(counted):,} counted, {sum(planned):,} planned",
-            _verdict(result),
-        ]
-    )
-
-
-def _verdict(result: Check) -> str:
-    if result.random_operators:
-        first, *others = result.random_operators
-        drawing = f"{first} and {len(others)} more draw" if others else f"{first} draws"
-        equal = "equal on replicas" if result.passes() else "NOT equal"
-        return f"{equal}; values not compared, as {drawing} random numbers: set dropout to 0"
-    if result.passes():
-        return "equal"
-    return f"NOT equal, by the {result.cause}" if result.cause else "NOT equal"
-
-
 @app.command("report")
 def report_command(
-    plan: Annotated[Path, typer.Argument(help="A saved plan.", callback=existing(PlanError))],
+    source: PlanOrConfigArgument,
+    devices: DevicesOfConfigOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="The page; by default beside the plan.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="The page; by default beside the plan, of a configuration in the working folder.",
+            show_default=False,
+        ),
     ] = None,
+    what_if: Annotated[
+        bool,
+        typer.Option(
+            "--what-if",
+            help="Compare with plans for half the memory, twice the devices and another batch.",
+        ),
+    ] = False,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Compare with a saved plan or another configuration, such as an expert's, or with"
+            " `presets`: data parallel, fully sharded or not. May be repeated.",
+            metavar="FILE|presets",
+            show_default=False,
+        ),
+    ] = None,
+    cluster: ClusterOption = None,
+    memory_limit: MemoryLimitOption = None,
+    show_progress: ShowProgressOption = None,
 ) -> None:
-    """Write a saved plan as a page for a browser: one HTML file that needs no network."""
-    saved = Plan.load(plan)
-    page = plan.with_suffix(".html") if out is None else out
-    page.parent.mkdir(parents=True, exist_ok=True)
-    saved.report(page)
+    """Write a plan as a page for a browser: one HTML file that needs no network. A configuration
+    is planned first."""
+    _check_options(source, devices, (cluster, memory_limit, what_if or None))
+    files = [Path(each) for each in against or () if each != PRESETS]
+    existing(ConfigError)(files)
+    with progress(show_progress) as on_progress:
+        others: dict[str, Plan | str] = {}
+        if devices is None:
+            if len(files) < len(against or ()):
+                raise typer.BadParameter(f"{PRESETS} need a configuration, which can be planned")
+            plan, page = Plan.load(source), source.with_suffix(".html")
+        else:
+            run = run_of(
+                source, cluster=cluster, memory_limit=memory_limit, on_progress=on_progress
+            )
+            planned = RunWithPlan.of(run, devices)
+            plan, page = planned.plan, Path(f"{source.stem}.html")
+            others |= planned.what_if() if what_if else ()
+            others |= planned.presets() if len(files) < len(against or ()) else ()
+        for file in files:
+            others[file.stem] = _plan_of(file, plan.devices, cluster, on_progress)
+        on_progress("page")
+        page = out or page
+        page.parent.mkdir(parents=True, exist_ok=True)
+        plan.report(page, others)
     typer.echo(str(page))
+
+
+def _plan_of(file: Path, devices: int, cluster: str | None, on_progress: OnProgress) -> Plan:
+    if file.suffix == ".json":
+        return Plan.load(file)
+    return run_of(file, cluster=cluster, on_progress=on_progress).plan(devices)
 
 
 @app.command("diff")

@@ -48,6 +48,7 @@ class Alternative:
         memory: bytes that a device needs at most.
         bytes: that a device sends in a step.
         fits: whether that is within the memory limit.
+        gap: of `auto`, by what share it costs more at most than the best with as many stages.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class Alternative:
     memory: int
     bytes: int
     fits: bool
+    gap: float | None = None
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,6 @@ from shardwright.progress import OnProgress, silent
 from shardwright.train.launch import launch
 from shardwright.train.log_folder import LogFolder
 
-ROUNDS = 12
-
 
 @dataclass(frozen=True)
 class MeasuredPlan:
@@ -105,7 +103,7 @@ def compare_measured(
     logs: LogFolder,
     *,
     devices: int = 8,
-    rounds: int = ROUNDS,
+    rounds: int,
     cluster: str | None = None,
     on_progress: OnProgress = silent,
 ) -> list[RealComparison]:

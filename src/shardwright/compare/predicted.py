@@ -261,6 +261,7 @@ class GridComparison:
             peak,
             plan.bytes,
             self.limit is None or peak <= self.limit,
+            plan.gap if kind == AUTO else None,
         )
 
 

@@ -9,8 +9,10 @@ Chunks that are alike but for their names run once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,6 +43,9 @@ from shardwright.torch_internals.pipelining import (
 BATCH, BUFFERS, GRADIENTS, ACTIVATIONS = "batch", "buffers", "gradients", "activations"
 TEMPORARY = ""
 
+LARGEST = 8
+"""Tensors of a moment that are told apart."""
+
 Kinds = Mapping[str, int]
 """Bytes by kind: `parameters` as stored, the `batch` (of each micro-batch what is given and
 received), `buffers` and constants, `weights` (gathered or cast parameters), `gradients` of
@@ -55,10 +60,13 @@ class Phase:
     Args:
         height: at the moment when it needs most.
         change: what it leaves; less than nothing where it frees.
+        largest: at that moment, of what one micro-batch has made: kind, the number of the operator
+            that makes or first reads it, and bytes.
     """
 
     height: Kinds
     change: Kinds
+    largest: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -181,8 +189,34 @@ class _MetaChunk:
         function()
         end = self.mark(leaves)
         before = self.live.kinds(start)
-        top = self.live.kinds(self.live.peak(start, end))
-        return Phase(less(top, before), less(self.live.kinds(end), before))
+        peak = self.live.peak(start, end)
+        top, change = self.live.kinds(peak), less(self.live.kinds(end), before)
+        return Phase(less(top, before), change, self._largest(peak))
+
+    def _largest(self, place: int) -> tuple[tuple[str, int, int], ...]:
+        sizes: dict[tuple[str, int], int] = {}
+        for (kind, line), size in self.live.lines(place).items():
+            if line in self._operators and size:
+                key = kind, self._operators[line]
+                sizes[key] = sizes.get(key, 0) + size
+        largest = sorted(sizes.items(), key=lambda entry: -entry[1])[:LARGEST]
+        return tuple((*key, size) for key, size in largest)
+
+    @cached_property
+    def _operators(self) -> dict[int, int]:
+        """Of each line of the program the number of its operator; of a redistribution, of that
+        which comes next. A comment right above its line names an operator."""
+        numbers = {op.name: number for number, op in enumerate(self.module.chunk.graph.ops)}
+        operators: dict[int, int] = {}
+        following: int | None = None
+        lines = self.module.program.source.splitlines()
+        for place, text in reversed(list(enumerate(lines, start=1))):
+            name = re.match(r"\s*# (.*?)[:;]", text)
+            if name is not None and name[1] in numbers:
+                operators[place + 1] = following = numbers[name[1]]
+            elif following is not None:
+                operators[place] = following
+        return operators
 
     def action(self, kind: str) -> Phase:
         """Runs an action of one micro-batch."""

@@ -8,7 +8,6 @@ gradients of its outputs and writes the gradients of its inputs. Views move noth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -43,8 +42,6 @@ class Work:
         sides: of a matrix product its rows, its columns and its inner products: how many there are,
             and the factors that share them.
         is_attention: whether it is attention in one operator.
-        growing: the factor along which each block does more than the one before: the queries of
-            causal attention.
     """
 
     dtype: torch.dtype
@@ -55,13 +52,6 @@ class Work:
     gradients: int
     sides: tuple[tuple[float, frozenset[str]], ...] = ()
     is_attention: bool = False
-    growing: str | None = None
-
-    def largest_share(self, shard_counts: Mapping[str, int]) -> float:
-        """The share of the operations that the device computes which computes most."""
-        blocks = shard_counts.get(self.growing, 1) if self.growing else 1
-        # Of a triangle in n blocks of equal height the last is (2n - 1) / n².
-        return (2 - 1 / blocks) / prod(shard_counts.values())
 
 
 def work_of(op: Op) -> Work:
@@ -128,7 +118,6 @@ def _work(
         gradients=count,
         sides=_sides(op, rule, flops),
         is_attention=op.target in _ATTENTION,
-        growing="s" if op.target in _ATTENTION and call_arguments(op)["is_causal"] else None,
     )
 
 

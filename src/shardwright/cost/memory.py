@@ -12,9 +12,10 @@ is held besides (`BorderBytes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
+from math import prod
 from typing import ClassVar
 
 import torch
@@ -44,8 +45,13 @@ from shardwright.cost.pipeline_timeline import (
 from shardwright.cost.tensor_tracking import PARAMETERS, WEIGHTS
 from shardwright.layout.layout import TensorLayout
 from shardwright.partition.chunk import Chunk
+from shardwright.partition.communication import storage_as_used
+from shardwright.partition.decisions import LEVELS
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
+
+MOST_MOMENTS = 600
+"""Of a step, that are kept."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,9 @@ class StageMemory:
         inputs: the batch, buffers and constants.
         temporary: all else: gradients of activations, buffers of collectives, intermediate results.
         moment: when that is.
+        largest: of the tensors that one micro-batch has made by then: the operator that makes or
+            first reads it, its kind, and bytes.
+        curve: each action with what is needed during it at most; empty of very many.
     """
 
     NAMES: ClassVar[tuple[str, ...]] = (
@@ -77,6 +86,8 @@ class StageMemory:
     inputs: int
     temporary: int
     moment: str
+    largest: tuple[tuple[str, str, int], ...] = ()
+    curve: tuple[tuple[str, int], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -156,8 +167,48 @@ def memory(
         borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
         state = optimizer_bytes(optimizer, _trained(chunks))
         moments = _moments(order, needs, borders, state, pipeline.micro_batches)
-        stages.append(_stage(number, moments, state))
+        stages.append(_stage(number, list(moments), state, chunks))
     return Memory(tuple(stages), optimizer_name(optimizer))
+
+
+def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimizer) -> list[int]:
+    """For each stage a lower bound of `memory`, in bytes, without a dry run: parameters as they are
+    stored, their gradients and the optimizer's state, and what the level of sharding keeps
+    unsharded through the micro-batches of a step. Holds whatever is recomputed.
+
+    Raises:
+        PlanError: if there is no such optimizer.
+    """
+    stages = []
+    for number in range(partitioned.pipeline.stages):
+        chunks = partitioned.chunks_of(number)
+        shards = _trained(chunks)
+        stored = sum(prod(shape) * dtype.itemsize for shape, dtype in shards)
+        needed = stored + optimizer_bytes(optimizer, shards).state + stored
+        if partitioned.pipeline.micro_batches > 1:
+            needed += sum(map(_unsharded, chunks))
+        stages.append(needed)
+    return stages
+
+
+def _unsharded(chunk: Chunk) -> int:
+    """What is kept of parameters as they are used, and of their gradients beyond the shards."""
+    sharding, decisions = chunk.decisions.sharding, chunk.decisions
+    if sharding is None or sharding.level == LEVELS[-1]:
+        return 0
+    used = storage_as_used(chunk.graph, chunk.mesh, decisions.cuts)
+    kept = 0
+    for value in chunk.graph.parameters:
+        stored, as_used = decisions.storage[value.name], used[value.name]
+        if value.requires_grad and stored != as_used:
+            whole, shard = (
+                prod(TensorLayout(chunk.mesh, tuple(axes)).shard_shape(value.shape))
+                for axes in (as_used, stored)
+            )
+            kept += whole * value.itemsize
+            if sharding.level == LEVELS[0]:
+                kept += (whole - shard) * value.stored_dtype.itemsize
+    return kept
 
 
 def _trained(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -172,10 +223,26 @@ def _trained(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...], torch.dtype
     return list(shards.values())
 
 
+@dataclass(frozen=True)
+class _Moment:
+    """What is there when an action needs most, without the optimizer's state."""
+
+    name: str
+    kinds: Kinds
+    chunk: int = 0
+    largest: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
 def _stage(
-    number: int, moments: Iterable[tuple[str, Kinds]], optimizer: OptimizerBytes
+    number: int, moments: Sequence[_Moment], optimizer: OptimizerBytes, chunks: Sequence[Chunk]
 ) -> StageMemory:
-    moment, kinds = max(moments, key=lambda entry: sum(entry[1].values()))
+    moment = max(moments, key=lambda each: each.total)
+    ops = next((c.graph.ops for c in chunks if c.number == moment.chunk), chunks[0].graph.ops)
+    drawn, kinds = moments if len(moments) <= MOST_MOMENTS else (), moment.kinds
     return StageMemory(
         stage=number,
         parameters=kinds.get(PARAMETERS, 0),
@@ -185,7 +252,9 @@ def _stage(
         activations=kinds.get(ACTIVATIONS, 0),
         inputs=kinds.get(BATCH, 0) + kinds.get(BUFFERS, 0),
         temporary=kinds.get(TEMPORARY, 0),
-        moment=moment,
+        moment=moment.name,
+        largest=tuple((ops[op].name, kind or "temporary", n) for kind, op, n in moment.largest),
+        curve=tuple((each.name, each.total + optimizer.state) for each in drawn),
     )
 
 
@@ -195,27 +264,27 @@ def _moments(
     borders: Mapping[int, BorderBytes],
     optimizer: OptimizerBytes,
     micro_batches: int,
-) -> Iterator[tuple[str, Kinds]]:
-    """Each action with what is there when it needs most, without the optimizer's state."""
+) -> Iterator[_Moment]:
     now: Kinds = plus({}, *(each.stock for each in needs.values()))
     now = {**now, BATCH: now.get(BATCH, 0) * micro_batches}
     for each in needs.values():
-        yield "begin of the step", plus(now, each.begin.height)
+        yield _Moment("begin of the step", plus(now, each.begin.height))
         now = plus(now, each.begin.change)
     done: set[tuple[int, str]] = set()
     for action in order:
         each, key = needs[action.chunk], (action.chunk, action.kind)
         phase = (each.later if key in done else each.first)[action.kind]
-        yield _name(action, len(needs)), plus(now, phase.height)
+        name, height = _name(action, len(needs)), plus(now, phase.height)
+        yield _Moment(name, height, action.chunk, phase.largest)
         held = borders[action.chunk].held(action.kind, key in done)
         now = plus(now, phase.change, {ACTIVATIONS: held})
         done.add(key)
     for each in needs.values():
-        yield "end of the step", plus(now, each.end.height)
+        yield _Moment("end of the step", plus(now, each.end.height))
         now = plus(now, each.end.change)
     # No message is held any more.
     now = {**now, ACTIVATIONS: 0}
-    yield "optimizer step", plus(now, {TEMPORARY: optimizer.temporary})
+    yield _Moment("optimizer step", plus(now, {TEMPORARY: optimizer.temporary}))
 
 
 def _name(action: Action, owned: int) -> str:

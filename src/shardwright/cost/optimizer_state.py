@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -54,14 +54,13 @@ def optimizer_bytes(
     Raises:
         PlanError: if there is none of that name.
     """
-    make = _maker(optimizer)
-    known: dict[tuple[Shape, torch.dtype], OptimizerBytes] = {}
+    named = partial(_of_named, optimizer) if isinstance(optimizer, str) else None
+    of_one = named or cache(partial(_of_one, _maker(optimizer)))
     state = temporary = 0
-    for key in parameters:
-        if key not in known:
-            known[key] = _of_one(make, *key)
-        state += known[key].state
-        temporary = max(temporary, known[key].temporary)
+    for shape, dtype in parameters:
+        one = of_one(shape, dtype)
+        state += one.state
+        temporary = max(temporary, one.temporary)
     return OptimizerBytes(state, temporary)
 
 
@@ -79,6 +78,11 @@ def _maker(optimizer: str | torch.optim.Optimizer) -> MakeOptimizer:
     if optimizer not in KINDS:
         raise PlanError(f"optimizer={optimizer!r}: valid are {', '.join(KINDS)}, or an optimizer")
     return KINDS[optimizer]
+
+
+@lru_cache(maxsize=1 << 12)
+def _of_named(optimizer: str, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
+    return _of_one(_maker(optimizer), shape, dtype)
 
 
 def _of_one(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:

@@ -143,6 +143,8 @@ class TimeModel:
         stages: number of pipeline stages, each with such a matrix.
         sharing: over how many devices optimizer state is sharded, of those that use a parameter
             alike; -1 for all of them, None if it is not.
+        parameter_weight: what a second counts in which parameters are gathered or updated, or their
+            gradients reduced, to a search; 1 for a prediction.
 
     Raises:
         ConfigError: if the cluster has not so many devices.
@@ -154,8 +156,10 @@ class TimeModel:
         mesh: Layout,
         stages: int = 1,
         sharing: int | None = None,
+        parameter_weight: float = 1.0,
     ) -> None:
         self.mesh = mesh
+        self.parameter_weight = parameter_weight
         self.links = Links(cluster, mesh, stages)
         devices = mesh.num_devices * stages
         self.device = cluster.device.among(devices)
@@ -176,7 +180,7 @@ class TimeModel:
 
     def work(self, work: Work, shard_counts: Mapping[str, int]) -> ComputeAndExposed:
         """Seconds of `work` on one device, where each factor is cut into so many shards."""
-        share = work.largest_share(shard_counts)
+        share = 1 / prod(shard_counts.values())
 
         def shard(size: float, factors: frozenset[str]) -> float:
             return size / prod(shard_counts.get(factor, 1) for factor in factors)
@@ -212,9 +216,9 @@ class TimeModel:
         return there, back if differentiable else 0.0
 
     def inside(self, reduction: Reduction, axes: Axes, differentiable: bool) -> ComputeAndExposed:
-        """One all-reduce inside an operator, forward and backward."""
+        """One collective inside an operator, forward and backward."""
         num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
-        once = self.links.seconds("all_reduce", axes, num_bytes)
+        once = self.links.seconds(reduction.collective, axes, num_bytes)
         back = reduction.varying and reduction.differentiable and differentiable
         return once, once if back else 0.0
 
@@ -224,7 +228,7 @@ class TimeModel:
     def bucketed(self, axes: Axes, num_bytes: float, collective: str = "all_reduce") -> float:
         """A collective that is joined with others, so that it pays no latency of its own."""
         whole = self.links.seconds(collective, axes, num_bytes)
-        return whole - self.links.seconds(collective, axes, 0)
+        return self.parameter_weight * (whole - self.links.seconds(collective, axes, 0))
 
     def parameter(self, varying: Axes, whole: Axes, num_bytes: float) -> tuple[float, float]:
         """Gathering a parameter and reducing its gradient, once a step, in buckets.
@@ -250,11 +254,11 @@ class TimeModel:
         """The optimizer's step over a parameter that is used in so many bytes, cut into
         `num_shards`; the devices that use the same shard share it as `sharing` says."""
         if self.sharing is None:
-            return self.update(num_bytes)
+            return self.parameter_weight * self.update(num_bytes)
         sharers = self.mesh.num_devices // num_shards
         if self.sharing > 0:
             sharers = min(sharers, self.sharing)
-        return self.update(num_bytes / sharers)
+        return self.parameter_weight * self.update(num_bytes / sharers)
 
 
 def operator_seconds(graph: Graph, model: TimeModel, cuts: Mapping[str, Cuts]) -> list[float]:
@@ -345,7 +349,7 @@ def hidden_seconds(
 def activation_seconds(
     graph: Graph, flow: Communication, model: TimeModel
 ) -> Iterator[tuple[Transfer | None, Axes, ComputeAndExposed]]:
-    """Each redistribution of an activation, and each all-reduce inside an operator (None), with its
+    """Each redistribution of an activation, and each collective inside an operator (None), with its
     axes and its seconds in one micro-batch, forward and backward."""
     for name, inner in flow.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)

@@ -6,14 +6,17 @@ an operator allocates inside and frees again is not seen.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwright.runtime.collective_errors import PROGRAM
 from shardwright.torch_internals.dispatch import TorchDispatchMode
 from shardwright.torch_internals.distributed import functional_collectives, is_collective
 from shardwright.torch_internals.operators import schema_of, unregister
@@ -25,13 +28,18 @@ gathered, cast or joined parameters."""
 
 
 class TrackedStorage:
-    """A storage that was seen."""
+    """A storage that was seen.
 
-    __slots__ = ("kind", "size")
+    Args:
+        line: of the program that made it; 0 where none did.
+    """
 
-    def __init__(self, size: int, kind: str) -> None:
+    __slots__ = ("kind", "line", "size")
+
+    def __init__(self, size: int, kind: str, line: int = 0) -> None:
         self.size = size
         self.kind = kind
+        self.line = line
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -72,8 +80,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def kinds(self, place: int) -> dict[str, int]:
         """Bytes by kind that were live when so much of the history had happened."""
         totals: dict[str, int] = {}
+        for (kind, _), size in self.lines(place).items():
+            totals[kind] = totals.get(kind, 0) + size
+        return totals
+
+    def lines(self, place: int) -> dict[tuple[str, int], int]:
+        """Likewise by kind and the line of the program that made them."""
+        totals: dict[tuple[str, int], int] = {}
         for held, allocated in self.history[:place]:
-            totals[held.kind] = totals.get(held.kind, 0) + (held.size if allocated else -held.size)
+            key = held.kind, held.line
+            totals[key] = totals.get(key, 0) + (held.size if allocated else -held.size)
         return totals
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,7 +126,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage, key = tensor.untyped_storage(), storage_id(tensor)
         if key in self._held:
             return
-        held = TrackedStorage(storage.nbytes(), kind)
+        held = TrackedStorage(storage.nbytes(), kind, _line_of_program())
         self.history.append((held, True))
         self.now += held.size
 
@@ -125,6 +141,20 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _live(history: Iterable[tuple[TrackedStorage, bool]]) -> int:
     return sum(held.size if allocated else -held.size for held, allocated in history)
 
+
+def _line_of_program() -> int:
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_DEEPEST):
+        if frame is None:
+            break
+        if frame.f_code.co_filename == PROGRAM:
+            return frame.f_lineno
+        frame = frame.f_back
+    return 0
+
+
+_DEEPEST = 16
+"""Frames between a program and an operator that it calls, at most."""
 
 META = torch.device("meta")
 

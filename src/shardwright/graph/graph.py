@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from html import escape
 from math import prod
 from typing import Any
 
@@ -85,6 +86,16 @@ def target_name(target: OpTarget) -> str:
     return f"{target.__module__}.{target.__qualname__}"
 
 
+def _structure(argument: Any) -> Any:
+    if isinstance(argument, Value):
+        return argument.shape, argument.dtype
+    if isinstance(argument, (list, tuple)):
+        return tuple([_structure(item) for item in argument])
+    if isinstance(argument, dict):
+        return tuple([(key, _structure(item)) for key, item in argument.items()])
+    return argument
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """One operator: `target(*args, **kwargs)`, with a `Value` in place of every tensor.
@@ -117,6 +128,12 @@ class Op:
         """The tensors that it reads, in the order of `args`, then `kwargs`."""
         flat = pytree.tree_leaves((self.args, self.kwargs))
         return tuple(leaf for leaf in flat if isinstance(leaf, Value))
+
+    @cached_property
+    def structure(self) -> Any:
+        """A hashable copy of `args` and `kwargs` with the shape and dtype of each tensor in its
+        place."""
+        return _structure(self.args), _structure(self.kwargs)
 
     @property
     def takes_device(self) -> bool:
@@ -181,6 +198,17 @@ class Graph:
     call_tags: tuple[tuple[Any, str], ...] = ()
     compute_dtype: torch.dtype | None = None
     attributes: tuple[tuple[str, str, str], ...] = ()
+
+    def _repr_html_(self) -> str:
+        """The operators, where a notebook shows a graph."""
+        rows = (
+            (op.name, target_name(op.target), *(" ".join(map(repr, v)) for v in values))
+            for op in self.ops
+            for values in [(op.inputs, op.outputs)]
+        )
+        lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+        head = "<tr><th>operator</th><th>target</th><th>reads</th><th>makes</th></tr>"
+        return f"<table>{head}{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
     @cached_property
     def by_name(self) -> dict[str, Op]:

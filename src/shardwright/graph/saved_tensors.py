@@ -116,7 +116,7 @@ aten = torch.ops.aten
 
 
 def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
-    """The inputs that read a parameter whose values the backward pass needs.
+    """The inputs that read a parameter or a buffer whose values the backward pass needs.
 
     A linear layer saves its weight; an embedding and an addition do not. If a view of a parameter
     is saved, the input of the first view counts.
@@ -128,7 +128,7 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
         uses = {
             index: views.get(value, (op.name, index))
             for index, value in enumerate(op.inputs)
-            if value.kind is Kind.PARAMETER or value in views
+            if value.kind in (Kind.PARAMETER, Kind.BUFFER) or value in views
         }
         if not uses:
             continue
@@ -138,6 +138,15 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
         saved = _saved(op, known)
         needed.update(use for index, use in uses.items() if index in saved.inputs)
     return frozenset(needed)
+
+
+def saved_before_update(graph: Graph) -> frozenset[Value]:
+    """The buffers that `forward` updates and whose old values the backward pass needs."""
+    updated = frozenset(before for before, _ in graph.updates).intersection(graph.buffers)
+    if not updated:
+        return updated
+    uses = needed_in_backward(graph)
+    return updated.intersection(graph.by_name[name].inputs[index] for name, index in uses)
 
 
 def _saved(op: Op, known: dict[Any, SavedTensors]) -> SavedTensors:

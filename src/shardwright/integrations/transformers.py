@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,8 +27,10 @@ from shardwright.integrations.fused_lm_head import without_fused_lm_heads
 from shardwright.parallel.module import ParallelModule
 from shardwright.parallel.whole import whole
 from shardwright.plan import Plan
+from shardwright.runtime.devices import has_other_ranks
 from shardwright.torch_internals import pytree
 from shardwright.train.checkpoint import load_checkpoint, save_checkpoint
+from shardwright.train.parameter_names import trained_but_not_in
 from shardwright.train.position import Position
 
 try:
@@ -49,7 +53,8 @@ if not hasattr(Trainer, "_prepare_for_training"):
     )
 
 STATE = "shardwright"
-"""The folder of sharded parameters and optimizer state in a checkpoint of `Trainer`."""
+"""The folder of the optimizer's sharded state in a checkpoint of `Trainer`, and of what is trained
+but not in its files under the model's names: all else is held once."""
 
 SCHEDULER = "scheduler.pt"
 """The file of the learning rate's schedule, as `Trainer` names it."""
@@ -204,14 +209,17 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         position = Position(step=self.state.global_step)
-        save_checkpoint(Path(output_dir, STATE), self.model, self._optimizer, position=position)
+        names = trained_but_not_in(self.model, _names_in_files(Path(output_dir)))
+        state = Path(output_dir, STATE)
+        save_checkpoint(state, self.model, self._optimizer, position=position, only=names)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        load_checkpoint(Path(checkpoint, STATE), self.model, self._optimizer)
+        # Trainer has loaded the parameters from its own files.
+        load_checkpoint(Path(checkpoint, STATE), self.model, self._optimizer, strict=False)
         scheduler = torch.load(Path(checkpoint, SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
 
@@ -220,6 +228,18 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         """Without what accelerate wraps it in."""
         bare: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return bare
+
+
+def _names_in_files(folder: Path) -> set[str]:
+    """What rank 0 sees in the safetensors files of a folder, on all ranks."""
+    box: list[set[str]] = [set()]
+    if not has_other_ranks() or dist.get_rank() == 0:
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "pt") as content:
+                box[0].update(content.keys())
+    if has_other_ranks():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def _in_bfloat16(model: nn.Module, device_type: str) -> MethodType:

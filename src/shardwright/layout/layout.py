@@ -22,7 +22,7 @@ from typing import Any
 
 from shardwright.errors import LayoutError
 from shardwright.layout.axes import INTERLEAVED, Axes, axes_with_devices, check_ranks
-from shardwright.layout.visualize import draw_devices
+from shardwright.layout.visualize import Drawing, draw_devices
 
 
 @dataclass(frozen=True, init=False)
@@ -326,12 +326,14 @@ class TensorLayout:
     def __repr__(self) -> str:
         return f"{self.placement} on ({self.layout.sizes})"
 
-    def visualize(self, shape: tuple[int, ...] | None = None) -> str:
-        """A picture in text: a grid of the blocks, in each cell the ranks that hold it.
+    def _repr_html_(self) -> str:
+        return f"<code>{self!r}</code>{self.visualize()._repr_html_()}"
 
-        Rows are the last dimension but one, columns the last; of more dimensions there is one grid
-        for each index of the leading blocks. With `shape` the edges show the elements, else the
-        index of the block.
+    def visualize(self, shape: tuple[int, ...] | None = None) -> Drawing:
+        """A grid of the blocks, in each cell the ranks that hold it, in colors in a notebook.
+
+        Rows are the last dimension but one, columns the last; of more there is one grid for each
+        index of the leading blocks. With `shape` edges show elements, else the index of the block.
 
         Raises:
             LayoutError: as `shard_shape`.

@@ -8,7 +8,17 @@ from itertools import product
 from shardwright.layout.axes import Shape
 
 
-def draw_devices(counts: Shape, sizes: Shape | None, holders: Callable[[Shape], Shape]) -> str:
+class Drawing(str):
+    """Grids in text, which a notebook shows as tables with a color for each block."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        hues: dict[str, float] = {}
+        return "".join(_table(grid, hues) for grid in self.split("\n\n"))
+
+
+def draw_devices(counts: Shape, sizes: Shape | None, holders: Callable[[Shape], Shape]) -> Drawing:
     """A grid of the blocks of a tensor; one for each index of the blocks of leading dimensions.
 
     Args:
@@ -32,7 +42,7 @@ def draw_devices(counts: Shape, sizes: Shape | None, holders: Callable[[Shape], 
             table.append([label, *(" ".join(map(str, holders(block))) for block in blocks)])
         title = ", ".join([*(edge(dim, index) for dim, index in enumerate(leading)), ":, :"])
         pictures.append((f"[{title}]\n" if leading else "") + _grid(table))
-    return "\n\n".join(pictures)
+    return Drawing("\n\n".join(pictures))
 
 
 def _grid(table: list[list[str]]) -> str:
@@ -43,3 +53,17 @@ def _grid(table: list[list[str]]) -> str:
     )
     rule = "-+-".join("-" * width for width in widths) + "-+"
     return "\n".join([head, rule, *body])
+
+
+def _table(grid: str, hues: dict[str, float]) -> str:
+    """HTML of one grid; blocks that the same devices hold have one color."""
+    title, bracket, rest = grid.rpartition("]\n")
+    head, _, *body = ([each.strip() for each in line.split("|")[:-1]] for line in rest.split("\n"))
+    rows = "".join(f"<th>{name}</th>" for name in head)
+    for label, *cells in body:
+        rows += f"</tr><tr><th>{label}</th>"
+        for cell in cells:
+            # Neighbors differ most by the golden angle.
+            hue = hues.setdefault(cell, len(hues) * 137.5 % 360)
+            rows += f'<td style="background: hsl({hue:g} 60% 80%); color: #000">{cell}</td>'
+    return f"<table><caption>{title}{bracket.strip()}</caption><tr>{rows}</tr></table>"

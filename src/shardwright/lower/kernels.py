@@ -36,9 +36,7 @@ class Kernels:
     def _local(self, op: Op, rule: ShardingRule) -> Local:
         cuts, made = self.cuts.get(op.name, {}), self.flow.initial_layouts
         functions = tuple(
-            bound_reduction(
-                self.devices.group(inner.axes), inner.reduction.kind, inner.reduction.varying
-            )
+            bound_reduction(self.devices, inner.axes, inner.reduction.kind, inner.reduction.varying)
             for inner in self.flow.reductions.get(op.name, ())
         )
         return Local(

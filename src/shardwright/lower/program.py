@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwright.graph.graph import Graph, Kind, Op, Value, ops_from_inputs
+from shardwright.graph.saved_tensors import saved_before_update
 from shardwright.lower.emit import Source, expression, write_body
 from shardwright.lower.emit_buckets import BucketLines
 from shardwright.lower.emit_transfers import TransferLines
@@ -128,7 +129,7 @@ class _Lowering:
     fused: dict[Value, Op] = field(default_factory=dict)
     kernels: Kernels = field(init=False)
     started: dict[Op, str] = field(default_factory=dict)
-    recomputed: frozenset[Value] = frozenset()
+    read_in_backward: frozenset[Value] = frozenset()
 
     @property
     def graph(self) -> Graph:
@@ -156,7 +157,8 @@ class _Lowering:
             self._weight,
         )
         again = (self.graph.by_name[name] for name in self.flow.segment_of)
-        self.recomputed = frozenset(value for op in again for value in op.inputs)
+        self.read_in_backward = frozenset(value for op in again for value in op.inputs)
+        self.read_in_backward |= saved_before_update(self.graph)
         early = self._start_ahead()
         self.buckets.enter()
         for op in self.graph.ops:
@@ -205,8 +207,8 @@ class _Lowering:
         if value not in self.variables:
             name = self.variables[value] = self.source.name(value.name)
             cast = "" if value.outer_dtype in (None, value.dtype) else f".to({value.dtype})"
-            if value in self.flow.update_routes and value in self.recomputed:
-                # The backward pass reads it once more, after it has its new value.
+            if value in self.flow.update_routes and value in self.read_in_backward:
+                # The backward pass reads it after it has its new value.
                 cast = ".clone()"
             if value.kind is Kind.PARAMETER:
                 self.source.add([name], f"parameters[{value.name!r}]{cast}", [])

@@ -17,7 +17,10 @@ from shardwright.constraints.shard import shard
 from shardwright.errors import ConfigError
 from shardwright.layout.layout import Layout
 
-COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj")
+COLUMN = (
+    *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj"),
+    *("q_b_proj", "kv_b_proj"),  # Of latent attention.
+)
 """Linear layers that are cut along their outputs."""
 
 ROW = ("o_proj", "down_proj")
@@ -80,7 +83,8 @@ def pin_expert(
             tokens = experts("dp", "cp", "None")
             gate_up, down = experts("ep", "None", "mp", "None"), experts("ep", "None", "mp")
             shard(module, (tokens, None, None, gate_up, down))
-        elif name in NORM:
+        elif name in NORM and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
+            # Others are composed of several operators, which follow their neighbors.
             shard(module, (output, *(None for _ in module.parameters())))
         elif isinstance(module, nn.Embedding) and name == "embed_tokens":
             if vocab_emb_dp:

@@ -6,25 +6,31 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwright.capture.capture import capture
 from shardwright.deferred import copies_of_attributes
 from shardwright.graph.graph import Graph, Value
 from shardwright.lower.program import Program, lower
 from shardwright.parallel.call import PlannedCall, key_of
+from shardwright.parallel.output_tensor import in_parts
 from shardwright.parallel.planned_parameters import PlannedParameters
 from shardwright.parallel.python_state import PythonState
 from shardwright.parallel.train_step import GradientAccumulation, TrainStep, loss_of
 from shardwright.partition.decisions import adapt_decisions
 from shardwright.partition.fold_axes import dtensor_axes, fold_axes, split_axes
-from shardwright.partition.partitioned import Partitioned
+from shardwright.partition.partitioned import Partitioned, random_operators
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.runtime.batch_guard import BatchGuard
-from shardwright.runtime.before_backward import before_backward
+from shardwright.runtime.before_backward import (
+    before_backward,
+    refuse_other_draws,
+    refuse_transforms,
+)
 from shardwright.runtime.clip_grad import clip_grad_norm_
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.dtensor import (
@@ -43,6 +49,8 @@ log = logging.getLogger(__name__)
 
 MOST_SITUATIONS = 64
 """So many programs are kept; a model that is called with more shapes is captured again."""
+
+Bound = TypeVar("Bound")
 
 TensorOwner = tuple[str, nn.Module, str]
 """Name of a buffer, the module that owns it, and its name there."""
@@ -94,6 +102,7 @@ class BoundProgram:
     program: Program
     places: TensorPlaces
     recomputes: bool
+    draws: bool
     devices: Devices
 
 
@@ -154,9 +163,17 @@ class Execution:
         return (self._forwards[self._planned_situation].program,)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns."""
+        """What the model returns.
+
+        Raises:
+            PlanError: if a transform of `torch.func` calls, or a backward pass what draws numbers.
+            CaptureError: if the model cannot be captured in another situation than planned.
+        """
+        several = self.devices.layout.num_devices > 1
+        if several:
+            refuse_transforms()
         call = self._planned_call.arranged(args, kwargs)
-        leaves, spec = pytree.tree_flatten(call)
+        leaves, spec = _whole_inputs(call)
         numbers = self._planned_call.planned_inputs(spec)
         whole = self._whole_leaves(leaves, numbers)
         situation = self._situation(spec, [key_of(leaf) for leaf in whole])
@@ -167,7 +184,9 @@ class Execution:
             captured = self._capture(*pytree.tree_unflatten(whole, spec))
             self._make_room(self._forwards)
             self._forwards[situation] = self._compiled(self._bind_program(captured))
-        bound = self._forwards[situation]
+        bound = _used(self._forwards, situation)
+        if several and bound.draws:
+            refuse_other_draws()
         parameters, buffers = bound.places.read()
         checks = self._parameters_as_planned.checks_before_backward(bound.recomputes)
         shards = local_shards(parameters, self.devices.layout)
@@ -176,7 +195,7 @@ class Execution:
         seed = self.random_seed + self.random_step
         with self._guard.explaining_errors():
             outputs, updates = bound.program(shards, buffers, inputs, seed)
-        if self.devices.layout.num_devices > 1:
+        if several:
             before_backward(outputs, checks)
         names = (buffer.name for buffer, _ in bound.graph.updates)
         bound.places.write(dict(zip(names, updates, strict=True)))
@@ -237,7 +256,8 @@ class Execution:
         graph, (whole,) = partitioned.graph, partitioned.chunks
         places = TensorPlaces.of(self.module, graph.parameters, graph.buffers)
         recomputes, devices = bool(partitioned.decisions.recompute), self._along(partitioned)
-        return BoundProgram(graph, lower(whole, devices), places, recomputes, devices)
+        draws = bool(random_operators(graph))
+        return BoundProgram(graph, lower(whole, devices), places, recomputes, draws, devices)
 
     def _compiled(self, bound: BoundProgram) -> BoundProgram:
         if self._compiler is None:
@@ -249,7 +269,7 @@ class Execution:
     ) -> tuple[BoundStep, list[Any]]:
         """What runs a training step in the situation of a call, and the call's leaves."""
         call = self._planned_call.arranged(args, kwargs)
-        leaves, spec = pytree.tree_flatten(call)
+        leaves, spec = _whole_inputs(call)
         numbers = self._planned_call.planned_inputs(spec)
         count = most_micro_batches(leaves, self.partitioned.pipeline)
         piece = self._whole_leaves(micro_batch(leaves, 0, count), numbers)
@@ -266,7 +286,7 @@ class Execution:
                 partitioned = replace(partitioned, pipeline=pipeline)
             self._make_room(self._train_steps)
             self._train_steps[key] = self._bind_step(partitioned)
-        return self._train_steps[key], inputs
+        return _used(self._train_steps, key), inputs
 
     def _bind_step(self, partitioned: Partitioned) -> BoundStep:
         places = TensorPlaces.of(self.module, *partitioned.tensors_of(self.devices.stage))
@@ -312,7 +332,9 @@ class Execution:
         self._state.copy_to(template)
         for name, parameter, *_ in self._parameters_as_planned.all:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
-        graph = capture(template, args, kwargs, planned.graph.compute_dtype)
+        # Where the user's code keeps what autograd saves, it shall not see what capture does.
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            graph = capture(template, args, kwargs, planned.graph.compute_dtype)
         self._state.watch(graph.attributes)
         log.info(
             "captured the model for %s, training=%s, in %.1f s",
@@ -324,7 +346,8 @@ class Execution:
         return fold_axes(captured, apart=planned.mesh)
 
     def _make_room(self, bound: dict[tuple[Any, ...], Any]) -> None:
-        """Forgets the oldest of many situations, but not that of the plan."""
+        """Forgets the situation that was not used for longest of many, but not that of the
+        plan."""
         others = [
             key for key in bound if key[: len(self._planned_situation)] != self._planned_situation
         ]
@@ -336,7 +359,7 @@ class Execution:
         return self.partitioned.pipeline
 
     def _returned(self, bound: BoundProgram, outputs: list[Any]) -> list[Any]:
-        """Outputs that were left in pieces become DTensors."""
+        """Outputs that were left in parts become DTensors."""
         flow = bound.program.communication
         result = []
         for value, tensor in zip(bound.graph.outputs, outputs, strict=True):
@@ -344,9 +367,21 @@ class Execution:
                 where = flow.returned(value)
                 if where.sharded or where.partial:
                     like = torch.empty(value.shape, device="meta")
-                    tensor = as_dtensor(tensor, like, where, bound.devices)
+                    tensor = in_parts(as_dtensor(tensor, like, where, bound.devices))
             result.append(tensor)
         return result
+
+
+def _used(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
+    """What runs in a situation, from now on the last to be forgotten."""
+    bound[key] = bound.pop(key)
+    return bound[key]
+
+
+def _whole_inputs(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of a call, of which outputs of an earlier one may lie in parts, and its form."""
+    leaves, spec = pytree.tree_flatten(call)
+    return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec
 
 
 def template_of(module: nn.Module) -> nn.Module:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from shardwright.capture.fake_copy import caching_configs
-from shardwright.errors import PlanError
+from shardwright.errors import MixedTensorsError, PlanError
 from shardwright.lower.program import Program
 from shardwright.parallel.execution import Execution, template_of
 from shardwright.parallel.pipeline_execution import PipelineExecution
@@ -22,6 +23,8 @@ from shardwright.runtime.dtensor import with_stored_parameters
 from shardwright.torch_internals.hooks import hooks_of_modules, swap_forward_hooks
 
 log = logging.getLogger(__name__)
+
+COMPILE = "`net.compile()` of a planned model compiles its programs"
 
 
 class Uncopyable:
@@ -46,9 +49,10 @@ class ParallelModule(Uncopyable, nn.Module):
 
     Called with the whole batch on every rank, it returns what the model returns: numbers
     replicated; other tensors replicated if there is no loss, else as DTensors, which communicate
-    only when they are asked to (`full_tensor()`). Each takes its gradient as it was handed out, so
-    any of them can be trained, together or apart, by what is computed from them: the same on all
-    ranks. With pipeline stages it is called under `torch.no_grad()`, and trained by `train_step`.
+    only when they are asked to (`full_tensor()`) or meet ordinary tensors (`OutputTensor`). Each
+    takes its gradient as it was handed out, so any of them can be trained, together or apart, by
+    what is computed from them: the same on all ranks. With pipeline stages it is called under
+    `torch.no_grad()`, and trained by `train_step`.
     """
 
     execution: Execution
@@ -148,7 +152,28 @@ def _parallel_class(module: nn.Module, original: Callable[..., Any]) -> type[Par
     parameters = [bound, *signature.parameters.values()]
     forward.__dict__["__signature__"] = signature.replace(parameters=parameters)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    return type(own.__name__, (ParallelModule, own), {**names, "forward": forward})
+    calls = {"forward": forward, "__call__": _left_by_compilers(own.__call__)}
+    return type(own.__name__, (ParallelModule, own), {**names, **calls})
+
+
+def _left_by_compilers(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, which `torch.compile` leaves as it is: it says so once."""
+    said = False
+
+    def uncompiled(is_compiled: bool, *args: Any, **kwargs: Any) -> Any:
+        nonlocal said
+        if is_compiled and not said:
+            said = True
+            log.warning("torch.compile leaves a planned model as it is: %s", COMPILE)
+        return call(*args, **kwargs)
+
+    disable: Any = torch.compiler.disable
+    disabled = disable(uncompiled, reason=COMPILE)
+
+    def called(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return disabled(torch.compiler.is_compiling(), self, *args, **kwargs)
+
+    return called
 
 
 def _check_names(module: nn.Module) -> None:
@@ -195,9 +220,7 @@ def _forward_of_part(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     try:
         return type(part).forward(part, *args, **kwargs)
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
+    except MixedTensorsError:
         raise PlanError(
             f"a {type(part).__name__} inside of a planned model was called by itself: its "
             "parameters are sharded, and only calls of the whole model run as planned. Call it "

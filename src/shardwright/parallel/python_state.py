@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from operator import call, contains, is_, itemgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from torch import Tensor, nn
@@ -53,13 +53,43 @@ class StateKey:
     number: int
 
 
+class SetByForward:
+    """What stands for an attribute that `forward` sets: it refuses to be used."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self._name = f"{path}.{name}".removeprefix(".")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks for what an object need not have.
+            raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise PlanError(
+            f"attribute {self._name!r} of the model is set by `forward`, of which a planned model"
+            " keeps the operators only: return its value from `forward`, or keep it in a buffer"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        leaves = pytree.tree_leaves((args, kwargs))
+        next(leaf for leaf in leaves if isinstance(leaf, cls))._refuse()
+
+    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __call__ = _refuse
+    __getitem__ = __setitem__ = __contains__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __rmatmul__ = _refuse
+
+
 class PythonState:
     """The state of a module that users may change between steps.
 
     Args:
         module: whose submodules are those of the captured model.
-        attributes: that `forward` reads or sets; what it sets is taken away, as only a captured
-            call had it.
+        attributes: that `forward` reads or sets; what it sets is `SetByForward`, as only a captured
+            call had its value.
         hooks: the forward hooks of the model that `module` is a copy of, whose handles remove them
             there.
     """
@@ -91,7 +121,7 @@ class PythonState:
             if name in OF_MODULES:
                 continue
             if text == SET:
-                self._by_path[path].__dict__.pop(name, None)
+                self._by_path[path].__dict__[name] = SetByForward(path, name)
             else:
                 self._names[path, name] = None
         self._see()

@@ -19,7 +19,8 @@ from shardwright.parallel.module import (
     leave_calls_of_parts,
 )
 from shardwright.parallel.module_wrapper import wrapped_model
-from shardwright.runtime.dtensor import own_part, own_tensor
+from shardwright.runtime.dtensor import own_tensor
+from shardwright.torch_internals.dtensor import own_part
 from shardwright.torch_internals.hooks import add_forward_hooks, swap_forward_hooks
 from shardwright.torch_internals.tensors import version
 
@@ -56,6 +57,8 @@ def whole(
         return
     execution, kind = net.execution, type(net)
     parameters = _gathered(execution, device, not rank0_only or _is_rank_0())
+    shards = [(name, own_tensor(parameter)) for name, parameter in net.named_parameters()]
+    shard_versions = [version(shard) for _, shard in shards]
     with ExitStack() as undo:
         _put(net, execution, parameters, undo)
         _be_original(net, execution, undo)
@@ -69,6 +72,12 @@ def whole(
                     f"{name!r} was replaced inside of `shardwright.whole`, which would have no "
                     "effect: copy into it under `torch.no_grad()`, or replace it before `plan`"
                 )
+    for (name, shard), before in zip(shards, shard_versions, strict=True):
+        if version(shard) != before:
+            raise PlanError(
+                f"an optimizer changed {name!r} inside of `shardwright.whole`, where the model has "
+                "copies of its parameters: call `step` outside"
+            )
     for name, held in net.named_parameters():
         if rank0_only and version(parameters[name]) != versions[name]:
             raise PlanError(

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from shardwright.graph.graph import Graph, Kind, Op, Value
+from shardwright.layout.collective_spec import COLLECTIVES
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.layout.redistribution import RedistributionStep, redistribution_steps
 from shardwright.partition.decisions import Decisions, Recompute, Storage
@@ -33,17 +35,15 @@ from shardwright.rules.rule import Cuts, Reduction
 
 @dataclass(frozen=True)
 class InnerReduction:
-    """An all-reduce inside an operator's kernel, over the joined `axes`."""
+    """A collective inside an operator's kernel, over the joined `axes`."""
 
     reduction: Reduction
     axes: tuple[int, ...]
 
     def bytes(self, mesh: Layout, differentiable: bool) -> tuple[int, int]:
         """Bytes that one device sends, forward and backward."""
-        size, numel = mesh.size(self.axes), 1
-        for extent in self.reduction.shape:
-            numel *= extent
-        once = -(-2 * (size - 1) * numel * self.reduction.dtype.itemsize // size)
+        num_bytes = prod(self.reduction.shape) * self.reduction.dtype.itemsize
+        once = COLLECTIVES[self.reduction.collective].sent(num_bytes, mesh.size(self.axes))
         back = self.reduction.varying and self.reduction.differentiable and differentiable
         return once, once if back else 0
 
@@ -61,7 +61,7 @@ class Communication:
         routes: for each input of an operator, `(operator name, index)`, the transfers on the way.
         output_routes: for each of the graph's output values the transfers to what is returned.
         update_routes: for what is updated the transfers of the new value to where the old one lies.
-        reductions: all-reduces inside kernels, by operator name.
+        reductions: collectives inside kernels, by operator name.
         segments: operators that are computed again together in the backward pass.
         buckets: the first steps of parameters, joined.
         forward_bytes, backward_bytes: that one device sends in one run of the program.
@@ -129,10 +129,12 @@ def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communica
     for value in (*graph.input_values, *graph.buffers, *graph.constants, *graph.parameters):
         result.initial_layouts[value] = initial_layout(value, mesh, decisions)
     shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer] = {}
+    returned = {*graph.output_values, *(value for _, value in graph.updates)}
     for op in graph.ops:
         _operator(result, op, decisions.cuts.get(op.name, {}), shared)
         for value, axes in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
-            if axes is not None:
+            is_read = graph.consumers[value] or value in returned
+            if axes is not None and is_read:
                 target = TensorLayout(mesh, axes)
                 route = _route(result, value, target, shared, True, True)
                 result.leading_transfers[value] = route
@@ -156,11 +158,11 @@ def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communica
     transfers = OperatorTransfers(graph, result.routes, result.reductions)
     result.segments = recompute_segments(graph, decisions.recompute, transfers)
     assign_recomputed_transfers(result.segments, transfers, decisions)
-    returned = [*result.output_routes.items()]
-    returned += [(value, result.update_routes[before]) for before, value in graph.updates]
+    routes = [*result.output_routes.items()]
+    routes += [(value, result.update_routes[before]) for before, value in graph.updates]
     recomputed = {name: Recompute(s.name) for name, s in result.segment_of.items()}
     together = replace(decisions, recompute=recomputed)
-    result.buckets = buckets(graph, mesh, together, result.routes, result.initial_layouts, returned)
+    result.buckets = buckets(graph, mesh, together, result.routes, result.initial_layouts, routes)
     _count(result, graph)
     return result
 

@@ -228,10 +228,11 @@ def _crossings(partitioned: Partitioned) -> tuple[CrossingRow, ...]:
 
 
 def _inside(op: Op, flow: Communication) -> RedistributionRow:
-    """The all-reduces that the operator makes itself."""
+    """The collectives that the operator makes itself."""
     steps, forward, backward = [], 0, 0
     for inner in flow.reductions[op.name]:
-        steps.append(f"all_reduce {inner.reduction.kind} over {flow.mesh.named(inner.axes)}")
+        what = f"{inner.reduction.collective} {inner.reduction.kind}"
+        steps.append(f"{what} over {flow.mesh.named(inner.axes)}")
         there, back = inner.bytes(flow.mesh, op.output.requires_grad)
         again = there if op.name in flow.computed_again else 0
         forward, backward = forward + there, backward + back + again

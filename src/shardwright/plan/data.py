@@ -31,8 +31,9 @@ from shardwright.partition.fold_axes import fold_axes
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import ONE_STAGE, PipelineSpec
 from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow, Strategy
+from shardwright.search.by_time.certificate import gap_of
 from shardwright.search.choices import AxisChoice, choices
-from shardwright.search.request import Pricing
+from shardwright.search.request import DEFAULT_MEM_COEFF, Pricing
 from shardwright.torch_internals.operators import OpOverload
 
 
@@ -66,6 +67,7 @@ class PlanData:
         chunk_seconds: what each chunk takes where there are stages: seconds on the cluster, or
             without one 10⁹ operations of matrix products.
         saved_memory: the memory that was predicted when a plan was saved; of plans from files.
+        saved_gap: the gap that was known when a plan was saved.
         saved_choices: what the operators could cut else, as it was computed when a plan was saved.
         memory_limit: bytes of a device that a step may use: the limit that was requested, else
             the memory of the cluster's devices; None if neither is known.
@@ -105,6 +107,7 @@ class PlanData:
     chunk_seconds: tuple[ChunkSeconds, ...] = ()
     saved_memory: Memory | None = field(default=None, compare=False, repr=False)
     saved_choices: tuple[AxisChoice, ...] = field(default=(), compare=False, repr=False)
+    saved_gap: float | None = field(default=None, compare=False, repr=False)
     memory_limit: int | None = None
     search_seconds: float = 0.0
     capture_seconds: float = 0.0
@@ -242,8 +245,18 @@ class PlanData:
         timed = self.options.get("cost_model") == "time"
         if self.graph is None or (timed and self.pricing is None):
             return self.saved_choices
-        mem_coeff = self.options.get("mem_coeff", 0.1)
+        mem_coeff = self.options.get("mem_coeff", DEFAULT_MEM_COEFF)
         return choices(self.graph, self.mesh, self.decisions, self.pricing, mem_coeff)
+
+    @cached_property
+    def gap(self) -> float | None:
+        """By what share the plan costs more at most than any other with the same device matrix,
+        stages and micro-batches: what the search by seconds counts, over a proven lower bound. Of a
+        plan from a file what the file holds; None without a cluster, or if nothing is known."""
+        if self.graph is None or self.pricing is None:
+            return self.saved_gap
+        mem_coeff = self.options.get("mem_coeff", DEFAULT_MEM_COEFF)
+        return gap_of(self.graph, self.mesh, self.decisions, self.pricing, mem_coeff)
 
     @cached_property
     def choices_of(self) -> dict[str, list[AxisChoice]]:

@@ -100,13 +100,20 @@ _OtherChoice = _schema(
     cost=Annotated[float, Field(allow_inf_nan=False)],
     turns=GenericAlias(dict, (Literal[KNOBS], Amount)),
 )
+_StageMemory = _schema(
+    StageMemory,
+    optional=("largest", "curve"),
+    largest=_many(tuple[str, str, Natural]),
+    curve=_many(tuple[str, Natural]),
+)
 PlanFile: type[BaseModel] = _schema(
     PlanData,
-    without=("optimizer", "graph", "dry_runs", "pricing"),
-    optional=("memory_limit", "chunk_seconds", "saved_memory", "saved_choices"),
+    without=("optimizer", "graph", "dry_runs", "pricing", "saved_gap"),
+    optional=("memory_limit", "chunk_seconds", "saved_memory", "saved_choices", "gap"),
     memory_limit=AtLeastOne | None,
     chunk_seconds=_many(_schema(ChunkSeconds, of_weight=Amount | None)),
-    saved_memory=_schema(Memory, stages=_many(_schema(StageMemory))) | None,
+    saved_memory=_schema(Memory, stages=_many(_StageMemory)) | None,
+    gap=Amount | None,
     saved_choices=_many(_schema(AxisChoice, alternatives=_many(_OtherChoice))),
     version=int,
     devices=AtLeastOne,

@@ -36,7 +36,10 @@ OF_THIS_RUN = {"graph", "optimizer", "dry_runs", "pricing"}
 
 
 def plan_to_json(
-    plan: PlanData, memory: Memory | None, choices: tuple[AxisChoice, ...] = ()
+    plan: PlanData,
+    memory: Memory | None,
+    choices: tuple[AxisChoice, ...] = (),
+    gap: float | None = None,
 ) -> str:
     """See `Plan.to_json`."""
     data = {f.name: getattr(plan, f.name) for f in fields(PlanData) if f.name not in OF_THIS_RUN}
@@ -51,6 +54,8 @@ def plan_to_json(
     data["pipeline"]["part_of"] = data["pipeline"].pop("chunk_of")
     data["chunk_seconds"] = [asdict(chunk) for chunk in plan.chunk_seconds]
     data["saved_memory"] = None if memory is None else asdict(memory)
+    data["gap"] = gap
+    del data["saved_gap"]
     data["saved_choices"] = [asdict(choice) for choice in choices]
     data["pins"] = {name: strategy.to_dict() for name, strategy in plan.pins.items()}
     return json.dumps({"version": VERSION, "devices": plan.devices, **data}, indent=1)
@@ -89,9 +94,12 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     values["chunk_seconds"] = tuple(ChunkSeconds(**c) for c in data.get("chunk_seconds", ()))
     memory = data.get("saved_memory")
     if memory is not None:
-        stages = tuple(StageMemory(**stage) for stage in memory["stages"])
+        stages = tuple(
+            StageMemory(**{k: _tuples(v) for k, v in stage.items()}) for stage in memory["stages"]
+        )
         values["saved_memory"] = Memory(stages, memory["optimizer"])
     values["saved_choices"] = tuple(map(_axis_choice, data.get("saved_choices", ())))
+    values["saved_gap"] = data.get("gap")
     sharding = data["sharding"]
     values["sharding"] = None if sharding is None else OptimizerParallel(**sharding)
     values["recompute"] = {name: Recompute(**mark) for name, mark in data["recompute"].items()}

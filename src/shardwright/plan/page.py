@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from math import prod
 
@@ -16,7 +16,7 @@ from shardwright.plan.parallelism import axis_purpose, sentence
 from shardwright.plan.repeated_rows import fold_crossings, fold_names, fold_rows
 from shardwright.plan.rows import StepRow, devices_text, is_notable, seconds_text
 from shardwright.plan.summary import speed, unused_axes_text
-from shardwright.report.page import Axis, Bar, Chart, Headline, Lane, Page, Stack
+from shardwright.report.page import Axis, Bar, Chart, Curve, Headline, Lane, Page, Stack
 
 MOST_PASSES = 6_000
 """Passes through chunks, forward and backward, of a timeline that is drawn."""
@@ -27,8 +27,11 @@ MOST_ROWS = 12
 PLAN_AGAIN = "This file does not hold it: plan again with this version and save the plan."
 
 
-def plan_page(plan: PlanData) -> Page:
+def plan_page(plan: PlanData, others: Mapping[str, PlanData | str] | None = None) -> Page:
     """What the page of a plan shows; of what its file does not hold it says so.
+
+    Args:
+        others: plans to compare it with, by name, or why there is none.
 
     Raises:
         PlanError: if it has stages that its schedule cannot run.
@@ -42,10 +45,13 @@ def plan_page(plan: PlanData) -> Page:
         notes=tuple(_notes(plan)),
         time=_time(plan),
         memory=_memory(plan),
+        curves=tuple(_curves(plan)),
+        largest=_largest(plan),
         lanes=lanes,
         pipeline_note=note,
         stages=_stages(plan),
         traffic=_traffic(plan),
+        others=_others(plan, others or {}),
         axes=tuple(_axes(plan)),
         tree=tree,
         pictures=pictures,
@@ -205,6 +211,39 @@ def _memory(plan: PlanData) -> Chart:
     return Chart(tuple(rows), tuple(used), note, ("", *used, "peak", "when"), tuple(table))
 
 
+def _curves(plan: PlanData) -> Iterator[Curve]:
+    """What a device of each stage needs from action to action; against the limit, where that is
+    near."""
+    memory, limit = plan.known_memory, plan.memory_limit
+    if memory is None:
+        return
+    near = limit is not None and limit < 2 * memory.peak
+    top = max(memory.peak, limit if limit is not None and near else 0) or 1
+    for stage in memory.stages:
+        columns = tuple(
+            (_MOMENTS.get(name.split()[0], ""), f"{name}: {binary(size)}", size / top)
+            for name, size in stage.curve
+        )
+        if columns:
+            label = f"stage {stage.stage}" if len(memory.stages) > 1 else "each device"
+            text = f"at most {binary(stage.peak)}"
+            yield Curve(label, text, columns, limit / top if limit is not None and near else None)
+
+
+_MOMENTS = {"forward": "F0", "backward": "B0"}
+
+
+def _largest(plan: PlanData) -> Chart:
+    """The tensors at the peak of the stage that needs most, those of repeated blocks together."""
+    if plan.known_memory is None:
+        return Chart()
+    stage = max(plan.known_memory.stages, key=lambda each: each.peak)
+    header = ("made by, or for", "kind", "size")
+    note = f"The largest at the peak ({stage.moment}), of those that one micro-batch has made."
+    rows = tuple((name, kind, binary(size)) for name, kind, size in stage.largest)
+    return Chart(note=note, header=header, table=rows)
+
+
 def _lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
     """The timeline of each stage, and what it is."""
     pipeline, chunks = plan.pipeline, plan.chunk_seconds
@@ -285,6 +324,36 @@ def _traffic(plan: PlanData) -> Chart:
         note += f" {left} kinds that send less are not shown."
     header = ("forward / backward", "how many", "forward", "backward")
     return Chart(note=note, header=header, table=tuple(table))
+
+
+def _others(plan: PlanData, others: Mapping[str, PlanData | str]) -> Chart:
+    """This plan and others, a row each."""
+    if not others:
+        return Chart()
+    header = ("", "devices", "step", "of this", "speed", "memory", "sent", "parallelism")
+    rows = ((name, *_compared(other, plan)) for name, other in others.items())
+    note = "All are predicted; “of this”: 2 is a step twice as long as that of this plan."
+    table = (("this plan", *_compared(plan, plan)), *rows)
+    return Chart(note=note, header=header, table=table)
+
+
+def _compared(plan: PlanData | str, to: PlanData) -> tuple[str, ...]:
+    """The cells of a plan; of one that there is not, why not."""
+    if isinstance(plan, str):
+        return ("", "", "", "", "", "", plan)
+    step, memory, own = plan.step_time, plan.known_memory, to.step_time
+    size = "" if memory is None else binary(memory.peak)
+    if memory is not None and plan.memory_limit is not None and memory.peak > plan.memory_limit:
+        size += ", does not fit"
+    return (
+        f"{plan.devices:,}",
+        "" if step is None else seconds_text(step),
+        f"{step / own:.2f}" if step and own else "",
+        "" if step is None else speed(plan, step),
+        size,
+        binary(plan.bytes),
+        sentence(plan),
+    )
 
 
 def _origin(plan: PlanData) -> str:

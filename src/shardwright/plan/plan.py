@@ -6,7 +6,7 @@ JSON, printed as a table and explained operator by operator, all without the mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 
@@ -61,11 +61,12 @@ class Plan(PlanData):
 
         Args:
             memory: also predict what memory each stage needs, by a dry run if the plan has its
-                graph, and what other choices would cost, so that both can be read from the file.
+                graph, what other choices would cost, and how far the best plan is at most, so that
+                all can be read from the file.
         """
         if memory:
-            return plan_to_json(self, self.known_memory, self.choices)
-        return plan_to_json(self, self.saved_memory, self.saved_choices)
+            return plan_to_json(self, self.known_memory, self.choices, self.gap)
+        return plan_to_json(self, self.saved_memory, self.saved_choices, self.saved_gap)
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
@@ -89,14 +90,17 @@ class Plan(PlanData):
         """
         return cls.from_json(read_text(path, PlanError), str(path))
 
-    def report(self, path: str | Path) -> None:
+    def report(self, path: str | Path, others: Mapping[str, PlanData | str] | None = None) -> None:
         """Writes the plan as a page for a browser: one HTML file that needs no network.
+
+        Args:
+            others: plans to compare it with, by name, or why there is none.
 
         Raises:
             PlanError: if jinja2 is not installed, or the plan has stages that its schedule cannot
                 run.
         """
-        Path(path).write_text(page_html(plan_page(self)), encoding="utf-8")
+        Path(path).write_text(page_html(plan_page(self, others)), encoding="utf-8")
 
     def save_strategies(self, path: str | Path) -> None:
         """Writes the strategy of every operator to a file that people can edit.

@@ -49,6 +49,8 @@ def _answer(plan: PlanData) -> Iterator[tuple[str, str]]:
         words.append(f"exposed communication {seconds_text(step.communication)}")
         words += [f"bubbles {step.bubble:.1%}"] * bool(step.bubble)
         yield "step", ", ".join(filter(None, words))
+    if plan.gap is not None:
+        yield "gap", f"within {plan.gap:.1%} of the best on this mesh" + stages_text(plan)
     if memory is not None:
         most = max(memory.stages, key=lambda stage: stage.peak)
         place = f" of stage {most.stage}" if len(memory.stages) > 1 else ""
@@ -67,6 +69,12 @@ def _answer(plan: PlanData) -> Iterator[tuple[str, str]]:
         kind = "samples" if plan.sequence is None else f"sequences of {plan.sequence:,} tokens"
         parts = f", in {micro_batches:,} micro-batches" if micro_batches > 1 else ""
         yield "batch", f"{samples:,} {kind}{parts}"
+
+
+def stages_text(plan: PlanData) -> str:
+    """`, with 4 stages`; empty of one."""
+    stages = plan.pipeline.stages
+    return f", with {stages} stages" if stages > 1 else ""
 
 
 def speed(plan: PlanData, seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,8 @@ from shardwright.search.nest_axes import nest_axes
 from shardwright.search.optimizer_sharding import sharded_storage
 from shardwright.search.request import SearchRequest
 
+log = logging.getLogger("shardwright.search")
+
 
 @dataclass(frozen=True)
 class CapturedModel:
@@ -46,6 +49,7 @@ class CapturedModel:
         loss_reduction: of the losses of its micro-batches.
         dry_runs: of its parts, whose results serve every candidate.
         searched: the cuts of earlier searches and their seconds, by the arguments of each.
+        predictions: of earlier candidates; searches with other arguments often decide the same.
     """
 
     graph: Graph
@@ -55,6 +59,7 @@ class CapturedModel:
     loss_reduction: str = "mean"
     dry_runs: DryRunCache = field(default_factory=DryRunCache)
     searched: dict[object, tuple[Mapping[str, Cuts], float]] = field(default_factory=dict)
+    predictions: list[tuple[tuple[object, ...], Predicted]] = field(default_factory=list)
 
     @property
     def is_pinned(self) -> bool:
@@ -92,8 +97,14 @@ class Candidate:
         """What a step takes; None if no cluster was named."""
         if self.options.cluster is None:
             return None
-        self._report("step time")
-        return predict(self.partitioned, self.options.known_cluster)
+        cluster, known = self.options.known_cluster, self.model.predictions
+        decided = (cluster, self.mesh, self.decisions, self.pipeline)
+        found = next((predicted for others, predicted in known if others == decided), None)
+        if found is None:
+            self._report("step time")
+            found = predict(self.partitioned, cluster)
+            known.append((decided, found))
+        return found
 
     @property
     def sent(self) -> int:
@@ -188,9 +199,12 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate:
     )
     shared = None if pricing is None else pricing.sharing
     times = pipeline.stages, pipeline.micro_batches
-    key = (fixed.mesh, mode, *options.of_search.values(), *times, shared)
+    weighed = options.of_search.values() if MODES[mode].takes_pricing else ()
+    key = (fixed.mesh, mode, *weighed, *times, shared)
     if key not in model.searched:
         options.on_progress(f"search: {options.in_words()}")
+        if options.log_costs and mode == options.mode and not MODES[mode].takes_pricing:
+            log.info("mode=%r weighs no costs, so that there are none to log", mode)
         started = time.perf_counter()
         cuts = MODES[mode].search(request)
         model.searched[key] = cuts, time.perf_counter() - started

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwright.errors import MemoryLimitError, ShardwrightError, StrategyError
+from shardwright.errors import StrategyError
 from shardwright.partition.decisions import OptimizerParallel
 from shardwright.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.partition.schedules import SCHEDULES
 from shardwright.planner.candidate import Candidate, Decide
-from shardwright.planner.fit_memory import faster_within_memory
-from shardwright.planner.options import MEM_COEFFS, PlanOptions
+from shardwright.planner.fit_memory import Way, fastest_within_memory
+from shardwright.planner.options import PlanOptions
 
 log = logging.getLogger("shardwright.search")
 
@@ -25,9 +25,9 @@ def with_best_stages(
     schedules, where that is to be chosen.
 
     Each way is planned by itself, with operator strategies of its own, and its stages are
-    balanced by time. What does not fit into the memory limit does not count. The numbers are
-    fitted into memory in the order of the time that they would take if memory did not matter, up
-    to the first that even so would be no faster than the best.
+    balanced by time. What does not fit into the memory limit does not count. All numbers are
+    fitted into memory in one search, each from when the time that it would take if memory did not
+    matter is less than that of what is known to fit.
 
     Args:
         best: what is known already.
@@ -36,42 +36,26 @@ def with_best_stages(
         MemoryLimitError: if no number fits; the one that needs least says so.
         StrategyError: if the model can be planned with no number of stages.
     """
-    errors: list[ShardwrightError] = []
-    ways = list(_ways(options))
-    numbers = sorted({_stages(way) for way in ways})
+    ways: list[Way] = []
+    errors: list[StrategyError] = []
+    asked = list(_ways(options))
+    numbers = sorted({_stages(way) for way in asked})
     log.info("searching pipeline stages in 1 … %d: %s", max_stages(options), numbers)
-    bounds: list[tuple[float, int, PlanOptions]] = []
-    for place, way in enumerate(ways):
+    for way in asked:
         try:
-            bounds.append((decide(_free_of_limits(way))[0].seconds, place, way))
+            ways.append(Way(way, decide(_free_of_limits(way))[0].seconds))
         except StrategyError as error:
             errors.append(error)
             log.info("%s: %s", _named(way), error)
-    for bound, _, way in sorted(bounds):
-        below = float("inf") if best is None else best.seconds
-        if bound >= below:
-            log.info("%s: at least %.4g s per step, skipped", _named(way), bound)
             continue
-        try:
-            candidate = faster_within_memory(way, decide, below)
-        except (MemoryLimitError, StrategyError) as error:
-            errors.append(error)
-            log.info("%s: %s", _named(way), error)
-            continue
-        if candidate is None:
-            log.info("%s: what fits into memory takes at least %.4g s per step", _named(way), below)
-            continue
-        best = candidate
-        log.info(
-            "%s: %.4g s per step, %.1f%% of it in bubbles",
-            _named(way),
-            best.seconds,
-            _bubble(best),
-        )
-    if best is not None:
-        return best
-    too_large = [error for error in errors if isinstance(error, MemoryLimitError)]
-    raise min(too_large, key=lambda error: error.needed) if too_large else errors[0]
+        log.info("%s: at least %.4g s per step", _named(way), ways[-1].bound)
+    if not ways:
+        raise errors[0]
+    below = float("inf") if best is None else best.seconds
+    found = fastest_within_memory(ways, decide, below) or best
+    assert found is not None
+    log.info("%s: %.4g s per step", _named(found.options), found.seconds)
+    return found
 
 
 def _ways(options: PlanOptions) -> Iterator[PlanOptions]:
@@ -97,14 +81,9 @@ def _named(way: PlanOptions) -> str:
 def _free_of_limits(options: PlanOptions) -> PlanOptions:
     """Options with which a step takes the least time: what makes a plan fit only adds to it, but
     for sharing the optimizer's work."""
-    coefficient = MEM_COEFFS[0] if options.has_auto_mem_coeff else options.mem_coeff
+    coefficient = options.mem_coeffs[0] if options.has_auto_mem_coeff else options.mem_coeff
     sharding = options.sharding or OptimizerParallel()
     return replace(options, mem_coeff=coefficient, hsdp=sharding)
-
-
-def _bubble(candidate: Candidate) -> float:
-    assert candidate.predicted is not None
-    return 100 * candidate.predicted.bubble
 
 
 def stage_counts(options: PlanOptions) -> Iterator[int]:

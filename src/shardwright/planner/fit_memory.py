@@ -1,31 +1,35 @@
-"""Candidates that fit into the memory of their devices."""
+"""The fastest candidate that fits into the memory of its devices."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from heapq import heappop, heappush
+from itertools import count, zip_longest
 
 import torch
 
-from shardwright.cost.memory import Memory, StageMemory, binary
+from shardwright.cost.memory import Memory, StageMemory, binary, least_memory
 from shardwright.cost.pipeline_timeline import check_pipelining
-from shardwright.errors import MemoryLimitError, PlanError, StrategyError
+from shardwright.errors import MemoryLimitError, PlanError, ShardwrightError, StrategyError
+from shardwright.partition.communication import storage_as_used
 from shardwright.partition.decisions import LEVELS, OptimizerParallel
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.planner.candidate import Candidate, Decide
-from shardwright.planner.options import AUTO_RECOMPUTE, MEM_COEFFS, PlanOptions
+from shardwright.planner.options import AUTO_RECOMPUTE, PlanOptions
+from shardwright.rules.rule import Cuts
 from shardwright.search.recompute.candidates import DEFAULT_PRICES, RecomputePrices
-from shardwright.search.recompute.fit import fit_by_recomputation
+from shardwright.search.recompute.fit import MemoryFit, RecomputeFit, StageLadder, stage_ladders
 
 log = logging.getLogger("shardwright.search")
 
 FACTOR, LARGEST_MEM_COEFF = 8.0, 1e4
 """By what `mem_coeff` grows from one attempt to the next, and how far."""
 
-GAIN = 0.01
-"""Less of a step is not worth a further attempt."""
+NEAR = 0.97
+"""A larger `mem_coeff` may have a step that is predicted to take so much of that of a smaller one:
+what the search weighs is simpler than the prediction."""
 
 
 @dataclass(frozen=True)
@@ -43,173 +47,245 @@ class Attempt:
         return self.options.in_words(self.recompute)
 
 
+Groups = Sequence[Sequence[Attempt]]
+"""What competes, a group after the other: a later one is hardly ever faster."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Options that are tried, and then further ones.
+
+    Args:
+        options: with a number of stages and a schedule.
+        bound: seconds; a step takes at least so long.
+    """
+
+    options: PlanOptions
+    bound: float = 0.0
+
+
 def within_memory(options: PlanOptions, decide: Decide) -> Candidate:
     """The candidate that `options` request if it fits into their memory limit, else the first that
     does after these changes, each on top of those before: parameters and optimizer state are stored
     sharded (`level1` to `level3`), operators are computed again, `mem_coeff` grows, there are more
-    stages. With `recompute="auto"`, operators are computed again first. On a cluster, of all levels
-    of sharding and `mem_coeff`, each with as much computed again as it needs, the fastest that fits
-    is taken. With `mem_coeff="auto"` it is the smallest with which the plan fits without other
-    changes; where there is none, the changes begin with the smallest.
+    stages. With `recompute="auto"`, operators are computed again first. On a cluster the number of
+    stages stays, and of all levels of sharding and `mem_coeff`, each with as much computed again as
+    it needs, the fastest that fits is taken, so that less memory is never faster. With
+    `mem_coeff="auto"` it is the smallest with which the plan fits without other changes; where
+    there is none, the changes begin with the smallest.
 
     Raises:
         MemoryLimitError: if none fits; says the smallest limit that would do.
     """
-    candidate = faster_within_memory(options, decide, float("inf"))
+    candidate = fastest_within_memory([Way(options)], decide)
     assert candidate is not None
     return candidate
 
 
-def faster_within_memory(options: PlanOptions, decide: Decide, below: float) -> Candidate | None:
-    """Likewise; None if what fits takes `below` seconds or more.
+def fastest_within_memory(
+    ways: Sequence[Way], decide: Decide, below: float = float("inf")
+) -> Candidate | None:
+    """Of several ways that differ in their stages the fastest that fits; None if what fits takes
+    `below` seconds or more.
 
     Raises:
         MemoryLimitError: if none fits; says the smallest limit that would do.
     """
-    coefficients = MEM_COEFFS if options.has_auto_mem_coeff else ()
-    if coefficients:
-        options = replace(options, mem_coeff=coefficients[0], memory_limit=options.limit)
-    requested = decide(options)[0]
-    if options.limit is None or requested.memory().peak <= options.limit:
-        return requested if requested.seconds < below else None
-    fitting = _Fitting(options, decide, below)
-    for choices in _attempts(options, coefficients[1:]):
-        fastest = fitting.fastest(choices)
-        if fastest is not None or fitting.too_slow:
-            return fastest
-    needs, attempt = fitting.least_memory()
-    raise MemoryLimitError(_too_large(options, needs, attempt), needs.peak)
+    search = _Search(ways[0].options.limit, decide, len(ways) == 1)
+    for phase in zip_longest(*(_phases(way.options) for way in ways), fillvalue=()):
+        for way, groups in zip(ways, phase, strict=True):
+            if groups:
+                search.add(way.bound, groups)
+        fitted = search.run(below)
+        if fitted is not None or search.waiting:
+            return fitted
+    raise search.error()
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A candidate that may have to recompute in order to fit.
+
+    Args:
+        needed: bytes of a device of each stage, at least, whatever is recomputed.
+        fit: what finds out how much; None as long as it recomputes nothing.
+        fits: whether that is done.
+    """
+
+    attempt: Attempt
+    candidate: Candidate
+    needed: Sequence[int]
+    fit: RecomputeFit | None = None
+    fits: bool = False
 
 
 @dataclass
-class _Fitting:
-    """The attempts that were made for some options.
+class _Search:
+    """Best first: of all that is left what may take the least time is looked at next, and gets more
+    expensive to look at: options, their candidates, what these need, and what they need if they
+    recompute. So the first that is known to fit is the fastest.
 
     Args:
-        below: seconds; only what takes less counts.
-        least: what needed least memory of all that did not fit.
-        hopeless: the last that does not fit whatever is computed again.
-        too_slow: whether an attempt did not count.
+        limit: bytes of a device; None if there is none.
+        strict: whether what is requested must be possible.
+        least: what needed least memory of all that does not fit.
+        dropped: what cannot fit whatever is recomputed.
+        ladders: what candidates can recompute, by their cuts and stages.
     """
 
-    options: PlanOptions
+    limit: int | None
     decide: Decide
-    below: float
+    strict: bool
     least: tuple[Memory, Attempt] | None = None
-    hopeless: tuple[Candidate, Attempt] | None = None
-    too_slow: bool = False
-    seen: list[tuple[Any, ...]] = field(default_factory=list)
+    dropped: list[_Draft] = field(default_factory=list)
+    ladders: dict[object, tuple[StageLadder, ...]] = field(default_factory=dict)
+    errors: list[ShardwrightError] = field(default_factory=list)
+    seen: set[object] = field(default_factory=set)
+    waiting: list[tuple[float, int, _Draft | Groups]] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=count)
 
-    def fastest(self, choices: Iterable[Attempt]) -> Candidate | None:
-        """The fastest of these that fits: as it is, or with operators computed again where that is
-        allowed. As that only adds to a step, those that are fast as they are come first, and no
-        more are fitted once there is hardly any time to gain."""
-        best: Candidate | None = None
-        entries = [entry for attempt in choices for entry in self._candidates(attempt)]
-        for candidate, attempt in sorted(entries, key=lambda entry: entry[0].seconds):
-            if best is not None and candidate.seconds >= (1 - GAIN) * best.seconds:
-                break
-            if self._is_slow(candidate, best):
-                continue
-            fitted, needs = candidate, candidate.memory()
-            if not self._fits(needs, attempt) and attempt.recompute:
-                if _always_there(needs) > self.limit:
-                    self.hopeless = candidate, attempt
-                    continue
-                fitted, needs = self._with_recomputation(candidate)
-                self._fits(needs, attempt)
-            if needs.peak <= self.limit and not self._is_slow(fitted, best):
-                best = fitted
-        return best
+    def add(self, bound: float, what: _Draft | Groups) -> None:
+        """Something that takes at least `bound` seconds."""
+        heappush(self.waiting, (bound, next(self.numbers), what))
 
-    def least_memory(self) -> tuple[Memory, Attempt]:
-        """What needs least memory of all that does not fit."""
-        if self.hopeless is not None:
-            candidate, attempt = self.hopeless
-            self._fits(self._with_recomputation(candidate)[1], attempt)
-        assert self.least is not None
-        return self.least
+    def run(self, below: float) -> Candidate | None:
+        """The fastest that fits; None if none does, or while some wait that take `below` seconds or
+        more."""
+        while self.waiting and self.waiting[0][0] < below:
+            bound, _, what = heappop(self.waiting)
+            if isinstance(what, _Draft):
+                fitted = self._fitted(what, bound)
+                if fitted is not None:
+                    return fitted
+            else:
+                self._try(bound, what)
+        return None
 
-    def _is_slow(self, candidate: Candidate, best: Candidate | None) -> bool:
-        """Whether a candidate does not count, beside the best so far."""
-        if best is not None and self.options.cluster is not None:
-            return candidate.seconds >= best.seconds
-        slow = candidate.seconds >= self.below
-        self.too_slow |= slow
-        return slow
+    def _try(self, bound: float, groups: Groups) -> None:
+        """The first of `groups`, and later the others."""
+        fastest = bound
+        for number, draft in enumerate(each for one in groups[0] for each in self._drafts(one)):
+            seconds = max(bound, draft.candidate.seconds)
+            fastest = min(fastest, seconds) if number else seconds
+            self.add(seconds, draft)
+        if len(groups) > 1:
+            self.add(max(bound, NEAR * fastest), groups[1:])
 
-    def _fits(self, needs: Memory, attempt: Attempt) -> bool:
-        log.info("%s: %s of %s", attempt, binary(needs.peak), binary(self.limit))
-        if needs.peak > self.limit and (self.least is None or needs.peak < self.least[0].peak):
-            self.least = needs, attempt
-        return needs.peak <= self.limit
-
-    def _with_recomputation(self, candidate: Candidate) -> tuple[Candidate, Memory]:
-        """With as much computed again as it needs, or as can be."""
-        graph, options, prices = candidate.model.graph, self.options, DEFAULT_PRICES
-        if options.cluster is not None:
-            prices = RecomputePrices.on(options.known_cluster, graph.compute_dtype or torch.float32)
-        fitted = fit_by_recomputation(
-            graph,
-            candidate.mesh,
-            candidate.decisions,
-            candidate.pipeline,
-            self.limit,
-            candidate.memory,
-            prices,
-        )
-        return replace(candidate, decisions=fitted.decisions), fitted.memory
-
-    @property
-    def limit(self) -> int:
-        """Bytes of a device."""
-        assert self.options.limit is not None
-        return self.options.limit
-
-    def _candidates(self, attempt: Attempt) -> Iterator[tuple[Candidate, Attempt]]:
-        """What was not tried before."""
+    def _drafts(self, attempt: Attempt) -> Iterator[_Draft]:
+        """What was not tried before, and may fit."""
+        options = attempt.options
         try:
-            decided = self.decide(attempt.options)
-        except (PlanError, StrategyError):
-            if attempt.options == self.options:
+            decided = self.decide(options)
+        except (PlanError, StrategyError) as error:
+            if self.strict and not self.seen:
                 raise
+            self.errors.append(error)
             return
-        for candidate in decided if self.options.cluster is not None else decided[:1]:
-            needed_by = _needed_by(candidate, self.seen, attempt)
-            if needed_by not in self.seen:
-                self.seen.append(needed_by)
-                yield candidate, attempt
+        for candidate in decided if options.cluster is not None else decided[:1]:
+            same = _needed_by(candidate, attempt)
+            if same in self.seen:
+                continue
+            self.seen.add(same)
+            needed = least_memory(candidate.partitioned, options.optimizer)
+            draft = _Draft(attempt, candidate, needed)
+            if self.limit is None or max(needed) <= self.limit:
+                yield draft
+            else:
+                self.dropped.append(draft)
+
+    def _fitted(self, draft: _Draft, bound: float) -> Candidate | None:
+        """A draft that fits; else it is added again with more recomputed, if that may do."""
+        if self.limit is None or draft.fits:
+            return draft.candidate
+        candidate, attempt = draft.candidate, draft.attempt
+        if draft.fit is not None:
+            found = draft.fit.run()
+            log.info("%s: %s of %s", attempt, binary(found.memory.peak), binary(self.limit))
+            fitted = replace(candidate, decisions=found.decisions)
+            self.add(max(bound, fitted.seconds), replace(draft, candidate=fitted, fits=True))
+            return None
+        if self._measured(draft).peak <= self.limit:
+            return candidate
+        if attempt.recompute:
+            fit = self._recomputing(draft)
+            if fit.begin():
+                expected = replace(candidate, decisions=fit.expected())
+                self.add(max(bound, NEAR * expected.seconds), replace(draft, fit=fit))
+            else:
+                self._failed(fit.least, attempt)
+        return None
+
+    def _measured(self, draft: _Draft) -> Memory:
+        """What a draft needs if it recomputes nothing."""
+        needs = draft.candidate.memory()
+        log.info("%s: %s of %s", draft.attempt, binary(needs.peak), binary(self.limit or 0))
+        self._failed(MemoryFit(draft.candidate.decisions, needs), draft.attempt)
+        return needs
+
+    def _ladders(self, candidate: Candidate) -> tuple[StageLadder, ...]:
+        """What a candidate can recompute, which is estimated for all levels of sharding at once."""
+        graph, pipeline, cuts = candidate.model.graph, candidate.pipeline, candidate.decisions.cuts
+        key = candidate.mesh, _hashable(cuts), pipeline.stages, pipeline.schedule
+        if key not in self.ladders:
+            options, prices = candidate.options, DEFAULT_PRICES
+            if options.cluster is not None:
+                dtype = graph.compute_dtype or torch.float32
+                prices = RecomputePrices.on(options.known_cluster, dtype)
+            depth = next(iter(self.ladders.values()))[0].depth if self.ladders else None
+            parts = graph, candidate.mesh, candidate.decisions, pipeline
+            self.ladders[key] = stage_ladders(*parts, prices, depth)
+        return self.ladders[key]
+
+    def _recomputing(self, draft: _Draft) -> RecomputeFit:
+        candidate = draft.candidate
+        return RecomputeFit(
+            *(self._ladders(candidate), candidate.decisions, candidate.memory, self.limit or 0)
+        )
+
+    def _failed(self, fit: MemoryFit | None, attempt: Attempt) -> None:
+        assert fit is not None
+        if self.least is None or fit.memory.peak < self.least[0].peak:
+            self.least = fit.memory, attempt
+
+    def error(self) -> ShardwrightError:
+        """That nothing fits, with what needs least; or why there was nothing."""
+        for draft in sorted(self.dropped, key=lambda draft: max(draft.needed)):
+            least = float("inf") if self.least is None else self.least[0].peak
+            if max(draft.needed) >= least:
+                break
+            self._measured(draft)
+            if draft.attempt.recompute:
+                fit = self._recomputing(draft)
+                fit.begin()
+                self._failed(fit.least, draft.attempt)
+        if self.least is None:
+            return self.errors[0]
+        needs, attempt = self.least
+        return MemoryLimitError(_too_large(attempt, self.limit or 0, needs), needs.peak)
 
 
-def _always_there(needs: Memory) -> int:
-    """Bytes that a device needs whatever is computed again."""
-    return max(stage.parameters + stage.optimizer + stage.inputs for stage in needs.stages)
-
-
-def _attempts(options: PlanOptions, coefficients: Sequence[float]) -> Iterator[Iterable[Attempt]]:
-    """What is tried, one after the other until something fits; of several the fastest."""
+def _phases(options: PlanOptions) -> list[Groups]:
+    """What is tried, one after the other until something fits."""
+    if options.limit is None:
+        return [[[Attempt(options, False)]]]
     first = options.recompute == AUTO_RECOMPUTE
-    levels = tuple(_more_sharded(options))
-    stored = levels[-1] if levels else options
-    by_time = options.cluster is not None
-    if not by_time or coefficients:
-        yield [Attempt(options, first)]
-    for coefficient in coefficients:
-        yield [Attempt(replace(options, mem_coeff=coefficient), first)]
-    if by_time:
-        by_coefficient = (options, *_larger_mem_coeff(options))
-        yield [
-            Attempt(level, True)
-            for each in by_coefficient
-            for level in (each, *_more_sharded(each))
-        ]
-    else:
-        yield from ([Attempt(each, first)] for each in levels)
-        yield [Attempt(stored, True)]
-        yield from ([Attempt(larger, True)] for larger in _larger_mem_coeff(stored))
-    for staged in _more_stages(stored):
-        yield [Attempt(staged, True)]
-        yield from ([Attempt(larger, True)] for larger in _larger_mem_coeff(staged))
+    phases: list[Groups] = []
+    if options.has_auto_mem_coeff:
+        coefficients, limit = options.mem_coeffs, options.limit
+        each = [replace(options, mem_coeff=one, memory_limit=limit) for one in coefficients]
+        phases, options = [[[Attempt(one, first)]] for one in each], each[0]
+    if options.cluster is not None:
+        larger = (options, *_larger_mem_coeff(options))
+        return [*phases, [[Attempt(one, True) for one in _levels(each)] for each in larger]]
+    levels = _levels(options)
+    phases += [[[Attempt(each, first)]] for each in levels]
+    for staged in (levels[-1], *_more_stages(levels[-1])):
+        phases += [[[Attempt(each, True)]] for each in (staged, *_larger_mem_coeff(staged))]
+    return phases
+
+
+def _levels(options: PlanOptions) -> tuple[PlanOptions, ...]:
+    return (options, *_more_sharded(options))
 
 
 def _more_sharded(options: PlanOptions) -> Iterator[PlanOptions]:
@@ -244,25 +320,32 @@ def _more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
             yield replace(options, stages=stages)
 
 
-def _needed_by(
-    candidate: Candidate, seen: list[tuple[Any, ...]], attempt: Attempt
-) -> tuple[Any, ...]:
-    """What the memory depends on; the level only where it shards anything."""
+def _needed_by(candidate: Candidate, attempt: Attempt) -> object:
+    """What memory and time depend on; the level only where it shards anything."""
     decisions = candidate.decisions
-    level = decisions.sharding
-    if any(decisions.storage == storage and other is None for storage, other, *_ in seen):
-        level = None
-    return decisions.storage, level, decisions.cuts, candidate.pipeline, attempt.recompute
+    used = storage_as_used(candidate.model.graph, candidate.mesh, decisions.cuts)
+    level = decisions.sharding if decisions.storage != used else None
+    kept = tuple(sorted(decisions.storage.items())), level
+    pipeline = candidate.pipeline.stages, candidate.pipeline.schedule
+    return kept, _hashable(decisions.cuts), pipeline, attempt.recompute
 
 
-def _too_large(options: PlanOptions, needs: Memory, attempt: Attempt) -> str:
+def _hashable(cuts: Mapping[str, Cuts]) -> object:
+    return tuple((name, tuple(cut.items())) for name, cut in cuts.items())
+
+
+def _too_large(attempt: Attempt, limit: int, needs: Memory) -> str:
     stage = max(needs.stages, key=lambda each: each.peak)
     where = f" on stage {stage.stage}" if len(needs.stages) > 1 else ""
+    options = attempt.options
+    stages = ""
+    if options.cluster is not None and options.stages == 1 < options.micro_batches:
+        stages = ", or stages='auto'"
     return (
         f"no plan for {options.devices} devices fits into memory_limit="
-        f"{binary(options.limit or 0)}; the smallest one needs {binary(needs.peak)}"
+        f"{binary(limit)}; the smallest one needs {binary(needs.peak)}"
         f" ({needs.peak:,} bytes){where}, with {attempt}: {_breakdown(stage)}; set a larger"
-        " limit, or use more devices or more micro-batches"
+        f" limit, or use more devices or more micro-batches{stages}"
     )
 
 

@@ -37,7 +37,7 @@ from shardwright.planner.requirement import (
 from shardwright.progress import OnProgress, silent
 from shardwright.search.assign_stages import StageConfig
 from shardwright.search.modes import MODES
-from shardwright.search.request import VISIT_ORDERS, Pricing
+from shardwright.search.request import DEFAULT_MEM_COEFF, VISIT_ORDERS, Pricing
 
 MB = 2**20
 
@@ -68,12 +68,13 @@ class FileOptions:
     Args:
         mem_coeff: weight of memory relative to communication: small values favor data parallel,
             large ones model parallel. `auto`: the smallest that fits `memory_limit`, or the memory
-            of the cluster's devices.
+            of the cluster's devices; by step time, from the default on.
         cost_model: `symbolic`, the relative costs of the published search, or `time`, the seconds
             of a step on a cluster; by default `time` if there is a cluster.
         cluster: `local` (this machine), a built-in one (`h100`, `ascend910b`, …), or a YAML file.
         order: in which the search decides operators, by `weight` or `topology`.
-        log_costs: log every decision at level INFO of the logger `shardwright.search`.
+        log_costs: log every decision at level INFO of the logger `shardwright.search`; a mode that
+            weighs no costs says so.
         stages: number of pipeline stages. Each is an equal share of the devices and runs a part of
             the model; parts have nearly equal work, or on a cluster nearly equal time. `auto`: the
             number with the shortest step, at most `max_stages` and at most `micro_batches`.
@@ -89,10 +90,11 @@ class FileOptions:
         memory_limit: bytes per device, or a text like `24GiB`. A plan that needs more in a step is
             changed until it fits: parameters and optimizer state are sharded (`hsdp`), then
             operators are recomputed in the backward pass, then `mem_coeff` grows, then there are
-            more stages. On a cluster the first three are chosen by step time.
+            more stages. On a cluster the stages stay, and the fastest that fits of all the others
+            is taken, also if the plan would fit as it is.
     """
 
-    mem_coeff: Annotated[float | Literal["auto"], POSITIVE_OR_AUTO] = 0.1
+    mem_coeff: Annotated[float | Literal["auto"], POSITIVE_OR_AUTO] = DEFAULT_MEM_COEFF
     cost_model: Annotated[str | None, one_of(("symbolic", "time"))] = None
     cluster: Cluster | str | Path | None = None
     order: Annotated[str, one_of(VISIT_ORDERS)] = "weight"
@@ -202,7 +204,7 @@ class PlanOptions(KeywordOptions):
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             object.__setattr__(self, "cluster", load_cluster(self.cluster))
         if self.has_auto_mem_coeff and not self.weighs_memory:
-            object.__setattr__(self, "mem_coeff", MEM_COEFFS[0])
+            object.__setattr__(self, "mem_coeff", self.mem_coeffs[0])
         if self.has_auto_mem_coeff and self.limit is None:
             raise StrategyError(
                 f"mem_coeff={AUTO_MEM_COEFF!r} needs a memory limit: set memory_limit, as in"
@@ -253,6 +255,13 @@ class PlanOptions(KeywordOptions):
     def has_auto_mem_coeff(self) -> bool:
         """Whether `mem_coeff` is to be chosen."""
         return self.mem_coeff == AUTO_MEM_COEFF
+
+    @property
+    def mem_coeffs(self) -> tuple[float, ...]:
+        """The values that `auto` tries: by seconds, smaller ones than the default only make the
+        objective another than the step."""
+        least = DEFAULT_MEM_COEFF if self.cost_model == "time" else 0.0
+        return tuple(each for each in MEM_COEFFS if each >= least)
 
     @property
     def weighs_memory(self) -> bool:

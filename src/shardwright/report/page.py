@@ -149,6 +149,21 @@ class Lane:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """Columns of equal width, one for each moment.
+
+    Args:
+        columns: kind, text and height of each; fractions of the whole.
+        limit: its height; None if there is none.
+    """
+
+    label: str
+    text: str
+    columns: tuple[tuple[str, str, float], ...]
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
 class Chart:
     """Rows of bars with what explains them.
 
@@ -175,10 +190,13 @@ class Page:
     notes: tuple[str, ...]
     time: Chart
     memory: Chart
+    curves: tuple[Curve, ...]
+    largest: Chart
     lanes: tuple[Lane, ...]
     pipeline_note: str
     stages: Chart
     traffic: Chart
+    others: Chart
     axes: tuple[Axis, ...]
     tree: tuple[Branch | Operator, ...]
     pictures: tuple[Picture, ...]

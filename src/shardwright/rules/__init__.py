@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwright.errors import StrategyError
-from shardwright.graph.graph import Op, Value
+from shardwright.graph.graph import Op
 
 # These modules are imported for the rules that they register.
 from shardwright.rules import (
@@ -63,7 +63,7 @@ def rule_of(op: Op) -> ShardingRule | None:
         maker = pointwise.pointwise
     if maker is None:
         return None
-    return _build_rule(_Structure(maker, op.target, _structure(op.args), _structure(op.kwargs), op))
+    return _build_rule(_Structure(maker, op.target, op.structure, op))
 
 
 def is_random(op: Op) -> bool:
@@ -79,8 +79,7 @@ class _Structure:
 
     maker: RuleMaker
     target: Any
-    args: Any
-    kwargs: Any
+    arguments: Any
     op: Op = field(compare=False)
 
 
@@ -90,14 +89,3 @@ def _build_rule(structure: _Structure) -> ShardingRule | None:
         return structure.maker(structure.op)
     except ValueError as error:
         raise StrategyError(f"the sharding rule of {structure.target}: {error}") from error
-
-
-def _structure(argument: Any) -> Any:
-    """A hashable copy of `argument` with the shape and dtype of each value in its place."""
-    if isinstance(argument, Value):
-        return argument.shape, argument.dtype
-    if isinstance(argument, (list, tuple)):
-        return tuple([_structure(item) for item in argument])
-    if isinstance(argument, dict):
-        return tuple([(key, _structure(item)) for key, item in argument.items()])
-    return argument

@@ -1,8 +1,14 @@
-"""Scaled dot product attention: `b h s _, b h _ _, b h _ _ -> b h s _`."""
+"""Scaled dot product attention: `b h s _, b h _ _, b h _ _ -> b h s _`.
+
+Each causal query reads one key more than the one before, so blocks of them are unequal work. Of n
+devices the one with block i exchanges the second half of its queries with the one with block
+n - 1 - i, and the results back: each computes an early and a late half, as many pairs as all others
+(the order of blocks of Megatron-LM's context parallelism).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +18,16 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from shardwright.graph.graph import Op
 from shardwright.rules.notation import binder, call_arguments, input_dims, sharding_rule
-from shardwright.rules.rule import Dims, Local, Main, ShardingRule, rule_for
+from shardwright.rules.rule import (
+    MIRROR,
+    Dims,
+    Local,
+    Main,
+    Reduction,
+    ShardingRule,
+    no_reductions,
+    rule_for,
+)
 
 
 @rule_for(torch.ops.aten.scaled_dot_product_attention.default)
@@ -31,7 +46,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
         return None
     causal = arguments["is_causal"]
     queries = None if causal and query.shape[-2] > key.shape[-2] else "s"
-    batch: Dims = ("b", "h", *(f"h{i}" for i in range(2, ndim - 2)))[: ndim - 2]
+    batch = _batch(ndim)
     output: Dims = (*batch, queries, None)
     dims: dict[str, Dims] = {
         "query": (*batch, queries, None),
@@ -41,28 +56,70 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
     if mask is not None:
         dims["attn_mask"] = (*batch, queries, None)[ndim - len(mask.shape) :]
     grouped = arguments["enable_gqa"] and key.shape[-3] > 1
-    letters = {"b": "I", **dict.fromkeys(map(str, batch[1:]), "H"), "s": "S"}
+    letters = {"b": "I", **dict.fromkeys(batch[1:], "H"), "s": "S"}
     return sharding_rule(
         op,
         input_dims(op, dims),
         (output,),
-        capacity={str(batch[-1]): key.shape[-3]} if grouped else None,
+        capacity={batch[-1]: key.shape[-3]} if grouped else None,
         main=Main({name: letters[name] for name in output if name is not None}, weight=None),
         kernel=_causal_block if causal else None,
+        reductions=_halves if causal and queries else no_reductions,
         random=arguments["dropout_p"] > 0,
     )
 
 
-def _causal_block(op: Op, local: Local) -> Callable[..., Any]:
-    """Causal attention of a block of queries, which reads the keys up to its end.
+def _batch(ndim: int) -> tuple[str, ...]:
+    """The factors of all dimensions but positions and features."""
+    return ("b", "h", *(f"h{i}" for i in range(2, ndim - 2)))[: ndim - 2]
 
-    The first block is causal as a whole is, and the others are for fused kernels of accelerators;
-    on the CPU, which has none for them, their mask is a tensor.
-    """
+
+def _halves(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    """The exchange of the second halves of blocks of queries, and that of what they give."""
+    query, blocks = op.inputs[0], shard_counts.get("s", 1)
+    *batch, rows, _ = query.shape
+    half = rows // blocks // 2
+    if blocks == 1 or half == 0:
+        return ()
+    names = _batch(len(query.shape))
+    local = [n // shard_counts.get(f, 1) for n, f in zip(batch, names, strict=True)]
+    return tuple(
+        Reduction(("s",), MIRROR, (*local, half, value.shape[-1]), value.dtype, varying=True)
+        for value in (query, op.output)
+    )
+
+
+def _causal_block(op: Op, local: Local) -> Callable[..., Any]:
+    """Causal attention of a block of queries; with other blocks, of the halves that this device
+    computes."""
     if local.shard_counts.get("s", 1) == 1:
         return op.target
-    rows = local.output_shapes[0][-2]
-    start: Any = local.index("s") * rows
+    rows, last = local.output_shapes[0][-2], local.shard_counts["s"] - 1
+    index, late = local.index("s"), rows // 2
+    if not local.reduce:
+        return _causal_rows(op, rows, index * rows)
+    swap_queries, swap_results = local.reduce
+    early = _causal_rows(op, rows - late, index * rows)
+    of_other = _causal_rows(op, late, (last - index) * rows + rows - late)
+    bind = binder(op)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        arguments = bind(args, kwargs)
+        mine, others = arguments.pop("query").split((rows - late, late), -2)
+        results = of_other(swap_queries(others), **arguments)
+        return torch.cat((early(mine, **arguments), swap_results(results)), -2)
+
+    return run
+
+
+def _causal_rows(op: Op, rows: int, start: Any) -> Callable[..., Any]:
+    """Causal attention of `rows` queries that begin at position `start`, which read the keys up to
+    their end.
+
+    The first ones are causal as a whole is, and the others are for fused kernels of accelerators;
+    where there is none, their mask is a tensor: on the CPU, and where many ranks are simulated at
+    once, each of which would read another number of keys.
+    """
     known = isinstance(start, int)
     fused = _lower_right(rows, start + rows) if known else None
     first, bind = known and start == 0, binder(op)
@@ -70,15 +127,13 @@ def _causal_block(op: Op, local: Local) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)
         query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
+        if known:
+            key, value = (each.narrow(-2, 0, start + rows) for each in (key, value))
         # On the meta device only shapes count.
         arguments["is_causal"] = first or query.is_meta
         if not arguments["is_causal"]:
-            arguments["attn_mask"] = (
-                torch.ones(rows, start + rows, dtype=torch.bool).tril(start)
-                if query.is_cpu
-                else fused
-            )
-        key, value = (each.narrow(-2, 0, start + rows) for each in (key, value))
+            pairs = query.new_ones(rows, key.shape[-2], dtype=torch.bool)
+            arguments["attn_mask"] = fused if known and not query.is_cpu else pairs.tril(start)
         return F.scaled_dot_product_attention(query, key, value, **arguments)
 
     return run

@@ -44,14 +44,19 @@ class Main:
     exclusive: tuple[tuple[str, str], ...] = ()
 
 
+MIRROR = "mirror"
+
+
 @dataclass(frozen=True)
 class Reduction:
-    """An all-reduce inside a local operator, for batch statistics or a cut class dimension.
+    """A collective inside a local operator: an all-reduce, for batch statistics or a cut class
+    dimension, or an exchange of tensors, for equal shares of the work.
 
     Args:
-        factors: the all-reduce is over all axes that cut these factors.
-        kind: `"sum"` or `"max"`.
-        varying: whether the gradient is all-reduced too, because different shards read the result.
+        factors: it is over all axes that cut these factors.
+        kind: `"sum"`, `"max"`, or `"mirror"`: each device gets the tensor of the one whose shard is
+            as far from the last as its own is from the first.
+        varying: whether the gradient is sent likewise, because different shards read the result.
         differentiable: whether a gradient passes.
         shape, dtype: of the reduced tensor on one device.
     """
@@ -63,6 +68,11 @@ class Reduction:
     varying: bool = False
     differentiable: bool = True
 
+    @property
+    def collective(self) -> str:
+        """Its kind of `COLLECTIVES`."""
+        return "permute" if self.kind == MIRROR else "all_reduce"
+
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -72,7 +82,7 @@ class Reduce:
     """Executes a `Reduction` on the tensor of one device.
 
     Args:
-        run: the whole all-reduce, with its gradient.
+        run: all of it, with its gradient.
         start, end: launch and wait, for a reduction without gradient; other work can run between.
     """
 
@@ -148,7 +158,7 @@ class ShardingRule:
             complete, and equal on all devices that differ only in them.
         main: set for operators that the search decides by cost.
         kernel: builds the local function if it is not simply `op.target` on local tensors.
-        reductions: the all-reduces inside the kernel, given the shard counts of the factors.
+        reductions: the collectives inside the kernel, given the shard counts of the factors.
         sizes: index of the argument with the sizes of the output (`view`, `expand`), which is
             replaced by the local sizes.
         random: whether the operator draws random numbers, which the plan then seeds.

@@ -34,6 +34,9 @@ FIRST_CALLS = 10
 EVERY = 100
 """And one of so many later."""
 
+MOST_KINDS = 256
+"""So many kinds of calls are known; one that was forgotten is compared like a new one."""
+
 UNREAD = 2
 """Comparisons that may be under way before a call waits for the oldest."""
 
@@ -125,10 +128,13 @@ class BatchGuard:
             return
         self._read(len(self._unread) + 1 - UNREAD)
         self._calls += 1
-        table = self._kinds.get(kind)
+        table = self._kinds.pop(kind, None)
         new = table is None
         if table is None:
-            table = self._kinds[kind] = self._table(kind, leaves)
+            table = self._table(kind, leaves)
+        self._kinds[kind] = table  # The last one used is the last one forgotten.
+        if len(self._kinds) > MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
         contents: list[Tensor] = []
         if new or self._calls <= FIRST_CALLS or self._calls % EVERY == 0:
             contents = self._contents(dict(zip(numbers, leaves, strict=True)))

@@ -1,4 +1,4 @@
-"""What happens where a backward pass enters the program of several devices."""
+"""Which backward passes the program of several devices has, and what happens where one enters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,32 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import PlanError
+from shardwright.torch_internals.dispatch import in_backward_pass, in_transform
+
+
+def refuse_transforms() -> None:
+    """Raises:
+    PlanError: if a program would be called where other derivatives are taken than by a backward
+        pass.
+    """
+    if in_transform():
+        raise PlanError(
+            "a planned model was called by `vmap`, `grad` or another transform of `torch.func`, in"
+            " forward mode or by `torch.jit.trace`: its collectives have one derivative, in a"
+            " backward pass; call it inside `with shardwright.whole(net):`, or plan for one device"
+        )
+
+
+def refuse_other_draws() -> None:
+    """Raises:
+    PlanError: if a backward pass calls, to compute again what has drawn random numbers.
+    """
+    if in_backward_pass():
+        raise PlanError(
+            "a backward pass computes a planned model again, which would draw other random numbers"
+            " than before: leave out `torch.utils.checkpoint` around it, and mark what is to be"
+            " recomputed by `shardwright.recompute` before `plan`"
+        )
 
 
 def before_backward(outputs: Iterable[Any], checks: Iterable[Callable[[], None]]) -> None:

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.layout.axes import Axes
 from shardwright.layout.collective_spec import CellExchange, cell_exchange
 from shardwright.layout.redistribution import RedistributionStep
-from shardwright.rules.rule import Function, Reduce
+from shardwright.rules.rule import MIRROR, Function, Reduce
 from shardwright.runtime.collective_errors import program_line
 from shardwright.runtime.devices import Devices, Group, Index, block
 from shardwright.torch_internals.distributed import functional_collectives as c10d
@@ -321,8 +322,13 @@ BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = 
 """What carries out each kind of step."""
 
 
-def bound_reduction(group: Group, kind: str, varying: bool) -> Reduce:
-    """An all-reduce inside a kernel; its gradient too is all-reduced if it is `varying`."""
+def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> Reduce:
+    """A collective inside a kernel; its gradient is sent likewise if it is `varying`."""
+    group = devices.group(axes)
+    if kind == MIRROR:
+        to = [_one_where(devices, group, group.size - 1 - n) for n in range(group.size)]
+        swap = at_once(lambda x: exchange(x, to, to, group.name))
+        return Reduce(BoundCollective(swap, swap), swap.start, identity)
 
     def start(x: Tensor) -> Tensor:
         return c10d.all_reduce(x.detach().contiguous(), kind, group.name)  # type: ignore[no-any-return]

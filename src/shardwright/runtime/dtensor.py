@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.deferred import Deferred, copies_of_attributes, values_of
 from shardwright.errors import LayoutError, PlanError
@@ -25,8 +28,8 @@ from shardwright.runtime.unsupported_operators import explain_unsupported_operat
 from shardwright.torch_internals.dtensor import (
     StridedShard,
     counting_with_shard,
-    held_chunks,
     local_tensor,
+    own_part,
     spec_of,
     with_spec,
 )
@@ -84,6 +87,7 @@ def with_stored_parameters(
     """
     refuse_lost_writes()
     explain_unsupported_operators()
+    accept_whole_optimizer_states()
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
 
     def stored(name: str, whole: Tensor) -> Tensor:
@@ -146,13 +150,30 @@ def _cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_
             state[prefix + name] = with_spec(mine.contiguous(), spec_of(parameter))
 
 
-def own_part(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Of a whole tensor what this rank holds of `tensor`; communicates nothing."""
-    if not isinstance(tensor, DTensor):
-        return whole
-    (chunk,) = held_chunks(tensor)
-    ends = zip(chunk.offsets, chunk.sizes, strict=True)
-    return whole[tuple(slice(at, at + size) for at, size in ends)]
+@cache
+def accept_whole_optimizer_states() -> None:
+    """Lets optimizers of this process go on from states of whole tensors, as one device saves them:
+    of each its rank takes what it holds."""
+    seen = WeakSet[Optimizer]()
+
+    def before_step(optimizer: Optimizer, *_: object) -> None:
+        if optimizer not in seen:
+            seen.add(optimizer)
+            _cut_whole_states(optimizer)
+            optimizer.register_load_state_dict_post_hook(_cut_whole_states)
+
+    register_optimizer_step_pre_hook(before_step)
+
+
+def _cut_whole_states(optimizer: Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, DTensor):
+            continue
+        for key, whole in state.items():
+            is_whole = isinstance(whole, Tensor) and not isinstance(whole, DTensor)
+            if is_whole and whole.ndim and whole.shape == parameter.shape:
+                mine = own_part(whole, parameter).clone(memory_format=torch.contiguous_format)
+                state[key] = with_spec(mine, spec_of(parameter))
 
 
 def _check_has_values(name: str, tensor: Tensor) -> None:

@@ -128,7 +128,8 @@ def _timed(
 ) -> Iterator[AxisChoice]:
     every = {op.name: decisions.cuts.get(op.name, {}) for op in graph.ops}
     problem = search_problem(graph, every, decisions.outputs, decisions.arrivals)
-    model = TimeModel(pricing.cluster, mesh, pricing.stages, pricing.sharing)
+    weight = pricing.parameter_weight(mem_coeff)
+    model = TimeModel(pricing.cluster, mesh, pricing.stages, pricing.sharing, weight)
     objective, edges = Objective(problem, model), problem.edges_around()
     names: dict[int, list[str]] = {}
     for op, number in zip(graph.ops, problem.variable_of, strict=True):
@@ -146,16 +147,18 @@ def _timed(
 
     def total(cost: ObjectiveCost, knobs: Mapping[str, float]) -> float:
         links, batch = knobs.get(COMMUNICATION, 1.0), knobs.get(BATCH, 1.0)
+        turned = knobs.get(MEM_COEFF, 1.0)
+        once = pricing.parameter_weight(mem_coeff * turned) / weight
         scaled = replace(
             cost,
             forward=cost.forward * batch,
             backward=cost.backward * batch,
             redistributions=cost.redistributions * batch * links,
-            gathers=cost.gathers * links,
-            gradients=cost.gradients * links,
+            gathers=cost.gathers * links * once,
+            gradients=cost.gradients * links * once,
+            update=cost.update * once,
         )
-        by_memory = kept * knobs.get(MEM_COEFF, 1.0)
-        return scaled.total(pricing.micro_batches, by_memory, model.slowdown)
+        return scaled.total(pricing.micro_batches, kept * turned, model.slowdown)
 
     for number, variable in enumerate(problem.variables):
         if not variable.kind.is_main:

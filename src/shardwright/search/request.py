@@ -15,6 +15,8 @@ from shardwright.layout.layout import Layout
 from shardwright.partition.decisions import CutAxes, Outputs
 from shardwright.rules.rule import Cuts
 
+DEFAULT_MEM_COEFF = 0.1
+
 VISIT_ORDERS = ("weight", "topology")
 
 CutsOfGraph = dict[str, dict[str, tuple[int, ...]]]
@@ -37,6 +39,11 @@ class Pricing:
     micro_batches: int = 1
     sharing: int | None = None
 
+    def parameter_weight(self, mem_coeff: float) -> float:
+        """What a second counts in which parameters are gathered or updated or their gradients are
+        reduced: less below the default, so that devices rather keep all parameters."""
+        return min(1.0, mem_coeff / DEFAULT_MEM_COEFF)
+
     def kept_byte(self, mem_coeff: float) -> float:
         """Seconds that a byte of parameters counts which a device keeps: those in which `mem_coeff`
         bytes are sent over the fastest link."""
@@ -54,10 +61,11 @@ class SearchRequest:
         pricing: what counts where seconds on a cluster do; None where the symbolic cost does.
         mem_coeff: weighs the memory of parameters. Small values favor data parallelism, large ones
             model parallelism, tiny ones no cut at all. With `pricing` a byte that a device keeps
-            counts as `mem_coeff` bytes sent over the fastest link.
+            counts as `mem_coeff` bytes sent over the fastest link, and below the default, what is
+            done once a step for parameters counts less.
         order: in which the symbolic search decides operators with a cost on an axis: the heaviest
             first, or as they stand in the graph; in both, embeddings come after the contractions.
-        log_costs: whether the symbolic search writes the cost of every choice to the logger
+        log_costs: whether a search by costs writes those of every choice to the logger
             `shardwright.search`.
 
     Raises:
@@ -70,7 +78,7 @@ class SearchRequest:
     outputs: Outputs = field(default_factory=dict)
     arrivals: Mapping[str, CutAxes] = field(default_factory=dict)
     pricing: Pricing | None = None
-    mem_coeff: float = 0.1
+    mem_coeff: float = DEFAULT_MEM_COEFF
     order: str = "weight"
     log_costs: bool = False
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial, partialmethod, wraps
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardwright.torch_internals.operators import OpOverload
+from shardwright.torch_internals.operators import (
+    OpOverload,
+    operator_name,
+    operators_of_several_tensors,
+)
 from shardwright.torch_internals.tensors import as_subclass
 
 __all__ = [
@@ -19,8 +25,10 @@ __all__ = [
     "StridedShard",
     "change_results",
     "counting_with_shard",
+    "explain_mixing",
     "held_chunks",
     "local_tensor",
+    "own_part",
     "spec_of",
     "with_spec",
 ]
@@ -28,6 +36,10 @@ __all__ = [
 StridedShard = _StridedShard
 """The placement of a dimension that axes further right cut first: its blocks are `split_factor`
 apart. Without it a `DeviceMesh` could cut a dimension from left to right only."""
+
+
+MIXED = "got mixed torch.Tensor and DTensor"
+"""How PyTorch's error begins where a DTensor meets an ordinary tensor."""
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
@@ -49,6 +61,15 @@ def with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
 def held_chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
     """Offsets and sizes, in the whole tensor, of what this rank holds."""
     return tensor.__create_chunk_list__()  # type: ignore[no-any-return,no-untyped-call]
+
+
+def own_part(whole: Tensor, tensor: Tensor) -> Tensor:
+    """Of a whole tensor what this rank holds of `tensor`; communicates nothing."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    (chunk,) = held_chunks(tensor)
+    ends = zip(chunk.offsets, chunk.sizes, strict=True)
+    return whole[tuple(slice(at, at + size) for at, size in ends)]
 
 
 def counting_with_shard(parameter: DTensor) -> nn.Parameter:
@@ -87,3 +108,76 @@ def handle(operator: OpOverload, call: Callable[[tuple[Any, ...], dict[str, Any]
             handlers[called] = handler
 
     handlers.setdefault(operator, handler)
+
+
+def _take_whole_gradients(number: Tensor) -> None:
+    """Lets an ordinary tensor that meets a DTensor get an ordinary gradient."""
+    if number.requires_grad and not hasattr(number, "takes_whole_gradients"):
+        number.takes_whole_gradients = True  # type: ignore[attr-defined]
+        number.register_hook(  # type: ignore[no-untyped-call]
+            lambda g: g.full_tensor() if isinstance(g, DTensor) else None
+        )
+
+
+def explain_mixing(
+    error: Callable[[OpOverload | str], Exception], *, except_in: Collection[str]
+) -> None:
+    """Lets DTensors of this process raise `error(operator)` where they meet an ordinary tensor of
+    more than one element, and `error(name)` where they are to become an array or a list. One of one
+    element, such as a loss, is taken as it is, and gets a gradient of its own kind.
+
+    Args:
+        except_in: names of operators that keep their speed, and are explained as methods only.
+    """
+
+    def explained(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled():
+            for argument in args:
+                for leaf in argument if isinstance(argument, list | tuple) else (argument,):
+                    if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
+                        _take_whole_gradients(leaf)
+        try:
+            return operator(*args, **kwargs)
+        except RuntimeError as mixed:
+            if MIXED not in str(mixed):
+                raise
+            raise error(operator) from mixed
+
+    for operator in operators_of_several_tensors():
+        if operator_name(operator) not in except_in:
+            handle(operator, partial(explained, operator))
+
+    def refused(name: str, *_: object, **__: object) -> Any:
+        raise error(name)
+
+    for name in ("numpy", "tolist"):
+        setattr(DTensor, name, partialmethod(partial(refused, name)))
+    for name in (*except_in, "__iadd__", "__imul__"):
+        setattr(DTensor, name, partialmethod(_of_tensor, name, error))
+    _explain_changed_numbers(error)
+
+
+def _explain_changed_numbers(error: Callable[[OpOverload], Exception]) -> None:
+    """Lets DTensors raise `error(operator)` where one would change an ordinary number in place."""
+    tail = DTensor._op_dispatcher._dispatch_fast_path_python_tail
+
+    @wraps(tail)
+    def explained(operator: OpOverload, args: tuple[Any, ...], *rest: Any) -> Any:
+        in_place = rest[-2]
+        if in_place and not isinstance(args[0], DTensor | list | tuple):
+            raise error(operator)
+        return tail(operator, args, *rest)
+
+    vars(DTensor._op_dispatcher).setdefault(tail.__name__, explained)
+
+
+def _of_tensor(
+    tensor: DTensor, name: str, error: Callable[[str], Exception], *args: Any, **kwargs: Any
+) -> Any:
+    """What a method of this name gives, or `error(name)` where DTensors and others are mixed."""
+    try:
+        return getattr(Tensor, name)(tensor, *args, **kwargs)
+    except RuntimeError as mixed:
+        if MIXED not in str(mixed):
+            raise
+        raise error(name) from mixed

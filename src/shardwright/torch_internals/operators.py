@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import FunctionSchema, fx
 from torch._ops import HigherOrderOperator, OpOverload
@@ -13,6 +15,7 @@ __all__ = [
     "assert_tensor",
     "is_erased",
     "operator_name",
+    "operators_of_several_tensors",
     "overload_name",
     "schema_of",
     "unregister",
@@ -37,6 +40,23 @@ def operator_name(overload: OpOverload) -> str:
 def overload_name(overload: OpOverload) -> str:
     """`dim` of `aten.mean.dim`."""
     return overload._overloadname
+
+
+@cache
+def operators_of_several_tensors() -> tuple[OpOverload, ...]:
+    """Those of ATen that take a list of tensors, or more than one."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, place = name.partition("::")
+        packet, _, overload = place.partition(".")
+        if space != "aten":
+            continue
+        operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        types = [str(argument.type) for argument in schema_of(operator).arguments]
+        count = sum(2 if "List[" in text else 1 for text in types if "Tensor" in text)
+        if count > 1:
+            found.append(operator)
+    return tuple(found)
 
 
 def unregister(library: Library) -> None:

@@ -50,6 +50,10 @@ PYTREE = (
 )
 
 OPERATORS = (
+    PrivateName(
+        "torch._C._dispatch_get_all_op_names",
+        "all operators, so that each says why a DTensor does not mix with an ordinary tensor",
+    ),
     PrivateName("torch._assert", "tells a test that only guards from others", "`assert`"),
     PrivateName("torch._ops.OpOverload", "the type of an operator in a graph"),
     PrivateName("torch._ops.HigherOrderOperator", "the type of one that holds a sub-graph"),
@@ -95,6 +99,12 @@ DISPATCH = (
         "torch._C._disabled_torch_function_impl",
         "leaves a deferred tensor to `__torch_dispatch__` alone",
     ),
+    PrivateName(
+        "torch._C._functorch.peek_interpreter_stack",
+        "refuses transforms of a planned model, whose collectives are differentiable once",
+    ),
+    PrivateName("torch.autograd.forward_ad._current_level", "the same for forward mode"),
+    PrivateName("torch._C._get_tracing_state", "the same for `torch.jit.trace`"),
     PrivateName("torch._C._DisableTorchDispatch", "runs an operator on plain meta tensors"),
     PrivateName(
         "torch._C._current_graph_task_id", "tells bytes of the backward pass from the forward's"
@@ -219,6 +229,10 @@ DTENSOR = (
     PrivateName(
         "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers",
         "finds views that are copies, so that writes to them are refused",
+    ),
+    PrivateName(
+        "torch.distributed.tensor.DTensor._op_dispatcher._dispatch_fast_path_python_tail",
+        "explains `loss += penalty`, where only the penalty is a DTensor",
     ),
     PrivateName(
         "torch.distributed.tensor.placement_types._StridedShard",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -146,18 +146,24 @@ class Checkpoints:
         position: Position,
         plan: Plan | None = None,
         run: RunNumbers | None = None,
+        *,
+        only: Container[str] | None = None,
     ) -> None:
         """Save model, optimizer, random states and position as the checkpoint of `position.step`.
 
         It replaces a checkpoint of the same step. Checkpoints in excess of `keep` are removed once
         it is complete.
 
+        Args:
+            only: names of the parameters and buffers that are saved; None for all.
+
         Raises:
             CheckpointError: if the optimizer has parameters that the model does not have, or state
                 that is not a tensor, if this or the previous checkpoint could not be written, or
                 if another process has locked the folder.
         """
-        tensors = checkpoint_state.model_tensors(net)
+        held = checkpoint_state.model_tensors(net).items()
+        tensors = {k: t for k, t in held if only is None or k.partition(".")[2] in only}
         if optimizer is not None:
             tensors |= checkpoint_state.optimizer_tensors(net, optimizer)
         if not has_other_ranks() or dist.get_rank() == 0:
@@ -227,19 +233,22 @@ class Checkpoints:
         net: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         step: int | None = None,
+        *,
+        strict: bool = True,
     ) -> Position:
         """Load the checkpoint of `step` (by default the newest intact one) into `net` and
         `optimizer`.
 
         The checkpoint may have been saved under another plan. Each rank reads only its own shards,
-        in place. Without an optimizer, LoRA adapters that were not saved keep their values.
+        in place. Without an optimizer, LoRA adapters that were not saved keep their values; if not
+        `strict`, so does whatever was saved elsewhere.
 
         Raises:
             CheckpointError: if there is no complete checkpoint, it belongs to another model (the
                 message names the first parameter that differs), or its optimizer does not match.
             DamagedCheckpointError: if a file of it is damaged, truncated or missing.
         """
-        return self.restore(*self.select(step), net, optimizer)
+        return self.restore(*self.select(step), net, optimizer, strict=strict)
 
     def restore(
         self,
@@ -250,6 +259,7 @@ class Checkpoints:
         *,
         settings: Settings = "saved",
         random: bool = True,
+        strict: bool = True,
     ) -> Position:
         """Load the checkpoint that `select` returned, without verifying it again.
 
@@ -257,6 +267,7 @@ class Checkpoints:
             settings: whether the parameter groups of `optimizer` get the settings that were saved,
                 as with its `load_state_dict`, or keep their own.
             random: whether random generators continue where they were.
+            strict: whether the checkpoint must have all parameters and buffers.
 
         Raises:
             CheckpointError: as `load`.
@@ -266,10 +277,12 @@ class Checkpoints:
         saved = cast("dict[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata)
         prefix = f"{checkpoint_state.MODEL}."
         shapes = {k.removeprefix(prefix): e.size for k, e in saved.items() if k.startswith(prefix)}
-        if dist.is_initialized() and not has_other_ranks():
+        if strict and dist.is_initialized() and not has_other_ranks():
             whole = checkpoint_state.original_module(net).state_dict()
             shapes = {name: each.shape for name, each in whole.items()} | shapes
-        names = match_saved_names(net, shapes, str(folder), new_adapters=optimizer is None)
+        names = match_saved_names(
+            net, shapes, str(folder), new_adapters=optimizer is None, strict=strict
+        )
         held, optimized = checkpoint_state.model_tensors(net), dict[str, Tensor]()
         model = {
             prefix + names[name]: held[prefix + name] for name in names if prefix + name in held
@@ -301,6 +314,7 @@ def save_checkpoint(
     position: Position,
     plan: Plan | None = None,
     keep: int | None = None,
+    only: Container[str] | None = None,
 ) -> None:
     """Save a checkpoint in `folder`, which is complete when this returns. Every rank must call it.
 
@@ -308,13 +322,15 @@ def save_checkpoint(
         position: the position of the run, which `load_checkpoint` returns.
         plan: the plan of `net`; its fingerprint is recorded.
         keep: number of newest checkpoints to keep in the folder; None for all.
+        only: names of the parameters and buffers that are saved; None for all. If others are saved
+            elsewhere, `load_checkpoint` is told by `strict=False`.
 
     Raises:
         CheckpointError: if the optimizer has parameters that the model does not have, or state that
             is not a tensor.
     """
     with Checkpoints(folder, keep=keep) as checkpoints:
-        checkpoints.save(net, optimizer, position, plan)
+        checkpoints.save(net, optimizer, position, plan, only=only)
 
 
 def load_checkpoint(
@@ -323,11 +339,15 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     step: int | None = None,
+    strict: bool = True,
 ) -> Position:
     """Load the checkpoint of `step` (by default the newest) in `folder` into `net` and `optimizer`.
 
     It may have been saved under another plan, on another number of devices. Every rank must call
     it.
+
+    Args:
+        strict: whether it must have all parameters and buffers; others keep their values.
 
     Returns:
         The position of the run when it was saved.
@@ -336,7 +356,7 @@ def load_checkpoint(
         CheckpointError: if there is no complete checkpoint, it belongs to another model (the
             message names the first parameter that differs), or its optimizer does not match.
     """
-    return Checkpoints(folder).load(net, optimizer, step)
+    return Checkpoints(folder).load(net, optimizer, step, strict=strict)
 
 
 def _verified(folder: Path) -> CheckpointInfo | str:

@@ -89,29 +89,53 @@ def dataloader(
         DataError: if the dataset has no length, has less than one batch, or a batch cannot be
             divided as planned; while iterating, if the samples of a batch differ in shape.
     """
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise DataError(
-            f"{type(dataset).__name__} has no length, so no rank can read only its part of it: "
-            "give a dataset with numbered samples, or pass batches of a DataLoader of your own "
-            "through shardwright.train.local_batch"
-        )
+    samples = _length(dataset)
+    if not samples:
+        raise DataError(f"{type(dataset).__name__} is empty: it has no samples")
     for name in ("batch_sampler", "sampler"):
-        if name in options:
+        if options.get(name) is not None:
             raise DataError(f"{name}=...: the loader draws the same order on all ranks by itself")
+    if not isinstance(seed, int):
+        raise DataError(f"seed={seed!r}: use a whole number")
     rank = dist.get_rank() if dist.is_initialized() else 0
     sampler = BatchSampler(
-        len(dataset), plan, rank, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last
+        samples, plan, rank, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last
     )
     return PlannedLoader(dataset, sampler, options)
+
+
+def _length(dataset: Any) -> int:
+    """Raises: DataError: it has no length, or no samples by their numbers."""
+    kind = type(dataset)
+    if isinstance(dataset, DataLoader | Mapping):
+        raise DataError(f"a {kind.__name__} has no numbered samples: give the dataset itself")
+    problem = "" if hasattr(kind, "__getitem__") else "no samples by their numbers"
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError):
+        problem = "no length"
+    if isinstance(dataset, IterableDataset) or problem:
+        raise DataError(
+            f"{kind.__name__} has {problem or 'no samples by their numbers'}, so no rank can read "
+            "only its part of it: give a dataset with numbered samples, or pass batches of a "
+            "DataLoader of your own through shardwright.train.local_batch"
+        )
+    return length
 
 
 def _batch(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
     try:
         return collate(samples)
-    except RuntimeError as error:
-        if "equal size" not in str(error):
+    except (RuntimeError, TypeError, KeyError) as error:
+        # The second is what a worker says, which joins samples in shared memory.
+        if "equal size" in str(error) or "resize storage" in str(error):
+            raise DataError(
+                f"the {len(samples)} samples of a batch differ in shape ({error}): pad them by a "
+                "collate_fn such as shardwright.train.PadToMultiple, so that few shapes occur"
+            ) from None
+        if collate is not default_collate:
             raise
         raise DataError(
-            f"the {len(samples)} samples of a batch differ in shape ({error}): pad them by a "
-            "collate_fn, best to a multiple such as 64, so that few shapes occur"
+            f"the {len(samples)} samples of a batch cannot be joined ({type(error).__name__}: "
+            f"{error}): let all have the same keys and tensors or numbers, or give a collate_fn"
         ) from None

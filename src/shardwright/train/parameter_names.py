@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,12 @@ _ADAPTER = re.compile(r"\.(lora_\w+)(\.default\b)?")
 
 
 def match_saved_names(
-    net: nn.Module, saved: Mapping[str, torch.Size], where: str, new_adapters: bool = False
+    net: nn.Module,
+    saved: Mapping[str, torch.Size],
+    where: str,
+    *,
+    new_adapters: bool = False,
+    strict: bool = True,
 ) -> dict[str, str]:
     """Maps each tensor of the whole model, including all stages, to its name in `saved`.
 
@@ -32,20 +37,21 @@ def match_saved_names(
         saved: the shape of each saved tensor.
         where: the checkpoint, for error messages.
         new_adapters: accept that `saved` has no adapters; the result then has none either.
+        strict: whether all tensors of the model must be in `saved`; else the result lacks them too.
 
     Raises:
         CheckpointError: if names or shapes differ; the message names the first that does.
     """
     first = first_names(net)
-    of_plain = {_plain(name): name for name in reversed(first)}
-    saved_name_of: dict[str, str] = {}
-    for name in saved:
-        known = name if name in first else of_plain.get(_plain(name))
-        saved_name_of.setdefault(name if known is None else first[known], name)
+    saved_name_of = _matched(first, saved)
     state = original_module(net).state_dict()
     tensors = {first[name]: value for name, value in state.items() if isinstance(value, Tensor)}
     left_out = new_adapters and not any(_ADAPTER.search(name) for name in saved)
-    required = {n: v for n, v in tensors.items() if not (left_out and _ADAPTER.search(n))}
+    required = {
+        name: value
+        for name, value in tensors.items()
+        if (strict or name in saved_name_of) and not (left_out and _ADAPTER.search(name))
+    }
     for name, value in required.items():
         if name not in saved_name_of:
             raise CheckpointError(
@@ -63,6 +69,23 @@ def match_saved_names(
                 f"{where} belongs to another model: the checkpoint has {name!r}, the model does not"
             )
     return {name: saved_name_of[name] for name in required}
+
+
+def trained_but_not_in(net: nn.Module, saved: Iterable[str]) -> set[str]:
+    """Names of the trained parameters and the buffers of a model that `saved` does not name."""
+    first = first_names(net)
+    frozen = {first[name] for name, p in net.named_parameters() if not p.requires_grad}
+    return set(first.values()) - frozen - _matched(first, saved).keys()
+
+
+def _matched(first: dict[str, str], saved: Iterable[str]) -> dict[str, str]:
+    """For each saved name the name in the model, or itself if the model has none like it."""
+    of_plain = {_plain(name): name for name in reversed(first)}
+    result: dict[str, str] = {}
+    for name in saved:
+        known = name if name in first else of_plain.get(_plain(name))
+        result.setdefault(name if known is None else first[known], name)
+    return result
 
 
 def _plain(name: str) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
-from shardwright.runtime.dtensor import own_part, own_tensor
+from shardwright.runtime.dtensor import own_tensor
+from shardwright.torch_internals.dtensor import own_part
 from shardwright.train import checkpoint_state
 from shardwright.train.checkpoint_storage import CheckpointReader
 from shardwright.train.parameter_names import match_saved_names
@@ -76,11 +78,16 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
     """
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [_check_suffix(path)]
+    if not files and any(path.glob("*.bin")):
+        raise CheckpointError(
+            f"{path} has only .bin files: write it with `save_pretrained` of transformers again, "
+            "which makes .safetensors files of which each rank reads its part"
+        )
     if not files or not all(file.is_file() for file in files):
         raise CheckpointError(f"{path}: no such file or folder with .safetensors files")
-    for file in _files_of_index(path):
+    for file in (*_files_of_index(path), *_numbered_like(files)):
         if not file.is_file():
-            raise CheckpointError(f"{file} is missing, which the index of the folder names")
+            raise CheckpointError(f"{file} is missing, which the other files of the folder name")
     saved = {name: value for file in files for name, value in _read(file).items()}
     shapes = {name: value.shape for name, value in saved.items()}
     names = match_saved_names(net, shapes, str(path), new_adapters=True)
@@ -101,6 +108,15 @@ def _files_of_index(folder: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: not an index of tensors: {error}") from None
     return [folder / str(name) for name in sorted(names, key=str)]
+
+
+def _numbered_like(files: Sequence[Path]) -> Iterator[Path]:
+    """All files that there are if one is named as the first of several (`-00001-of-00006`)."""
+    for file in files:
+        if match := re.fullmatch(r"(.*-)(\d+)-of-(\d+)", file.stem):
+            name, digits, count = match.groups()
+            for number in range(1, int(count) + 1):
+                yield file.with_stem(f"{name}{number:0{len(digits)}}-of-{count}")
 
 
 def _in_file(path: Path, like: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,11 +12,12 @@ from sample_models import llama
 from shardwright.cost.clusters import load_cluster
 from shardwright.cost.flops import work_of
 from shardwright.cost.memory import Memory, memory
+from shardwright.graph.graph import Graph
 from shardwright.partition.communication import communication
 from shardwright.partition.decisions import Decisions, Recompute
 from shardwright.partition.partitioned import Partitioned
 from shardwright.search.recompute.candidates import RecomputeCandidates, RecomputePrices
-from shardwright.search.recompute.fit import MemoryFit, fit_by_recomputation
+from shardwright.search.recompute.fit import MemoryFit, RecomputeFit, stage_ladders
 
 NET, ARGS, KWARGS = llama(layers=3)
 GRAPH = sw.capture(NET, ARGS, KWARGS)
@@ -26,9 +28,22 @@ def measured(plan: sw.Plan, decisions: Decisions) -> Memory:
 
 
 def fitted(plan: sw.Plan, limit: int) -> MemoryFit:
-    return fit_by_recomputation(
-        GRAPH, plan.mesh, plan.decisions, plan.pipeline, limit, lambda d: measured(plan, d)
-    )
+    return fit_by_recomputation(GRAPH, plan, limit, lambda d: measured(plan, d))
+
+
+def fit_by_recomputation(
+    graph: Graph, plan: sw.Plan, limit: int, measure: Callable[[Decisions], Memory]
+) -> MemoryFit:
+    """Decisions that fit into `limit` bytes of a device; else those that need least."""
+    plain = MemoryFit(plan.decisions, measure(plan.decisions))
+    if plain.memory.peak <= limit:
+        return plain
+    ladders = stage_ladders(graph, plan.mesh, plan.decisions, plan.pipeline)
+    fit = RecomputeFit(ladders, plan.decisions, measure, limit)
+    if fit.begin():
+        return fit.run()
+    assert fit.least is not None
+    return min(plain, fit.least, key=lambda each: each.memory.peak)
 
 
 def work_again(plan: sw.Plan, decisions: Decisions) -> float:
@@ -110,7 +125,7 @@ def test_no_more_is_recomputed_than_the_limit_requires() -> None:
         return memory(Partitioned(graph, plan.mesh, decisions, plan.pipeline))
 
     def fit(limit: int) -> int:
-        fitted = fit_by_recomputation(graph, plan.mesh, plan.decisions, plan.pipeline, limit, needs)
+        fitted = fit_by_recomputation(graph, plan, limit, needs)
         return fitted.memory.peak
 
     most, least = needs(plan.decisions).peak, fit(1)

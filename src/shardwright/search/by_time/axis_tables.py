@@ -24,6 +24,7 @@ from shardwright.search.by_time.elimination import (
     TooWideError,
     factor_between,
 )
+from shardwright.search.by_time.objective import ObjectiveCost
 from shardwright.search.by_time.problem import OpVariable, SearchProblem, TensorEdge
 from shardwright.search.by_time.read_layouts import (
     SUMMED,
@@ -61,6 +62,17 @@ class Weights:
     redistributions: float
     gradients: float
     kept: float
+
+    def of(self, cost: ObjectiveCost) -> float:
+        """What a cost counts altogether."""
+        return (
+            self.forward * cost.forward
+            + self.backward * cost.backward
+            + self.redistributions * cost.redistributions
+            + self.gradients * (cost.gathers + cost.gradients)
+            + cost.update
+            + self.kept * cost.kept
+        )
 
 
 class AxisTables:

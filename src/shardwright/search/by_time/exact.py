@@ -4,25 +4,26 @@ The same elimination as on one axis, with one choice for each combination of cut
 readers of one value share is not known to tables of two operators; each of n readers is charged an
 n-th of its redistribution there, which is never more than they pay together. So the least sum is a
 *lower bound* of every plan's cost, and where its plan costs as much, that is the optimum. It
-serves to certify other searches on small models and few devices.
+serves to certify other searches on small models and few devices. Where tables become too large it
+stops, with the best plan so far and the bound of `certificate`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import product
 from typing import ClassVar
 
 import numpy as np
 
 from shardwright.cost.step_time import TimeModel
-from shardwright.errors import StrategyError
 from shardwright.layout.layout import TensorLayout
 from shardwright.layout.redistribution import redistribution_steps
 from shardwright.rules.rule import Cuts
 from shardwright.search.by_time.axis_tables import Weights
+from shardwright.search.by_time.certificate import Certified, certified
 from shardwright.search.by_time.elimination import (
     Factor,
     Table,
@@ -31,6 +32,7 @@ from shardwright.search.by_time.elimination import (
     minimum,
 )
 from shardwright.search.by_time.local_search import local_search
+from shardwright.search.by_time.log_costs import log_costs
 from shardwright.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.search.by_time.problem import OpVariable, SearchProblem, TensorEdge
 from shardwright.search.by_time.search import GAIN, ROUNDS, cuts_of_graph, timed_search
@@ -43,51 +45,40 @@ logger = logging.getLogger("shardwright.search")
 MOST_CHOICES = 512
 """Combinations of cuts that one operator may have."""
 
-MOST_CONVERSIONS = 1 << 18
+MOST_CONVERSIONS = 1 << 14
 """Pairs of layouts between which redistributions may be looked for."""
 
 LARGEST_TABLE = 1 << 26
 
 
-@dataclass(frozen=True)
-class Certified:
-    """A plan and how good it can be at most.
-
-    Args:
-        cost: of the plan, in seconds (with what kept bytes count).
-        bound: no plan costs less.
-    """
-
-    cuts: CutsOfGraph
-    cost: float
-    bound: float
-
-    @property
-    def gap(self) -> float:
-        """By what share the plan may be above the optimum."""
-        return self.cost / self.bound - 1 if self.bound > 0 else 0.0
+class TooLargeError(Exception):
+    """There is no room for tables of all operators together."""
 
 
 def search_exactly(request: SearchRequest) -> Certified:
-    """The best plan of all that are tried, and a lower bound of every plan's cost.
+    """The best plan of all that are tried, and a lower bound of every plan's cost: that of all
+    operators together where there is room for their tables, else that of `certificate`.
 
     Raises:
-        StrategyError: if operators have too many combinations of cuts, or are too connected, for
-            all of them to be weighed; if the request has no pricing.
+        StrategyError: if the request has no pricing.
         ConfigError: if the cluster has fewer devices than the mesh and its pipeline stages.
     """
     search = timed_search(request)
-    candidates, bound = [search.best()], 0.0
-    tables = _Joint(search.problem, search.model, search.objective)
-    for share in search.shares:
-        cuts, least = tables.solve(search._weights(share))
-        bound = max(bound, least)
-        local_search(search.objective, cuts, search._total, ROUNDS, GAIN)
-        candidates.append(cuts)
-    costs = [search._total(search.objective.cost(cuts)) for cuts in candidates]
-    best = costs.index(min(costs))
-    plan = cuts_of_graph(request.graph, search.problem, candidates[best])
-    return Certified(plan, costs[best], bound)
+    graph, bound = request.graph, 0.0
+    plans = [cuts_of_graph(graph, search.problem, search.best())]
+    every = timed_search(request, fold=False)
+    try:
+        tables = _Joint(every.problem, every.model, every.objective)
+        for share in every.shares:
+            cuts, least = tables.solve(every.weights(share))
+            bound = max(bound, least)
+            local_search(every.objective, cuts, every.total, ROUNDS, GAIN)
+            plans.append(cuts_of_graph(graph, every.problem, cuts))
+    except TooLargeError as reason:
+        logger.info("mode='exact' stops early: %s", reason)
+    best = min(plans, key=lambda plan: every.total(every.cost(plan)))
+    known = certified(request, best)
+    return replace(known, bound=max(known.bound, min(bound, known.cost)))
 
 
 class ExactSearch(SearchMode):
@@ -98,9 +89,14 @@ class ExactSearch(SearchMode):
     requires_pricing: ClassVar[bool] = True
 
     def search(self, request: SearchRequest) -> CutsOfGraph:
-        certified = search_exactly(request)
-        logger.info("the plan is within %.3g%% of the optimum", 100 * certified.gap)
-        return certified.cuts
+        found = search_exactly(request)
+        if request.log_costs:
+            search = timed_search(request, fold=False)
+            cuts = [found.cuts.get(v.op.name, {}) for v in search.problem.variables]
+            log_costs(search.problem, search.objective, search.axes, cuts, search.weights(0.0))
+        if found.gap is not None:
+            logger.info("the plan is within %.3g%% of the optimum", 100 * found.gap)
+        return found.cuts
 
 
 class _Joint:
@@ -111,18 +107,14 @@ class _Joint:
         self.states = [self._states(variable) for variable in problem.variables]
         most = max(len(states) for states in self.states)
         if most > MOST_CHOICES:
-            raise StrategyError(
-                f"mode='exact': an operator has {most} combinations of cuts on"
-                f" {model.mesh.num_devices} devices, above the limit of {MOST_CHOICES}; use fewer"
-                " devices, or mode='recursive_programming'"
-            )
+            raise TooLargeError(f"an operator has {most:,} combinations of cuts")
         self._redistributions: dict[object, ObjectiveCost] = {}
 
     def solve(self, weights: Weights) -> tuple[list[Cuts], float]:
         """The choices with the least sum of the tables, and that sum.
 
         Raises:
-            StrategyError: if tables would be too large.
+            TooLargeError: if tables would be too large.
         """
         sizes = [len(states) for states in self.states]
         factors: list[Factor] = [
@@ -141,10 +133,7 @@ class _Joint:
         try:
             least = minimum(sizes, factors, limit=LARGEST_TABLE)
         except TooWideError as error:
-            raise StrategyError(
-                f"mode='exact': the operators of this model are too densely connected: {error}; use"
-                " fewer devices, or mode='recursive_programming'"
-            ) from None
+            raise TooLargeError(f"the operators are too densely connected: {error}") from None
         cuts = [states[c] for states, c in zip(self.states, least.choices, strict=True)]
         return cuts, least.cost - slack
 
@@ -165,7 +154,7 @@ class _Joint:
         return states
 
     def _operator(self, variable: OpVariable, cuts: Cuts, weights: Weights) -> float:
-        return variable.count * _weighed(self.objective.operator(variable, cuts), weights)
+        return variable.count * weights.of(self.objective.operator(variable, cuts))
 
     def _edge(self, edge: TensorEdge, weights: Weights) -> list[Factor]:
         """A table for the maker and each reader, charged their share of the redistribution."""
@@ -201,12 +190,9 @@ class _Joint:
     ) -> Table:
         rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
         if len(self._redistributions) + len(rows) * len(columns) > MOST_CONVERSIONS:
-            raise StrategyError(
-                f"mode='exact': more than {MOST_CONVERSIONS:,} redistributions to search for; use"
-                " fewer devices, or mode='recursive_programming'"
-            )
+            raise TooLargeError(f"more than {MOST_CONVERSIONS:,} redistributions to search for")
         costs = np.array(
-            [[_weighed(self._redistribution(edge, a, b), weights) for b in columns] for a in rows]
+            [[weights.of(self._redistribution(edge, a, b)) for b in columns] for a in rows]
         )
         at_row = {layout: i for i, layout in enumerate(rows)}
         at_column = {layout: i for i, layout in enumerate(columns)}
@@ -222,14 +208,3 @@ class _Joint:
             seconds = sum(sum(self.model.step(s, value, edge.differentiable)) for s in path)
             self._redistributions[key] = ObjectiveCost(redistributions=seconds)
         return self._redistributions[key]
-
-
-def _weighed(cost: ObjectiveCost, weights: Weights) -> float:
-    return (
-        weights.forward * cost.forward
-        + weights.backward * cost.backward
-        + weights.redistributions * cost.redistributions
-        + weights.gradients * (cost.gathers + cost.gradients)
-        + cost.update
-        + weights.kept * cost.kept
-    )

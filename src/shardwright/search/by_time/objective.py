@@ -183,4 +183,5 @@ class Objective:
         parts = self.model.mesh.size(source.sharded)
         kept = value.numel * value.stored_dtype.itemsize / parts
         update = self.model.update_of(kept, parts) if value.requires_grad else 0.0
+        seconds *= self.model.parameter_weight
         return ObjectiveCost(gradients=seconds, update=update, kept=kept)

@@ -14,7 +14,7 @@ Of what is hidden the cluster's slowdown counts; where devices share a processor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwright.cost.step_time import TimeModel
@@ -24,6 +24,7 @@ from shardwright.rules.rule import Cuts
 from shardwright.search.by_time.axis_tables import AxisTables, Choices, Weights
 from shardwright.search.by_time.elimination import Elimination, Table
 from shardwright.search.by_time.local_search import local_search
+from shardwright.search.by_time.log_costs import log_costs
 from shardwright.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.search.by_time.problem import SearchProblem, search_problem
 from shardwright.search.cut_moves import axes_of_factors
@@ -49,7 +50,10 @@ def search_by_time(request: SearchRequest) -> CutsOfGraph:
         ConfigError: if the cluster has fewer devices than the mesh and its pipeline stages.
     """
     search = timed_search(request)
-    return cuts_of_graph(request.graph, search.problem, search.best())
+    cuts = search.best()
+    if request.log_costs:
+        log_costs(search.problem, search.objective, search.axes, cuts, search.weights(0.0))
+    return cuts_of_graph(request.graph, search.problem, cuts)
 
 
 def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
@@ -62,7 +66,8 @@ def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
     if pricing is None:
         raise StrategyError("a search by seconds needs a cluster: the request has no pricing")
     problem = search_problem(request.graph, request.pinned, request.outputs, request.arrivals, fold)
-    model = TimeModel(pricing.cluster, request.mesh, pricing.stages, pricing.sharing)
+    weight = pricing.parameter_weight(request.mem_coeff)
+    model = TimeModel(pricing.cluster, request.mesh, pricing.stages, pricing.sharing, weight)
     return TimedSearch(problem, model, pricing, pricing.kept_byte(request.mem_coeff))
 
 
@@ -105,11 +110,11 @@ class TimedSearch:
         candidates: list[tuple[float, list[Cuts]]] = []
         for share in self.shares:
             cuts, cost = self._decide(share)
-            candidates.append((self._total(cost), cuts))
+            candidates.append((self.total(cost), cuts))
             if not cost.exposed:
                 break
         cuts = min(candidates, key=lambda candidate: candidate[0])[1]
-        local_search(self.objective, cuts, self._total, ROUNDS, GAIN)
+        local_search(self.objective, cuts, self.total, ROUNDS, GAIN)
         return cuts
 
     def _decide(self, share: float) -> tuple[list[Cuts], ObjectiveCost]:
@@ -117,7 +122,7 @@ class TimedSearch:
         choices = self._start()
         for axis in self.axes:
             self._redecide(choices, axis, share)
-        best = self._total(self._cost(choices))
+        best = self.total(self._cost(choices))
         # Deciding an axis again gives the same as long as no other has changed; the last is fresh.
         settled = set(self.axes[-1:])
         for _ in range(ROUNDS):
@@ -150,7 +155,7 @@ class TimedSearch:
 
     def _redecide(self, choices: Choices, axis: int, share: float) -> None:
         decisions = AxisTables(
-            self.problem, self.model, axis, choices, self._weights(share), self.tables
+            self.problem, self.model, axis, choices, self.weights(share), self.tables
         ).decide(self.eliminations)
         for row, choice in zip(choices, decisions, strict=True):
             row[axis] = choice
@@ -161,14 +166,15 @@ class TimedSearch:
         self._redecide(choices, axis, share)
         if [row[axis] for row in choices] == before:
             return best
-        total = self._total(self._cost(choices))
+        total = self.total(self._cost(choices))
         if total < best * (1 - GAIN):
             return total
         for row, choice in zip(choices, before, strict=True):
             row[axis] = choice
         return best
 
-    def _weights(self, share: float) -> Weights:
+    def weights(self, share: float) -> Weights:
+        """What counts how much, if `share` of what may be hidden is not."""
         times = self.pricing.micro_batches
         slowdown = self.model.slowdown
         hides = (1 - slowdown) * share
@@ -187,5 +193,10 @@ class TimedSearch:
     def _cost(self, choices: Choices) -> ObjectiveCost:
         return self.objective.cost(self._cuts(choices))
 
-    def _total(self, cost: ObjectiveCost) -> float:
+    def cost(self, cuts: Mapping[str, Cuts]) -> ObjectiveCost:
+        """Of operators that are cut so, by name; of blocks that repeat as in the first."""
+        return self.objective.cost([cuts.get(v.op.name, {}) for v in self.problem.variables])
+
+    def total(self, cost: ObjectiveCost) -> float:
+        """What the search minimizes."""
         return cost.total(self.pricing.micro_batches, self.kept_byte, self.model.slowdown)

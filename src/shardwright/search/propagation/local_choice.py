@@ -209,7 +209,7 @@ class LocalProblem:
                 yield context, (layout, target, context.reads[:place])
 
     def _inside(self, cuts: Cuts) -> int:
-        """Bytes of the all-reduces inside the operator."""
+        """Bytes of the collectives inside the operator."""
         differentiable = any(context.differentiable for context in self.outputs)
         num_bytes = 0
         for reduction in self.rule.reductions(self.op, self.rule.shard_counts(self.mesh, cuts)):

@@ -1,10 +1,11 @@
 """What could be recomputed in the backward pass: blocks of a model, with options for each.
 
 The modules at one depth of the module tree are its blocks, at the depth where recomputing all of
-them leaves least. Each block has up to three options:
+them leaves least. Each block has up to four options:
 
 | option | recomputed | redistributions inside |
 |---|---|---|
+| `lean` | as `cheap`, but for biases, views and sums that it would begin with | saved |
 | `cheap` | operators without matrix products | saved |
 | `kept` | the whole block | saved |
 | `again` | the whole block | repeated |
@@ -74,6 +75,7 @@ class RecomputeCandidates:
     Args:
         stage_of: for each operator the stage that runs it.
         prices: of bytes that are moved and sent again.
+        depth: of the module tree, at which its blocks are; by default the best.
     """
 
     def __init__(
@@ -83,8 +85,11 @@ class RecomputeCandidates:
         decisions: Decisions,
         stage_of: Callable[[Op], int],
         prices: RecomputePrices = DEFAULT_PRICES,
+        depth: int | None = None,
     ) -> None:
         self.prices = prices
+        if depth is not None:
+            self.depth = depth
         self.graph, self.mesh, self.decisions, self.stage_of = graph, mesh, decisions, stage_of
         self._saved = {op.name: saved_tensors(op) for op in graph.ops}
         self._estimate = ActivationEstimate(graph, self._saved)
@@ -92,16 +97,19 @@ class RecomputeCandidates:
 
     @cached_property
     def blocks(self) -> tuple[RecomputeBlock, ...]:
-        """At the best depth; operators that the user has marked are in none."""
-        return next(self.divisions())
+        """At `depth`; operators that the user has marked are in none."""
+        return self._blocks(self._divided(self.depth), self.plain)
 
-    def divisions(self) -> Iterator[tuple[RecomputeBlock, ...]]:
-        """Blocks at each depth of the module tree, that which leaves least first."""
+    @cached_property
+    def depth(self) -> int:
+        """Of the module tree, where recomputing all blocks leaves least."""
         deepest = max((len(op.calls) for op in self._free), default=0)
-        plain = self._saved_with({})
-        depths = [self._divided(depth) for depth in range(1, deepest)] or [self._divided(0)]
-        for block_of in sorted(depths, key=lambda block_of: self._left(block_of, plain)):
-            yield self._blocks(block_of, plain)
+        return min(range(1, deepest) or (0,), key=self._left)
+
+    @cached_property
+    def plain(self) -> SavedBytes:
+        """Bytes saved if nothing further is recomputed."""
+        return self._saved_with({})
 
     def _divided(self, depth: int) -> dict[str, tuple[int, str]]:
         """For each operator its block: the call of a module at this depth, if it is in one."""
@@ -110,11 +118,12 @@ class RecomputeCandidates:
             for op in self._free
         }
 
-    def _left(self, block_of: Mapping[str, tuple[int, str]], plain: SavedBytes) -> int:
+    def _left(self, depth: int) -> int:
         """Bytes saved with all blocks recomputed, and while the largest one is."""
+        block_of = self._divided(depth)
         kept = self._saved_with(self._whole(block_of, True))
         inside: dict[tuple[int, str], int] = {}
-        for name, size in plain.items():
+        for name, size in self.plain.items():
             if block_of.get(name, (0, ""))[1]:
                 inside[block_of[name]] = inside.get(block_of[name], 0) + size
         return sum(kept.values()) + max(inside.values(), default=0)
@@ -122,10 +131,22 @@ class RecomputeCandidates:
     def _whole(self, block_of: Mapping[str, tuple[int, str]], again: bool) -> dict[str, Recompute]:
         return {name: Recompute(block, again) for name, (_, block) in block_of.items() if block}
 
-    def _cheap(self, block_of: Mapping[str, tuple[int, str]]) -> dict[str, Recompute]:
+    def _cheap(
+        self, block_of: Mapping[str, tuple[int, str]], lean: bool = False
+    ) -> dict[str, Recompute]:
+        """Args:
+        lean: without what a segment could begin with that saves nothing: biases, views, sums.
+        """
         marks: dict[str, Recompute] = {}
-        ops = [op for op in self._free if work_of(op).forward_flops == 0]
-        add_segments(self.graph, marks, ops, communication=False)
+        cheap: dict[str, Op] = {}
+        for op in self._free:
+            saved, makers = self._saved[op.name], map(self.graph.producer.get, op.inputs)
+            counts = saved.inputs or saved.outputs or saved.others or not lean
+            if work_of(op).forward_flops == 0 and (
+                counts or any(maker is not None and maker.name in cheap for maker in makers)
+            ):
+                cheap[op.name] = op
+        add_segments(self.graph, marks, list(cheap.values()), communication=False)
         return {name: mark for name, mark in marks.items() if name in block_of}
 
     def _blocks(
@@ -133,6 +154,7 @@ class RecomputeCandidates:
     ) -> tuple[RecomputeBlock, ...]:
         options: dict[tuple[int, str], dict[str, tuple[KnapsackItem, Marks]]] = {}
         alternatives = {
+            "lean": self._cheap(block_of, lean=True),
             "cheap": self._cheap(block_of),
             "kept": self._whole(block_of, False),
             "again": self._whole(block_of, True),
@@ -196,7 +218,7 @@ class RecomputeCandidates:
             size / prod(parts.get(factor, 1) for factor in factors)
             for size, factors in work.forward_bytes
         )
-        return work.forward_flops * work.largest_share(parts) + self.prices.moved * moved
+        return work.forward_flops / prod(parts.values()) + self.prices.moved * moved
 
 
 SavedBytes = dict[str, int]

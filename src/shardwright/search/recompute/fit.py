@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import cached_property
 
 from shardwright.cost.memory import Memory
 from shardwright.cost.pipeline_timeline import actions, alive
@@ -19,22 +19,19 @@ from shardwright.search.recompute.candidates import (
     RecomputeCandidates,
     RecomputePrices,
 )
-from shardwright.search.recompute.knapsack import KnapsackItem, cheapest
+from shardwright.search.recompute.knapsack import cheapest
 
-ATTEMPTS = 8
-"""How often other operators are recomputed after a dry run has shown what those of before free."""
+STEPS = 16
+"""Of all that a stage can free, shares in steps of one in so many are tried."""
 
-MARGIN = 1.02
-"""By how much more is asked than the last attempt lets expect to be needed."""
-
-DEPTHS = 2
-"""At so many depths of the module tree blocks are tried if those of the first do not suffice."""
-
-SLACK = 0.02
-"""So much of the limit may stay free without a further attempt."""
+BY_HAND = ("lean", "cheap", "kept", "again")
+"""What is tried besides: what is done by hand, in all blocks the same."""
 
 Measure = Callable[[Decisions], Memory]
 """What every device needs at most under a plan."""
+
+Rungs = tuple[int, ...]
+"""How much each stage recomputes, as the number of a step of its own."""
 
 
 @dataclass(frozen=True)
@@ -45,149 +42,168 @@ class MemoryFit:
     memory: Memory
 
 
-def fit_by_recomputation(
+class StageLadder:
+    """More and more that one stage recomputes, in steps that depend on no memory limit.
+
+    Args:
+        blocks: of its operators.
+        saved: bytes that it keeps for backward passes if it recomputes nothing: an estimate.
+        flights: how many micro-batches it keeps them of.
+        depth: of the blocks in the module tree.
+    """
+
+    def __init__(
+        self, blocks: Sequence[RecomputeBlock], saved: int, flights: int, depth: int
+    ) -> None:
+        self._blocks, self.depth = blocks, depth
+        self._items = [[item for item, _ in block.options.values()] for block in blocks]
+        self._most = sum(max(item.freed for item in items) for items in self._items)
+        self._marks: dict[int, Marks] = {}
+        self.kept = flights * saved, flights * (saved - self._most)
+
+    @cached_property
+    def _steps(self) -> list[tuple[int, str]]:
+        """What each step frees, and how that is done by hand if it is."""
+        steps = {self._most * step // STEPS: "" for step in range(STEPS + 1)}
+        for way in BY_HAND:
+            steps[sum(block.options[way][0].freed for block in self._by_hand(way))] = way
+        steps[0] = ""
+        return sorted(steps.items())
+
+    @property
+    def top(self) -> int:
+        """The last step."""
+        return len(self._steps) - 1
+
+    def share(self, rung: int) -> float:
+        """What a step frees of all that can be freed."""
+        return self._steps[rung][0] / max(self._most, 1)
+
+    def above(self, share: float) -> int:
+        """The first step that frees so much of all that can be freed."""
+        return next((n for n in range(self.top) if self.share(n) >= share), self.top)
+
+    def marks(self, rung: int) -> Marks:
+        """The operators that are recomputed."""
+        if rung not in self._marks:
+            self._marks[rung] = dict(self._chosen(*self._steps[rung]))
+        return self._marks[rung]
+
+    def _by_hand(self, way: str) -> list[RecomputeBlock]:
+        """The modules that can be recomputed so; what is in none is left as it is."""
+        return [block for block in self._blocks if block.name and way in block.options]
+
+    def _chosen(self, needed: int, way: str) -> Iterator[tuple[str, Recompute]]:
+        if way:
+            for block in self._by_hand(way):
+                yield from block.options[way][1].items()
+            return
+        indices = cheapest(self._items, needed)
+        assert indices is not None
+        for block, index in zip(self._blocks, indices, strict=True):
+            if index >= 0:
+                yield from list(block.options.values())[index][1].items()
+
+
+def stage_ladders(
     graph: Graph,
     mesh: Layout,
     decisions: Decisions,
     pipeline: PipelineSpec,
-    limit: int,
-    measure: Measure,
     prices: RecomputePrices = DEFAULT_PRICES,
-) -> MemoryFit:
-    """Recomputes in the backward pass what costs least work and frees enough memory.
-
-    What a choice frees is estimated, and a dry run measures it. How much the next choice is asked
-    to free follows from what was measured: more where a stage needs more than its devices have,
-    less where much of that stays free. What the user has marked stays as it is.
+    depth: int | None = None,
+) -> tuple[StageLadder, ...]:
+    """What each stage can recompute; what the user has marked stays as it is.
 
     Args:
-        limit: bytes of a device.
-        measure: what every device needs with certain decisions.
         prices: of bytes that are moved and sent again.
-
-    Returns:
-        Decisions that fit; else, of all attempts, those that need least.
+        depth: of the blocks in the module tree; by default the best.
     """
-    best = plain = MemoryFit(decisions, measure(decisions))
-    if plain.memory.peak <= limit:
-        return plain
-    candidates = RecomputeCandidates(graph, mesh, decisions, _stages(pipeline), prices)
-    for blocks in islice(candidates.divisions(), DEPTHS):
-        fitted = _fit_blocks(blocks, plain, pipeline, limit, measure)
-        if fitted.memory.peak < best.memory.peak:
-            best = fitted
-        if best.memory.peak <= limit:
-            break
-    return best
 
+    def stage_of(op: Op) -> int:
+        return pipeline.stage_of(pipeline.chunk_of.get(op.name, 0))
 
-def _fit_blocks(
-    blocks: Sequence[RecomputeBlock],
-    plain: MemoryFit,
-    pipeline: PipelineSpec,
-    limit: int,
-    measure: Measure,
-) -> MemoryFit:
-    """Likewise, with certain blocks; `plain` recomputes none of them."""
-    stages = [
-        _StageFit([b for b in blocks if b.stage == number], limit, flights, {0: stage.peak})
-        for number, (stage, flights) in enumerate(
-            zip(plain.memory.stages, _micro_batches(pipeline), strict=True)
+    found = RecomputeCandidates(graph, mesh, decisions, stage_of, prices, depth)
+    saved = [0] * pipeline.stages
+    for name, size in found.plain.items():
+        if name in graph.by_name:
+            saved[stage_of(graph.by_name[name])] += size
+    return tuple(
+        StageLadder(
+            [each for each in found.blocks if each.stage == number], size, flights, found.depth
         )
-    ]
-
-    def recomputing(needed: Iterable[int]) -> Decisions:
-        chosen = (stage.marks(size) for stage, size in zip(stages, needed, strict=True))
-        marks = {name: mark for each in chosen for name, mark in each.items()}
-        return replace(plain.decisions, recompute={**plain.decisions.recompute, **marks})
-
-    for attempt in range(1, ATTEMPTS + 1):
-        needed = [stage.next_needed(attempt == ATTEMPTS) for stage in stages]
-        if all(size in stage.peaks for size, stage in zip(needed, stages, strict=True)):
-            break
-        measured = measure(recomputing(needed))
-        for stage, size, of_stage in zip(stages, needed, measured.stages, strict=True):
-            stage.peaks[size] = of_stage.peak
-    chosen = recomputing([stage.best for stage in stages])
-    return MemoryFit(chosen, measure(chosen))
+        for number, (size, flights) in enumerate(zip(saved, _flights(pipeline), strict=True))
+    )
 
 
-@dataclass
-class _StageFit:
-    """What is known of one stage.
-
-    Args:
-        blocks: of its operators.
-        flights: how many micro-batches keep activations at a time.
-        peaks: bytes that a device needs if the blocks are asked to free so many bytes of one
-            micro-batch; those are estimates.
-    """
-
-    blocks: Sequence[RecomputeBlock]
-    limit: int
-    flights: int
-    peaks: dict[int, int]
-
-    @property
-    def best(self) -> int:
-        """The least that has fit, or what needed least memory if nothing has."""
-        enough = [needed for needed, peak in self.peaks.items() if peak <= self.limit]
-        return min(enough) if enough else min(self.peaks, key=lambda needed: self.peaks[needed])
-
-    def next_needed(self, last: bool) -> int:
-        """What to ask for; what was asked for before if there is nothing to gain.
-
-        Args:
-            last: whether there is no further attempt.
-        """
-        best, most = self.best, sum(map(_frees, self.blocks))
-        fits = self.peaks[best] <= self.limit
-        if (fits and (best == 0 or self.peaks[best] >= (1 - SLACK) * self.limit)) or (
-            not fits and most in self.peaks
-        ):
-            return best
-        if last:
-            return best if fits else most
-        few = max(needed for needed in self.peaks if not fits or needed < best)
-        over, freed = self.peaks[0] - self.limit, self.peaks[0] - self.peaks[few]
-        if few == 0:
-            expected = over // self.flights + 1
-        else:
-            expected = int(MARGIN * few * over / freed) if freed > 0 else most
-        upper = best if fits else most
-        if few < expected < upper:
-            return expected
-        return (few + best) // 2 if fits else most
-
-    def marks(self, needed: int) -> Marks:
-        """The operators to recompute."""
-        items = [[item for item, _ in block.options.values()] for block in self.blocks]
-        indices = cheapest(items, needed)
-        if indices is None:
-            indices = [_most(block) for block in items]
-        marks: dict[str, Recompute] = {}
-        for block, index in zip(self.blocks, indices, strict=True):
-            if index >= 0:
-                marks.update(list(block.options.values())[index][1])
-        return marks
-
-
-def _frees(block: RecomputeBlock) -> int:
-    return max(item.freed for item, _ in block.options.values())
-
-
-def _most(items: list[KnapsackItem]) -> int:
-    return max(range(len(items)), key=lambda index: items[index].freed)
-
-
-def _stages(pipeline: PipelineSpec) -> Callable[[Op], int]:
-    return lambda op: pipeline.stage_of(pipeline.chunk_of.get(op.name, 0))
-
-
-def _micro_batches(pipeline: PipelineSpec) -> list[int]:
+def _flights(pipeline: PipelineSpec) -> list[int]:
     """For each stage how many micro-batches it keeps activations of at most, in one of its chunks
     on average."""
     return [
         max(max(1, sum(counts.values()) // len(counts)) for counts in alive(order))
         for order in actions(pipeline)
     ]
+
+
+class RecomputeFit:
+    """The least that each stage of a plan recomputes so that it fits, found by dry runs.
+
+    Args:
+        ladders: of its stages.
+        measure: what every device needs with certain decisions.
+    """
+
+    def __init__(
+        self, ladders: Sequence[StageLadder], plain: Decisions, measure: Measure, limit: int
+    ) -> None:
+        self._ladders, self._plain, self._measure, self._limit = ladders, plain, measure, limit
+        self._peaks: list[dict[int, int]] = [{} for _ in ladders]
+        self.least: MemoryFit | None = None
+
+    def begin(self) -> bool:
+        """Whether it fits with all recomputed that can be."""
+        self._try(tuple(ladder.top for ladder in self._ladders))
+        return all(min(peaks.values()) <= self._limit for peaks in self._peaks)
+
+    def expected(self) -> Decisions:
+        """What is expected to fit."""
+        return self._decided(tuple(map(self._guess, range(len(self._ladders)))))
+
+    def run(self) -> MemoryFit:
+        """What fits; for after `begin`."""
+        while True:
+            rungs = tuple(map(self._guess, range(len(self._ladders))))
+            if all(rung in peaks for rung, peaks in zip(rungs, self._peaks, strict=True)):
+                decisions = self._decided(rungs)
+                return MemoryFit(decisions, self._measure(decisions))
+            self._try(rungs)
+
+    def _try(self, rungs: Rungs) -> None:
+        decisions = self._decided(rungs)
+        needs = self._measure(decisions)
+        for rung, peaks, stage in zip(rungs, self._peaks, needs.stages, strict=True):
+            peaks[rung] = stage.peak
+        if self.least is None or needs.peak < self.least.memory.peak:
+            self.least = MemoryFit(decisions, needs)
+
+    def _guess(self, number: int) -> int:
+        """What a stage tries next; the least that fits once that is known."""
+        ladder, peaks = self._ladders[number], self._peaks[number]
+        enough = min(rung for rung, peak in peaks.items() if peak <= self._limit)
+        if enough == 0:
+            return 0
+        few = max((rung for rung in peaks if rung < enough), default=0)
+        if few + 1 == enough and few in peaks:
+            return enough
+        # Between what is known, or what is expected of nothing, it is taken to be linear.
+        most = peaks.get(few, peaks[enough] + ladder.kept[0] - ladder.kept[1])
+        if most <= peaks[enough]:
+            return (few + enough) // 2
+        missing = (most - self._limit) / (most - peaks[enough])
+        share = ladder.share(few) + missing * (ladder.share(enough) - ladder.share(few))
+        return max(few + (few in peaks), min(enough - 1, ladder.above(share)))
+
+    def _decided(self, rungs: Rungs) -> Decisions:
+        chosen = (each.marks(rung) for each, rung in zip(self._ladders, rungs, strict=True))
+        marks = {name: mark for each in chosen for name, mark in each.items()}
+        return replace(self._plain, recompute={**self._plain.recompute, **marks})

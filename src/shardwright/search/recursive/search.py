@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from shardwright.cost.symbolic import IMPOSSIBLE, cut_cost, no_cut_cost, redistribution_cost
 from shardwright.errors import IndivisibleError, StrategyError
 from shardwright.layout.layout import Layout
+from shardwright.search.cost_log import CutAlternative, log_choice
 from shardwright.search.indexed_graph import NO_CUT, IndexedGraph, OpKind, index_graph
 from shardwright.search.recursive.axis_level import UNDECIDED, AxisLevel
 from shardwright.search.request import CutsOfGraph, SearchRequest
@@ -37,20 +38,6 @@ class OperatorCosts:
     cuts: tuple[float, ...]
     no_cut: float
     weight: float
-
-
-@dataclass(frozen=True, slots=True)
-class CutAlternative:
-    """One choice of one operator on one axis, as it is logged."""
-
-    factor: int
-    label: str
-    operator: float
-    redistribution: float
-
-    @property
-    def total(self) -> float:
-        return self.operator + self.redistribution
 
 
 def search_recursively(request: SearchRequest) -> CutsOfGraph:
@@ -108,7 +95,7 @@ class Recursion:
             level.choice[op] = chosen.factor
             level.spread((op,))
             if self.log is not None:
-                _log(self.log, self.graph.names[op], axis, axis_size, alternatives, chosen)
+                log_choice(self.log, self.graph.names[op], axis, axis_size, alternatives, chosen)
         level.fill()
         self.parts = level.next_parts()
         return level.choice
@@ -266,28 +253,3 @@ def nearest_multiples(size: int, of: int) -> tuple[int, ...]:
     """The positive multiples of `of` just below and above `size`: (7, 4) → (4, 8)."""
     below = size // of * of
     return (below, below + of) if below else (of,)
-
-
-def _log(
-    log: Callable[[str], None],
-    name: str,
-    axis: int,
-    axis_size: int,
-    alternatives: Sequence[CutAlternative],
-    chosen: CutAlternative,
-) -> None:
-    """Writes the costs in the words of MindSpore's log, which tutorials teach how to read."""
-    log(f"{name}, level {axis + 1} ({axis_size} devices along the axis)")
-    for one in alternatives:
-        if one.operator < IMPOSSIBLE:
-            condition = (
-                "If do NOT cut the axis" if one.factor == NO_CUT else f"If the {one.label} is cut"
-            )
-            log(
-                f"{condition}, the op-cost is {one.operator:.6g}, the redist-cost is"
-                f" {one.redistribution:.6g}, and the total cost is {one.total:.6g}"
-            )
-    labels = "/".join(one.label for one in alternatives)
-    totals = ", ".join(f"{one.total:.6g}" for one in alternatives)
-    log(f"The costs of cutting the {labels} are : {{{totals}}}")
-    log("Choose NOT to cut" if chosen.factor == NO_CUT else f"The {chosen.label} is chosen")

@@ -1,0 +1,93 @@
+"""Outputs of a planned model that lie in parts, and are gathered where they meet ordinary tensors.
+
+What is computed from such outputs alone stays in parts, as of any DTensor. Labels, weights and
+losses of the user's own code are ordinary tensors: where one comes in, where Python or numpy reads
+values, and where DTensors lack an operator, all ranks gather the output, and go on with ordinary
+tensors. Gradients take the same way back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwright.errors import MixedTensorsError
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.dispatch import without_torch_function_of_subclasses
+
+_READS = {
+    *("item", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
+    *("__contains__", "__format__"),
+}
+"""Methods that give values to Python."""
+
+_WRITES = {
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
+    *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__", "__set__"),
+}
+"""Methods that change their tensor, beside those whose names end with `_`."""
+
+
+def in_parts(tensor: DTensor) -> OutputTensor:
+    """The same tensor, as an output of a planned model."""
+    # The object itself: a new one would have an autograd graph of its own.
+    tensor.__class__ = OutputTensor
+    assert isinstance(tensor, OutputTensor)
+    return tensor
+
+
+class OutputTensor(DTensor):
+    """A DTensor that becomes whole where an ordinary tensor, or Python, meets it: on all ranks."""
+
+    __slots__ = ()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.full_tensor().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.full_tensor().tolist()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        alone = func is torch.autograd.grad or all(isinstance(one, DTensor) for one in given)
+        reason: RuntimeError | None = None
+        if alone and name not in _READS:
+            try:
+                with without_torch_function_of_subclasses():
+                    results = func(*args, **kwargs)
+            except MixedTensorsError:
+                raise
+            except RuntimeError as error:  # an operator that DTensors lack
+                if func in (Tensor.backward, torch.autograd.grad):
+                    raise
+                reason = error
+            else:
+                mine = {id(one) for one in given}
+                for leaf in pytree.tree_leaves(results):
+                    if type(leaf) is DTensor and id(leaf) not in mine:
+                        in_parts(leaf)
+                return results
+        if _changed(name, args, kwargs):
+            raise MixedTensorsError(
+                f"{name or func} would change an output of a planned model, which lies in parts on"
+                " the devices, by ordinary tensors or by an operator that DTensors lack: compute a"
+                " new tensor instead (`y = y + x` for `y += x`), or change `y.full_tensor()`"
+            ) from reason
+        args, kwargs = pytree.tree_map_only(cls, cls.full_tensor, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function of this name changes an output."""
+    changes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    written = [*args[:1]] if changes else []
+    return any(
+        isinstance(x, OutputTensor) for x in pytree.tree_leaves((written, kwargs.get("out")))
+    )
