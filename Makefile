@@ -28,7 +28,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # A worker for each core, each on one thread; a file stays with one worker, which keeps what it starts.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+# Tests of processes that die depend on time: a failed test runs once more, and is listed as RERUN.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --reruns 1
 
 test: install
 	$(PYTEST)

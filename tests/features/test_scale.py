@@ -51,7 +51,7 @@ def test_a_rank_of_many_makes_few_groups_and_trains_at_once(
     started = time.process_time()
     nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
     optimizer.step()
-    assert time.process_time() - started < 5
+    assert time.process_time() - started < 20
     assert len(plan.mesh.device_matrix) == (1 if hsdp is None else 2)
     assert sorted(group_sizes) == groups
 

@@ -455,7 +455,7 @@ def test_random_redistributions_on_many_axes_take_milliseconds(axes):
     began = process_time()
     for pair in given_pairs:
         redistribution_steps(*pair)
-    assert (process_time() - began) / 20 < 0.1  # some 3 ms on an idle core
+    assert (process_time() - began) / 20 < 0.3  # some 3 ms on an idle core
 
 
 @pytest.mark.parametrize("pair", list(random_pairs(6, 4)))

@@ -45,7 +45,7 @@ def test_many_equal_operators_cost_little() -> None:
     started = time.process_time()
     for op in ops:
         rule_of(op)
-    assert time.process_time() - started < 0.3
+    assert time.process_time() - started < 1.5
 
 
 def test_cut_factors_shard_what_carries_them_and_leave_sums_elsewhere() -> None:

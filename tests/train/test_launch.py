@@ -16,6 +16,7 @@ from shardwright.train.rank_failure import RankFailedError
 pytestmark = pytest.mark.distributed
 
 RANK = "import os, sys, time, signal; rank = int(os.environ['RANK'])\n"
+AFTER = "while not (os.path.exists({0!r}) and os.path.getsize({0!r})): time.sleep(0.01)"
 
 
 @pytest.fixture
@@ -31,6 +32,11 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def after_rank_0(logs: LogFolder) -> str:
+    """A line that waits until rank 0 has printed."""
+    return AFTER.format(str(logs.stdout(0)))
 
 
 def pids(logs: LogFolder) -> list[int]:
@@ -60,7 +66,7 @@ def test_a_killed_rank_is_named_and_ends_the_others_at_once(
     logs: LogFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program = (
-        "print(os.getpid(), flush=True); time.sleep(1)\n"
+        f"print(os.getpid(), flush=True)\n{after_rank_0(logs)}\n"
         "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(100)"
     )
@@ -76,7 +82,8 @@ def test_a_killed_rank_is_named_and_ends_the_others_at_once(
 
 def test_a_rank_that_exits_with_a_status_is_named_and_the_others_are_ended(logs: LogFolder) -> None:
     program = (
-        "print(os.getpid(), flush=True)\nif rank == 1: time.sleep(1); sys.exit(7)\ntime.sleep(100)"
+        f"print(os.getpid(), flush=True)\n{after_rank_0(logs)}\n"
+        "if rank == 1: sys.exit(7)\ntime.sleep(100)"
     )
     with pytest.raises(RankFailedError, match=r"^rank 1 exited with status 7; its log: .*err"):
         launch(["-c", RANK + program], 2, logs)
@@ -136,7 +143,8 @@ def test_an_earlier_runs_logs_are_removed(logs: LogFolder) -> None:
 def test_all_ranks_are_started_again_as_often_as_asked(logs: LogFolder) -> None:
     program = (
         "again = os.environ['TORCHELASTIC_RESTART_COUNT']; print(again, flush=True)\n"
-        "if rank == 1 and again != '2': time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"{after_rank_0(logs)}\n"
+        "if rank == 1 and again != '2': os.kill(os.getpid(), signal.SIGKILL)\n"
         "if again != '2': time.sleep(100)"
     )
     restarts = list[int]()

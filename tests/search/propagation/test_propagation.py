@@ -230,7 +230,7 @@ def test_a_thousand_operators_take_a_few_seconds() -> None:
     cuts = propagate(
         SearchRequest(graph, EIGHT, {"0.up_proj": {"j": (0, 1, 2)}, "9.attn.q_proj": {"b": (0,)}})
     )
-    assert time.process_time() - started < 5
+    assert time.process_time() - started < 20
     assert len(cuts) > 500
 
 
