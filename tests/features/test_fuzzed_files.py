@@ -38,7 +38,7 @@ def test_some_mutated_files_end_in_success_or_one_error(kind: str, folder: Path)
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [("config", 558), ("plan", 183), ("plan", 2451), ("cluster", 949)],
+    [("config", 558), ("plan", 183), ("plan", 1862), ("plan", 2451), ("cluster", 949)],
 )
 def test_files_that_once_hung_or_ended_in_a_raw_error_do_not(
     kind: str, seed: int, folder: Path

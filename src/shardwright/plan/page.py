@@ -221,7 +221,7 @@ def _curves(plan: PlanData) -> Iterator[Curve]:
     top = max(memory.peak, limit if limit is not None and near else 0) or 1
     for stage in memory.stages:
         columns = tuple(
-            (_MOMENTS.get(name.split()[0], ""), f"{name}: {binary(size)}", size / top)
+            (_MOMENTS.get(name.partition(" ")[0], ""), f"{name}: {binary(size)}", size / top)
             for name, size in stage.curve
         )
         if columns:
