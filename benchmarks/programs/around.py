@@ -130,6 +130,23 @@ def weights_are_averaged(parallel: Parallel) -> Training:
 
 
 @program
+def a_target_network_follows(parallel: Parallel) -> Training:
+    """A frozen copy in another mode, with a hook, and a state that it takes."""
+    model: Any = Classifier()
+    model.first.register_forward_hook(lambda module, args, output: output * 1.1)
+    net = parallel(model, *batch())
+    target = copy.deepcopy(net).eval().requires_grad_(False)
+    for loss in trained(net, call):
+        yield loss
+        for mine, other in zip(target.parameters(), net.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(other.data, alpha=0.1)
+        yield number(target(*batch(7)))
+    target.load_state_dict(net.state_dict())
+    yield number(copy.deepcopy(target)(*batch(7)))
+    return net
+
+
+@program
 def called_with_other_parameters(parallel: Parallel) -> Training:
     net = parallel(Classifier(), *batch())
     doubled = {name: 2 * p.detach() for name, p in net.named_parameters()}

@@ -39,8 +39,14 @@ def test_what_is_changed_between_steps_takes_effect_or_is_refused() -> None:
 
 @pytest.mark.distributed
 def test_what_pytorch_offers_around_a_model_works_or_is_refused() -> None:
-    exact = ["whole tensors are loaded", "a penalty on parameters"]
-    refused = ["anomalies are detected", "a deep copy is trained", "the whole module is saved"]
+    exact = [
+        "whole tensors are loaded",
+        "a penalty on parameters",
+        "a deep copy is trained",
+        "a target network follows",
+        "weights are averaged",
+    ]
+    refused = ["anomalies are detected", "the whole module is saved"]
     ends = {(one.program, one.end) for one in outcomes([*exact, *refused], ranks=2)}
     assert ends == {(name, EXACT) for name in exact} | {(name, REFUSED) for name in refused}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -171,6 +172,26 @@ def check_optimizer_states_of_one_device_are_taken() -> None:
                 mine = value.full_tensor() if isinstance(value, DTensor) else value
                 wanted = one_device.state[net.get_parameter(name)][key]
                 torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+
+
+def check_a_state_that_rank_0_saved_is_refused_by_others() -> None:
+    net, args, kwargs = mlp()
+    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0))
+    optimizer = adamw(parallel.parameters())
+    train_on(parallel, optimizer, args)
+    file = io.BytesIO()
+    torch.save([parallel.state_dict(), optimizer.state_dict()], file)
+    box = [file.getvalue()]
+    dist.broadcast_object_list(box)
+    of_rank_0 = torch.load(io.BytesIO(box[0]))
+    for loads, state in zip((parallel, optimizer), of_rank_0, strict=True):
+        try:
+            loads.load_state_dict(state)
+        except sw.PlanError as error:
+            assert dist.get_rank()
+            assert "another rank has saved it" in str(error)
+        else:
+            assert not dist.get_rank(), "the part of another rank was loaded"
 
 
 def train_on(net: nn.Module, optimizer: torch.optim.Optimizer, args: Any) -> Tensor:
@@ -369,6 +390,7 @@ CHECKS = (
     check_a_batch_that_part_of_an_axis_divides,
     check_torch_compile_leaves_a_planned_model_as_it_is,
     check_optimizer_states_of_one_device_are_taken,
+    check_a_state_that_rank_0_saved_is_refused_by_others,
     check_calls_of_many_shapes_are_compared_in_bounded_memory,
 )
 SLOW_CHECKS = (check_random_plans, check_compiled, check_recomputed)

@@ -244,6 +244,25 @@ class Execution:
         for bound in self._train_steps.values():
             bound.step.compile(self._compiler)
 
+    def of_copy(self, module: nn.Module, memo: dict[int, Any]) -> Execution:
+        """What runs the calls of `module`, a copy of this one's that `memo` is of: the same
+        programs, on its tensors. It communicates nothing."""
+        result, graph = copy.copy(self), self.partitioned.graph
+        result.module = module
+        result.template, result.inside = copy.deepcopy((self.template, self.inside), memo)
+        result._parameters_as_planned = PlannedParameters(module, graph.frozen)
+        result._guard = BatchGuard(self.devices, graph, self.partitioned.decisions.arrivals)
+        result._state = self._state.of_copy(module, result.inside)
+        result._forwards = {
+            key: replace(b, places=TensorPlaces.of(module, b.graph.parameters, b.graph.buffers))
+            for key, b in self._forwards.items()
+        }
+        result._train_steps = {
+            key: replace(b, places=result._places_of_step(b.step.partitioned))
+            for key, b in self._train_steps.items()
+        }
+        return result
+
     def forget_removed_hooks(self) -> None:
         """Takes from `module` and `inside` the forward hooks that were removed from the model."""
         self._state.forget_removed_hooks()
@@ -289,11 +308,13 @@ class Execution:
         return _used(self._train_steps, key), inputs
 
     def _bind_step(self, partitioned: Partitioned) -> BoundStep:
-        places = TensorPlaces.of(self.module, *partitioned.tensors_of(self.devices.stage))
         step = self._make_step(partitioned)
         if self._compiler is not None:
             step.compile(self._compiler)
-        return BoundStep(step, places)
+        return BoundStep(step, self._places_of_step(partitioned))
+
+    def _places_of_step(self, partitioned: Partitioned) -> TensorPlaces:
+        return TensorPlaces.of(self.module, *partitioned.tensors_of(self.devices.stage))
 
     def _make_step(self, partitioned: Partitioned) -> TrainStep:
         return GradientAccumulation(partitioned, self._along(partitioned))

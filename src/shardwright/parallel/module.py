@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -19,7 +20,7 @@ from shardwright.parallel.execution import Execution, template_of
 from shardwright.parallel.pipeline_execution import PipelineExecution
 from shardwright.partition.partitioned import Partitioned
 from shardwright.runtime.devices import Devices
-from shardwright.runtime.dtensor import with_stored_parameters
+from shardwright.runtime.dtensor import copied_parameters, with_stored_parameters
 from shardwright.torch_internals.hooks import hooks_of_modules, swap_forward_hooks
 
 log = logging.getLogger(__name__)
@@ -27,19 +28,34 @@ log = logging.getLogger(__name__)
 COMPILE = "`net.compile()` of a planned model compiles its programs"
 
 
-class Uncopyable:
-    """What is bound to the process groups of this process and to parameters of its own."""
+class Copied:
+    """How a planned model is copied. It is not pickled, as it is bound to the process groups of
+    this process."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A planned model with parameters of its own, cut alike. It communicates nothing."""
+        assert isinstance(self, ParallelModule)
+        memo |= copied_parameters(self, memo)
+        kind, execution = type(self), vars(self).pop("execution")
+        object.__setattr__(self, "__class__", kind.__bases__[-1])
+        try:
+            result = copy.deepcopy(self, memo)
+        finally:
+            object.__setattr__(self, "__class__", kind)
+            vars(self)["execution"] = execution
+        vars(result)["execution"] = execution.of_copy(result, memo)
+        object.__setattr__(result, "__class__", kind)
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise PlanError(
-            f"a {type(self).__name__} that is planned can be neither copied nor pickled, as it is "
-            "bound to this process: save `state_dict()` or a checkpoint, and load it into another "
-            "model that is parallelized with the same plan; for averages keep copies of the "
-            "parameters"
+            f"a {type(self).__name__} that is planned cannot be pickled, as it is bound to this "
+            "process: save `state_dict()` or a checkpoint, and load it into another model that is "
+            "parallelized with the same plan; `copy.deepcopy` copies it"
         )
 
 
-class ParallelModule(Uncopyable, nn.Module):
+class ParallelModule(Copied, nn.Module):
     """A model split over the devices of the running process group.
 
     It is an instance of a class that is derived from this one and from the user's, and has the

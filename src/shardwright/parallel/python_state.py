@@ -7,6 +7,7 @@ A step looks whether anything differs from what it last saw, and only then at wh
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 from operator import call, contains, is_, itemgetter
@@ -102,6 +103,37 @@ class PythonState:
             for place, of_model in enumerate(both)
             if of_model
         ]
+        self._find_children()
+        self._names: dict[tuple[str, str], None] = {}
+        self._keys: dict[Hashable, StateKey] = {}
+        self._kept: dict[int, Any] = {}
+        self._hooks = self._hook_counts()
+        self.watch(attributes)
+
+    def of_copy(self, module: nn.Module, inside: nn.Module) -> PythonState:
+        """The state of a copy of the module, which has the keys of this one for what is the same.
+
+        Args:
+            inside: bears the hooks that the copy itself has captured.
+        """
+        result = copy(self)
+        result._by_path = dict(module.named_modules())
+        result._captured_hooks = [
+            (
+                path,
+                place,
+                dict(of_model),
+                forward_hooks(result._by_path[path] if path else inside)[place],
+            )
+            for path, place, of_model, _ in self._captured_hooks
+        ]
+        result._find_children()
+        result._names, result._keys = dict(self._names), dict(self._keys)
+        result._kept = dict(self._kept)
+        result._see()
+        return result
+
+    def _find_children(self) -> None:
         self._children = {
             path: children
             for path, child in self._by_path.items()
@@ -109,11 +141,6 @@ class PythonState:
         }
         self._parents = list(self._children.values())
         self._planned_children = list(map(dict, self._parents))
-        self._names: dict[tuple[str, str], None] = {}
-        self._keys: dict[Hashable, StateKey] = {}
-        self._kept: dict[int, Any] = {}
-        self._hooks = self._hook_counts()
-        self.watch(attributes)
 
     def watch(self, attributes: Attributes) -> None:
         """Adds what another capture reads."""

@@ -122,9 +122,7 @@ def with_stored_parameters(
         if name in left_out:
             memo[id(tensor)] = None
         elif isinstance(tensor, nn.Parameter):
-            new = nn.Parameter(stored_tensors[name], requires_grad=tensor.requires_grad)
-            if isinstance(new, DTensor):
-                new = counting_with_shard(new)
+            new = _parameter(stored_tensors[name], tensor)
             take_hooks(new, tensor, partial(stored, name))
             memo[id(tensor)] = new
         else:
@@ -138,16 +136,64 @@ def with_stored_parameters(
     return result
 
 
+def copied_parameters(module: nn.Module, known: Collection[int]) -> dict[int, nn.Parameter]:
+    """For the identity of each parameter that is not `known` a copy, as a `memo` of `deepcopy`."""
+    return {
+        id(parameter): _parameter(_copied(parameter.detach()), parameter)
+        for parameter in module.parameters()
+        if id(parameter) not in known
+    }
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    return with_spec(local_tensor(tensor).clone(), spec_of(tensor))
+
+
+def _parameter(stored: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """What stands for a parameter."""
+    new = nn.Parameter(stored, requires_grad=like.requires_grad)
+    return counting_with_shard(new) if isinstance(new, DTensor) else new
+
+
 def _cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Before a state is loaded: of whole tensors, as one device saves them, takes what this rank
-    holds; communicates nothing."""
+    holds; communicates nothing.
+
+    Raises:
+        PlanError: for the part of another rank.
+    """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         whole = state.get(prefix + name)
         if not isinstance(parameter, DTensor) or not isinstance(whole, Tensor):
             continue
-        if not isinstance(whole, DTensor) and whole.shape == parameter.shape:
+        if isinstance(whole, DTensor):
+            _check_is_own(prefix + name, whole, parameter)
+        elif whole.shape == parameter.shape:
             mine = own_part(whole.detach(), parameter).to(local_tensor(parameter), copy=True)
             state[prefix + name] = with_spec(mine.contiguous(), spec_of(parameter))
+
+
+def _check_is_own(name: str, part: DTensor, parameter: DTensor) -> None:
+    """What one rank has saved of a DTensor is its part, with its place in the mesh.
+
+    Raises:
+        PlanError: if `part` has another place than `parameter`.
+    """
+    theirs, mine = (
+        (tuple(tensor.device_mesh.shape), tuple(tensor.device_mesh.get_coordinate() or ()))
+        for tensor in (part, parameter)
+    )
+    is_cut = not all(isinstance(placement, Replicate) for placement in part.placements)
+    if is_cut and theirs != mine:
+        raise PlanError(
+            f"{name!r} in the state to load is the part at {theirs[1]} of a mesh {theirs[0]}, but "
+            f"this rank is at {mine[1]} of {mine[0]}: another rank has saved it. Use "
+            "`shardwright.save_checkpoint` and `load_checkpoint`; or let all ranks enter `with "
+            "shardwright.whole(net, rank0_only=True) as model:`, where rank 0 saves whole tensors "
+            "(`model.state_dict()`); or give each rank a file of its own"
+        )
 
 
 @cache
@@ -170,6 +216,8 @@ def _cut_whole_states(optimizer: Optimizer) -> None:
         if not isinstance(parameter, DTensor):
             continue
         for key, whole in state.items():
+            if isinstance(whole, DTensor):
+                _check_is_own(key, whole, parameter)
             is_whole = isinstance(whole, Tensor) and not isinstance(whole, DTensor)
             if is_whole and whole.ndim and whole.shape == parameter.shape:
                 mine = own_part(whole, parameter).clone(memory_format=torch.contiguous_format)
