@@ -1,10 +1,7 @@
-"""Runs a script of the tests in real processes, as `torchrun` starts them."""
+"""Runs a script of the tests on several ranks, in the environment that `torchrun` sets up."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -12,19 +9,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from forked import TIMEOUT, forked
+from shardwright.train.rank_processes import rank_environments, serve_store
 
-def torchrun(script: Path, processes: int, *arguments: str, timeout: float = 570) -> str:
-    """What the processes print, and the end of their errors."""
-    launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={processes}")
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    return done.stdout + done.stderr[-6000:]
+
+def torchrun(script: Path, processes: int, *arguments: str, timeout: float = TIMEOUT) -> str:
+    """What the ranks print, one after the other, and the end of their errors. Once one has failed,
+    the others are killed."""
+    with serve_store() as port:
+        environments = rank_environments(processes, port, restart=0, max_restarts=0)
+        ended = forked([(str(script), *arguments)] * processes, environments, timeout)
+    return "".join(ended.printed) + "".join(ended.errors)[-6000:]
 
 
 def run_checks(checks: Sequence[Callable[[], None]]) -> None:

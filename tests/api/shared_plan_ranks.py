@@ -24,7 +24,7 @@ from features.agreement_ranks import BATCH, perceptron, refused
 from shardwright.capture.capture import capture
 from torchrun import run_checks
 
-TIMEOUT = 4.0
+TIMEOUT = 10.0
 RANKS = 3
 BATCH_OF_SIX = tuple(part[:6] for part in BATCH)
 
@@ -65,6 +65,7 @@ def check_only_rank_0_captures_longer_than_collectives_wait() -> None:
     with captures(on_rank_0=1, seconds=1.5 * TIMEOUT):
         net = model()
         assert dist.group.WORLD is not None
+        dist.barrier()
         set_group_timeout(timedelta(seconds=TIMEOUT), dist.group.WORLD)
         plan = planned(net)
         set_group_timeout(timedelta(minutes=3), dist.group.WORLD)

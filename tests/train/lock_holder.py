@@ -19,12 +19,12 @@ def hold(folder: Path, locked: EventClass, seconds: float) -> None:
 
 
 @contextmanager
-def holder(folder: Path, seconds: float = 100) -> Iterator[multiprocessing.process.BaseProcess]:
+def holder(folder: Path, seconds: float = 10_000) -> Iterator[multiprocessing.process.BaseProcess]:
     """Another process that has locked `folder`."""
     locked = FORK.Event()
     process = FORK.Process(target=hold, args=(folder, locked, seconds))
     process.start()
-    assert locked.wait(60)
+    assert locked.wait(500)
     try:
         yield process
     finally:

@@ -49,7 +49,7 @@ def test_a_folder_is_locked_from_the_first_save_until_the_run_ends(tmp_path: Pat
         # Its child may write; the child of a child is another run.
         between = FORK.Process(target=_in_a_child, args=(tmp_path, net))
         between.start()
-        between.join(60)
+        between.join(500)
         assert between.exitcode == 0
         checkpoints.save(net, None, sw.Position(step=4, epoch=1, batch=2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4"]
@@ -58,5 +58,5 @@ def test_a_folder_is_locked_from_the_first_save_until_the_run_ends(tmp_path: Pat
 def _in_a_child(folder: Path, net: nn.Module) -> None:
     process = FORK.Process(target=save, args=(folder, net))
     process.start()
-    process.join(60)
+    process.join(500)
     assert process.exitcode == 0

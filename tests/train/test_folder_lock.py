@@ -42,7 +42,10 @@ def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
             assert len(locks) == 1
 
 
-def test_a_run_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+def test_a_run_that_is_ending_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_lock, "PATIENCE", 500)
     with holder(tmp_path, seconds=0.5), lock_folders(tmp_path) as locks:
         assert len(locks) == 1
 
@@ -52,7 +55,7 @@ def test_processes_that_inherit_a_lock_keep_it(
 ) -> None:
     monkeypatch.setattr(folder_lock, "PATIENCE", 0.1)
     with lock_folders(tmp_path) as locks:
-        rank = subprocess.Popen(["sleep", "100"], pass_fds=locks)
+        rank = subprocess.Popen(["sleep", "10000"], pass_fds=locks)
         # As if this process, which made the lock, were gone.
         path = (tmp_path / LOCK_FILE).rename(tmp_path / "held")
     path.rename(tmp_path / LOCK_FILE)
@@ -118,11 +121,11 @@ def test_no_two_of_many_processes_hold_a_lock_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lock files are removed and made anew while others open them."""
-    monkeypatch.setattr(folder_lock, "PATIENCE", 60)
+    monkeypatch.setattr(folder_lock, "PATIENCE", 500)
     places = tmp_path / "locked", tmp_path / "alone"
     processes = [FORK.Process(target=take_turns, args=places) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(300)
+        process.join(500)
     assert [process.exitcode for process in processes] == [0, 0, 0]

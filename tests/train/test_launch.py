@@ -1,4 +1,7 @@
-"""The launcher, on ranks that are small programs without torch: a launch takes a second."""
+"""The launcher, on ranks that are small programs without torch: a launch takes a second.
+
+Ranks that are to be ended sleep for longer than a test may take.
+"""
 
 import os
 import signal
@@ -68,14 +71,12 @@ def test_a_killed_rank_is_named_and_ends_the_others_at_once(
     program = (
         f"print(os.getpid(), flush=True)\n{after_rank_0(logs)}\n"
         "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(100)"
+        "time.sleep(10_000)"
     )
-    started = time.monotonic()
     with pytest.raises(
         RankFailedError, match=r"^rank 1 \(process \d+\) was killed by SIGKILL; its"
     ):
         launch(["-c", RANK + program], 2, logs)
-    assert time.monotonic() - started < 80, "the others sleep for 100 s"
     assert not any(alive(pid) for pid in pids(logs))
     assert capfd.readouterr().err == ""
 
@@ -83,7 +84,7 @@ def test_a_killed_rank_is_named_and_ends_the_others_at_once(
 def test_a_rank_that_exits_with_a_status_is_named_and_the_others_are_ended(logs: LogFolder) -> None:
     program = (
         f"print(os.getpid(), flush=True)\n{after_rank_0(logs)}\n"
-        "if rank == 1: sys.exit(7)\ntime.sleep(100)"
+        "if rank == 1: sys.exit(7)\ntime.sleep(10_000)"
     )
     with pytest.raises(RankFailedError, match=r"^rank 1 exited with status 7; its log: .*err"):
         launch(["-c", RANK + program], 2, logs)
@@ -96,7 +97,7 @@ def test_the_first_ranks_traceback_is_told_not_its_consequences(logs: LogFolder)
         "@record\n"
         "def main():\n"
         "    if rank == 1: raise ValueError('the cause: this')\n"
-        "    time.sleep(100)\n"
+        "    time.sleep(10_000)\n"
         "main()"
     )
     with pytest.raises(RankFailedError) as caught:
@@ -112,7 +113,7 @@ def test_the_first_ranks_traceback_is_told_not_its_consequences(logs: LogFolder)
 def test_a_signal_to_the_launching_process_ends_all_ranks(
     logs: LogFolder, number: signal.Signals
 ) -> None:
-    program = RANK + "print(os.getpid(), flush=True); time.sleep(100)"
+    program = RANK + "print(os.getpid(), flush=True); time.sleep(10_000)"
     launcher = (
         "from pathlib import Path\n"
         "from shardwright.train.launch import StoppedError, launch\n"
@@ -123,13 +124,12 @@ def test_a_signal_to_the_launching_process_ends_all_ranks(
         "    print(error)"
     )
     process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and not all(
+    while not all(
         logs.stdout(rank).exists() and logs.stdout(rank).read_text() for rank in range(2)
     ):
         time.sleep(0.05)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=80)
+    output, _ = process.communicate()
     assert output == f"stopped by {number.name}; all ranks have been terminated\n"
     assert not any(alive(pid) for pid in pids(logs))
 
@@ -145,7 +145,7 @@ def test_all_ranks_are_started_again_as_often_as_asked(logs: LogFolder) -> None:
         "again = os.environ['TORCHELASTIC_RESTART_COUNT']; print(again, flush=True)\n"
         f"{after_rank_0(logs)}\n"
         "if rank == 1 and again != '2': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "if again != '2': time.sleep(100)"
+        "if again != '2': time.sleep(10_000)"
     )
     restarts = list[int]()
     launch(["-c", RANK + program], 2, logs, max_restarts=2, on_restart=restarts.append)

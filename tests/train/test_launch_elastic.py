@@ -37,7 +37,7 @@ def test_it_goes_on_with_the_devices_that_are_left(tmp_path: Path) -> None:
     program = (
         f"if size == 4:\n    if rank == 0: open({printed!r}, 'w').close()\n"
         f"    while not os.path.exists({printed!r}): time.sleep(0.01)\n"
-        f"    if rank == 2: {KILLED}\n    time.sleep(100)"
+        f"    if rank == 2: {KILLED}\n    time.sleep(10_000)"
     )
     logs, said = run(tmp_path, program, minimum=2)
     (line,) = said
@@ -49,7 +49,7 @@ def test_it_goes_on_with_the_devices_that_are_left(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_fewer_than_the_minimum_is_an_error(tmp_path: Path) -> None:
-    program = f"if rank == 1: {KILLED}\ntime.sleep(100)"
+    program = f"if rank == 1: {KILLED}\ntime.sleep(10_000)"
     with pytest.raises(RankFailedError, match="devices left: 3, fewer than the minimum of 4"):
         run(tmp_path, program, minimum=4)
 

@@ -93,7 +93,7 @@ def test_a_port_that_is_in_use_is_refused(port: int, tmp_path: Path) -> None:
 def test_a_rank_belongs_to_one_node_as_long_as_it_lives(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "BEAT", 0.1)
+    monkeypatch.setattr(room, "BEAT", 0.5)
     with room._joined(node(0, port), timedelta(seconds=30)):
         with (
             room._joined(node(1, port), timedelta(seconds=30)),
@@ -108,7 +108,8 @@ def test_a_rank_belongs_to_one_node_as_long_as_it_lives(
             assert address == "127.0.0.1"
 
 
-def test_node_0_leaves_after_the_others(port: int) -> None:
+def test_node_0_leaves_after_the_others(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "FAREWELL", 500)
     joined, left = threading.Event(), threading.Event()
 
     def other() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 
 import pytest
+
+from forked import forked
 
 pytestmark = pytest.mark.distributed
 
@@ -41,9 +41,8 @@ def run(*ranks: tuple[int, str], device: str = "auto") -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    started = []
-    for rank, (count, visible) in enumerate(ranks):
-        environment: Mapping[str, str] = {
+    environments: list[Mapping[str, str]] = [
+        {
             **os.environ,
             "CUDA_VISIBLE_DEVICES": visible,
             "MASTER_ADDR": "127.0.0.1",
@@ -52,11 +51,10 @@ def run(*ranks: tuple[int, str], device: str = "auto") -> list[str]:
             "RANK": str(rank),
             "WORLD_SIZE": str(len(ranks)),
         }
-        command = [sys.executable, "-c", RANK, str(count), device]
-        started.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        )
-    return [process.communicate(timeout=120)[0].strip() for process in started]
+        for rank, (_, visible) in enumerate(ranks)
+    ]
+    commands = [("-c", RANK, str(count), device) for count, _ in ranks]
+    return [text.strip() for text in forked(commands, environments).printed]
 
 
 def test_a_rank_that_sees_no_accelerator_is_one_error_on_each() -> None:

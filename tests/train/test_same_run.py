@@ -3,11 +3,11 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 
 import pytest
+
+from forked import forked
 
 pytestmark = pytest.mark.distributed
 
@@ -28,35 +28,31 @@ except (ConfigError, CommunicationError) as error:
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run(*ranks: Mapping[str, object], size: int = 2, seconds: float = 60) -> list[str]:
     """What each rank prints, a node of its own each, with its changes to what all have."""
-    port, started = free_port(), []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    commands, environments = [], []
     for rank, changes in enumerate(ranks):
         facts = {"train.steps": changes.get("steps", 5)}
         device, version = changes.get("device", "cpu"), changes.get("torch", "2.13.0")
-        environment = {
-            **os.environ,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": str(changes.get("local_size", 1)),
-            # Of these the ranks of a node that came later have seen fewer.
-            "TORCHELASTIC_RESTART_COUNT": str(rank),
-        }
-        command = [sys.executable, "-c", RANK, json.dumps([facts, device, version, seconds])]
-        started.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        commands.append(["-c", RANK, json.dumps([facts, device, version, seconds])])
+        environments.append(
+            {
+                **os.environ,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": str(changes.get("local_size", 1)),
+                # Of these the ranks of a node that came later have seen fewer.
+                "TORCHELASTIC_RESTART_COUNT": str(rank),
+            }
         )
-    return [process.communicate(timeout=120)[0].strip() for process in started]
+    return [text.strip() for text in forked(commands, environments).printed]
 
 
 def test_ranks_of_the_same_run_go_on() -> None:
