@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial, wraps
 from itertools import islice
 from pathlib import Path
@@ -195,7 +196,10 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         self._planned(dataloader)
-        return super().evaluation_loop(dataloader, *args, **kwargs)
+        # `Seq2SeqTrainer` generates with parts of the model.
+        generates = getattr(self.args, "predict_with_generate", False)
+        with whole(self.model) if generates else nullcontext():
+            return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         return _whole_tensors(super().prediction_step(*args, **kwargs))
