@@ -1,10 +1,11 @@
 """Architectures
 
 Models of `transformers` as they are, built tiny from their configurations with random weights and
-without dropout, each planned for 8 devices and trained on simulated ranks beside the module itself,
-in float64: outputs, gradients of the loss, and parameters and buffers after two steps are compared.
-*Cut* is the share of the 8 devices that matrix products keep busy: 100% if all of them are cut in 8
-equal parts. Goals: 95% are exact, none is wrong, none ends in an error from inside PyTorch.
+without dropout, and models as researchers write them, each planned for 8 devices and trained on
+simulated ranks beside the module itself, in float64: outputs, gradients of the loss, and parameters
+and buffers after two steps are compared. *Cut* is the share of the 8 devices that matrix products
+keep busy: 100% if all of them are cut in 8 equal parts. Goals: 95% are exact, none is wrong, none
+ends in an error from inside PyTorch.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from functools import partial
 from math import prod
 
 import transformers
+from torch import Tensor
 
 import shardwright as sw
 from benchmarks.table import Table
 from benchmarks.timing import in_fork
 from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.tiny import model
+from benchmarks.zoo.written import WRITTEN, written
 from shardwright.cost.flops import work_of
 from shardwright.rules import rule_of
 
@@ -45,9 +48,10 @@ def run() -> list[Table]:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     logging.getLogger("shardwright").setLevel(logging.ERROR)
+    own = {kind: [each.__name__ for each in models] for kind, models in WRITTEN.items()}
     ends = {
         (kind, name): in_fork(partial(ending, kind, name))
-        for kind, names in ARCHITECTURES.items()
+        for kind, names in (*ARCHITECTURES.items(), *own.items())
         for name in names
     }
     return [_summary(list(ends.values())), _all(ends)]
@@ -55,8 +59,9 @@ def run() -> list[Table]:
 
 def ending(kind: str, name: str) -> Ending:
     """How an architecture ends: exact, refused by name, wrong, or in another error."""
-    net, inputs = model(kind, name)
-    net(**inputs).loss.backward()
+    net, inputs = (written if kind in WRITTEN else model)(kind, name)
+    outputs = net(**inputs)
+    (outputs if isinstance(outputs, Tensor) else outputs.loss).backward()
     net.zero_grad()
     try:
         plan = sw.plan(net, (), inputs, devices=DEVICES)

@@ -70,7 +70,7 @@ class IntoOut(nn.Module):
 
 class Diagonal(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return (x * 2).fill_diagonal_(1)
+        return (x * 2).fill_diagonal_(1, wrap=True)
 
 
 class Raising(nn.Module):
@@ -107,7 +107,11 @@ def test_numbers_that_forward_draws_outside_of_torch_are_refused(draw: Callable[
             "torch.max(x, 1, out=(values, indices))",
             "Use the operator that returns a new tensor",
         ),
-        (Diagonal(), "return (x * 2).fill_diagonal_(1)", "works in place and has no variant"),
+        (
+            Diagonal(),
+            "return (x * 2).fill_diagonal_(1, wrap=True)",
+            "Compute the result with `torch.where`",
+        ),
         (Raising(), 'raise ValueError("no such head")', "ValueError: no such head"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",

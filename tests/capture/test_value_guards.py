@@ -52,3 +52,20 @@ def test_a_test_that_only_guards_is_passed(guard: Guard) -> None:
 def test_a_test_that_the_model_depends_on_is_refused(guard: Guard) -> None:
     with pytest.raises(CaptureError, match=r"value_guards.py.*value"):
         sw.capture(Guarded(guard), BATCH)
+
+
+def test_a_mask_of_pytorchs_transformers_is_read_instead_of_tested() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.net = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.net(x, mask=mask).square().mean()
+
+    mask = nn.Transformer.generate_square_subsequent_mask(6)
+    mask[0, 2] = 0.0
+    net, args = Masked(), (torch.randn(8, 6, 8), mask)
+    check = sw.check(net, args, None, sw.plan(net, args, devices=4))
+    assert check.passes(), check

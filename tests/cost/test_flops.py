@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 
 from sample_models import encoder, gpt2, llama, mlp, resnet
 from shardwright.capture.capture import capture
-from shardwright.cost.flops import is_view, work_of
+from shardwright.cost.flops import _work, is_view, work_of
 from shardwright.graph.graph import Graph
+from shardwright.rules.notation import from_notation
 
 
 def counted(net: nn.Module, args: Any, kwargs: Any) -> int:
@@ -132,6 +133,51 @@ def test_an_operator_without_a_rule_takes_what_torch_counts() -> None:
 
     (op,) = capture(Chunked(), (torch.zeros(8, 8),)).ops
     assert work_of(op).forward_flops == 2 * 8**3
+
+
+@torch.library.custom_op("test_flops::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.matrix_power(x, 9)
+
+
+@opaque.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_no_operator_without_a_rule_is_free() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return opaque(x)
+
+    (op,) = capture(Net(), (torch.ones(4, 4),)).ops
+    work = work_of(op)
+    assert (work.forward_flops, work.kind) == (16 + 16, "other operators")
+
+
+@torch.library.custom_op("test_flops::power", mutates_args=())
+def power(x: torch.Tensor) -> torch.Tensor:
+    return x @ x
+
+
+@power.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@register_flop_formula(torch.ops.test_flops.power)
+def _power_flops(x: Any, *_: Any, **__: Any) -> int:
+    return 2 * x[0] ** 3
+
+
+def test_a_product_of_one_tensor_with_a_rule_takes_what_is_registered() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return power(x)
+
+    (op,) = capture(Net(), (torch.zeros(8, 8),)).ops
+    work = _work(op, from_notation("_ _ -> _ _", op), (False,), False)
+    assert (work.forward_flops, work.sides) == (2 * 8**3, ())
 
 
 def test_bilinear_layers_are_counted_as_torch_counts_them() -> None:

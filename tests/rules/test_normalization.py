@@ -31,6 +31,13 @@ def test_layer_norm_without_weights_and_with_its_statistics() -> None:
     assert len(check(aten.native_layer_norm.default, x, [8], w, b, 1e-5).factors) == 2
 
 
+@pytest.mark.parametrize(("dim", "factors"), [(0, ("b",)), (2, ("t",)), (-1, ())])
+def test_weight_norm_is_cut_between_slices_of_their_own_norms(dim, factors) -> None:
+    v = randn(6, 4, 8, dtype=F64)
+    g = torch.ones((), dtype=F64) if dim < 0 else torch.norm_except_dim(v, 2, dim)
+    assert check(aten._weight_norm.default, v, g, dim).factors == factors
+
+
 def test_layer_norm_by_keyword() -> None:
     w, b = vectors(8, 2)
     found = check(aten.layer_norm.default, randn(6, 8, dtype=F64), [8], bias=b, weight=w)

@@ -19,6 +19,7 @@ from shardwright.capture.build_graph import CapturedCall, build_graph
 from shardwright.capture.canonicalize import canonicalize
 from shardwright.capture.causal_masks import fold_causal_masks
 from shardwright.capture.composed import decompose
+from shardwright.capture.ctc import keep_rows_of_targets
 from shardwright.capture.fake_copy import (
     LossesInSinglePrecision,
     RecordedEffects,
@@ -84,6 +85,7 @@ def _capture(
     signature = Signature.of(exported)
     inline_regions(exported.graph_module)
     decompose(exported.graph)
+    keep_rows_of_targets(exported.graph)
     calls = call_tags(exported.graph)
     check_static(exported.graph)
     tied = merge_tied(module, exported.graph, signature)
@@ -164,8 +166,12 @@ def _explain(error: Exception) -> str:
             f"{text.split(' in out')[0]}; return tensors, numbers, tuples, lists or dicts; call a "
             "model of `transformers` without `use_cache=True`"
         )
-    first = text.splitlines()[0] if text else ""
-    return f"{line}: torch.export cannot capture this: {type(error).__name__}: {first}"
+    first = (text.splitlines()[0] if text else "").removesuffix(".")
+    return (
+        f"{line}: torch.export cannot capture this: {type(error).__name__}: {first}. If the line is"
+        " right where the model runs, write it with operators whose shapes and branches do not"
+        " depend on values, or make a `torch.library.custom_op` of it."
+    )
 
 
 def check_static(graph: fx.Graph) -> None:

@@ -203,14 +203,23 @@ class _Program:
             ]
             old = call(self.graph, aten.detach.default, (old,), like=node)
             return call(self.graph, _RANDOM[node.target], (old, *parameters), like=node)
+        if name == "aten::fill_diagonal_" and len(node_shape(old)) == 2 and not any(arguments[1:]):
+            return self._fill_diagonal(old, arguments[0], node)
         target = _out_of_place(node.target)
         if target is None:
             raise CaptureError(
                 f"{line_of(node)}: cannot capture `{node.target}`, which works in place and has no "
-                f"variant that returns a new tensor."
+                f"variant that returns a new tensor. Compute the result with `torch.where`."
             )
         new = call(self.graph, target, (old, *arguments), kwargs, like=node)
         return self._fit(new, old, node)
+
+    def _fill_diagonal(self, old: fx.Node, value: Any, node: fx.Node) -> fx.Node:
+        """By a mask, so that rows can be cut."""
+        ones = call(self.graph, aten.ones_like.default, (old,), {"dtype": torch.bool}, like=node)
+        lower = call(self.graph, aten.tril.default, (ones,), like=node)
+        mask = call(self.graph, aten.triu.default, (lower,), like=node)
+        return call(self.graph, aten.masked_fill.Scalar, (old, mask, value), like=node)
 
     def _fit(self, new: fx.Node, old: fx.Node, node: fx.Node) -> fx.Node:
         """Casts and broadcasts `new` to the dtype and shape of the mutated tensor."""
@@ -244,20 +253,24 @@ class _Program:
 
 
 def _out_of_place(target: OpOverload) -> Any:
-    """`add_.Tensor` → `add.Tensor`; None if there is none."""
+    """`add_.Tensor` → `add.Tensor`, `pow_.Scalar` → `pow.Tensor_Scalar`; None if there is none."""
     name = schema_of(target).name.removeprefix("aten::").removesuffix("_")
     packet = getattr(aten, name.strip("_") if name.startswith("__i") else name, None)
-    return getattr(packet, overload_name(target), None)
+    return packet and (_pure(packet, target) or getattr(packet, overload_name(target), None))
 
 
 def _without_out(target: Any) -> Any:
     """`div.out` → `div.Tensor`; None if there is none."""
+    return _pure(getattr(aten, schema_of(target).name.removeprefix("aten::")), target)
+
+
+def _pure(packet: Any, target: OpOverload) -> Any:
+    """The overload that takes what `target` does but for `out`, and mutates nothing."""
 
     def described(overload: OpOverload) -> list[tuple[str, str]]:
         arguments = ((a.name, str(a.type)) for a in schema_of(overload).arguments)
         return [argument for argument in arguments if argument[0] != "out"]
 
-    packet = getattr(aten, schema_of(target).name.removeprefix("aten::"))
     overloads = [getattr(packet, name) for name in packet.overloads()]
     return next(
         (o for o in overloads if not schema_of(o).is_mutable and described(o) == described(target)),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shardwright.torch_internals.modules import detects_causal_mask
 from shardwright.torch_internals.operators import assert_tensor
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,10 @@ class PassedGuards(TorchFunctionMode):
         if func is assert_tensor and isinstance(args[0], Tensor):
             return None
         if func in TESTS or func is Tensor.item:
-            place = _position(sys._getframe(1), is_jump=func is Tensor.__bool__)
+            frame = _caller(sys._getframe(1))
+            if frame is not None and frame.f_code is detects_causal_mask:
+                return False  # Then the mask itself is read.
+            place = frame and _position(frame, is_jump=func is Tensor.__bool__)
             passing = place and _passing(place, compared=func is Tensor.item)
             if place and passing is not None:
                 log.info("%s:%d is taken to pass, as it only guards", place.file, place.line)
@@ -85,16 +89,19 @@ class _Position(NamedTuple):
         return inside and (self.end_line, self.end_column) <= (end[0] or 0, end[1] or 0)
 
 
-def _position(frame: FrameType | None, is_jump: bool) -> _Position | None:
-    """Of what the innermost frame outside of modes for functions computes.
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame outside of modes for functions."""
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame
+
+
+def _position(frame: FrameType, is_jump: bool) -> _Position | None:
+    """Of what a frame computes.
 
     Args:
         is_jump: whether it jumps on a value, which the instruction before has computed.
     """
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back
-    if frame is None:
-        return None
     position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2 - is_jump, None), ())
     line, end_line, column, end_column = position or (None,) * 4
     if line is None or end_line is None or column is None or end_column is None:

@@ -124,7 +124,9 @@ def least_seconds(graph: Graph, cluster: Cluster, parts: GridPoint, micro_batche
         work = work_of(op)
         flops = work.forward_flops + work.backward_flops
         if flops:
-            seconds += flops / data / model / device.rate(work.dtype, attention=work.is_attention)
+            seconds += (
+                flops / data / model / device.rate(work.dtype, attention=work.kind == "attention")
+            )
         if flops and op.module.rpartition(".")[2] in ROW:
             sent = op.output.numel * op.output.itemsize / data
             passes = 2 if op.inputs[0].requires_grad else 1

@@ -3,7 +3,9 @@
 A matrix product takes two operations (a multiplication and an addition) for each combination of its
 factors; the gradient of each of its inputs is a product of as many. Everything else is bound by
 memory: it reads its inputs and writes its outputs, and backwards it reads its inputs and the
-gradients of its outputs and writes the gradients of its inputs. Views move nothing.
+gradients of its outputs and writes the gradients of its inputs. Views move nothing. What an
+operator without a rule computes is unknown: as much as PyTorch counts, or an operation for each
+element that it reads or writes if it counts less.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Literal
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,19 +32,23 @@ ATTENTION_BACKWARD = 2.5
 2022; `torch.utils.flop_counter` counts the same)."""
 
 
+WorkKind = Literal["attention", "matrix products", "other operators"]
+
+
 @dataclass(frozen=True)
 class Work:
     """What one operator does, whole.
 
     Args:
         dtype: in which it computes.
-        forward_flops, backward_flops: operations of its matrix products.
+        forward_flops, backward_flops: operations of its matrix products; of an operator without a
+            rule all.
         forward_bytes, backward_bytes: for each tensor that it reads or writes the bytes, and the
             factors that share them between devices.
         gradients: of how many inputs it computes the gradient.
         sides: of a matrix product its rows, its columns and its inner products: how many there are,
             and the factors that share them.
-        is_attention: whether it is attention in one operator.
+        kind: what it is: attention in one operator, a matrix product, or neither.
     """
 
     dtype: torch.dtype
@@ -51,7 +58,7 @@ class Work:
     backward_bytes: tuple[tuple[int, frozenset[str]], ...]
     gradients: int
     sides: tuple[tuple[float, frozenset[str]], ...] = ()
-    is_attention: bool = False
+    kind: WorkKind = "other operators"
 
 
 def work_of(op: Op) -> Work:
@@ -101,6 +108,9 @@ def _work(
         gradients = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want]
         backward = (*read, *outputs, *gradients)
     flops = forward_flops(op, rule)
+    kind: WorkKind = "matrix products" if flops else "other operators"
+    if rule is None and not is_view(op):
+        flops = max(flops, float(sum(value.numel for value in (*op.inputs, *op.outputs))))
     times: float = count
     if op.target in _ATTENTION:
         times = ATTENTION_BACKWARD
@@ -117,7 +127,7 @@ def _work(
         backward_bytes=backward,
         gradients=count,
         sides=_sides(op, rule, flops),
-        is_attention=op.target in _ATTENTION,
+        kind="attention" if op.target in _ATTENTION else kind,
     )
 
 
@@ -125,7 +135,7 @@ def _sides(
     op: Op, rule: ShardingRule | None, flops: float
 ) -> tuple[tuple[float, frozenset[str]], ...]:
     """The sizes of a matrix product; those of a convolution that is computed as one."""
-    if rule is None or not flops or op.target in _ATTENTION | _RECURRENT:
+    if rule is None or not flops or op.target in _ATTENTION | _RECURRENT or len(op.inputs) < 2:
         return ()
     if op.target is experts:
         one = _of_one_expert(op)

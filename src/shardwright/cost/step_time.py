@@ -190,7 +190,7 @@ class TimeModel:
             return max(flops * share / rate, moved / self.device.stream)
 
         sides = (shard(*side) for side in work.sides)
-        rate = self.device.rate(work.dtype, sides, work.is_attention)
+        rate = self.device.rate(work.dtype, sides, work.kind == "attention")
         overhead = self.device.overhead
         forward = backward = 0.0
         if work.forward_bytes:

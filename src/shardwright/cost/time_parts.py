@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwright.cost.flops import Work, work_of
+from shardwright.cost.flops import work_of
 from shardwright.cost.predict import Predicted
 from shardwright.cost.step_time import (
     StepTime,
@@ -89,7 +89,7 @@ def _of_chunk(
     flow, times = chunk.communication, time.micro_batches
     for op in chunk.graph.ops:
         forward, backward = model.operator(op, chunk.decisions.cuts.get(op.name, {}))
-        yield _kind(work_of(op)), (), times * (forward + backward), 0.0
+        yield work_of(op).kind, (), times * (forward + backward), 0.0
         if op.name in flow.computed_again:
             yield "recomputation", (), times * forward, 0.0
     yield "optimizer", (), time.update, 0.0
@@ -114,12 +114,6 @@ def _of_chunk(
             # Where next to nothing is computed, rounding may make the wait the longer of the two.
             hidden = max(0.0, 1 - waits[once][way] / whole[once][way])
             yield kind, axes, total, total * hidden
-
-
-def _kind(work: Work) -> str:
-    if work.is_attention:
-        return "attention"
-    return "matrix products" if work.forward_flops else "other operators"
 
 
 def utilization(partitioned: Partitioned, predicted: Predicted) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.graph.ctc import CTC_LOSSES
 from shardwright.graph.custom_ops import MEAN
 from shardwright.graph.graph import Op
 from shardwright.rules.notation import (
@@ -16,6 +17,7 @@ from shardwright.rules.notation import (
     aligned,
     binder,
     call_arguments,
+    from_notation,
     input_dims,
     overloads,
     schema_parameters,
@@ -34,6 +36,13 @@ from shardwright.rules.rule import (
 )
 
 SUM = 2
+
+
+@rule_for(CTC_LOSSES)
+def ctc(op: Op) -> ShardingRule | None:
+    """Samples can be cut where each has a row of targets."""
+    rows = len(call_arguments(op)["targets"].shape) == 2
+    return from_notation("_ b _, b _, b, b -> b", op) if rows else None
 
 
 @rule_for(

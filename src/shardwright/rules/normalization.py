@@ -62,6 +62,16 @@ def group_norm(op: Op) -> ShardingRule:
     return sharding_rule(op, inputs, outputs, capacity={"c": groups}, kernel=kernel)
 
 
+@rule_for(aten._weight_norm.default)
+def weight_norm(op: Op) -> ShardingRule:
+    """Only the dimension can be cut whose slices have norms of their own; none if there is one
+    norm of the whole weight."""
+    weight, norms = op.inputs
+    kept = call_arguments(op)["dim"]
+    dims = tuple(name if d == kept else None for d, name in enumerate(names(weight)))
+    return sharding_rule(op, (dims, dims[: len(norms.shape)]), (dims,))
+
+
 @rule_for(aten.batch_norm.default)
 def batch_norm(op: Op) -> ShardingRule | None:
     """With running statistics the operator is elementwise, so all dimensions can be cut.

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.modules import transformer
+
+detects_causal_mask = transformer._detect_is_causal_mask.__code__
+"""What tests in the transformers of PyTorch whether a mask is causal and need not be read."""
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -156,6 +156,9 @@ MODULES = (
     PrivateName("torch.nn.Module._backward_pre_hooks", "finds hooks, which are refused"),
     PrivateName("torch.nn.Module._backward_hooks", "the same; of tensors, which are moved"),
     PrivateName("torch.nn.modules.module._has_any_global_hook", "finds hooks, which are refused"),
+    PrivateName(
+        "torch.nn.modules.transformer._detect_is_causal_mask", "its test of a mask is passed"
+    ),
     PrivateName("torch.Tensor._post_accumulate_grad_hooks", "finds hooks, which are moved"),
     PrivateName(
         "torch.nn.RNNBase._flat_weight_refs", "weak references, which keep tensors from a swap"
@@ -297,6 +300,8 @@ ATEN_OPERATORS = (
     "_assert_async",
     "_assert_scalar",
     "_assert_tensor_metadata",
+    "_ctc_loss",
+    "_ctc_loss_backward",
     "_fused_adagrad_",
     "_fused_rms_norm",
     "_fused_sgd_",
@@ -317,6 +322,7 @@ ATEN_OPERATORS = (
     "_upsample_nearest_exact1d",
     "_upsample_nearest_exact2d",
     "_upsample_nearest_exact3d",
+    "_weight_norm",
 )
 """Operators of `torch.ops.aten` with an underscore. `torch.export` writes them into graphs, so the
 rules and rewrites for them name them where they stand; all supported versions have them."""

@@ -1,0 +1,78 @@
+"""The losses of connectionist temporal classification, in an operator whose shapes are static.
+
+ATen's keeps for its gradient a tensor whose shape depends on the lengths of the targets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("shardwright::ctc_losses", mutates_args=())
+def ctc_losses(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> Tensor:
+    """The losses of all samples, `[batch]`, as `torch.nn.functional.ctc_loss` computes them.
+
+    Args:
+        log_probs: `[time, batch, classes]`.
+        targets: `[batch, length]`, or all in a row.
+        input_lengths, target_lengths: of each sample, `[batch]`.
+    """
+    lengths = input_lengths, target_lengths
+    losses: Tensor = aten._ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)[0]
+    return torch.where(losses == torch.inf, 0, losses) if zero_infinity else losses
+
+
+@torch.library.custom_op("shardwright::ctc_gradient", mutates_args=())
+def ctc_gradient(
+    gradient: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> Tensor:
+    """The gradient of `log_probs` from that of the losses."""
+    lengths = input_lengths, target_lengths
+    kept = aten._ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)
+    result: Tensor = aten._ctc_loss_backward(
+        gradient.contiguous(), log_probs, targets, *lengths, *kept, blank, zero_infinity
+    )
+    return result
+
+
+CTC_LOSSES = torch.ops.shardwright.ctc_losses.default
+
+
+@ctc_losses.register_fake
+def _(log_probs: Tensor, *_: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape[1])
+
+
+@ctc_gradient.register_fake
+def _(gradient: Tensor, log_probs: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:]
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return ctc_gradient(gradient, *ctx.saved_tensors, *ctx.options), *(None,) * 5
+
+
+ctc_losses.register_autograd(_backward, setup_context=_keep)
