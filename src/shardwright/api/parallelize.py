@@ -32,6 +32,7 @@ def parallelize(
     *,
     sync: bool = True,
     release: bool = False,
+    named_ranges: bool = False,
 ) -> nn.Module:
     """`net`, run as planned on the running process group: a module whose parameters are DTensors.
 
@@ -48,6 +49,8 @@ def parallelize(
             compared.
         release: whether `net` gives up its parameters one after another, so that none is held
             twice; they are empty afterwards.
+        named_ranges: whether operators, collectives, buckets and stages have names in traces of
+            `torch.profiler`, which takes some microseconds each; not to be compiled.
 
     Raises:
         PlanError: if the plan is for another model or another number of devices, or the ranks have
@@ -62,7 +65,11 @@ def parallelize(
         graph = _agreed_graph(net, plan, where)
         partitioned = plan.partition(graph)
         devices = Devices.of_process(
-            partitioned.mesh, where, plan.pipeline.stages, dtensor_axes(partitioned)
+            partitioned.mesh,
+            where,
+            plan.pipeline.stages,
+            dtensor_axes(partitioned),
+            named_ranges=named_ranges,
         )
         if sync and devices.several:
             take_state_of_rank_0(net, where)

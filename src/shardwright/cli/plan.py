@@ -35,6 +35,7 @@ from shardwright.config.other_plans import RunWithPlan
 from shardwright.errors import ConfigError, PlanError
 from shardwright.plan import Plan
 from shardwright.plan.diff import Difference, differences
+from shardwright.plan.measured import Measured
 from shardwright.plan.table import plan_text
 from shardwright.plan.text_columns import text_width
 from shardwright.progress import OnProgress
@@ -192,6 +193,16 @@ def report_command(
             show_default=False,
         ),
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Show what was measured beside what is predicted: the log folder of a run with"
+            " `train --profile`.",
+            metavar="FOLDER",
+            show_default=False,
+            callback=existing(ConfigError),
+        ),
+    ] = None,
     cluster: ClusterOption = None,
     memory_limit: MemoryLimitOption = None,
     show_progress: ShowProgressOption = None,
@@ -199,6 +210,7 @@ def report_command(
     """Write a plan as a page for a browser: one HTML file that needs no network. A configuration
     is planned first."""
     _check_options(source, devices, (cluster, memory_limit, what_if or None))
+    measured = None if profile is None else Measured.load(profile)
     files = [Path(each) for each in against or () if each != PRESETS]
     existing(ConfigError)(files)
     with progress(show_progress) as on_progress:
@@ -220,7 +232,7 @@ def report_command(
         on_progress("page")
         page = out or page
         page.parent.mkdir(parents=True, exist_ok=True)
-        plan.report(page, others)
+        plan.report(page, others, measured)
     typer.echo(str(page))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,9 +29,10 @@ from shardwright.cli.options import (
     run_of,
 )
 from shardwright.config import Run
-from shardwright.config.training import train_rank
+from shardwright.config.training import Profile, check_profiled_steps, train_rank
 from shardwright.errors import ConfigError, LayoutError, PlanError, StrategyError
 from shardwright.plan import Plan
+from shardwright.plan.measured import FILE, Measured
 from shardwright.train.checkpoint_manifest import CheckpointWarning
 from shardwright.train.folder_lock import lock_folders
 from shardwright.train.launch import DeviceRange, StoppedError, launch, launch_elastic
@@ -42,6 +44,8 @@ from shardwright.train.progress_bar import Follower, LiveProgress
 from shardwright.train.same_run import same_run
 from shardwright.train.step_log import StepRecord, open_step_log
 from shardwright.train.trackers import check_trackers, trackers
+
+PAGE = "profile.html"
 
 
 @app.command("train")
@@ -83,16 +87,25 @@ def train_command(
         int | None,
         typer.Option(min=1, help="Devices of each of several nodes; by default its accelerators."),
     ] = None,
+    profile: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Profile N steps after the first: a trace of each rank, and a page with what was"
+            " measured beside what is predicted, in the log folder.",
+        ),
+    ] = None,
 ) -> None:
     """Train on local processes, one per device, on several nodes, or under torchrun on the
     processes it started."""
     node = _node(nnodes, node_rank, rdzv, nproc_per_node, devices, elastic)
     if node is not None:
-        _train_node(node, config, plan, log_dir, mem_coeff, resume, max_restarts)
+        _train_node(node, config, plan, log_dir, mem_coeff, resume, max_restarts, profile)
         return
     # What a launched rank raises is reported by its launcher.
     body = record(_train) if is_launched() else _train
-    body(config, devices, plan, log_dir, mem_coeff, resume, max_restarts, elastic)
+    body(config, devices, plan, log_dir, mem_coeff, resume, max_restarts, elastic, profile)
 
 
 def _node(
@@ -128,6 +141,7 @@ def _train_node(
     mem_coeff: str | None,
     resume: bool,
     max_restarts: int,
+    profile: int | None,
 ) -> None:
     """Starts the ranks of one of several nodes, which plan and train."""
     run, logs = run_of(config, mem_coeff, resume=resume), LogFolder(log_dir)
@@ -138,6 +152,7 @@ def _train_node(
     command = ["-P", "-m", "shardwright", "train", str(config), "--log-dir", str(log_dir)]
     command += [] if plan is None else ["--plan", str(plan)]
     command += [] if mem_coeff is None else ["--mem-coeff", mem_coeff]
+    command += _profiled(profile)
     # A node may come back into a run that goes on; node 0 has seen to it that it is the same run.
     command += ["--resume"] if run.checkpoints() is not None else []
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
@@ -153,6 +168,7 @@ def _train(
     resume: bool,
     max_restarts: int,
     elastic: str | None,
+    profile: int | None,
 ) -> None:
     world, bounds = World.from_environment(), DeviceRange.parse(elastic) if elastic else None
     run, logs = run_of(config, mem_coeff, resume=resume or world.restarts > 0), LogFolder(log_dir)
@@ -168,18 +184,21 @@ def _train(
             run.check_resumes()
         check_trackers(run.config.train.log_to)
         run, chosen = _planned(run, config, devices, plan, bounds, world)
+        profile = None if world.restarts else profile
+        if profile is not None:
+            _check_profile(run, profile)
         if run.language is not None and run.language.only_strategies:
             if not isinstance(chosen, Plan) and world.rank == 0:
                 chosen()
             return
         if not isinstance(chosen, Plan) or is_launched():
-            _train_one_rank(run, chosen, world, logs)
+            _train_one_rank(run, chosen, world, logs, profile)
             return
         logs.clear(num_ranks=chosen.devices, keep_steps=run.resumes)
         if chosen.devices == 1 and max_restarts == 0 and bounds is None:
-            _train_one_rank(run, chosen, world, logs)
+            _train_one_rank(run, chosen, world, logs, profile)
         else:
-            _Ranks(config, run, logs, locks).train(chosen, max_restarts, bounds)
+            _Ranks(config, run, logs, locks, profile).train(chosen, max_restarts, bounds)
 
 
 def _facts(run: Run) -> dict[str, object]:
@@ -242,12 +261,14 @@ class _Ranks:
 
     Args:
         locks: file descriptors of the locked folders.
+        profile: how many steps are profiled.
     """
 
     config: Path
     run: Run
     logs: LogFolder
     locks: Collection[int]
+    profile: int | None
 
     def train(self, plan: Plan, max_restarts: int, bounds: DeviceRange | None) -> None:
         """Starts them, and again as often as is allowed."""
@@ -287,6 +308,7 @@ class _Ranks:
         plan.save(self.logs.plan)
         command = ["-P", "-m", "shardwright", "train", str(self.config)]
         command += ["--plan", str(self.logs.plan), "--log-dir", str(self.logs.root)]
+        command += _profiled(self.profile)
         return [*command, "--resume"] if resume else command
 
     def replan(self, remaining: int, minimum: int) -> tuple[list[str], int]:
@@ -316,12 +338,20 @@ class _Ranks:
 
 
 def _train_one_rank(
-    run: Run, plan: Plan | Callable[[], Plan], world: World, logs: LogFolder
+    run: Run,
+    plan: Plan | Callable[[], Plan],
+    world: World,
+    logs: LogFolder,
+    steps: int | None,
 ) -> None:
     """Rank 0 writes each step to its `steps.jsonl`, prints the documented line every `log_every`
     steps, and shows its progress on a terminal; the other ranks print nothing."""
+    profile = None
+    if steps is not None:
+        logs.rank(world.rank).mkdir(parents=True, exist_ok=True)
+        profile = Profile(steps, logs.rank, lambda plan, found: _write_profile(plan, found, logs))
     if world.rank != 0:
-        train_rank(run, plan, world, on_step=lambda step: None)
+        train_rank(run, plan, world, on_step=lambda step: None, profile=profile)
         return
     settings = run.config.train
     with ExitStack() as stack:
@@ -348,9 +378,29 @@ def _train_one_rank(
 
         try:
             stack.enter_context(_showing_warnings(progress.line))
-            train_rank(run, plan, world, on_step, on_start)
+            train_rank(run, plan, world, on_step, on_start, profile)
         except KeyboardInterrupt:
             raise StoppedError(signal.SIGINT) from None
+
+
+def _profiled(steps: int | None) -> list[str]:
+    """The option of a rank's command."""
+    return [] if steps is None else ["--profile", str(steps)]
+
+
+def _check_profile(run: Run, steps: int) -> None:
+    """Raises: ConfigError: a run is too short, or the page cannot be written."""
+    check_profiled_steps(steps, run.num_steps)
+    if find_spec("jinja2") is None:
+        raise ConfigError(
+            "--profile writes a page, which needs jinja2: pip install 'shardwright[report]'"
+        )
+
+
+def _write_profile(plan: Plan, measured: Measured, logs: LogFolder) -> None:
+    """What was measured, and the plan's page with it."""
+    measured.save(logs.run / FILE)
+    plan.report(logs.run / PAGE, measured=measured)
 
 
 @contextmanager

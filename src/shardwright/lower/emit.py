@@ -19,6 +19,9 @@ import torch
 from shardwright.graph.graph import Value
 from shardwright.runtime.collective_errors import TEXT
 
+NAMED_RANGE = "named_range"
+"""What puts a line into a range of a trace."""
+
 Again = Callable[..., Any]
 """Runs a function with its arguments, and lets the backward pass run it again."""
 
@@ -67,8 +70,9 @@ class Source:
         comment: str = "",
         unpack: bool = False,
         segment: str | None = None,
+        label: str = "",
     ) -> None:
-        line = Line(tuple(names), expression, tuple(reads), comment, unpack, segment)
+        line = Line(tuple(names), expression, tuple(reads), comment, unpack, segment, label=label)
         self.lines.append(line)
 
     def nested(self, outputs: Sequence[str], again: Again) -> list[Line]:
@@ -115,6 +119,7 @@ class Line:
         unpack: whether the expression gives a sequence, one for each name.
         segment: the name of the segment that it is computed again with, if it is.
         function, body: of a call of a function inside the program, its name and its lines.
+        label: the name of its range in a trace of a profiler; empty without one.
     """
 
     names: tuple[str, ...]
@@ -125,11 +130,13 @@ class Line:
     segment: str | None = None
     function: str = ""
     body: tuple[Line, ...] = ()
+    label: str = ""
 
     @property
     def text(self) -> str:
         comma = "," if self.unpack and len(self.names) == 1 else ""
-        return f"{', '.join(self.names)}{comma} = {self.expression}"
+        within = f"with {NAMED_RANGE}({self.label!r}): " if self.label else ""
+        return f"{within}{', '.join(self.names)}{comma} = {self.expression}"
 
 
 def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from shardwright.runtime.bucket_autograd import (
 )
 from shardwright.runtime.buckets import BoundBucket, bind_bucket
 from shardwright.runtime.devices import Devices
+from shardwright.runtime.named_ranges import RangedBucket
 from shardwright.runtime.regather import BackwardRegather
 
 
@@ -45,6 +46,8 @@ class BucketLines:
 
     def __post_init__(self) -> None:
         self.bound = tuple(bind_bucket(bucket, self.devices) for bucket in self.flow.buckets)
+        if self.devices.named_ranges:
+            self.bound = tuple(RangedBucket.of(b, self.devices.layout) for b in self.bound)
         for bucket in self.flow.buckets:
             for member in bucket.members:
                 self._known[member.value, _ids(member.transfers)] = (bucket, member)

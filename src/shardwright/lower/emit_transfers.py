@@ -13,6 +13,7 @@ from shardwright.partition.overlap import Overlap
 from shardwright.partition.transfer import Transfer
 from shardwright.runtime.collectives import BoundCollective, bind, start_all_reduce
 from shardwright.runtime.devices import Devices
+from shardwright.runtime.named_ranges import around_both
 from shardwright.runtime.overlap import DelayGradient, FinishCollective, StartCollective
 
 
@@ -109,6 +110,10 @@ class TransferLines:
             key = (*key, step.source.axes, step.target.axes)
         if key not in self._bound:
             binding = start_all_reduce if pending else bind
-            self._bound[key] = binding(step, self.devices)
+            bound = binding(step, self.devices)
+            if self.devices.named_ranges:
+                layout, back = self.devices.layout, None if pending else step.backward
+                bound = around_both(bound, step.forward, back, step.axes, layout)
+            self._bound[key] = bound
         function: BoundCollective = self._bound[key]
         return function

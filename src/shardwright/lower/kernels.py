@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.graph.graph import Op
-from shardwright.partition.communication import Communication
+from shardwright.partition.communication import Communication, InnerReduction
 from shardwright.rules import rule_of
-from shardwright.rules.rule import Cuts, Local, ShardingRule
+from shardwright.rules.rule import Cuts, Local, Reduce, ShardingRule
 from shardwright.runtime.collectives import bound_reduction
 from shardwright.runtime.devices import Devices
+from shardwright.runtime.named_ranges import around_reduction
 from shardwright.torch_internals.operators import OpOverload, operator_name, schema_of
 
 
@@ -35,16 +36,20 @@ class Kernels:
 
     def _local(self, op: Op, rule: ShardingRule) -> Local:
         cuts, made = self.cuts.get(op.name, {}), self.flow.initial_layouts
-        functions = tuple(
-            bound_reduction(self.devices, inner.axes, inner.reduction.kind, inner.reduction.varying)
-            for inner in self.flow.reductions.get(op.name, ())
-        )
+        functions = tuple(self._reduce(inner) for inner in self.flow.reductions.get(op.name, ()))
         return Local(
             shard_counts=rule.shard_counts(self.devices.layout, cuts),
             index=lambda factor: self.devices.index(tuple(cuts.get(factor, ()))),
             output_shapes=tuple(made[value].shard_shape(value.shape) for value in op.outputs),
             reduce=functions,
         )
+
+    def _reduce(self, inner: InnerReduction) -> Reduce:
+        reduction, axes = inner.reduction, inner.axes
+        reduce = bound_reduction(self.devices, axes, reduction.kind, reduction.varying)
+        if self.devices.named_ranges:
+            return around_reduction(reduce, reduction, axes, self.devices.layout)
+        return reduce
 
 
 def short_name(op: Op) -> str:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from shardwright.graph.graph import Graph, Kind, Op, Value, ops_from_inputs
 from shardwright.graph.saved_tensors import saved_before_update
-from shardwright.lower.emit import Source, expression, write_body
+from shardwright.lower.emit import NAMED_RANGE, Source, expression, write_body
 from shardwright.lower.emit_buckets import BucketLines
 from shardwright.lower.emit_transfers import TransferLines
 from shardwright.lower.kernels import Kernels, returns_many, short_name
@@ -156,6 +157,8 @@ class _Lowering:
             self._pending_loss(),
             self._weight,
         )
+        if self.devices.named_ranges:
+            self.source.refer(NAMED_RANGE, record_function)
         again = (self.graph.by_name[name] for name in self.flow.segment_of)
         self.read_in_backward = frozenset(value for op in again for value in op.inputs)
         self.read_in_backward |= saved_before_update(self.graph)
@@ -304,10 +307,13 @@ class _Lowering:
         names = [self.source.name(value.name) for value in op.outputs]
         self.variables.update(zip(op.outputs, names, strict=True))
         call, comment = f"{function}({', '.join(texts)})", self._comment(op, rule)
-        segment = self._segment(op)
-        self.source.add(names, call, variables, comment, returns_many(op), segment)
+        segment, label = self._segment(op), self._label(op)
+        self.source.add(names, call, variables, comment, returns_many(op), segment, label)
         for value, name in zip(op.outputs, names, strict=True):
             self.transfers.start(value, name)
+
+    def _label(self, op: Op) -> str:
+        return op.name if self.devices.named_ranges else ""
 
     def _segment(self, op: Op) -> str | None:
         segment = self.flow.segment_of.get(op.name)
@@ -396,5 +402,6 @@ class _Lowering:
         comment = f"{self._comment(layer, rule_of(layer))}; with {add.name}"
         reads.append(bias)
         call, segment = f"{function}({', '.join(reads)})", self._segment(layer)
-        self.source.add([name], call, reads, comment, segment=segment)
+        label = self._label(layer)
+        self.source.add([name], call, reads, comment, segment=segment, label=label)
         self.transfers.start(add.output, name)

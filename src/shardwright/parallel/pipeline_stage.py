@@ -12,6 +12,7 @@ tensors become tensors of their own and gradients come back in one piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
 )
+from torch.profiler import record_function
 
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
@@ -38,6 +40,7 @@ from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.micro_batches import micro_batch
+from shardwright.runtime.named_ranges import PASSES, SCHEDULE, in_range
 from shardwright.runtime.random import seed_of
 from shardwright.torch_internals.pipelining import (
     SENDS_ONLY_GRADIENTS,
@@ -193,7 +196,8 @@ class RankStages:
             self._training = self._schedule(self._weighted)
         losses: list[Tensor] = []
         numbers = torch.arange(self.micro_batches)
-        self._training.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
+        with record_function(SCHEDULE) if self.devices.named_ranges else nullcontext():
+            self._training.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
         gradients: dict[str, Tensor] = {}
         for module in self.modules:
             for name, gradient in module.unsharded.end_step().items():
@@ -276,7 +280,7 @@ class RankStages:
         leaving = tuple(_like(v, decisions.departures[v.name], chunk) for v in chunk.leaving)
         if not leaving and chunk.graph.loss is not None:
             leaving = (torch.empty((), dtype=chunk.graph.loss.dtype, device="meta"),)
-        return pipeline_stage(
+        stage = pipeline_stage(
             module,
             chunk.number,
             len(self.partitioned.chunks),
@@ -286,6 +290,11 @@ class RankStages:
             self.devices.across,
             dw_builder=None if may_halve(module) else _at_once,
         )
+        if self.devices.named_ranges:
+            for method, what in PASSES.items():
+                name = f"{what} of chunk {chunk.number}"
+                setattr(stage, method, in_range(name, getattr(stage, method)))
+        return stage
 
     def _schedule(self, loss: Any) -> PipelineSchedule:
         count = self.micro_batches

@@ -10,7 +10,11 @@ from math import prod
 from shardwright.cost.memory import StageMemory, binary
 from shardwright.cost.pipeline_timeline import timeline
 from shardwright.cost.time_parts import COMPUTATION, WAITING, TimePart
+from shardwright.errors import PlanError
 from shardwright.plan.data import PlanData
+from shardwright.plan.measured import Measured
+from shardwright.plan.page_alternatives import alternatives
+from shardwright.plan.page_measured import collectives_chart, kinds_chart, ranks_chart
 from shardwright.plan.page_tree import page_tree
 from shardwright.plan.parallelism import axis_purpose, sentence
 from shardwright.plan.repeated_rows import fold_crossings, fold_names, fold_rows
@@ -27,14 +31,19 @@ MOST_ROWS = 12
 PLAN_AGAIN = "This file does not hold it: plan again with this version and save the plan."
 
 
-def plan_page(plan: PlanData, others: Mapping[str, PlanData | str] | None = None) -> Page:
+def plan_page(
+    plan: PlanData,
+    others: Mapping[str, PlanData | str] | None = None,
+    measured: Measured | None = None,
+) -> Page:
     """What the page of a plan shows; of what its file does not hold it says so.
 
     Args:
         others: plans to compare it with, by name, or why there is none.
+        measured: steps of it that were profiled.
 
     Raises:
-        PlanError: if it has stages that its schedule cannot run.
+        PlanError: if it has stages that its schedule cannot run, or another plan was measured.
     """
     tree, pictures = page_tree(plan)
     lanes, note = _lanes(plan)
@@ -44,6 +53,7 @@ def plan_page(plan: PlanData, others: Mapping[str, PlanData | str] | None = None
         headlines=tuple(_headlines(plan)),
         notes=tuple(_notes(plan)),
         time=_time(plan),
+        measured=() if measured is None else tuple(_measured(plan, measured)),
         memory=_memory(plan),
         curves=tuple(_curves(plan)),
         largest=_largest(plan),
@@ -52,6 +62,7 @@ def plan_page(plan: PlanData, others: Mapping[str, PlanData | str] | None = None
         stages=_stages(plan),
         traffic=_traffic(plan),
         others=_others(plan, others or {}),
+        alternatives=tuple(alternatives(plan, others or {})),
         axes=tuple(_axes(plan)),
         tree=tree,
         pictures=pictures,
@@ -161,6 +172,16 @@ def _time(plan: PlanData) -> Chart:
     if coarse:
         note = f"Computation by kind and communication by axis: {PLAN_AGAIN}"
     return Chart(bars, note=note)
+
+
+def _measured(plan: PlanData, measured: Measured) -> Iterator[Chart]:
+    if measured.fingerprint != plan.fingerprint or len(measured.ranks) != plan.devices:
+        raise PlanError(
+            "the profile is of another model than the plan, or of another number of ranks"
+        )
+    yield kinds_chart(plan, measured)
+    yield collectives_chart(plan, measured)
+    yield ranks_chart(plan, measured)
 
 
 def _share(seconds: float, whole: float) -> str:

@@ -16,6 +16,7 @@ from shardwright.graph.graph import Graph
 from shardwright.plan.data import PlanData, dtype_name, target_text
 from shardwright.plan.describe import dump, explanation
 from shardwright.plan.json import plan_from_json, plan_to_json
+from shardwright.plan.measured import Measured
 from shardwright.plan.page import plan_page
 from shardwright.plan.strategies import strategies
 from shardwright.plan.table import plan_text
@@ -90,17 +91,23 @@ class Plan(PlanData):
         """
         return cls.from_json(read_text(path, PlanError), str(path))
 
-    def report(self, path: str | Path, others: Mapping[str, PlanData | str] | None = None) -> None:
+    def report(
+        self,
+        path: str | Path,
+        others: Mapping[str, PlanData | str] | None = None,
+        measured: Measured | None = None,
+    ) -> None:
         """Writes the plan as a page for a browser: one HTML file that needs no network.
 
         Args:
             others: plans to compare it with, by name, or why there is none.
+            measured: steps of it that `shardwright train --profile` has profiled.
 
         Raises:
-            PlanError: if jinja2 is not installed, or the plan has stages that its schedule cannot
-                run.
+            PlanError: if jinja2 is not installed, the plan has stages that its schedule cannot
+                run, or another plan was measured.
         """
-        Path(path).write_text(page_html(plan_page(self, others)), encoding="utf-8")
+        Path(path).write_text(page_html(plan_page(self, others, measured)), encoding="utf-8")
 
     def save_strategies(self, path: str | Path) -> None:
         """Writes the strategy of every operator to a file that people can edit.

@@ -181,14 +181,35 @@ class Chart:
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """Another plan, or the one of the page.
+
+    Args:
+        sentence: what was chosen, or why there is no such plan.
+        rows: its step, its memory and what it sends, against those of the others.
+        changes: what it decides otherwise.
+    """
+
+    name: str
+    sentence: str
+    rows: tuple[Stack, ...] = ()
+    changes: Chart = Chart()
+
+
+@dataclass(frozen=True)
 class Page:
-    """All that a page shows."""
+    """All that a page shows.
+
+    Args:
+        measured: what was measured, beside what was predicted; nothing if it was not.
+    """
 
     title: str
     sentence: str
     headlines: tuple[Headline, ...]
     notes: tuple[str, ...]
     time: Chart
+    measured: tuple[Chart, ...]
     memory: Chart
     curves: tuple[Curve, ...]
     largest: Chart
@@ -197,6 +218,7 @@ class Page:
     stages: Chart
     traffic: Chart
     others: Chart
+    alternatives: tuple[Alternative, ...]
     axes: tuple[Axis, ...]
     tree: tuple[Branch | Operator, ...]
     pictures: tuple[Picture, ...]

@@ -57,6 +57,16 @@
   element("expand").addEventListener("click", () => open(true));
   element("collapse").addEventListener("click", () => open(false));
   addEventListener("beforeprint", () => branches.forEach((each) => { each.firstElementChild.open = true; }));
+  const alternative = element("alternative"), alternatives = all(".alternative");
+  if (alternative) {
+    const choose = () => {
+      const chosen = Number(alternative.value);
+      alternatives.forEach((each, number) => { each.hidden = number !== chosen; });
+      alternative.setAttribute("aria-valuetext", alternatives[chosen].firstElementChild.textContent);
+    };
+    alternative.addEventListener("input", choose);
+    choose(); // A page that is loaded again may keep the place of the slider.
+  }
   const zoom = element("zoom");
   if (zoom) {
     zoom.addEventListener("input", () => { element("canvas").style.width = `${100 * zoom.value}%`; });

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,9 @@ BACKENDS = ("GLOO", "NCCL", "HCCL")
 
 Arrival = torch.Event
 """That an accelerator has come to some point of a stream."""
+
+COLLECTIVE_KERNEL = re.compile("[nrhox]ccl", re.IGNORECASE)
+"""What the names of kernels that communicate hold, of whichever library."""
 
 LOOPBACK = "127.0.0.1"
 

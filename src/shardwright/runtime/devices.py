@@ -70,6 +70,7 @@ class Devices:
         mesh: the `DeviceMesh` of DTensors; None where there are none.
         mesh_axes: the axes of the layout that make up each axis of `mesh`.
         mesh_layout: the same as `mesh`.
+        named_ranges: whether programs name what they do in traces of `torch.profiler`.
     """
 
     layout: Layout
@@ -82,6 +83,7 @@ class Devices:
     mesh: DeviceMesh | None = None
     mesh_axes: tuple[Axes, ...] = ()
     mesh_layout: Layout | None = None
+    named_ranges: bool = False
     _subgroups: Subgroups = field(default_factory=dict)
     _names: dict[Axes, str] = field(default_factory=dict)
     _along: dict[tuple[Layout, tuple[Axes, ...]], Devices] = field(default_factory=dict)
@@ -95,6 +97,7 @@ class Devices:
         stages: int = 1,
         mesh_axes: tuple[Axes, ...] | None = None,
         subgroups: Subgroups | None = None,
+        named_ranges: bool = False,
     ) -> Devices:
         """The devices of the running process group, divided into `stages`.
 
@@ -108,7 +111,7 @@ class Devices:
         """
         total = layout.num_devices * stages
         if total == 1:
-            return cls(layout, device, lambda function: function(()))
+            return cls(layout, device, lambda function: function(()), named_ranges=named_ranges)
         if not dist.is_initialized():
             raise PlanError(
                 f"the plan is for {total} devices, but no process group is running: "
@@ -124,7 +127,8 @@ class Devices:
         stage, rank = divmod(dist.get_rank(), layout.num_devices)
         place = layout.coordinates(rank)
         devices = cls(layout, device, lambda function: function(place), rank, stage, stages, True)
-        devices = replace(devices, _subgroups={} if subgroups is None else subgroups)
+        groups = {} if subgroups is None else subgroups
+        devices = replace(devices, _subgroups=groups, named_ranges=named_ranges)
         if stages > 1:
             devices.among(tuple(range(stages)))
         if mesh_axes is None:
@@ -148,7 +152,12 @@ class Devices:
                 self._with_mesh(mesh_axes)
                 if layout == self.layout
                 else Devices.of_process(
-                    layout, self.device, self.stages, mesh_axes, self._subgroups
+                    layout,
+                    self.device,
+                    self.stages,
+                    mesh_axes,
+                    self._subgroups,
+                    self.named_ranges,
                 )
             )
         return self._along[key]

@@ -70,7 +70,8 @@ def train(
         speed = batches.batch_size / (perf_counter() - started)
         after = batches.after(position)
         evaluated = None if evaluation is None else evaluation.after(after.step, net, device)
-        on_step(StepRecord(position.epoch, position.batch, loss, speed, evaluated))
+        used = float(optimizer.param_groups[0]["lr"])
+        on_step(StepRecord(position.epoch, position.batch, loss, speed, evaluated, used))
         if after_step is not None:
             after_step(after)
 

@@ -21,6 +21,11 @@ class StepRecord:
         loss: the mean loss of the global batch.
         samples_per_second: of the global batch, over all devices.
         evaluation_loss: the mean loss on other data after the step, if it was computed.
+        learning_rate: of the step; of several groups of parameters the first one's.
+        tokens_per_second: likewise, of a model that reads tokens.
+        utilization: the share of the peak of all devices that the model's matrix products need, if
+            the plan was made for a cluster.
+        peak_memory: bytes that the accelerator's allocator has given out at most so far, on rank 0.
     """
 
     epoch: int
@@ -28,6 +33,10 @@ class StepRecord:
     loss: float
     samples_per_second: float
     evaluation_loss: float | None = None
+    learning_rate: float | None = None
+    tokens_per_second: float | None = None
+    utilization: float | None = None
+    peak_memory: int | None = None
 
     @property
     def line(self) -> str:

@@ -1,0 +1,92 @@
+"""`shardwright train --profile`: what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardwright.cli import app
+from shardwright.plan.measured import FILE, Measured
+
+CONFIG = """
+model: {target: "profiled_net:Net"}
+loss: mse
+data: {target: "profiled_net:pairs", batch_size: 8}
+optimizer: {name: adamw, learning_rate: 0.1}
+train: {steps: 3, log_every: 1, device: cpu}
+"""
+
+NET = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def pairs():
+    return torch.randn(64, 16), torch.randn(64, 4)
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "profiled_net.py").write_text(NET)
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ("0", "0 is not in the range x>=1"),
+        ("x", "'x' is not a valid integer"),
+        (
+            "3",
+            "--profile 3 needs 4 steps, the first to warm up, but the run has 3: at most --profile 2",
+        ),
+    ],
+)
+def test_a_number_of_steps_that_cannot_be_profiled_is_one_error(
+    config: Path, tmp_path: Path, steps: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ["--profile", steps, "--log-dir", str(tmp_path / "log")]
+    result = CliRunner().invoke(app, ["train", str(config), *options])
+    assert result.exit_code
+    said = " ".join(f"{result.output} {result.exception}".replace("│", " ").split())
+    assert message in said
+    assert not (tmp_path / "log" / "1").exists()
+
+
+@pytest.mark.distributed
+def test_a_profiled_run_sends_the_bytes_that_were_predicted(config: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "shardwright", "train", str(config), "--devices", "2"]
+    command += ["--profile", "1", "--log-dir", str(log)]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=570, capture_output=True)
+    measured = Measured.load(log)
+    assert [rank.rank for rank in measured.ranks] == [0, 1] and measured.steps == 1
+    planned = {(t.kind, t.over): (t.count, t.bytes) for t in measured.predicted[0]}
+    for rank in measured.ranks:
+        assert {(t.kind, t.over): (t.count, t.bytes) for t in rank.collectives} == planned != {}
+        assert rank.kinds["matrix products"] > 0 and rank.peak > 0 and rank.seconds > 0
+        with gzip.open(log / "1" / f"rank.{rank.rank}" / "trace.json.gz", "rt") as file:
+            names = {event.get("name") for event in json.load(file)["traceEvents"]}
+        assert {"net.first", "bucket 0"} <= names
+    page = (log / "1" / "profile.html").read_text(encoding="utf-8")
+    assert "Predicted against measured" in page
+    assert FILE in {path.name for path in (log / "1").iterdir()}
