@@ -52,11 +52,11 @@ def config(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ("0", "0 is not in the range x>=1"),
-        ("x", "'x' is not a valid integer"),
+        ("0", "should be greater than or equal to 1"),
+        ("x", "unable to parse string as an integer"),
         (
             "3",
-            "--profile 3 needs 4 steps, the first to warm up, but the run has 3: at most --profile 2",
+            "needs 4 steps, the first to warm up, but the run has 3: at most --profile 2",
         ),
     ],
 )

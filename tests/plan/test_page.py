@@ -342,6 +342,26 @@ def test_other_plans_are_compared_row_by_row(staged: sw.Plan, plain: sw.Plan) ->
     assert plan_page(staged).others.table == ()
 
 
+def test_a_slider_shows_other_plans_with_what_each_decides_otherwise(
+    staged: sw.Plan, plain: sw.Plan
+) -> None:
+    page = plan_page(staged, {"small": plain, "half": "no plan fits <here>"})
+    own, small, half = page.other_plans
+    assert [each.name for each in page.other_plans] == ["this plan", "small", "half"]
+    assert own.changes.table == () and half.rows == () and half.sentence == "no plan fits <here>"
+    assert [row.label for row in own.rows] == ["step", "memory", "sent"]
+    assert all(
+        bar.length <= 1 for each in page.other_plans for row in each.rows for bar in row.bars
+    )
+    assert ("devices", "8", "2", "") in small.changes.table
+    reader = Reader(page_html(page))
+    (slider,) = (
+        a for tag, a, _ in reader.elements if tag == "input" and a.get("id") == "other-plan"
+    )
+    assert (slider["type"], slider["min"], slider["max"]) == ("range", "0", "2")
+    assert plan_page(staged).other_plans == ()
+
+
 @pytest.mark.slow
 def test_the_page_of_70b_on_64_devices_is_small_and_made_at_once(tmp_path: Path) -> None:
     with torch.device("meta"):

@@ -41,6 +41,14 @@ result.overlaps = all(".line, .row, .headlines, header").flatMap((line) => {
 result.cut_off = all("span, p, h1, h2, dd, td, th, small").filter((element) => visible(element)
   && !element.closest(".scroll") && element.scrollWidth > element.clientWidth + 1
   && getComputedStyle(element).display !== "inline").map((element) => element.textContent.trim());
+const slider = document.getElementById("other-plan");
+const chosen = () => all(".other-plan").filter(visible)
+  .map((each) => each.firstElementChild.textContent);
+result.plans = [chosen()];
+for (const place of ["1", "2"]) {
+  slider.value = place; press(slider, "input");
+  result.plans.push(chosen());
+}
 document.getElementById("collapse").click();
 const search = document.getElementById("search");
 search.value = "down_proj"; press(search, "input");
@@ -74,7 +82,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options: dict[str, Any] = {"micro_batches": 4, "cluster": "h100", "hsdp": {"threshold": 0}}
     plan = sw.plan(net, args, kwargs, devices=8, mode="data_parallel", stages=2, **options)
     path = tmp_path_factory.mktemp("page") / "plan.html"
-    plan.report(path)
+    other = sw.plan(net, args, kwargs, devices=16, mode="data_parallel", cluster="h100")
+    plan.report(path, {"twice the devices": other, "half the memory": "no plan fits into it"})
     html = path.read_text(encoding="utf-8")
     path.write_text(html.replace("</body>", f"<script>{PROBE}</script></body>"), encoding="utf-8")
     return path
@@ -110,3 +119,4 @@ def test_search_order_and_theme_work(page: Path) -> None:
     assert light["focus"] == "search" and light["sorted"]
     assert (light["first"], light["other"]) == (dark["other"], dark["first"])
     assert light["first"] != light["other"]
+    assert light["plans"] == [["this plan"], ["twice the devices"], ["half the memory"]]

@@ -13,8 +13,8 @@ from shardwright.cost.time_parts import COMPUTATION, WAITING, TimePart
 from shardwright.errors import PlanError
 from shardwright.plan.data import PlanData
 from shardwright.plan.measured import Measured
-from shardwright.plan.page_alternatives import alternatives
 from shardwright.plan.page_measured import collectives_chart, kinds_chart, ranks_chart
+from shardwright.plan.page_other_plans import other_plans
 from shardwright.plan.page_tree import page_tree
 from shardwright.plan.parallelism import axis_purpose, sentence
 from shardwright.plan.repeated_rows import fold_crossings, fold_names, fold_rows
@@ -62,7 +62,7 @@ def plan_page(
         stages=_stages(plan),
         traffic=_traffic(plan),
         others=_others(plan, others or {}),
-        alternatives=tuple(alternatives(plan, others or {})),
+        other_plans=tuple(other_plans(plan, others or {})),
         axes=tuple(_axes(plan)),
         tree=tree,
         pictures=pictures,

@@ -181,7 +181,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Alternative:
+class OtherPlan:
     """Another plan, or the one of the page.
 
     Args:
@@ -218,7 +218,7 @@ class Page:
     stages: Chart
     traffic: Chart
     others: Chart
-    alternatives: tuple[Alternative, ...]
+    other_plans: tuple[OtherPlan, ...]
     axes: tuple[Axis, ...]
     tree: tuple[Branch | Operator, ...]
     pictures: tuple[Picture, ...]

@@ -57,14 +57,14 @@
   element("expand").addEventListener("click", () => open(true));
   element("collapse").addEventListener("click", () => open(false));
   addEventListener("beforeprint", () => branches.forEach((each) => { each.firstElementChild.open = true; }));
-  const alternative = element("alternative"), alternatives = all(".alternative");
-  if (alternative) {
+  const slider = element("other-plan"), plans = all(".other-plan");
+  if (slider) {
     const choose = () => {
-      const chosen = Number(alternative.value);
-      alternatives.forEach((each, number) => { each.hidden = number !== chosen; });
-      alternative.setAttribute("aria-valuetext", alternatives[chosen].firstElementChild.textContent);
+      const chosen = Number(slider.value);
+      plans.forEach((each, number) => { each.hidden = number !== chosen; });
+      slider.setAttribute("aria-valuetext", plans[chosen].firstElementChild.textContent);
     };
-    alternative.addEventListener("input", choose);
+    slider.addEventListener("input", choose);
     choose(); // A page that is loaded again may keep the place of the slider.
   }
   const zoom = element("zoom");

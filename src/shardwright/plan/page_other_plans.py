@@ -9,7 +9,7 @@ from shardwright.plan.data import PlanData
 from shardwright.plan.diff import differences
 from shardwright.plan.parallelism import sentence
 from shardwright.plan.rows import seconds_text
-from shardwright.report.page import Alternative, Bar, Chart, Stack
+from shardwright.report.page import Bar, Chart, OtherPlan, Stack
 
 MOST_CHANGES = 12
 """Differences between two plans that are listed."""
@@ -17,7 +17,7 @@ MOST_CHANGES = 12
 FIRST = "this plan"
 
 
-def alternatives(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterator[Alternative]:
+def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterator[OtherPlan]:
     """The plan and each other one, their bars of one scale; none without another."""
     if not others:
         return
@@ -30,10 +30,10 @@ def alternatives(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterat
     )
     for name, each in named.items():
         if isinstance(each, str):
-            yield Alternative(name, each)
+            yield OtherPlan(name, each)
         else:
             changes = Chart() if each is plan else _changes(plan, each)
-            yield Alternative(name, sentence(each), tuple(_rows(each, *most)), changes)
+            yield OtherPlan(name, sentence(each), tuple(_rows(each, *most)), changes)
 
 
 def _peak(plan: PlanData) -> int:
