@@ -209,3 +209,18 @@ def test_a_layer_under_torch_compile_is_captured() -> None:
     x, wanted = torch.randn(3, 4), [op.target for op in capture(net, (torch.randn(3, 4),)).ops]
     net[0] = torch.compile(net[0])  # type: ignore[assignment]
     assert [op.target for op in capture(net, (x,)).ops] == wanted
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (torch.ones(2, 3), None, "must be a tuple, and are a Tensor"),
+        ([torch.ones(2, 3)], None, "must be a tuple, and are a list"),
+        ((torch.ones(2, 3),), torch.ones(2), "must be a mapping of names, and are a Tensor"),
+    ],
+)
+def test_arguments_that_are_not_those_of_a_call_are_refused(
+    args: Any, kwargs: Any, message: str
+) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(nn.Linear(3, 3), args, kwargs)

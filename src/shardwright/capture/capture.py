@@ -67,12 +67,27 @@ def capture(
 
     Raises:
         CaptureError: if the forward pass depends on the values of tensors, or uses something that
-            `torch.export` cannot capture; the message names the line in the user's code.
+            `torch.export` cannot capture; the message names the line in the user's code. Also if
+            `args` is not a tuple, or `kwargs` not a mapping.
     """
+    _check_arguments(args, kwargs)
     started = time.perf_counter()
     with isolate_capture():
         graph = _capture(module, args, dict(kwargs or {}), compute_dtype)
     return replace(graph, capture_seconds=time.perf_counter() - started)
+
+
+def _check_arguments(args: object, kwargs: object) -> None:
+    if not isinstance(args, tuple):
+        raise CaptureError(
+            f"the positional arguments of a call must be a tuple, and are a {type(args).__name__}: "
+            "write `(x,)` for one argument"
+        )
+    if not isinstance(kwargs, Mapping | None):
+        raise CaptureError(
+            "the keyword arguments of a call must be a mapping of names, and are a "
+            f"{type(kwargs).__name__}: positional ones stand together in a tuple, `(x, y)`"
+        )
 
 
 def _capture(
