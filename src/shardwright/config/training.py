@@ -20,6 +20,7 @@ from shardwright.errors import ConfigError, PlanError
 from shardwright.parallel.module import ParallelModule
 from shardwright.plan import Plan
 from shardwright.plan.measured import Measured
+from shardwright.runtime.accelerator import peak_bytes
 from shardwright.train.checkpoint import Checkpoints
 from shardwright.train.loop import train
 from shardwright.train.non_finite import check_finite_state
@@ -165,9 +166,7 @@ class RankTraining:
             record,
             tokens_per_second=None if plan.sequence is None else speed * plan.sequence,
             utilization=share,
-            peak_memory=None
-            if device.type in ("cpu", "meta")
-            else torch.accelerator.max_memory_allocated(device),
+            peak_memory=peak_bytes(device),
         )
 
     def _profiling(self) -> AbstractContextManager[StepProfile | None]:

@@ -161,6 +161,19 @@ def device_memory(device: torch.device) -> int:
     return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
+def restart_peak(device: torch.device) -> None:
+    """Lets `peak_bytes` count from now on."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most that PyTorch's allocator of an accelerator has given out since `restart_peak`; None
+    for devices whose memory PyTorch does not count."""
+    counted = device.type not in ("cpu", "meta")
+    return torch.accelerator.max_memory_allocated(device) if counted else None
+
+
 class AllocatedPeak:
     """The most that PyTorch's allocator of an accelerator has given out since `restart`, beyond
     what it had when this was made."""
@@ -176,7 +189,7 @@ class AllocatedPeak:
         return None if device.type in ("cpu", "meta") else cls(device)
 
     def restart(self) -> None:
-        torch.accelerator.reset_peak_memory_stats(self._device)
+        restart_peak(self._device)
 
     def bytes(self) -> int:
         return torch.accelerator.max_memory_allocated(self._device) - self._before

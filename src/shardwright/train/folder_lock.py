@@ -68,8 +68,14 @@ def _acquire(path: Path) -> int | None:
     """The open and locked file; None if this run has locked it, or no file can be locked there."""
     deadline = time.monotonic() + PATIENCE
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except (FileExistsError, FileNotFoundError):
+            # Whoever has created the folder has removed it in between; else it is a file.
+            if path.parent.is_file() or time.monotonic() > deadline:
+                raise
+            continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.profiler import profile, schedule, supported_activities
 
 from shardwright.plan.measured import MeasuredRank
+from shardwright.runtime.accelerator import peak_bytes, restart_peak
 from shardwright.runtime.dtensor import own_tensor
 from shardwright.train.step_summary import StepSummary, most_allocated
 
@@ -55,8 +56,7 @@ class StepProfile:
             self._seconds = (perf_counter() - self._began) / self.steps
         self._profile.step()
         if self._done == 1:
-            if self._accelerated:
-                torch.accelerator.reset_peak_memory_stats(self._device)
+            restart_peak(self._device)
             self._began = perf_counter()
         return last
 
@@ -66,9 +66,8 @@ class StepProfile:
         """What the steps were like, once the last has ended."""
         events = self._profile.events() or []  # type: ignore[no-untyped-call]
         summary = StepSummary.of(events, self.steps, self._accelerated)
-        if self._accelerated:
-            peak = torch.accelerator.max_memory_allocated(self._device)
-        else:
+        peak = peak_bytes(self._device)
+        if peak is None:
             peak = _kept_bytes(net, optimizer) + most_allocated(events)
         kinds = dict(summary.kinds)
         return MeasuredRank(rank, stage, self._seconds, kinds, summary.collectives, peak)
