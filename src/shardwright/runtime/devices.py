@@ -5,12 +5,9 @@ Nothing here depends on the kind of device: the process group brings its own bac
 
 from __future__ import annotations
 
-import atexit
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cache
 from itertools import product
 
 import torch
@@ -21,6 +18,7 @@ from shardwright.errors import PlanError
 from shardwright.layout.axes import Axes
 from shardwright.layout.joined_axes import joined_layout
 from shardwright.layout.layout import Layout
+from shardwright.runtime import gloo_threads
 from shardwright.runtime.agreement import gathered, hash_of
 from shardwright.torch_internals.distributed import (
     FAKE,
@@ -123,7 +121,7 @@ class Devices:
                 "processes are running: make a plan for that number, or start as many processes "
                 "as the plan has devices"
             )
-        _let_threads_finish_at_exit()
+        gloo_threads.make_safe()
         stage, rank = divmod(dist.get_rank(), layout.num_devices)
         place = layout.coordinates(rank)
         devices = cls(layout, device, lambda function: function(place), rank, stage, stages, True)
@@ -296,11 +294,3 @@ def block(layout: Layout, place: tuple[int, ...], axes: Axes) -> int:
     for axis in axes:
         index = index * layout.device_matrix[axis] + place[axis]
     return index
-
-
-@cache
-def _let_threads_finish_at_exit() -> None:
-    """A worker thread of gloo drops the tensors of its last collective some time after that has
-    ended, and needs the interpreter's lock for it; one that still waits for the lock when the
-    interpreter ends aborts the process. So the end of the program leaves them a moment."""
-    atexit.register(time.sleep, 0.2)

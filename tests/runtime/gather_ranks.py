@@ -1,0 +1,24 @@
+"""What `test_gloo_threads.py` runs on both processes: many all-gathers at once."""
+
+import torch
+import torch.distributed as dist
+
+from shardwright.layout.layout import Layout
+from shardwright.runtime.devices import Devices
+from shardwright.torch_internals.distributed import functional_collectives as c10d
+
+dist.init_process_group("gloo")
+Devices.of_process(Layout((2,), ("tp",)), torch.device("cpu"))
+name = dist.distributed_c10d._get_default_group().group_name
+rank = dist.get_rank()
+expected = torch.tensor([[1.0, 2.0], [2.0, 4.0]])
+
+for _ in range(4000):
+    mine = torch.tensor([[1.0, 2.0]]) * (1 + rank)
+    gathered = [c10d.all_gather_into_tensor(mine, 2, name) for _ in range(14)]
+    gathered += c10d.all_gather_into_tensor_coalesced([mine, mine], 2, name)
+    for each in gathered:
+        assert torch.equal(c10d.wait_tensor(each), expected)
+
+print(f"rank {rank} gathered everything", flush=True)
+dist.destroy_process_group()
