@@ -97,3 +97,15 @@ train: {steps: 4, evaluation: {path: val.npy, every: 2, batches: 3}}
     (tmp_path / "run.yaml").write_text(text.replace("val.npy", "absent.npy"))
     with pytest.raises(DataError, match=r"train\.evaluation: .*absent\.npy: no such file"):
         Run.from_file(tmp_path / "run.yaml").check_data()
+
+
+def test_the_number_of_micro_batches_is_chosen_for_the_run() -> None:
+    text = f"{MODEL}parallel: {{cluster: a100, mode: data_parallel, micro_batches: "
+    chosen, *fixed = (
+        Run(parse(f"{text}{number}}}"), Path()).plan(2) for number in ("auto", "1", "2", "4")
+    )
+    fastest = min(fixed, key=lambda plan: plan.step_time or 0.0)
+    assert chosen.step_time == pytest.approx(fastest.step_time)
+    assert chosen.pipeline.micro_batches == fastest.pipeline.micro_batches
+    with pytest.raises(ConfigError, match="micro_batches: expected a whole number of at least 1"):
+        parse(f"{text}many}}")

@@ -18,10 +18,13 @@ from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.plan import Plan
 from shardwright.planner.candidate import Candidate, CapturedModel, candidates
+from shardwright.planner.choose_micro_batches import with_best_micro_batches
 from shardwright.planner.choose_stages import suggest_stages, with_best_stages
 from shardwright.planner.fit_memory import within_memory
 from shardwright.planner.options import PlanOptions
 from shardwright.planner.pipeline import Pipeline, merged_options, micro_batch_example
+from shardwright.progress import within
+from shardwright.runtime.micro_batches import numbers_of_pieces
 from shardwright.torch_internals import pytree
 
 
@@ -93,9 +96,45 @@ def plan_model(
     kwargs: dict[str, Any] | None = None,
 ) -> Plan:
     """Likewise, with the options as one value. Raises: as `plan`."""
+    return decide_model(options, net, args, kwargs).plan()
+
+
+def decide_model(
+    options: PlanOptions,
+    net: nn.Module | Graph,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Candidate:
+    """What the plan is made of. Raises: as `plan`."""
     loss_reduction = "mean"
     if isinstance(net, Pipeline):
         options, loss_reduction, net = merged_options(options, net), net.loss_reduction, net.net
+    if not options.chooses_micro_batches:
+        return _decided(options, net, args, kwargs, loss_reduction)
+    if isinstance(net, Graph):
+        raise StrategyError(
+            "micro_batches='auto', but the graph was captured with one micro-batch: plan the model,"
+            " or give the number"
+        )
+    numbers = numbers_of_pieces(pytree.tree_leaves((args, dict(kwargs or {}))))
+
+    def decided(number: int) -> Candidate:
+        part = f"{number} micro-batches", numbers.index(number), len(numbers)
+        report = within(options.on_progress, *part)
+        fixed = replace(options, micro_batches=number, on_progress=report)
+        return _decided(fixed, net, args, kwargs, loss_reduction)
+
+    return with_best_micro_batches(numbers, decided)
+
+
+def _decided(
+    options: PlanOptions,
+    net: nn.Module | Graph,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    loss_reduction: str,
+) -> Candidate:
+    """The best candidate with a number of micro-batches. Raises: as `plan`."""
     graph = _captured(options, net, args, kwargs)
     model = CapturedModel(
         graph,
@@ -109,11 +148,11 @@ def plan_model(
         return candidates(model, options)
 
     if options.chooses_pipeline:
-        return with_best_stages(options, decide).plan()
+        return with_best_stages(options, decide)
     candidate = within_memory(options, decide)
     if options.suggest_stages:
         suggest_stages(options, candidate, decide)
-    return candidate.plan()
+    return candidate
 
 
 def _captured(
@@ -131,7 +170,7 @@ def _captured(
     dtype = None if options.compute_dtype in (None, "float32") else torch.bfloat16
     if isinstance(net, nn.Module):
         options.on_progress("capture")
-        example = micro_batch_example(args, kwargs, options.micro_batches)
+        example = micro_batch_example(args, kwargs, options.num_micro_batches)
         return capture(net, *example, compute_dtype=dtype)
     if options.compute_dtype is not None and net.compute_dtype != dtype:
         raise StrategyError(

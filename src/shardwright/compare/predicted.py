@@ -145,7 +145,7 @@ class GridComparison:
         """The fastest that fits, the expert's own among them, and faster ones that do not fit. What
         a plan needs is known only after a dry run, and its time only once it is made: neither is
         done for an alternative that cannot be faster than one that fits."""
-        micro_batches = self.run.config.parallel.micro_batches
+        micro_batches = self.run.config.parallel.num_micro_batches
         bounds = {
             parts: least_seconds(self.graph, self.cluster, parts, micro_batches)
             for parts in self.grid()
@@ -177,10 +177,10 @@ class GridComparison:
         """Whether micro-batch, sequence, layers and blocks can be divided so."""
         data, model, stages = parts
         parallel, (rows, length) = self.run.config.parallel, self.batch[0].shape
-        pipeline = PipelineSpec(stages, parallel.micro_batches, self._schedule)
+        pipeline = PipelineSpec(stages, parallel.num_micro_batches, self._schedule)
         runs = stages == 1 or (
-            stages <= min(parallel.micro_batches, len(list(paths_of_blocks(self.net))))
-            and pipeline.can_run(parallel.micro_batches)
+            stages <= min(parallel.num_micro_batches, len(list(paths_of_blocks(self.net))))
+            and pipeline.can_run(parallel.num_micro_batches)
         )
         sizes = (size for _, _, size in cut_by_model_parallel(self.net))
         return runs and all(
@@ -237,7 +237,7 @@ class GridComparison:
     def _common(self) -> dict[str, Any]:
         parallel = self.run.config.parallel
         return {
-            "micro_batches": parallel.micro_batches,
+            "micro_batches": parallel.num_micro_batches,
             "schedule": self._schedule,
             "hsdp": None if parallel.hsdp is None else parallel.hsdp.model_dump(),
         }

@@ -89,7 +89,7 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
         ConfigError: `mem_coeff` means nothing in the configuration's mode.
         ShardwrightError: as `Run.plan`.
     """
-    run = run.on(devices)
+    run = run.on(devices).with_micro_batches(devices)
     parallel = run.config.parallel
     if parallel.mode != SEARCHES:
         raise ConfigError(f"parallel.mode: {parallel.mode} has no mem_coeff: valid is {SEARCHES}")

@@ -46,7 +46,7 @@ class RunWithPlan:
         Raises:
             ShardwrightError: as `Run.plan`.
         """
-        run = run.on(devices)
+        run = run.on(devices).with_micro_batches(devices)
         model, graph = run.captured()
         return cls(run, model, graph, run.plan_of(model, graph, devices))
 

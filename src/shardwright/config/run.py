@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.api import WithLoss
-from shardwright.api.plan import plan_model
+from shardwright.api.plan import decide_model, plan_model
 from shardwright.api.save_graphs import SavedGraphs
 from shardwright.capture.annotations import module_tags
 from shardwright.capture.capture import capture
@@ -38,9 +38,11 @@ from shardwright.graph.graph import Graph
 from shardwright.models.expert_sharding import expert_stages, pin_expert
 from shardwright.partition.schedules import SCHEDULES
 from shardwright.plan import Plan
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.choose_micro_batches import with_best_micro_batches
 from shardwright.planner.options import FileOptions, PlanOptions
-from shardwright.progress import OnProgress, silent
-from shardwright.runtime.micro_batches import micro_batch
+from shardwright.progress import OnProgress, silent, within
+from shardwright.runtime.micro_batches import micro_batch, numbers_of_pieces
 from shardwright.text_files import parse_yaml, read_text
 from shardwright.train.checkpoint import Checkpoints
 from shardwright.train.checkpoint_manifest import RunNumbers
@@ -182,10 +184,11 @@ class Run:
 
     def _planned(self, devices: int, files: SavedGraphs | None) -> Plan:
         try:
-            model, graph = self.captured()
+            run = self.with_micro_batches(devices)
+            model, graph = run.captured()
             if files is not None:
                 files.graph(graph)
-            plan = self.plan_of(model, graph, devices)
+            plan = run.plan_of(model, graph, devices)
         except ShardwrightError as error:
             if files is not None:
                 files.error(error)
@@ -193,6 +196,32 @@ class Run:
         if files is not None:
             files.plan(plan)
         return plan
+
+    def with_micro_batches(self, devices: int) -> Run:
+        """The run with the number of micro-batches that takes the least time, where its
+        configuration leaves that open.
+
+        Raises:
+            ShardwrightError: as `plan`.
+        """
+        if not self.config.parallel.chooses_micro_batches:
+            return self
+        numbers = numbers_of_pieces(self._in_micro_batches(1).micro_batch_to_plan())
+
+        def decided(number: int) -> Candidate:
+            part = f"{number} micro-batches", numbers.index(number), len(numbers)
+            report = within(self.on_progress, *part)
+            run = replace(self._in_micro_batches(number), on_progress=report)
+            model, graph = run.captured()
+            return decide_model(run._options(model, devices), graph)
+
+        return self._in_micro_batches(
+            with_best_micro_batches(numbers, decided).pipeline.micro_batches
+        )
+
+    def _in_micro_batches(self, number: int) -> Run:
+        parallel = self.config.parallel.model_copy(update={"micro_batches": number})
+        return replace(self, config=self.config.model_copy(update={"parallel": parallel}))
 
     def captured(self) -> tuple[nn.Module, Graph]:
         """The model with all marks that the configuration puts on its operators, and its graph.
@@ -263,7 +292,7 @@ class Run:
 
     def micro_batch_to_plan(self) -> tuple[Tensor, ...]:
         """An example of what the model is captured for; of texts only the shape is needed."""
-        data, pieces = self.config.data, self.config.parallel.micro_batches
+        data, pieces = self.config.data, self.config.parallel.num_micro_batches
         with errors_of("data", DataError):
             if data.seq_length is None:
                 batch = self.example_batch()
@@ -279,6 +308,9 @@ class Run:
         Args:
             changes: options in place of those of the configuration.
         """
+        return plan_model(self._options(model, devices, **changes), graph)
+
+    def _options(self, model: nn.Module, devices: int, **changes: Any) -> PlanOptions:
         parallel = self.config.parallel
         by_expert = parallel.expert is not None
         options: dict[str, Any] = {
@@ -294,7 +326,7 @@ class Run:
             layers = parallel.expert.layers if parallel.expert else None
             stage_config = expert_stages(model, parallel.stages, layers)
             options |= {"stages": 1, "stage_config": stage_config}
-        return plan_model(PlanOptions(devices=devices, **{**options, **changes}), graph)
+        return PlanOptions(devices=devices, **{**options, **changes})
 
     @property
     def _has_equal_stages(self) -> bool:

@@ -92,14 +92,16 @@ def stage_counts(options: PlanOptions) -> Iterator[int]:
         yield options.stages
         return
     for stages in range(1, max_stages(options) + 1):
-        fits = PipelineSpec(stages, options.micro_batches, options.schedule)
-        if options.devices % stages == 0 and (stages == 1 or fits.can_run(options.micro_batches)):
+        fits = PipelineSpec(stages, options.num_micro_batches, options.schedule)
+        if options.devices % stages == 0 and (
+            stages == 1 or fits.can_run(options.num_micro_batches)
+        ):
             yield stages
 
 
 def max_stages(options: PlanOptions) -> int:
     """Up to how many stages there can be."""
-    return min(options.devices, options.micro_batches, options.max_stages or options.devices)
+    return min(options.devices, options.num_micro_batches, options.max_stages or options.devices)
 
 
 def suggest_stages(options: PlanOptions, chosen: Candidate, decide: Decide) -> None:

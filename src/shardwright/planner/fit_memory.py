@@ -292,7 +292,7 @@ def _more_sharded(options: PlanOptions) -> Iterator[PlanOptions]:
     sharding = options.sharding
     done = LEVELS.index(sharding.level) + 1 if sharding is not None else 0
     for level in LEVELS[done:]:
-        if level == "level2" and options.micro_batches == 1:
+        if level == "level2" and options.num_micro_batches == 1:
             continue  # As `level1`: there is one reduction.
         yield replace(options, hsdp=replace(sharding or OptimizerParallel(), level=level))
 
@@ -314,7 +314,7 @@ def _more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
     for stages in range(options.stages + 1, options.devices + 1):
         if options.devices % stages == 0:
             try:
-                check_pipelining(PipelineSpec(stages, options.micro_batches, options.schedule))
+                check_pipelining(PipelineSpec(stages, options.num_micro_batches, options.schedule))
             except PlanError:
                 continue
             yield replace(options, stages=stages)
@@ -339,7 +339,7 @@ def _too_large(attempt: Attempt, limit: int, needs: Memory) -> str:
     where = f" on stage {stage.stage}" if len(needs.stages) > 1 else ""
     options = attempt.options
     stages = ""
-    if options.cluster is not None and options.stages == 1 < options.micro_batches:
+    if options.cluster is not None and options.stages == 1 < options.num_micro_batches:
         stages = ", or stages='auto'"
     return (
         f"no plan for {options.devices} devices fits into memory_limit="

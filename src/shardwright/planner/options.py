@@ -82,7 +82,9 @@ class FileOptions:
         suggest_stages: log the number that `auto` would choose if it is not `stages`; needs a
             cluster.
         micro_batches: pieces into which the batch is split, computed one after the other; at least
-            as many as stages. A graph must be captured with one micro-batch.
+            as many as stages. A graph must be captured with one micro-batch. `auto`: of all numbers
+            that divide the batch the one with the shortest step; each is captured and planned by
+            itself. A model that normalizes by its batch, or counts its calls, has one.
         schedule: order in which stages run micro-batches; `docs/pipeline.md` lists them. `auto`:
             the one with the shortest step, with several chunks a stage where that is faster.
         compute_dtype: `bfloat16` computes and communicates in bfloat16 what is stored in float32;
@@ -102,10 +104,21 @@ class FileOptions:
     stages: Annotated[int | Literal["auto"], COUNT_OR_AUTO] = 1
     max_stages: Annotated[int | None, COUNT] = None
     suggest_stages: bool = False
-    micro_batches: Annotated[int, COUNT] = 1
+    micro_batches: Annotated[int | Literal["auto"], COUNT_OR_AUTO] = 1
     schedule: Annotated[str, one_of((*SCHEDULES, AUTO))] = "1f1b"
     compute_dtype: Annotated[str | None, one_of(("float32", "bfloat16"))] = None
     memory_limit: Annotated[int | str | None, SIZE] = None
+
+    @property
+    def chooses_micro_batches(self) -> bool:
+        """Whether the number of micro-batches is to be chosen."""
+        return self.micro_batches == AUTO
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The number of micro-batches, where it is not to be chosen."""
+        assert not isinstance(self.micro_batches, str)
+        return self.micro_batches
 
     def keywords(self, of: type[FileOptions]) -> dict[str, Any]:
         """The options by name that the class `of` has too."""
@@ -199,7 +212,8 @@ class PlanOptions(KeywordOptions):
         if self.cost_model is None:
             by_time = self.cluster is not None or requires_pricing
             object.__setattr__(self, "cost_model", "time" if by_time else "symbolic")
-        if self.cluster is None and (self.cost_model == "time" or self.chooses_pipeline):
+        by_seconds = self.chooses_pipeline or self.chooses_micro_batches
+        if self.cluster is None and (self.cost_model == "time" or by_seconds):
             object.__setattr__(self, "cluster", LOCAL)
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             object.__setattr__(self, "cluster", load_cluster(self.cluster))

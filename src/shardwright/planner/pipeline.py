@@ -127,7 +127,7 @@ def pipeline_spec(
         StrategyError: if the stages cannot be as requested.
         PlanError: if the model returns several losses, of which micro-batches train one.
     """
-    if options.micro_batches > 1 and graph.loss is not None:
+    if options.num_micro_batches > 1 and graph.loss is not None:
         loss_of(graph)
     if options.stage_config is not None:
         stages, chunks, chunk_of = named_stages(
@@ -145,14 +145,14 @@ def pipeline_spec(
         chunks = SCHEDULES[options.schedule].min_chunks if stages > 1 else 1
         chunk_of = balanced_stages(graph, stages * chunks) if stages > 1 else {}
     if stages == 1:
-        return PipelineSpec(1, options.micro_batches, loss_reduction=loss_reduction)
+        return PipelineSpec(1, options.num_micro_batches, loss_reduction=loss_reduction)
     return PipelineSpec(
-        stages, options.micro_batches, options.schedule, chunks, chunk_of, loss_reduction
+        stages, options.num_micro_batches, options.schedule, chunks, chunk_of, loss_reduction
     )
 
 
 def _check_numbers(options: PlanOptions, stages: int) -> None:
-    devices, count = options.devices, options.micro_batches
+    devices, count = options.devices, options.num_micro_batches
     if devices % stages:
         valid = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
         raise StrategyError(

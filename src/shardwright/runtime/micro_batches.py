@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isqrt
 from typing import Any
 
 import torch
@@ -35,9 +36,11 @@ def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
         if cut:
             rows, rest = divmod(leaf.shape[0], count)
             if rest:
+                divisors = [str(each) for each in _divisors(leaf.shape[0])]
+                valid = ", ".join(divisors[:12] + ["…"] * (len(divisors) > 12))
                 raise PlanError(
                     f"a batch of {leaf.shape[0]} rows cannot be split into {count} equal"
-                    f" micro-batches; valid numbers are {_divisors(leaf.shape[0])}"
+                    f" micro-batches; valid numbers are {valid}"
                 )
             leaf = leaf[number * rows : (number + 1) * rows]
         result.append(leaf)
@@ -47,9 +50,7 @@ def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
 def most_micro_batches(leaves: Sequence[Any], pipeline: PipelineSpec) -> int:
     """Into how many pieces a batch is cut: as planned, or for a batch of another size the most that
     divide it and that the schedule can run."""
-    rows = next(
-        (leaf.shape[0] for leaf, cut in zip(leaves, of_the_batch(leaves), strict=True) if cut), 1
-    )
+    rows = _rows(leaves)
     return next(
         count
         for count in range(pipeline.micro_batches, 0, -1)
@@ -57,10 +58,20 @@ def most_micro_batches(leaves: Sequence[Any], pipeline: PipelineSpec) -> int:
     )
 
 
-def _divisors(number: int) -> str:
-    divisors = [n for n in range(1, min(number, 4096) + 1) if number % n == 0]
-    shown = [str(n) for n in divisors[:12]] + (["…"] if len(divisors) > 12 else [])
-    return ", ".join(shown)
+def numbers_of_pieces(leaves: Sequence[Any]) -> list[int]:
+    """Into how many equal pieces the batch of a call can be cut, from 1 on."""
+    return _divisors(_rows(leaves))
+
+
+def _rows(leaves: Sequence[Any]) -> int:
+    """Of the batch; 1 if nothing is cut."""
+    cut = of_the_batch(leaves)
+    return next((leaf.shape[0] for leaf, is_cut in zip(leaves, cut, strict=True) if is_cut), 1)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def whole_leaves(

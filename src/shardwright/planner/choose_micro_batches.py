@@ -1,0 +1,70 @@
+"""The number of micro-batches, chosen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from shardwright.errors import (
+    CaptureError,
+    MemoryLimitError,
+    PlanError,
+    ShardwrightError,
+    StrategyError,
+)
+from shardwright.graph.custom_ops import batch_norm_train
+from shardwright.graph.graph import Graph
+from shardwright.planner.candidate import Candidate
+
+log = logging.getLogger("shardwright.search")
+
+
+def with_best_micro_batches(
+    numbers: Sequence[int], planned: Callable[[int], Candidate]
+) -> Candidate:
+    """The candidate whose step of the whole batch takes the least time; of equals the one of the
+    fewest micro-batches. A number with which the model cannot be planned is left out, and so is
+    every other than 1 if the model's results depend on it.
+
+    Each number is planned by itself, as if it were the requested one: the graph is another, as
+    are the memory of activations and the stages that can be kept busy. So the result is never
+    slower than what any of the numbers gives.
+
+    Args:
+        numbers: to be tried, from the smallest on.
+        planned: the best candidate with a number.
+
+    Raises:
+        MemoryLimitError: if no number fits into the memory limit; that of the one that needs least.
+        StrategyError: if one is too few for a model whose results depend on the number.
+        ShardwrightError: if none can be planned for another reason; that of the smallest.
+    """
+    best: Candidate | None = None
+    errors: list[ShardwrightError] = []
+    for number in numbers:
+        try:
+            candidate = planned(number)
+        except (CaptureError, MemoryLimitError, PlanError, StrategyError) as error:
+            errors.append(error)
+            log.info("%d micro-batches: %s", number, error)
+            continue
+        if number > 1 and _depends_on_number(candidate.model.graph):
+            if best is None:
+                raise StrategyError(
+                    "micro_batches='auto' leaves this model one, as it normalizes by its batch or"
+                    f" changes buffers in each call, but {errors[0]}; or give the number, if it may"
+                    " change results"
+                ) from errors[0]
+            break
+        log.info("%d micro-batches: %.4g s per step", number, candidate.seconds)
+        if best is None or candidate.seconds < best.seconds:
+            best = candidate
+    if best is None:
+        too_large = [error for error in errors if isinstance(error, MemoryLimitError)]
+        raise min(too_large, key=lambda error: error.needed) if too_large else errors[0]
+    return best
+
+
+def _depends_on_number(graph: Graph) -> bool:
+    """Whether more micro-batches would give other results."""
+    return bool(graph.updates) or any(op.target is batch_norm_train for op in graph.ops)
