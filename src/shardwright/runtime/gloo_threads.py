@@ -39,8 +39,11 @@ def _gather_under_a_short_name() -> Library:
     `ALLGATHER_COALESCED`; the variant that writes to a given tensor is called `ALLGATHER`.
     """
     kernels = Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
-    for name, kernel in (("", _all_gather), ("_coalesced", _all_gather_each)):
-        kernels.impl(f"all_gather_into_tensor{name}", kernel, "CPU")  # type: ignore[no-untyped-call]
+    for name, kernel in (
+        ("all_gather_into_tensor", _all_gather),
+        ("all_gather_into_tensor_coalesced", _all_gather_each),
+    ):
+        kernels.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
     return kernels
 
 
