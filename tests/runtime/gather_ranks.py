@@ -1,4 +1,4 @@
-"""What `test_gloo_threads.py` runs on both processes: many all-gathers at once."""
+"""What `test_worker_threads.py` runs on both processes: many all-gathers at once."""
 
 import torch
 import torch.distributed as dist

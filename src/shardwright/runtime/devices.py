@@ -18,7 +18,7 @@ from shardwright.errors import PlanError
 from shardwright.layout.axes import Axes
 from shardwright.layout.joined_axes import joined_layout
 from shardwright.layout.layout import Layout
-from shardwright.runtime import gloo_threads
+from shardwright.runtime import worker_threads
 from shardwright.runtime.agreement import gathered, hash_of
 from shardwright.torch_internals.distributed import (
     FAKE,
@@ -121,7 +121,7 @@ class Devices:
                 "processes are running: make a plan for that number, or start as many processes "
                 "as the plan has devices"
             )
-        gloo_threads.make_safe()
+        worker_threads.make_safe()
         stage, rank = divmod(dist.get_rank(), layout.num_devices)
         place = layout.coordinates(rank)
         devices = cls(layout, device, lambda function: function(place), rank, stage, stages, True)
