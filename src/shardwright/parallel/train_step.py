@@ -218,12 +218,23 @@ def weighing_bytes(partitioned: Partitioned) -> int:
     return -(-2 * (size - 1) * local // size)
 
 
-def _counted(graph: Graph) -> tuple[Value | None, int]:
-    """The targets that a mean loss counts, and which of them it ignores."""
+def weighs_by_targets(graph: Graph, op: Op) -> bool:
+    """Whether `op` is the loss, by the number of whose targets micro-batches are weighed."""
+    return _loss_op(graph) is op and _counted(graph)[0] is not None
+
+
+def _loss_op(graph: Graph) -> Op | None:
+    """What computes the loss, before it is cast."""
     op = graph.producer.get(graph.loss) if graph.loss is not None else None
     while op is not None and str(op.target).startswith(("aten.to.", "aten._to_copy")):
         op = graph.producer.get(op.inputs[0])
-    if op is None or _name(op) not in COUNTED_LOSSES:
+    return op
+
+
+def _counted(graph: Graph) -> tuple[Value | None, int]:
+    """The targets that a mean loss counts, and which of them it ignores."""
+    op = _loss_op(graph)
+    if op is None or name_of(op) not in COUNTED_LOSSES:
         return None, 0
     arguments = call_arguments(op)
     target = arguments["target"]
@@ -238,7 +249,8 @@ def _counted(graph: Graph) -> tuple[Value | None, int]:
     return target, int(arguments["ignore_index"])
 
 
-def _name(op: Op) -> str:
+def name_of(op: Op) -> str:
+    """The name of the function that an operator calls, without its overload."""
     if isinstance(op.target, OpOverload):
         return operator_name(op.target)
     return op.target.__name__

@@ -12,9 +12,8 @@ from shardwright.errors import (
     ShardwrightError,
     StrategyError,
 )
-from shardwright.graph.custom_ops import batch_norm_train
-from shardwright.graph.graph import Graph
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.mean_of_samples import is_mean_of_samples
 
 log = logging.getLogger("shardwright.search")
 
@@ -24,7 +23,7 @@ def with_best_micro_batches(
 ) -> Candidate:
     """The candidate whose step of the whole batch takes the least time; of equals the one of the
     fewest micro-batches. A number with which the model cannot be planned is left out, and so is
-    every other than 1 if the model's results depend on it.
+    every other than 1 if the loss is not known to be the mean over samples (`is_mean_of_samples`).
 
     Each number is planned by itself, as if it were the requested one: the graph is another, as
     are the memory of activations and the stages that can be kept busy. So the result is never
@@ -48,12 +47,11 @@ def with_best_micro_batches(
             errors.append(error)
             log.info("%d micro-batches: %s", number, error)
             continue
-        if number > 1 and _depends_on_number(candidate.model.graph):
+        if number > 1 and not is_mean_of_samples(candidate.model.graph):
             if best is None:
                 raise StrategyError(
-                    "micro_batches='auto' leaves this model one, as it normalizes by its batch or"
-                    f" changes buffers in each call, but {errors[0]}; or give the number, if it may"
-                    " change results"
+                    "micro_batches='auto' leaves this model one, as its loss is not known to be the"
+                    f" mean over its samples, but {errors[0]}; give the number, if more may be"
                 ) from errors[0]
             break
         log.info("%d micro-batches: %.4g s per step", number, candidate.seconds)
@@ -63,8 +61,3 @@ def with_best_micro_batches(
         too_large = [error for error in errors if isinstance(error, MemoryLimitError)]
         raise min(too_large, key=lambda error: error.needed) if too_large else errors[0]
     return best
-
-
-def _depends_on_number(graph: Graph) -> bool:
-    """Whether more micro-batches would give other results."""
-    return bool(graph.updates) or any(op.target is batch_norm_train for op in graph.ops)

@@ -84,7 +84,7 @@ class FileOptions:
         micro_batches: pieces into which the batch is split, computed one after the other; at least
             as many as stages. A graph must be captured with one micro-batch. `auto`: of all numbers
             that divide the batch the one with the shortest step; each is captured and planned by
-            itself. A model that normalizes by its batch, or counts its calls, has one.
+            itself. It is 1 where the loss is not known to be the mean over samples.
         schedule: order in which stages run micro-batches; `docs/pipeline.md` lists them. `auto`:
             the one with the shortest step, with several chunks a stage where that is faster.
         compute_dtype: `bfloat16` computes and communicates in bfloat16 what is stored in float32;

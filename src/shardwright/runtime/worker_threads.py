@@ -9,6 +9,7 @@ import atexit
 import time
 from functools import cache
 
+import torch
 from torch import Tensor
 from torch.library import Library
 
@@ -48,6 +49,8 @@ def _gather_under_a_short_name() -> Library:
 
 
 def _all_gather(x: Tensor, size: int, name: str) -> Tensor:
+    if x.is_complex():  # gloo has no complex numbers; PyTorch's own kernel sends them so too.
+        return torch.view_as_complex(_all_gather(torch.view_as_real(x.resolve_conj()), size, name))
     out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
     gathered: Tensor = functional_collectives.all_gather_into_tensor_out(x, size, name, out=out)
     return gathered
