@@ -207,3 +207,28 @@ def test_no_way_of_a_textbook_that_fits_is_faster() -> None:
         fitting = [each.step_time for each in by_hand if each.memory.peak <= limit]
         assert fitted.step_time is not None and fitted.memory.peak <= limit
         assert all(each is not None and fitted.step_time <= 1.001 * each for each in fitting)
+
+
+def test_whole_layers_are_recomputed_where_the_loss_over_a_vocabulary_needs_most() -> None:
+    """Smaller blocks would need less while they are recomputed, and keep more during the loss."""
+    sizes = Dimensions(
+        family="llama",
+        hidden_size=64,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=4,
+        intermediate_size=192,
+        vocab_size=2048,
+        seq_length=512,
+        norm_eps=1e-5,
+    )
+    ids = torch.empty(4, 512, dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        net, marked = build(sizes), build(sizes)
+    for layer in marked.model.layers:
+        sw.recompute(layer)
+    options: dict[str, Any] = {"devices": 4, "mode": "data_parallel", "hsdp": {"level": "level3"}}
+    by_hand = sw.plan(sw.capture(marked, (ids, ids)), **options)
+    graph = sw.capture(net, (ids, ids))
+    fitted = sw.plan(graph, **options, memory_limit=by_hand.memory.peak)
+    assert fitted.memory.peak <= by_hand.memory.peak < sw.plan(graph, **options).memory.peak

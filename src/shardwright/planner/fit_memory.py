@@ -20,7 +20,7 @@ from shardwright.planner.candidate import Candidate, Decide
 from shardwright.planner.options import AUTO_RECOMPUTE, PlanOptions
 from shardwright.rules.rule import Cuts
 from shardwright.search.recompute.candidates import DEFAULT_PRICES, RecomputePrices
-from shardwright.search.recompute.fit import MemoryFit, RecomputeFit, StageLadder, stage_ladders
+from shardwright.search.recompute.fit import MemoryFit, RecomputeFit, RecomputeLadders
 
 log = logging.getLogger("shardwright.search")
 
@@ -138,7 +138,7 @@ class _Search:
     strict: bool
     least: tuple[Memory, Attempt] | None = None
     dropped: list[_Draft] = field(default_factory=list)
-    ladders: dict[object, tuple[StageLadder, ...]] = field(default_factory=dict)
+    ladders: dict[object, RecomputeLadders] = field(default_factory=dict)
     errors: list[ShardwrightError] = field(default_factory=list)
     seen: set[object] = field(default_factory=set)
     waiting: list[tuple[float, int, _Draft | Groups]] = field(default_factory=list)
@@ -208,11 +208,9 @@ class _Search:
             return candidate
         if attempt.recompute:
             fit = self._recomputing(draft)
-            if fit.begin():
+            if fit is not None:
                 expected = replace(candidate, decisions=fit.expected())
                 self.add(max(bound, NEAR * expected.seconds), replace(draft, fit=fit))
-            else:
-                self._failed(fit.least, attempt)
         return None
 
     def _measured(self, draft: _Draft) -> Memory:
@@ -222,7 +220,7 @@ class _Search:
         self._failed(MemoryFit(draft.candidate.decisions, needs), draft.attempt)
         return needs
 
-    def _ladders(self, candidate: Candidate) -> tuple[StageLadder, ...]:
+    def _ladders(self, candidate: Candidate) -> RecomputeLadders:
         """What a candidate can recompute, which is estimated for all levels of sharding at once."""
         graph, pipeline, cuts = candidate.model.graph, candidate.pipeline, candidate.decisions.cuts
         key = candidate.mesh, _hashable(cuts), pipeline.stages, pipeline.schedule
@@ -231,16 +229,22 @@ class _Search:
             if options.cluster is not None:
                 dtype = graph.compute_dtype or torch.float32
                 prices = RecomputePrices.on(options.known_cluster, dtype)
-            depth = next(iter(self.ladders.values()))[0].depth if self.ladders else None
+            depths = next(iter(self.ladders.values())).depths if self.ladders else None
             parts = graph, candidate.mesh, candidate.decisions, pipeline
-            self.ladders[key] = stage_ladders(*parts, prices, depth)
+            self.ladders[key] = RecomputeLadders(*parts, prices, depths)
         return self.ladders[key]
 
-    def _recomputing(self, draft: _Draft) -> RecomputeFit:
-        candidate = draft.candidate
-        return RecomputeFit(
-            *(self._ladders(candidate), candidate.decisions, candidate.memory, self.limit or 0)
-        )
+    def _recomputing(self, draft: _Draft) -> RecomputeFit | None:
+        """What finds out how much is recomputed; None if all that can be is not enough. The blocks
+        are the smallest that do."""
+        candidate, limit = draft.candidate, self.limit or 0
+        ladders = self._ladders(candidate)
+        for depth in ladders.depths:
+            fit = RecomputeFit(ladders.at(depth), candidate.decisions, candidate.memory, limit)
+            if fit.begin():
+                return fit
+            self._failed(fit.least, draft.attempt)
+        return None
 
     def _failed(self, fit: MemoryFit | None, attempt: Attempt) -> None:
         assert fit is not None
@@ -255,9 +259,7 @@ class _Search:
                 break
             self._measured(draft)
             if draft.attempt.recompute:
-                fit = self._recomputing(draft)
-                fit.begin()
-                self._failed(fit.least, draft.attempt)
+                self._recomputing(draft)
         if self.least is None:
             return self.errors[0]
         needs, attempt = self.least

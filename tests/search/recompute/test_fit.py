@@ -17,7 +17,7 @@ from shardwright.partition.communication import communication
 from shardwright.partition.decisions import Decisions, Recompute
 from shardwright.partition.partitioned import Partitioned
 from shardwright.search.recompute.candidates import RecomputeCandidates, RecomputePrices
-from shardwright.search.recompute.fit import MemoryFit, RecomputeFit, stage_ladders
+from shardwright.search.recompute.fit import MemoryFit, RecomputeFit, RecomputeLadders
 
 NET, ARGS, KWARGS = llama(layers=3)
 GRAPH = sw.capture(NET, ARGS, KWARGS)
@@ -38,8 +38,8 @@ def fit_by_recomputation(
     plain = MemoryFit(plan.decisions, measure(plan.decisions))
     if plain.memory.peak <= limit:
         return plain
-    ladders = stage_ladders(graph, plan.mesh, plan.decisions, plan.pipeline)
-    fit = RecomputeFit(ladders, plan.decisions, measure, limit)
+    ladders = RecomputeLadders(graph, plan.mesh, plan.decisions, plan.pipeline)
+    fit = RecomputeFit(ladders.at(ladders.depths[0]), plan.decisions, measure, limit)
     if fit.begin():
         return fit.run()
     assert fit.least is not None
@@ -78,7 +78,7 @@ def test_a_fitted_plan_computes_the_same() -> None:
 def test_layers_are_blocks_and_gathers_make_the_difference_between_ways() -> None:
     plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
     found = RecomputeCandidates(GRAPH, plan.mesh, plan.decisions, lambda op: 0)
-    blocks = {block.name: block for block in found.blocks}
+    blocks = {block.name: block for block in found.blocks(found.depths[0])}
     assert {"model.layers.0", "model.layers.1"} <= set(blocks)
     options = blocks["model.layers.1"].options
     cheap, kept, again = (options[name][0] for name in ("cheap", "kept", "again"))
@@ -103,7 +103,9 @@ def test_on_slow_links_what_is_sent_again_costs_more() -> None:
         RecomputePrices(sent=1e6),
     ):
         found = RecomputeCandidates(GRAPH, plan.mesh, plan.decisions, lambda op: 0, prices)
-        options = next(b for b in found.blocks if b.name == "model.layers.1").options
+        options = next(
+            b for b in found.blocks(found.depths[0]) if b.name == "model.layers.1"
+        ).options
         costs.append(options["again"][0].cost - options["kept"][0].cost)
     assert 0 < costs[0] < costs[1]
 
@@ -113,7 +115,9 @@ def test_layers_are_blocks_where_the_loss_outweighs_all_layers() -> None:
     graph = sw.capture(net, args, kwargs)
     plan = sw.plan(graph, devices=1)
     found = RecomputeCandidates(graph, plan.mesh, plan.decisions, lambda op: 0)
-    assert {"model.layers.0", "model.layers.1"} <= {block.name for block in found.blocks}
+    assert {"model.layers.0", "model.layers.1"} <= {
+        block.name for block in found.blocks(found.depths[0])
+    }
 
 
 def test_no_more_is_recomputed_than_the_limit_requires() -> None:

@@ -1,7 +1,7 @@
 """What could be recomputed in the backward pass: blocks of a model, with options for each.
 
-The modules at one depth of the module tree are its blocks, at the depth where recomputing all of
-them leaves least. Each block has up to four options:
+The modules at one depth of the module tree are its blocks. Deeper ones need less memory while they
+are recomputed; of outer ones less is kept. Each block has up to four options:
 
 | option | recomputed | redistributions inside |
 |---|---|---|
@@ -75,7 +75,6 @@ class RecomputeCandidates:
     Args:
         stage_of: for each operator the stage that runs it.
         prices: of bytes that are moved and sent again.
-        depth: of the module tree, at which its blocks are; by default the best.
     """
 
     def __init__(
@@ -85,26 +84,29 @@ class RecomputeCandidates:
         decisions: Decisions,
         stage_of: Callable[[Op], int],
         prices: RecomputePrices = DEFAULT_PRICES,
-        depth: int | None = None,
     ) -> None:
         self.prices = prices
-        if depth is not None:
-            self.depth = depth
         self.graph, self.mesh, self.decisions, self.stage_of = graph, mesh, decisions, stage_of
         self._saved = {op.name: saved_tensors(op) for op in graph.ops}
         self._estimate = ActivationEstimate(graph, self._saved)
         self._free = [op for op in graph.ops if op.name not in decisions.recompute]
 
-    @cached_property
-    def blocks(self) -> tuple[RecomputeBlock, ...]:
-        """At `depth`; operators that the user has marked are in none."""
-        return self._blocks(self._divided(self.depth), self.plain)
+    def blocks(self, depth: int) -> tuple[RecomputeBlock, ...]:
+        """At a depth of the module tree; operators that the user has marked are in none."""
+        return self._blocks(self._divided(depth), self.plain)
 
     @cached_property
-    def depth(self) -> int:
-        """Of the module tree, where recomputing all blocks leaves least."""
+    def depths(self) -> tuple[int, ...]:
+        """Of the module tree, those at which blocks may be. First the one where recomputing all of
+        them leaves least at its peak if that is within a block, then outer ones, each of which
+        keeps less than those before: the peak may be elsewhere, as in a loss over a vocabulary."""
         deepest = max((len(op.calls) for op in self._free), default=0)
-        return min(range(1, deepest) or (0,), key=self._left)
+        kept = {depth: self._kept(depth) for depth in range(1, deepest) or (0,)}
+        found = [min(kept, key=lambda depth: kept[depth] + self._inside(depth))]
+        for depth in range(found[0] - 1, 0, -1):
+            if kept[depth] < kept[found[-1]]:
+                found.append(depth)
+        return tuple(found)
 
     @cached_property
     def plain(self) -> SavedBytes:
@@ -118,15 +120,18 @@ class RecomputeCandidates:
             for op in self._free
         }
 
-    def _left(self, depth: int) -> int:
-        """Bytes saved with all blocks recomputed, and while the largest one is."""
+    def _kept(self, depth: int) -> int:
+        """Bytes saved with all blocks recomputed."""
+        return sum(self._saved_with(self._whole(self._divided(depth), True)).values())
+
+    def _inside(self, depth: int) -> int:
+        """Bytes saved while the largest block is recomputed."""
         block_of = self._divided(depth)
-        kept = self._saved_with(self._whole(block_of, True))
         inside: dict[tuple[int, str], int] = {}
         for name, size in self.plain.items():
             if block_of.get(name, (0, ""))[1]:
                 inside[block_of[name]] = inside.get(block_of[name], 0) + size
-        return sum(kept.values()) + max(inside.values(), default=0)
+        return max(inside.values(), default=0)
 
     def _whole(self, block_of: Mapping[str, tuple[int, str]], again: bool) -> dict[str, Recompute]:
         return {name: Recompute(block, again) for name, (_, block) in block_of.items() if block}
@@ -262,10 +267,9 @@ class ActivationEstimate:
                     yield from self._read(op, index, flow, makers)
                 for index in saved.outputs:
                     yield self._made(op.outputs[index], flow)
-                share = _local(op.output, flow.initial_layouts[op.output]) / max(op.output.numel, 1)
                 for number, (shape, dtype) in enumerate(saved.others):
-                    size = prod(shape) * dtype.itemsize
-                    yield op.name, (op.name, number), int(size * share)
+                    size = prod(shape) * dtype.itemsize * self._share(op, shape, flow)
+                    yield op.name, (op.name, number), int(size)
                 continue
             for index, value in enumerate(op.inputs):
                 producer = self.graph.producer.get(value)
@@ -274,6 +278,19 @@ class ActivationEstimate:
                 again = any(transfer.segment == segment.name for transfer in route)
                 if not inside or (route and not again):
                     yield from self._read(op, index, flow, makers, segment.name)
+
+    def _share(self, op: Op, shape: Sequence[int], flow: Communication) -> float:
+        """Of a tensor that only the backward pass needs what one device has: as much as of the
+        output or input of this shape, else of an output that is as large, else of what is largest.
+        A loss saves what has the shape of its input."""
+        used = zip(op.inputs, flow.input_layouts[op.name], strict=True)
+        layouts = [(op.output, flow.initial_layouts[op.output]), *used]
+        like = (each for each in layouts if tuple(each[0].shape) == tuple(shape))
+        if (found := next(like, None)) is None:
+            enough = op.output.numel >= prod(shape)
+            found = layouts[0] if enough else max(layouts, key=lambda each: each[0].numel)
+        value, layout = found
+        return _local(value, layout) / max(value.numel, 1)
 
     def _read(
         self,

@@ -49,13 +49,10 @@ class StageLadder:
         blocks: of its operators.
         saved: bytes that it keeps for backward passes if it recomputes nothing: an estimate.
         flights: how many micro-batches it keeps them of.
-        depth: of the blocks in the module tree.
     """
 
-    def __init__(
-        self, blocks: Sequence[RecomputeBlock], saved: int, flights: int, depth: int
-    ) -> None:
-        self._blocks, self.depth = blocks, depth
+    def __init__(self, blocks: Sequence[RecomputeBlock], saved: int, flights: int) -> None:
+        self._blocks = blocks
         self._items = [[item for item, _ in block.options.values()] for block in blocks]
         self._most = sum(max(item.freed for item in items) for items in self._items)
         self._marks: dict[int, Marks] = {}
@@ -105,35 +102,50 @@ class StageLadder:
                 yield from list(block.options.values())[index][1].items()
 
 
-def stage_ladders(
-    graph: Graph,
-    mesh: Layout,
-    decisions: Decisions,
-    pipeline: PipelineSpec,
-    prices: RecomputePrices = DEFAULT_PRICES,
-    depth: int | None = None,
-) -> tuple[StageLadder, ...]:
-    """What each stage can recompute; what the user has marked stays as it is.
+class RecomputeLadders:
+    """What each stage of a planned model can recompute; what the user has marked stays as it is.
 
     Args:
         prices: of bytes that are moved and sent again.
-        depth: of the blocks in the module tree; by default the best.
+        depths: of the module tree, at which blocks may be; by default those of the candidates.
     """
 
-    def stage_of(op: Op) -> int:
-        return pipeline.stage_of(pipeline.chunk_of.get(op.name, 0))
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Layout,
+        decisions: Decisions,
+        pipeline: PipelineSpec,
+        prices: RecomputePrices = DEFAULT_PRICES,
+        depths: Sequence[int] | None = None,
+    ) -> None:
+        self._pipeline = pipeline
+        self._found = RecomputeCandidates(graph, mesh, decisions, self._stage_of, prices)
+        self.depths = self._found.depths if depths is None else depths
+        self._at: dict[int, tuple[StageLadder, ...]] = {}
 
-    found = RecomputeCandidates(graph, mesh, decisions, stage_of, prices, depth)
-    saved = [0] * pipeline.stages
-    for name, size in found.plain.items():
-        if name in graph.by_name:
-            saved[stage_of(graph.by_name[name])] += size
-    return tuple(
-        StageLadder(
-            [each for each in found.blocks if each.stage == number], size, flights, found.depth
-        )
-        for number, (size, flights) in enumerate(zip(saved, _flights(pipeline), strict=True))
-    )
+    def at(self, depth: int) -> tuple[StageLadder, ...]:
+        """For each stage, with blocks at a depth of the module tree."""
+        if depth not in self._at:
+            blocks, flights = self._found.blocks(depth), _flights(self._pipeline)
+            self._at[depth] = tuple(
+                StageLadder([each for each in blocks if each.stage == number], *kept)
+                for number, kept in enumerate(zip(self._saved, flights, strict=True))
+            )
+        return self._at[depth]
+
+    @cached_property
+    def _saved(self) -> list[int]:
+        """Bytes that each stage keeps if it recomputes nothing."""
+        saved = [0] * self._pipeline.stages
+        operators = self._found.graph.by_name
+        for name, size in self._found.plain.items():
+            if name in operators:
+                saved[self._stage_of(operators[name])] += size
+        return saved
+
+    def _stage_of(self, op: Op) -> int:
+        return self._pipeline.stage_of(self._pipeline.chunk_of.get(op.name, 0))
 
 
 def _flights(pipeline: PipelineSpec) -> list[int]:
