@@ -6,6 +6,7 @@ from shardwright.api import (
     Examination,
     Pipeline,
     WithLoss,
+    best_plans,
     check,
     examine,
     from_pretrained,
@@ -38,6 +39,7 @@ from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.parallel.whole import whole
 from shardwright.partition.decisions import OptimizerParallel
 from shardwright.plan import Plan
+from shardwright.plan.ranked import RankedPlans
 from shardwright.runtime.adopt_optimizer import adopt
 from shardwright.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from shardwright.train.checkpoint_manifest import CheckpointWarning
@@ -69,11 +71,13 @@ __all__ = [
     "Plan",
     "PlanError",
     "Position",
+    "RankedPlans",
     "ShardwrightError",
     "StrategyError",
     "TensorLayout",
     "WithLoss",
     "adopt",
+    "best_plans",
     "capture",
     "check",
     "dataloader",

@@ -107,6 +107,19 @@ def test_plan_prints_a_table_or_json_and_saves(command: Command, folder: Path) -
     assert json.loads(out)["cuts"] == saved["cuts"] != {}
 
 
+def test_plan_shows_the_best_of_each_kind(command: Command) -> None:
+    planned = ("plan", "config.yaml", "--devices", "4", "--top", "2")
+    status, out, err = command(*planned, "--cluster", "a100")
+    assert (status, err) == (0, "")
+    assert out.startswith("4 devices of a100, ") and "unsharded" in out
+    figures = json.loads(command(*planned, "--cluster", "a100", "--json")[1])
+    assert 1 <= len(figures["plans"]) <= 2
+    status, _, err = command(*planned)
+    assert status == 2 and "name a cluster" in err
+    status, _, err = command(*planned, "--cluster", "a100", "--out", "plan.json")
+    assert status == 2 and "--top prints several plans" in err
+
+
 def test_graphs_are_saved_before_and_after_planning(command: Command, folder: Path) -> None:
     arguments = ("plan", "config.yaml", "--devices", "4", "--save-graphs", "graphs")
     assert command(*arguments)[0] == 0

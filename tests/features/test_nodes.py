@@ -90,9 +90,11 @@ def ends(*nodes: subprocess.Popen[bytes]) -> list[int]:
 
 
 def printed(rank: int) -> list[str]:
-    """The lines of a node, without what gloo and c10d warn of."""
+    """The lines of a node, without what gloo and c10d warn of, and where in C++ that was."""
     lines = Path(f"node{rank}.txt").read_text().splitlines()
-    return [line for line in lines if not line.startswith("[W")]
+    return [
+        line for line in lines if not line.startswith(("[W", "Exception raised from", "frame #"))
+    ]
 
 
 def steps(logs: str) -> list[tuple[int, int, float]]:

@@ -8,28 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import shardwright as sw
+from sample_models import Stack
 from shardwright.models import Dimensions, build
 from shardwright.partition.decisions import LEVELS
-
-
-class Stack(nn.Module):
-    """Parameters of 256 KiB a layer, and activations of as much."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)) for _ in range(4)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return F.mse_loss(x, torch.zeros_like(x))
-
 
 ARGS = (torch.randn(512, 128),)
 GRAPH = sw.capture(Stack(), ARGS)

@@ -1,6 +1,7 @@
 """The calls that users make: plan a model, look into it, run it split."""
 
 from shardwright.api.auto_parallel import AutoParallel
+from shardwright.api.best_plans import best_plans
 from shardwright.api.check import Check, check
 from shardwright.api.examine import Examination, WithLoss, examine
 from shardwright.api.parallelize import parallelize
@@ -15,6 +16,7 @@ __all__ = [
     "Examination",
     "Pipeline",
     "WithLoss",
+    "best_plans",
     "check",
     "examine",
     "from_pretrained",

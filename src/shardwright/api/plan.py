@@ -23,6 +23,7 @@ from shardwright.planner.choose_stages import suggest_stages, with_best_stages
 from shardwright.planner.fit_memory import within_memory
 from shardwright.planner.options import PlanOptions
 from shardwright.planner.pipeline import Pipeline, merged_options, micro_batch_example
+from shardwright.planner.ranking import Ranking
 from shardwright.progress import within
 from shardwright.runtime.micro_batches import numbers_of_pieces
 from shardwright.torch_internals import pytree
@@ -104,13 +105,18 @@ def decide_model(
     net: nn.Module | Graph,
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
+    ranking: Ranking | None = None,
 ) -> Candidate:
-    """What the plan is made of. Raises: as `plan`."""
+    """What the plan is made of. Raises: as `plan`.
+
+    Args:
+        ranking: is told the fastest of each kind, as long as it wants one.
+    """
     loss_reduction = "mean"
     if isinstance(net, Pipeline):
         options, loss_reduction, net = merged_options(options, net), net.loss_reduction, net.net
     if not options.chooses_micro_batches:
-        return _decided(options, net, args, kwargs, loss_reduction)
+        return _decided(options, net, args, kwargs, loss_reduction, ranking)
     if isinstance(net, Graph):
         raise StrategyError(
             "micro_batches='auto', but the graph was captured with one micro-batch: plan the model,"
@@ -122,7 +128,7 @@ def decide_model(
         part = f"{number} micro-batches", numbers.index(number), len(numbers)
         report = within(options.on_progress, *part)
         fixed = replace(options, micro_batches=number, on_progress=report)
-        return _decided(fixed, net, args, kwargs, loss_reduction)
+        return _decided(fixed, net, args, kwargs, loss_reduction, ranking)
 
     return with_best_micro_batches(numbers, decided)
 
@@ -133,6 +139,7 @@ def _decided(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
     loss_reduction: str,
+    ranking: Ranking | None,
 ) -> Candidate:
     """The best candidate with a number of micro-batches. Raises: as `plan`."""
     graph = _captured(options, net, args, kwargs)
@@ -148,8 +155,8 @@ def _decided(
         return candidates(model, options)
 
     if options.chooses_pipeline:
-        return with_best_stages(options, decide)
-    candidate = within_memory(options, decide)
+        return with_best_stages(options, decide, ranking=ranking)
+    candidate = within_memory(options, decide, ranking)
     if options.suggest_stages:
         suggest_stages(options, candidate, decide)
     return candidate

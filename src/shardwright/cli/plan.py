@@ -84,9 +84,20 @@ def plan_command(
     memory_limit: MemoryLimitOption = None,
     full: FullOption = False,
     every: EveryOption = False,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            help="Print instead the fastest plans of so many kinds that fit into memory (stages,"
+            " storage, recomputation, micro-batches), and why there is none of others.",
+            show_default=False,
+            min=1,
+        ),
+    ] = None,
     show_progress: ShowProgressOption = None,
 ) -> None:
     """Search for a plan and print its summary. Needs no devices and starts no processes."""
+    if top is not None and (full or every or out is not None or save_graphs is not None):
+        raise typer.BadParameter("--top prints several plans, and saves none")
     with progress(show_progress) as on_progress:
         run = run_of(
             config,
@@ -96,6 +107,11 @@ def plan_command(
             memory_limit=memory_limit,
             on_progress=on_progress,
         )
+        if top is not None:
+            ranked = run.best_plans(devices, top)
+            on_progress("memory and table")
+            typer.echo(ranked.to_json() if json else str(ranked))
+            return
         plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
         on_progress("memory and table")
         text = plan.to_json(memory=True) if json else plan_text(plan, full, every)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.api import WithLoss
+from shardwright.api.best_plans import within_devices
 from shardwright.api.plan import decide_model, plan_model
 from shardwright.api.save_graphs import SavedGraphs
 from shardwright.capture.annotations import module_tags
@@ -38,9 +39,11 @@ from shardwright.graph.graph import Graph
 from shardwright.models.expert_sharding import expert_stages, pin_expert
 from shardwright.partition.schedules import SCHEDULES
 from shardwright.plan import Plan
+from shardwright.plan.ranked import RankedPlans
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.choose_micro_batches import with_best_micro_batches
 from shardwright.planner.options import FileOptions, PlanOptions
+from shardwright.planner.ranking import Ranking
 from shardwright.progress import OnProgress, silent, within
 from shardwright.runtime.micro_batches import micro_batch, numbers_of_pieces
 from shardwright.text_files import parse_yaml, read_text
@@ -206,18 +209,39 @@ class Run:
         """
         if not self.config.parallel.chooses_micro_batches:
             return self
-        numbers = numbers_of_pieces(self._in_micro_batches(1).micro_batch_to_plan())
+        return self._in_micro_batches(self._decided(devices).pipeline.micro_batches)
 
-        def decided(number: int) -> Candidate:
+    def best_plans(self, devices: int, top: int) -> RankedPlans:
+        """The fastest plans of different kinds, as `shardwright.best_plans` finds them.
+
+        Args:
+            top: of so many kinds.
+
+        Raises:
+            ShardwrightError: as `plan`, and without a cluster.
+        """
+        ranking = Ranking(top)
+        self.on(devices)._decided(devices, ranking)
+        return ranking.ranked()
+
+    def _decided(self, devices: int, ranking: Ranking | None = None) -> Candidate:
+        """What the plan is made of, with the number of micro-batches that takes the least time."""
+
+        def decided(run: Run) -> Candidate:
+            model, graph = run.captured()
+            options = run._options(model, devices)
+            options = options if ranking is None else within_devices(options)
+            return decide_model(options, graph, ranking=ranking)
+
+        def with_number(number: int) -> Candidate:
             part = f"{number} micro-batches", numbers.index(number), len(numbers)
             report = within(self.on_progress, *part)
-            run = replace(self._in_micro_batches(number), on_progress=report)
-            model, graph = run.captured()
-            return decide_model(run._options(model, devices), graph)
+            return decided(replace(self._in_micro_batches(number), on_progress=report))
 
-        return self._in_micro_batches(
-            with_best_micro_batches(numbers, decided).pipeline.micro_batches
-        )
+        if not self.config.parallel.chooses_micro_batches:
+            return decided(self)
+        numbers = numbers_of_pieces(self._in_micro_batches(1).micro_batch_to_plan())
+        return with_best_micro_batches(numbers, with_number)
 
     def _in_micro_batches(self, number: int) -> Run:
         parallel = self.config.parallel.model_copy(update={"micro_batches": number})

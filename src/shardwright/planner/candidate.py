@@ -107,6 +107,12 @@ class Candidate:
         return found
 
     @property
+    def shards_storage(self) -> bool:
+        """Whether parameters are stored otherwise than they are used."""
+        used = storage_as_used(self.model.graph, self.mesh, self.decisions.cuts)
+        return self.decisions.storage != used
+
+    @property
     def sent(self) -> int:
         """Bytes that a device of the busiest stage sends in a step."""
         return max(map(sum, self.partitioned.step_bytes))

@@ -12,6 +12,7 @@ from shardwright.errors import (
     ShardwrightError,
     StrategyError,
 )
+from shardwright.graph.graph import Graph
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.mean_of_samples import is_mean_of_samples
 
@@ -40,6 +41,7 @@ def with_best_micro_batches(
     """
     best: Candidate | None = None
     errors: list[ShardwrightError] = []
+    known: list[Graph] = []
     for number in numbers:
         try:
             candidate = planned(number)
@@ -47,13 +49,15 @@ def with_best_micro_batches(
             errors.append(error)
             log.info("%d micro-batches: %s", number, error)
             continue
-        if number > 1 and not is_mean_of_samples(candidate.model.graph):
+        graph = candidate.model.graph
+        if number > 1 and not is_mean_of_samples(graph, known):
             if best is None:
                 raise StrategyError(
                     "micro_batches='auto' leaves this model one, as its loss is not known to be the"
                     f" mean over its samples, but {errors[0]}; give the number, if more may be"
                 ) from errors[0]
             break
+        known.append(graph)
         log.info("%d micro-batches: %.4g s per step", number, candidate.seconds)
         if best is None or candidate.seconds < best.seconds:
             best = candidate

@@ -10,15 +10,20 @@ from shardwright.errors import StrategyError
 from shardwright.partition.decisions import OptimizerParallel
 from shardwright.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.partition.schedules import SCHEDULES
+from shardwright.plan.ranked import LeftOut
 from shardwright.planner.candidate import Candidate, Decide
 from shardwright.planner.fit_memory import Way, fastest_within_memory
 from shardwright.planner.options import PlanOptions
+from shardwright.planner.ranking import Ranking, requested_kind
 
 log = logging.getLogger("shardwright.search")
 
 
 def with_best_stages(
-    options: PlanOptions, decide: Decide, best: Candidate | None = None
+    options: PlanOptions,
+    decide: Decide,
+    best: Candidate | None = None,
+    ranking: Ranking | None = None,
 ) -> Candidate:
     """The candidate whose step takes the least time, over all numbers of stages that divide the
     devices, are not more than the micro-batches, and that the schedule can run; and over all
@@ -31,6 +36,7 @@ def with_best_stages(
 
     Args:
         best: what is known already.
+        ranking: as `fastest_within_memory`.
 
     Raises:
         MemoryLimitError: if no number fits; the one that needs least says so.
@@ -47,12 +53,14 @@ def with_best_stages(
         except StrategyError as error:
             errors.append(error)
             log.info("%s: %s", _named(way), error)
+            if ranking is not None:
+                ranking.leave_out(requested_kind(way), LeftOut.because(str(error)))
             continue
         log.info("%s: at least %.4g s per step", _named(way), ways[-1].bound)
     if not ways:
         raise errors[0]
     below = float("inf") if best is None else best.seconds
-    found = fastest_within_memory(ways, decide, below) or best
+    found = fastest_within_memory(ways, decide, below, ranking) or best
     assert found is not None
     log.info("%s: %.4g s per step", _named(found.options), found.seconds)
     return found

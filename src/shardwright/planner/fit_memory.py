@@ -11,44 +11,21 @@ from itertools import count, zip_longest
 import torch
 
 from shardwright.cost.memory import Memory, StageMemory, binary, least_memory
-from shardwright.cost.pipeline_timeline import check_pipelining
 from shardwright.errors import MemoryLimitError, PlanError, ShardwrightError, StrategyError
-from shardwright.partition.communication import storage_as_used
-from shardwright.partition.decisions import LEVELS, OptimizerParallel
-from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.plan.ranked import LeftOut, PlanKind
+from shardwright.planner.attempts import Attempt, Groups, phases
 from shardwright.planner.candidate import Candidate, Decide
-from shardwright.planner.options import AUTO_RECOMPUTE, PlanOptions
+from shardwright.planner.options import PlanOptions
+from shardwright.planner.ranking import Ranking, requested_kind
 from shardwright.rules.rule import Cuts
 from shardwright.search.recompute.candidates import DEFAULT_PRICES, RecomputePrices
 from shardwright.search.recompute.fit import MemoryFit, RecomputeFit, RecomputeLadders
 
 log = logging.getLogger("shardwright.search")
 
-FACTOR, LARGEST_MEM_COEFF = 8.0, 1e4
-"""By what `mem_coeff` grows from one attempt to the next, and how far."""
-
 NEAR = 0.97
 """A larger `mem_coeff` may have a step that is predicted to take so much of that of a smaller one:
 what the search weighs is simpler than the prediction."""
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """What is tried.
-
-    Args:
-        recompute: whether further operators may be computed again.
-    """
-
-    options: PlanOptions
-    recompute: bool
-
-    def __str__(self) -> str:
-        return self.options.in_words(self.recompute)
-
-
-Groups = Sequence[Sequence[Attempt]]
-"""What competes, a group after the other: a later one is hardly ever faster."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +41,9 @@ class Way:
     bound: float = 0.0
 
 
-def within_memory(options: PlanOptions, decide: Decide) -> Candidate:
+def within_memory(
+    options: PlanOptions, decide: Decide, ranking: Ranking | None = None
+) -> Candidate:
     """The candidate that `options` request if it fits into their memory limit, else the first that
     does after these changes, each on top of those before: parameters and optimizer state are stored
     sharded (`level1` to `level3`), operators are computed again, `mem_coeff` grows, there are more
@@ -74,29 +53,41 @@ def within_memory(options: PlanOptions, decide: Decide) -> Candidate:
     `mem_coeff="auto"` it is the smallest with which the plan fits without other changes; where
     there is none, the changes begin with the smallest.
 
+    Args:
+        ranking: as `fastest_within_memory`.
+
     Raises:
         MemoryLimitError: if none fits; says the smallest limit that would do.
     """
-    candidate = fastest_within_memory([Way(options)], decide)
+    candidate = fastest_within_memory([Way(options)], decide, ranking=ranking)
     assert candidate is not None
     return candidate
 
 
 def fastest_within_memory(
-    ways: Sequence[Way], decide: Decide, below: float = float("inf")
+    ways: Sequence[Way],
+    decide: Decide,
+    below: float = float("inf"),
+    ranking: Ranking | None = None,
 ) -> Candidate | None:
     """Of several ways that differ in their stages the fastest that fits; None if what fits takes
     `below` seconds or more.
+
+    Args:
+        ranking: is told the fastest of each kind, as long as it wants one, and of other kinds why
+            there is none.
 
     Raises:
         MemoryLimitError: if none fits; says the smallest limit that would do.
     """
     search = _Search(ways[0].options.limit, decide, len(ways) == 1)
-    for phase in zip_longest(*(_phases(way.options) for way in ways), fillvalue=()):
+    for phase in zip_longest(*(phases(way.options) for way in ways), fillvalue=()):
         for way, groups in zip(ways, phase, strict=True):
             if groups:
                 search.add(way.bound, groups)
         fitted = search.run(below)
+        if fitted is not None and ranking is not None:
+            search.rank(fitted, ranking)
         if fitted is not None or search.waiting:
             return fitted
     raise search.error()
@@ -131,6 +122,8 @@ class _Search:
         least: what needed least memory of all that does not fit.
         dropped: what cannot fit whatever is recomputed.
         ladders: what candidates can recompute, by their cuts and stages.
+        errors: of options with which the model cannot be planned.
+        peaks: by kind the least that was measured of what does not fit.
     """
 
     limit: int | None
@@ -139,7 +132,8 @@ class _Search:
     least: tuple[Memory, Attempt] | None = None
     dropped: list[_Draft] = field(default_factory=list)
     ladders: dict[object, RecomputeLadders] = field(default_factory=dict)
-    errors: list[ShardwrightError] = field(default_factory=list)
+    errors: list[tuple[PlanOptions, ShardwrightError]] = field(default_factory=list)
+    peaks: dict[PlanKind, int] = field(default_factory=dict)
     seen: set[object] = field(default_factory=set)
     waiting: list[tuple[float, int, _Draft | Groups]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
@@ -161,6 +155,33 @@ class _Search:
                 self._try(bound, what)
         return None
 
+    def rank(self, fitted: Candidate | None, ranking: Ranking) -> None:
+        """After the fastest candidate those of other kinds, and why there is none of the rest."""
+        while fitted is not None:
+            ranking.add(fitted)
+            goes_on = ranking.wants(kind for _, kind in self._waiting())
+            fitted = self.run(float("inf")) if goes_on else None
+        for bound, kind in self._waiting():
+            ranking.leave_out(kind, LeftOut.slower(bound))
+        for kind, peak in self.peaks.items():
+            ranking.leave_out(kind, LeftOut.larger(peak))
+        for draft in self.dropped:
+            kind = requested_kind(draft.attempt.options)
+            ranking.leave_out(kind, LeftOut.larger(max(draft.needed)))
+        for options, error in self.errors:
+            ranking.leave_out(requested_kind(options), LeftOut.because(str(error)))
+
+    def _waiting(self) -> Iterator[tuple[float, PlanKind]]:
+        """What is left, with the seconds that it takes at least."""
+        for bound, _, what in self.waiting:
+            attempts = (
+                [what.attempt]
+                if isinstance(what, _Draft)
+                else [attempt for group in what for attempt in group]
+            )
+            for attempt in attempts:
+                yield bound, requested_kind(attempt.options)
+
     def _try(self, bound: float, groups: Groups) -> None:
         """The first of `groups`, and later the others."""
         fastest = bound
@@ -179,7 +200,7 @@ class _Search:
         except (PlanError, StrategyError) as error:
             if self.strict and not self.seen:
                 raise
-            self.errors.append(error)
+            self.errors.append((options, error))
             return
         for candidate in decided if options.cluster is not None else decided[:1]:
             same = _needed_by(candidate, attempt)
@@ -248,6 +269,8 @@ class _Search:
 
     def _failed(self, fit: MemoryFit | None, attempt: Attempt) -> None:
         assert fit is not None
+        kind = requested_kind(attempt.options)
+        self.peaks[kind] = min(self.peaks.get(kind, fit.memory.peak), fit.memory.peak)
         if self.least is None or fit.memory.peak < self.least[0].peak:
             self.least = fit.memory, attempt
 
@@ -261,72 +284,15 @@ class _Search:
             if draft.attempt.recompute:
                 self._recomputing(draft)
         if self.least is None:
-            return self.errors[0]
+            return self.errors[0][1]
         needs, attempt = self.least
         return MemoryLimitError(_too_large(attempt, self.limit or 0, needs), needs.peak)
-
-
-def _phases(options: PlanOptions) -> list[Groups]:
-    """What is tried, one after the other until something fits."""
-    if options.limit is None:
-        return [[[Attempt(options, False)]]]
-    first = options.recompute == AUTO_RECOMPUTE
-    phases: list[Groups] = []
-    if options.has_auto_mem_coeff:
-        coefficients, limit = options.mem_coeffs, options.limit
-        each = [replace(options, mem_coeff=one, memory_limit=limit) for one in coefficients]
-        phases, options = [[[Attempt(one, first)]] for one in each], each[0]
-    if options.cluster is not None:
-        larger = (options, *_larger_mem_coeff(options))
-        return [*phases, [[Attempt(one, True) for one in _levels(each)] for each in larger]]
-    levels = _levels(options)
-    phases += [[[Attempt(each, first)]] for each in levels]
-    for staged in (levels[-1], *_more_stages(levels[-1])):
-        phases += [[[Attempt(each, True)]] for each in (staged, *_larger_mem_coeff(staged))]
-    return phases
-
-
-def _levels(options: PlanOptions) -> tuple[PlanOptions, ...]:
-    return (options, *_more_sharded(options))
-
-
-def _more_sharded(options: PlanOptions) -> Iterator[PlanOptions]:
-    sharding = options.sharding
-    done = LEVELS.index(sharding.level) + 1 if sharding is not None else 0
-    for level in LEVELS[done:]:
-        if level == "level2" and options.num_micro_batches == 1:
-            continue  # As `level1`: there is one reduction.
-        yield replace(options, hsdp=replace(sharding or OptimizerParallel(), level=level))
-
-
-def _larger_mem_coeff(options: PlanOptions) -> Iterator[PlanOptions]:
-    if "mem_coeff" not in options.of_search:
-        return
-    coefficient = options.coefficient * FACTOR
-    while coefficient <= LARGEST_MEM_COEFF:
-        yield replace(options, mem_coeff=coefficient)
-        coefficient *= FACTOR
-
-
-def _more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
-    """Where the user left the stages to be cut, every greater number that divides the devices and
-    that the schedule runs with as many micro-batches."""
-    if options.stage_config is not None or not isinstance(options.stages, int):
-        return
-    for stages in range(options.stages + 1, options.devices + 1):
-        if options.devices % stages == 0:
-            try:
-                check_pipelining(PipelineSpec(stages, options.num_micro_batches, options.schedule))
-            except PlanError:
-                continue
-            yield replace(options, stages=stages)
 
 
 def _needed_by(candidate: Candidate, attempt: Attempt) -> object:
     """What memory and time depend on; the level only where it shards anything."""
     decisions = candidate.decisions
-    used = storage_as_used(candidate.model.graph, candidate.mesh, decisions.cuts)
-    level = decisions.sharding if decisions.storage != used else None
+    level = decisions.sharding if candidate.shards_storage else None
     kept = tuple(sorted(decisions.storage.items())), level
     pipeline = candidate.pipeline.stages, candidate.pipeline.schedule
     return kept, _hashable(decisions.cuts), pipeline, attempt.recompute

@@ -7,7 +7,7 @@ operators give to dimensions. What is not known to keep samples apart is taken t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from shardwright.graph.custom_ops import MEAN
 from shardwright.graph.graph import Graph, Op, Value
@@ -44,9 +44,21 @@ Place = int | str
 """The dimension of the samples of a value, or `AVERAGE`, or `MIXED`."""
 
 
-def is_mean_of_samples(graph: Graph) -> bool:
+def is_mean_of_samples(graph: Graph, others: Iterable[Graph] = ()) -> bool:
     """Whether the loss of a batch is the mean of those of its equal pieces, and nothing else that
-    stays depends on the pieces."""
+    stays depends on the pieces.
+
+    Args:
+        others: graphs of the same model for other numbers of samples. One sample cannot be
+            followed, whose dimension rules do not tell from none; what is known of another number
+            holds for it if its operators are the same.
+    """
+    operators = [op.target for op in graph.ops]
+    alike = (each for each in others if [op.target for op in each.ops] == operators)
+    return any(_is_mean_of_samples(each) for each in (graph, *alike))
+
+
+def _is_mean_of_samples(graph: Graph) -> bool:
     if graph.loss is None or graph.other_losses or graph.updates:
         return False
     tensors = [value for value in graph.input_values if value.shape]
