@@ -20,6 +20,10 @@ from transformers import (
     EvalPrediction,
     LlamaConfig,
     LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
     set_seed,
@@ -81,9 +85,30 @@ def classifier() -> torch.nn.Module:
     return BertForSequenceClassification(config)
 
 
+def translator() -> torch.nn.Module:
+    config = T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_ff=64,
+        d_kv=8,
+        num_layers=1,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
+
+
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     predicted = prediction.predictions.argmax(-1)
     return {"accuracy": float((predicted == prediction.label_ids).mean()), "rows": len(predicted)}
+
+
+def generated(prediction: EvalPrediction) -> dict[str, float]:
+    """What tells generated tokens from others: their number and, by place, their sum."""
+    tokens = prediction.predictions
+    places = 1 + torch.arange(tokens.shape[1])
+    return {"rows": len(tokens), "tokens": float((torch.as_tensor(tokens) * places).sum())}
 
 
 class OwnLoss(Trainer):
@@ -119,15 +144,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Trainer]]] = {
         {},
         Trainer,
     ),
+    "generation": (
+        {**EVERY_STEP, "predict_with_generate": True, "generation_max_length": 12},
+        {"compute_metrics": generated},
+        Seq2SeqTrainer,
+    ),
 }
 
 
 def main(kind: str, case: str, folder: Path) -> None:
     options, keywords, cls = CASES[case]
-    classifies = "data_collator" in keywords
+    classifies, generates = "data_collator" in keywords, cls is Seq2SeqTrainer
     set_seed(0)
-    net = classifier() if classifies else language_model()
-    arguments = TrainingArguments(
+    net = classifier() if classifies else translator() if generates else language_model()
+    arguments = (Seq2SeqTrainingArguments if generates else TrainingArguments)(
         str(folder),
         per_device_train_batch_size=4 // WORLD,
         per_device_eval_batch_size=4 // WORLD,
