@@ -104,11 +104,27 @@ def test_report_plans_a_configuration_and_compares_it_with_others(
     }
 
 
+def test_report_compares_a_plan_with_the_best_of_other_kinds(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--devices", "4", "--cluster", "h100", "--top", "3"]
+    ranked = json.loads(
+        CliRunner().invoke(app, ["plan", str(published), *options, "--json"]).stdout
+    )
+    result = CliRunner().invoke(app, ["report", str(published), *options])
+    assert result.stdout.split() == ["small.html"], result.exception
+    html = (tmp_path / "small.html").read_text(encoding="utf-8").partition('id="others"')[2]
+    levels = {each["level"] for each in (*ranked["plans"][1:], *ranked["left_out"])}
+    assert levels and all((level or "unsharded") in html for level in levels)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
         ("plan", ["--devices", "4"], "is a plan, whose options are decided"),
         ("plan", ["--what-if"], "is a plan, whose options are decided"),
+        ("plan", ["--top", "3"], "is a plan, whose options are decided"),
         ("plan", ["--against", "presets"], "presets need a configuration"),
         ("plan", ["--against", "missing.json"], "missing.json"),
         ("config", [], "a configuration needs --devices"),

@@ -209,6 +209,14 @@ def report_command(
             show_default=False,
         ),
     ] = None,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            help="Compare with the fastest plans of so many kinds, as `plan --top` lists them.",
+            show_default=False,
+            min=1,
+        ),
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -225,7 +233,7 @@ def report_command(
 ) -> None:
     """Write a plan as a page for a browser: one HTML file that needs no network. A configuration
     is planned first."""
-    _check_options(source, devices, (cluster, memory_limit, what_if or None))
+    _check_options(source, devices, (cluster, memory_limit, what_if or None, top))
     measured = None if profile is None else Measured.load(profile)
     files = [Path(each) for each in against or () if each != PRESETS]
     existing(ConfigError)(files)
@@ -242,6 +250,7 @@ def report_command(
             planned = RunWithPlan.of(run, devices)
             plan, page = planned.plan, Path(f"{source.stem}.html")
             others |= planned.what_if() if what_if else ()
+            others |= planned.best_plans(top) if top is not None else ()
             others |= planned.presets() if len(files) < len(against or ()) else ()
         for file in files:
             others[file.stem] = _plan_of(file, plan.devices, cluster, on_progress)

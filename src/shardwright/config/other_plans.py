@@ -14,6 +14,7 @@ from shardwright.cost.memory import binary
 from shardwright.errors import ShardwrightError
 from shardwright.graph.graph import Graph
 from shardwright.plan import Plan
+from shardwright.plan.diff import differences
 
 PRESETS: dict[str, Any] = {
     "data parallel": None,
@@ -32,8 +33,14 @@ NO_SEARCH: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class RunWithPlan:
-    """A run on a number of devices with its plan, and what that was made of."""
+    """A run on a number of devices with its plan, and what that was made of.
 
+    Args:
+        unplanned: the run as it was configured.
+        run: the run with what was chosen for it.
+    """
+
+    unplanned: Run
     run: Run
     model: nn.Module
     graph: Graph
@@ -46,9 +53,9 @@ class RunWithPlan:
         Raises:
             ShardwrightError: as `Run.plan`.
         """
-        run = run.on(devices).with_micro_batches(devices)
+        unplanned, run = run, run.on(devices).with_micro_batches(devices)
         model, graph = run.captured()
-        return cls(run, model, graph, run.plan_of(model, graph, devices))
+        return cls(unplanned, run, model, graph, run.plan_of(model, graph, devices))
 
     def what_if(self) -> Iterator[tuple[str, Plan | str]]:
         """The plans for half the memory, twice the devices and another batch, while all else stays;
@@ -68,6 +75,20 @@ class RunWithPlan:
         """Plans that need no search, whether they fit into memory or not."""
         for name, hsdp in PRESETS.items():
             yield self._answer(name, self.plan.devices, hsdp=hsdp, **NO_SEARCH)
+
+    def best_plans(self, top: int) -> Iterator[tuple[str, Plan | str]]:
+        """The fastest plans of so many kinds, but for the one that is this plan, and why there is
+        none of each other kind.
+
+        Raises:
+            ShardwrightError: without a cluster, which says how long a step takes.
+        """
+        ranked = self.unplanned.best_plans(self.plan.devices, top)
+        for kind, plan in ranked.plans.items():
+            if differences(self.plan, plan):
+                yield str(kind), plan
+        for kind, reason in ranked.left_out.items():
+            yield str(kind), reason.text
 
     def _answer(self, name: str, devices: int, **changes: Any) -> tuple[str, Plan | str]:
         return _tried(
