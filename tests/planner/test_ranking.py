@@ -114,6 +114,14 @@ def test_numbers_are_left_out_where_the_loss_is_not_a_mean_of_samples() -> None:
     assert {kind.micro_batches for kind in asked.plans} == {4}
 
 
+def test_kinds_are_ranked_where_mem_coeff_is_to_be_chosen_too() -> None:
+    options = {**OPTIONS, "stages": 1, "micro_batches": 4}
+    found = sw.best_plans(net(), batch(), **options, mem_coeff="auto")
+    assert len(found.plans) > 1
+    fixed = plan(stages=1, mem_coeff="auto").step_time or 0.0
+    assert (next(iter(found.plans.values())).step_time or 0.0) <= fixed
+
+
 def test_the_text_reads_at_80_columns_and_json_has_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

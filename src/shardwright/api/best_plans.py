@@ -46,7 +46,8 @@ def best_plans(call: BestPlansCall) -> RankedPlans:
 
 
 def within_devices(options: PlanOptions) -> PlanOptions:
-    """The options with the memory of the cluster's devices as limit, if there is no other.
+    """The options with the memory of the cluster's devices as limit, if there is no other. All of
+    `mem_coeff="auto"` compete, where `plan` takes the smallest that fits unchanged.
 
     Raises:
         StrategyError: without a cluster.
@@ -55,4 +56,5 @@ def within_devices(options: PlanOptions) -> PlanOptions:
         raise StrategyError(
             "plans are ranked by the seconds of a step: name a cluster, `local` is this machine"
         )
-    return replace(options, memory_limit=options.device_memory)
+    coefficient = options.mem_coeffs[0] if options.has_auto_mem_coeff else options.mem_coeff
+    return replace(options, memory_limit=options.device_memory, mem_coeff=coefficient)
