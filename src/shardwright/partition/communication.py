@@ -175,18 +175,19 @@ def initial_layout(value: Value, mesh: Layout, decisions: Decisions) -> TensorLa
 
 def storage_as_used(graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts]) -> Storage:
     """Stores each parameter sharded as its first sharding use reads it, else replicated."""
-    storage: dict[str, tuple[tuple[int, ...], ...]] = {}
-    for op in graph.ops:
+    return {value.name: _axes_as_used(graph, mesh, cuts, value) for value in graph.parameters}
+
+
+def _axes_as_used(
+    graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts], value: Value
+) -> tuple[tuple[int, ...], ...]:
+    for op, index in graph.consumers[value]:
         rule = rule_of(op)
-        if rule is None:
-            continue
-        inputs, _ = rule.layouts(mesh, cuts.get(op.name, {}))
-        for value, layout in zip(op.inputs, inputs, strict=True):
-            if value.kind is Kind.PARAMETER and layout.sharded:
-                storage.setdefault(value.name, layout.axes)
-    for value in graph.parameters:
-        storage.setdefault(value.name, ((),) * len(value.shape))
-    return storage
+        if rule is not None:
+            layout = rule.layouts(mesh, cuts.get(op.name, {}))[0][index]
+            if layout.sharded:
+                return layout.axes
+    return ((),) * len(value.shape)
 
 
 def _operator(

@@ -215,11 +215,8 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate:
         cuts = MODES[mode].search(request)
         model.searched[key] = cuts, time.perf_counter() - started
     cuts, seconds = model.searched[key]
-    if pipeline.stages > 1 and options.stage_config is None and options.cluster is not None:
-        work = operator_seconds(
-            graph, TimeModel(options.known_cluster, fixed.mesh, pipeline.stages), cuts
-        )
-        pipeline = replace(pipeline, chunk_of=balanced_stages(graph, pipeline.num_chunks, work))
+    if pipeline.stages > 1 and options.stage_config is None:
+        pipeline = replace(pipeline, chunk_of=_balanced(model, options, fixed.mesh, pipeline, cuts))
     decisions = Decisions(
         cuts,
         _storage(model, fixed.mesh, cuts, options),
@@ -233,6 +230,21 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate:
     if options.cluster is not None:
         return _aligned(candidate, fixed.cuts)
     return _nested(candidate, fixed.cuts)
+
+
+def _balanced(
+    model: CapturedModel,
+    options: PlanOptions,
+    mesh: Layout,
+    pipeline: PipelineSpec,
+    cuts: Mapping[str, Cuts],
+) -> Mapping[str, int]:
+    """For each operator the number of its chunk, of chunks that take about as long."""
+    work = None
+    if options.cluster is not None:
+        time = TimeModel(options.known_cluster, mesh, pipeline.stages)
+        work = operator_seconds(model.graph, time, cuts)
+    return balanced_stages(model.graph, pipeline.num_chunks, work)
 
 
 MANY_AXES = 4

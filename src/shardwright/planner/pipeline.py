@@ -17,7 +17,7 @@ from shardwright.partition.pipeline_spec import REDUCTIONS, PipelineSpec
 from shardwright.partition.schedules import SCHEDULES
 from shardwright.planner.options import COUNT, PlanOptions
 from shardwright.runtime.micro_batches import micro_batch
-from shardwright.search.assign_stages import StageConfig, balanced_stages, named_stages
+from shardwright.search.assign_stages import StageConfig, named_stages
 from shardwright.torch_internals import pytree
 
 
@@ -118,7 +118,8 @@ def micro_batch_example(
 def pipeline_spec(
     options: PlanOptions, graph: Graph, modules: Iterable[str], loss_reduction: str
 ) -> PipelineSpec:
-    """The stages of a captured model.
+    """The stages of a captured model; which operators are in them only where modules are assigned,
+    else they are to be divided evenly.
 
     Args:
         modules: names that are valid in `stage_config` besides those of modules with operators.
@@ -143,7 +144,7 @@ def pipeline_spec(
         stages = options.stages
         _check_numbers(options, stages)
         chunks = SCHEDULES[options.schedule].min_chunks if stages > 1 else 1
-        chunk_of = balanced_stages(graph, stages * chunks) if stages > 1 else {}
+        chunk_of = {}
     if stages == 1:
         return PipelineSpec(1, options.num_micro_batches, loss_reduction=loss_reduction)
     return PipelineSpec(

@@ -27,6 +27,9 @@ Dims = tuple[str | None, ...]
 Cuts = Mapping[str, tuple[int, ...]]
 """For each cut factor the axes of the device matrix that cut it, most significant first."""
 
+OperatorLayouts = tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]
+"""The layouts of the inputs of an operator and of its outputs."""
+
 
 @dataclass(frozen=True)
 class Main:
@@ -175,6 +178,9 @@ class ShardingRule:
     sizes: int | None = None
     random: bool = False
     factors: tuple[str, ...] = field(init=False)
+    _layouts: dict[object, OperatorLayouts] = field(
+        init=False, compare=False, repr=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         named = {f: None for dims in (*self.inputs, *self.outputs) for f in dims if f is not None}
@@ -196,10 +202,14 @@ class ShardingRule:
         summed = self.reduced | self.complete
         return factor in summed or all(factor in dims for dims in self.outputs)
 
-    def layouts(
-        self, mesh: Layout, cuts: Cuts
-    ) -> tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]:
-        """The layouts of the inputs and of the outputs when the operator is cut by `cuts`."""
+    def layouts(self, mesh: Layout, cuts: Cuts) -> OperatorLayouts:
+        """Those of an operator that is cut by `cuts`."""
+        key = mesh, tuple(cuts.items())
+        if key not in self._layouts:
+            self._layouts[key] = self._layouts_of(mesh, cuts)
+        return self._layouts[key]
+
+    def _layouts_of(self, mesh: Layout, cuts: Cuts) -> OperatorLayouts:
         cut_axes = {axis: factor for factor, axes in cuts.items() for axis in axes}
 
         def axes_of(dims: Dims) -> tuple[tuple[int, ...], ...]:

@@ -9,6 +9,7 @@ two layers of a transformer one value is sent, within one two.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import groupby
@@ -129,25 +130,43 @@ def _cheapest_ends(
     best: list[float] = [0.0] + [never] * (places - 1)
     back: list[list[int]] = []
     for chunk in range(count):
-        reached, came = [never] * places, [0] * places
-        for start in range(places):
-            # What remains must fit into the remaining chunks.
-            left = total[-1] - total[start]
-            if best[start] == never or left > (count - chunk) * limit * (1 + 1e-9):
-                continue
-            for end in range(start + 1, places):
-                weight = total[end] - total[start]
-                if weight > limit * (1 + 1e-9):
-                    break
-                cost = best[start] + (crossing[end] if chunk < count - 1 else 0)
-                if weight > 0 and cost < reached[end]:
-                    reached[end], came[end] = cost, start
-        best = reached
+        came = _cheapest_starts(total, best, count - chunk, limit)
+        last = chunk == count - 1
+        best = [
+            never if start < 0 else best[start] + (0 if last else crossing[end])
+            for end, start in enumerate(came)
+        ]
         back.append(came)
     ends = [places - 1]
     for came in reversed(back[1:]):
         ends.append(came[ends[-1]])
     return ends[::-1]
+
+
+def _cheapest_starts(
+    total: Sequence[float], best: Sequence[float], chunks: int, limit: float
+) -> list[int]:
+    """For each end of a chunk the start with which what lies before costs least, -1 if there is
+    none; the first of those that cost as much. As ends move on, so do the starts that are near
+    enough: those that may yet be the cheapest wait in the order of their costs.
+
+    Args:
+        chunks: this one and those that follow, into which what remains must fit.
+    """
+    most = limit * (1 + 1e-9)
+    waiting: deque[int] = deque()
+    found, start = [], 0
+    for weight in total:
+        while total[start] < weight:
+            if best[start] < float("inf") and total[-1] - total[start] <= chunks * most:
+                while waiting and best[waiting[-1]] > best[start]:
+                    waiting.pop()
+                waiting.append(start)
+            start += 1
+        while waiting and weight - total[waiting[0]] > most:
+            waiting.popleft()
+        found.append(waiting[0] if waiting else -1)
+    return found
 
 
 StageConfig = Mapping[str, int]
