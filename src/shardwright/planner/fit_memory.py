@@ -99,13 +99,15 @@ class _Draft:
 
     Args:
         needed: bytes of a device of each stage, at least, whatever is recomputed.
-        fit: what finds out how much; None as long as it recomputes nothing.
+        recomputes: whether it has to, by an estimate or because that was measured.
+        fit: what finds out how much; None as long as that is only estimated.
         fits: whether that is done.
     """
 
     attempt: Attempt
     candidate: Candidate
     needed: Sequence[int]
+    recomputes: bool = False
     fit: RecomputeFit | None = None
     fits: bool = False
 
@@ -225,13 +227,20 @@ class _Search:
             fitted = replace(candidate, decisions=found.decisions)
             self.add(max(bound, fitted.seconds), replace(draft, candidate=fitted, fits=True))
             return None
-        if self._measured(draft).peak <= self.limit:
-            return candidate
-        if attempt.recompute:
+        if draft.recomputes:
             fit = self._recomputing(draft)
             if fit is not None:
                 expected = replace(candidate, decisions=fit.expected())
                 self.add(max(bound, NEAR * expected.seconds), replace(draft, fit=fit))
+            return None
+        ladders = self._ladders(candidate) if attempt.recompute else None
+        plain = ladders is None or ladders.may_fit_plain(draft.needed, self.limit)
+        if plain and self._measured(draft).peak <= self.limit:
+            return candidate
+        if ladders is not None:
+            decisions = ladders.expected(candidate.decisions, draft.needed, self.limit)
+            expected = replace(candidate, decisions=decisions)
+            self.add(max(bound, NEAR * expected.seconds), replace(draft, recomputes=True))
         return None
 
     def _measured(self, draft: _Draft) -> Memory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -33,7 +34,7 @@ from shardwright.rules import (
 )
 from shardwright.rules.notation import draws_random
 from shardwright.rules.register import register
-from shardwright.rules.rule import RuleMaker, ShardingRule, find_rule_maker
+from shardwright.rules.rule import RuleMaker, ShardingRule, find_rule_maker, registry
 
 __all__ = ["ShardingRule", "is_random", "register", "rule_of"]
 
@@ -58,6 +59,18 @@ def rule_of(op: Op) -> ShardingRule | None:
 
     Operators with the same target, shapes, dtypes and arguments share one rule.
     """
+    number = len(registry())
+    known = _KNOWN.get(op)
+    if known is None or known[0] != number:
+        known = _KNOWN[op] = number, _find_rule(op)
+    return known[1]
+
+
+_KNOWN: WeakKeyDictionary[Op, tuple[int, ShardingRule | None]] = WeakKeyDictionary()
+"""The rules of operators, each with the number of rules that were registered when it was found."""
+
+
+def _find_rule(op: Op) -> ShardingRule | None:
     maker = find_rule_maker(op.target)
     if maker is None and torch.Tag.pointwise in getattr(op.target, "tags", ()):
         maker = pointwise.pointwise

@@ -24,6 +24,9 @@ from shardwright.search.recompute.knapsack import cheapest
 STEPS = 16
 """Of all that a stage can free, shares in steps of one in so many are tried."""
 
+CERTAIN = 0.93
+"""Estimates of what a device needs are up to 7% above what a dry run finds, where that is much."""
+
 BY_HAND = ("lean", "cheap", "kept", "again")
 """What is tried besides: what is done by hand, in all blocks the same."""
 
@@ -80,6 +83,16 @@ class StageLadder:
         """The first step that frees so much of all that can be freed."""
         return next((n for n in range(self.top) if self.share(n) >= share), self.top)
 
+    def expected(self, others: int, limit: int) -> int:
+        """The step with which the stage fits at the earliest, by an estimate.
+
+        Args:
+            others: bytes that it needs besides.
+        """
+        most, least = self.kept
+        missing = CERTAIN * (others + most) - limit
+        return 0 if missing <= 0 else self.above(min(1.0, missing / max(most - least, 1)))
+
     def marks(self, rung: int) -> Marks:
         """The operators that are recomputed."""
         if rung not in self._marks:
@@ -134,6 +147,21 @@ class RecomputeLadders:
             )
         return self._at[depth]
 
+    def may_fit_plain(self, others: Sequence[int], limit: int) -> bool:
+        """Whether by an estimate every stage may fit if nothing is recomputed.
+
+        Args:
+            others: bytes that each needs besides.
+        """
+        kept = zip(others, _flights(self._pipeline), self._saved, strict=True)
+        return all(CERTAIN * (size + flights * saved) <= limit for size, flights, saved in kept)
+
+    def expected(self, plain: Decisions, others: Sequence[int], limit: int) -> Decisions:
+        """The least that is recomputed, by an estimate, if every stage fits."""
+        stages = self.at(self.depths[0])
+        steps = zip(stages, others, strict=True)
+        return decided(plain, stages, [stage.expected(size, limit) for stage, size in steps])
+
     @cached_property
     def _saved(self) -> list[int]:
         """Bytes that each stage keeps if it recomputes nothing."""
@@ -155,6 +183,13 @@ def _flights(pipeline: PipelineSpec) -> list[int]:
         max(max(1, sum(counts.values()) // len(counts)) for counts in alive(order))
         for order in actions(pipeline)
     ]
+
+
+def decided(plain: Decisions, ladders: Sequence[StageLadder], rungs: Sequence[int]) -> Decisions:
+    """Decisions by which each stage recomputes the operators of a step of its ladder."""
+    chosen = (ladder.marks(rung) for ladder, rung in zip(ladders, rungs, strict=True))
+    marks = {name: mark for each in chosen for name, mark in each.items()}
+    return replace(plain, recompute={**plain.recompute, **marks})
 
 
 class RecomputeFit:
@@ -216,6 +251,4 @@ class RecomputeFit:
         return max(few + (few in peaks), min(enough - 1, ladder.above(share)))
 
     def _decided(self, rungs: Rungs) -> Decisions:
-        chosen = (each.marks(rung) for each, rung in zip(self._ladders, rungs, strict=True))
-        marks = {name: mark for each in chosen for name, mark in each.items()}
-        return replace(self._plain, recompute={**self._plain.recompute, **marks})
+        return decided(self._plain, self._ladders, rungs)
