@@ -82,12 +82,15 @@ def test_a_kernel_computes_the_halves() -> None:
     def twice(x: Tensor) -> Tensor:
         return 2 * x @ x.T
 
+    net = Grams()
+    before = sw.capture(net, ()).ops[0]
+    assert rule_of(before) is None
     with pytest.raises(sw.StrategyError, match="on halves of 's' output 0 is not the sum"):
         sw.rules.register(
             GRAM, "_ s -> _ _", reduced="s", example=EXAMPLE[:1], kernel=lambda *_: twice
         )
     sw.rules.register(GRAM, "_ s -> _ _", reduced="s", example=EXAMPLE[:1], kernel=kernel)
-    net = Grams()
+    assert rule_of(before) is not None, "of what was captured before too"
     assert [op for op in sw.capture(net, ()).ops if rule_of(op) is None] == []
     sw.shard(net.gram, ((1, 3),))
     plan = sw.plan(net, (), devices=3, mode="semi_auto")

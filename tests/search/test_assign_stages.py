@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, combinations, pairwise
+from random import Random
+
 import pytest
 from torch import nn
 
@@ -9,7 +12,7 @@ import shardwright as sw
 from sample_models import llama, mlp
 from shardwright.graph.graph import Graph
 from shardwright.graph.split import split_graph
-from shardwright.search.assign_stages import balanced_stages, operator_work
+from shardwright.search.assign_stages import _cheapest_ends, balanced_stages, operator_work
 
 
 def work_of_parts(graph: Graph, chunk_of: dict[str, int]) -> list[float]:
@@ -57,3 +60,28 @@ def test_more_parts_than_working_operators_are_refused() -> None:
         sw.StrategyError, match="cannot divide the model into 4 pipeline chunks: only 2"
     ):
         balanced_stages(graph, 4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_all_divisions_with_no_heavier_chunk_the_one_that_sends_least_is_taken(
+    seed: int,
+) -> None:
+    random = Random(seed)
+    weights = [random.choice((0, 1, 2, 5)) for _ in range(12)]
+    total = [0, *accumulate(weights)]
+    crossing = [random.randrange(9) for _ in total]
+    count = random.randrange(2, 5)
+
+    def chunks(ends: tuple[int, ...]) -> list[int]:
+        return [total[end] - total[start] for start, end in pairwise((0, *ends))]
+
+    every = [(*inner, len(weights)) for inner in combinations(range(1, len(weights)), count - 1)]
+    divisions = [ends for ends in every if min(chunks(ends)) > 0]
+    limit = random.choice(sorted(max(chunks(ends)) for ends in divisions))
+    found = _cheapest_ends(total, crossing, count, limit)
+    assert tuple(found) in divisions and max(chunks(tuple(found))) <= limit
+
+    def sent(ends: tuple[int, ...]) -> int:
+        return sum(crossing[end] for end in ends[:-1])
+
+    assert sent(tuple(found)) == min(sent(e) for e in divisions if max(chunks(e)) <= limit)
