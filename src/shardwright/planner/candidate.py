@@ -49,6 +49,7 @@ class CapturedModel:
         loss_reduction: of the losses of its micro-batches.
         dry_runs: of its parts, whose results serve every candidate.
         searched: the cuts of earlier searches and their seconds, by the arguments of each.
+        divisions: of the operators into chunks, for cuts of earlier searches.
         predictions: of earlier candidates; searches with other arguments often decide the same.
     """
 
@@ -59,6 +60,7 @@ class CapturedModel:
     loss_reduction: str = "mean"
     dry_runs: DryRunCache = field(default_factory=DryRunCache)
     searched: dict[object, tuple[Mapping[str, Cuts], float]] = field(default_factory=dict)
+    divisions: dict[object, Mapping[str, int]] = field(default_factory=dict)
     predictions: list[tuple[tuple[object, ...], Predicted]] = field(default_factory=list)
 
     @property
@@ -216,7 +218,10 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate:
         model.searched[key] = cuts, time.perf_counter() - started
     cuts, seconds = model.searched[key]
     if pipeline.stages > 1 and options.stage_config is None:
-        pipeline = replace(pipeline, chunk_of=_balanced(model, options, fixed.mesh, pipeline, cuts))
+        division = key, pipeline.num_chunks
+        if division not in model.divisions:
+            model.divisions[division] = _balanced(model, options, fixed.mesh, pipeline, cuts)
+        pipeline = replace(pipeline, chunk_of=model.divisions[division])
     decisions = Decisions(
         cuts,
         _storage(model, fixed.mesh, cuts, options),
