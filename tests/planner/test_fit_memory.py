@@ -215,3 +215,30 @@ def test_whole_layers_are_recomputed_where_the_loss_over_a_vocabulary_needs_most
     graph = sw.capture(net, (ids, ids))
     fitted = sw.plan(graph, **options, memory_limit=by_hand.memory.peak)
     assert fitted.memory.peak <= by_hand.memory.peak < sw.plan(graph, **options).memory.peak
+
+
+def test_stages_of_half_a_layer_do_not_say_what_is_recomputed_without_stages() -> None:
+    """With four stages of two layers the best blocks are whole stages; with one they are layers."""
+    sizes = Dimensions(
+        family="llama",
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        intermediate_size=128,
+        vocab_size=320,
+        seq_length=256,
+        norm_eps=1e-5,
+    )
+    ids = torch.empty(8, 256, dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        net, marked = build(sizes), build(sizes)
+    for layer in marked.model.layers:
+        sw.recompute(layer)
+    options: dict[str, Any] = {"devices": 8, "cluster": "h100", "micro_batches": 4}
+    by_hand = sw.plan(sw.capture(marked, (ids, ids)), mode="data_parallel", **options)
+    graph = sw.capture(net, (ids, ids))
+    fitted = sw.plan(graph, stages="auto", memory_limit=by_hand.memory.peak, **options)
+    assert fitted.memory.peak <= by_hand.memory.peak
+    assert fitted.step_time is not None and by_hand.step_time is not None
+    assert fitted.step_time <= by_hand.step_time

@@ -124,6 +124,7 @@ class _Search:
         least: what needed least memory of all that does not fit.
         dropped: what cannot fit whatever is recomputed.
         ladders: what candidates can recompute, by their cuts and stages.
+        depths: of the module tree, at which that is, by the number of chunks.
         errors: of options with which the model cannot be planned.
         peaks: by kind the least that was measured of what does not fit.
     """
@@ -134,6 +135,7 @@ class _Search:
     least: tuple[Memory, Attempt] | None = None
     dropped: list[_Draft] = field(default_factory=list)
     ladders: dict[object, RecomputeLadders] = field(default_factory=dict)
+    depths: dict[int, Sequence[int]] = field(default_factory=dict)
     errors: list[tuple[PlanOptions, ShardwrightError]] = field(default_factory=list)
     peaks: dict[PlanKind, int] = field(default_factory=dict)
     seen: set[object] = field(default_factory=set)
@@ -259,9 +261,10 @@ class _Search:
             if options.cluster is not None:
                 dtype = graph.compute_dtype or torch.float32
                 prices = RecomputePrices.on(options.known_cluster, dtype)
-            depths = next(iter(self.ladders.values())).depths if self.ladders else None
             parts = graph, candidate.mesh, candidate.decisions, pipeline
-            self.ladders[key] = RecomputeLadders(*parts, prices, depths)
+            ladders = RecomputeLadders(*parts, prices, self.depths.get(pipeline.num_chunks))
+            self.depths[pipeline.num_chunks] = ladders.depths
+            self.ladders[key] = ladders
         return self.ladders[key]
 
     def _recomputing(self, draft: _Draft) -> RecomputeFit | None:
