@@ -217,8 +217,15 @@ def test_whole_layers_are_recomputed_where_the_loss_over_a_vocabulary_needs_most
     assert fitted.memory.peak <= by_hand.memory.peak < sw.plan(graph, **options).memory.peak
 
 
-def test_stages_of_half_a_layer_do_not_say_what_is_recomputed_without_stages() -> None:
-    """With four stages of two layers the best blocks are whole stages; with one they are layers."""
+@pytest.mark.parametrize(
+    ("cluster", "stages", "hsdp", "shape"),
+    [("h100", 1, None, (8, 256)), ("ascend910b", 2, {"level": "level3"}, (16, 128))],
+)
+def test_stages_by_hand_with_all_layers_recomputed_are_never_faster(
+    cluster: str, stages: int, hsdp: dict[str, str] | None, shape: tuple[int, int]
+) -> None:
+    """With four stages of two layers the best blocks are whole stages; with fewer they are
+    layers."""
     sizes = Dimensions(
         family="llama",
         hidden_size=64,
@@ -227,16 +234,17 @@ def test_stages_of_half_a_layer_do_not_say_what_is_recomputed_without_stages() -
         num_kv_heads=4,
         intermediate_size=128,
         vocab_size=320,
-        seq_length=256,
+        seq_length=shape[1],
         norm_eps=1e-5,
     )
-    ids = torch.empty(8, 256, dtype=torch.long, device="meta")
+    ids = torch.empty(shape, dtype=torch.long, device="meta")
     with torch.device("meta"):
         net, marked = build(sizes), build(sizes)
     for layer in marked.model.layers:
         sw.recompute(layer)
-    options: dict[str, Any] = {"devices": 8, "cluster": "h100", "micro_batches": 4}
-    by_hand = sw.plan(sw.capture(marked, (ids, ids)), mode="data_parallel", **options)
+    options: dict[str, Any] = {"devices": 8, "cluster": cluster, "micro_batches": 4}
+    said = {"mode": "data_parallel", "stages": stages, "hsdp": hsdp}
+    by_hand = sw.plan(sw.capture(marked, (ids, ids)), **said, **options)
     graph = sw.capture(net, (ids, ids))
     fitted = sw.plan(graph, stages="auto", memory_limit=by_hand.memory.peak, **options)
     assert fitted.memory.peak <= by_hand.memory.peak

@@ -135,7 +135,7 @@ class _Search:
     least: tuple[Memory, Attempt] | None = None
     dropped: list[_Draft] = field(default_factory=list)
     ladders: dict[object, RecomputeLadders] = field(default_factory=dict)
-    depths: dict[int, Sequence[int]] = field(default_factory=dict)
+    depths: dict[int, Sequence[Sequence[int]]] = field(default_factory=dict)
     errors: list[tuple[PlanOptions, ShardwrightError]] = field(default_factory=list)
     peaks: dict[PlanKind, int] = field(default_factory=dict)
     seen: set[object] = field(default_factory=set)
@@ -230,8 +230,7 @@ class _Search:
             self.add(max(bound, fitted.seconds), replace(draft, candidate=fitted, fits=True))
             return None
         if draft.recomputes:
-            fit = self._recomputing(draft)
-            if fit is not None:
+            for fit in self._recomputing(draft):
                 expected = replace(candidate, decisions=fit.expected())
                 self.add(max(bound, NEAR * expected.seconds), replace(draft, fit=fit))
             return None
@@ -267,17 +266,22 @@ class _Search:
             self.ladders[key] = ladders
         return self.ladders[key]
 
-    def _recomputing(self, draft: _Draft) -> RecomputeFit | None:
-        """What finds out how much is recomputed; None if all that can be is not enough. The blocks
-        are the smallest that do."""
+    def _recomputing(self, draft: _Draft) -> list[RecomputeFit]:
+        """What finds out how much is recomputed, for blocks at each depth that competes; none if
+        all that can be is not enough. The blocks are the smallest that do."""
         candidate, limit = draft.candidate, self.limit or 0
         ladders = self._ladders(candidate)
-        for depth in ladders.depths:
-            fit = RecomputeFit(ladders.at(depth), candidate.decisions, candidate.memory, limit)
-            if fit.begin():
-                return fit
-            self._failed(fit.least, draft.attempt)
-        return None
+        for depths in ladders.depths:
+            fits = []
+            for depth in depths:
+                fit = RecomputeFit(ladders.at(depth), candidate.decisions, candidate.memory, limit)
+                if fit.begin():
+                    fits.append(fit)
+                else:
+                    self._failed(fit.least, draft.attempt)
+            if fits:
+                return fits
+        return []
 
     def _failed(self, fit: MemoryFit | None, attempt: Attempt) -> None:
         assert fit is not None

@@ -39,7 +39,7 @@ def fit_by_recomputation(
     if plain.memory.peak <= limit:
         return plain
     ladders = RecomputeLadders(graph, plan.mesh, plan.decisions, plan.pipeline)
-    fit = RecomputeFit(ladders.at(ladders.depths[0]), plan.decisions, measure, limit)
+    fit = RecomputeFit(ladders.at(ladders.depths[0][0]), plan.decisions, measure, limit)
     if fit.begin():
         return fit.run()
     assert fit.least is not None
@@ -78,7 +78,7 @@ def test_a_fitted_plan_computes_the_same() -> None:
 def test_layers_are_blocks_and_gathers_make_the_difference_between_ways() -> None:
     plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
     found = RecomputeCandidates(GRAPH, plan.mesh, plan.decisions, lambda op: 0)
-    blocks = {block.name: block for block in found.blocks(found.depths[0])}
+    blocks = {block.name: block for block in found.blocks(found.depths[0][0])}
     assert {"model.layers.0", "model.layers.1"} <= set(blocks)
     options = blocks["model.layers.1"].options
     cheap, kept, again = (options[name][0] for name in ("cheap", "kept", "again"))
@@ -104,7 +104,7 @@ def test_on_slow_links_what_is_sent_again_costs_more() -> None:
     ):
         found = RecomputeCandidates(GRAPH, plan.mesh, plan.decisions, lambda op: 0, prices)
         options = next(
-            b for b in found.blocks(found.depths[0]) if b.name == "model.layers.1"
+            b for b in found.blocks(found.depths[0][0]) if b.name == "model.layers.1"
         ).options
         costs.append(options["again"][0].cost - options["kept"][0].cost)
     assert 0 < costs[0] < costs[1]
@@ -116,7 +116,7 @@ def test_layers_are_blocks_where_the_loss_outweighs_all_layers() -> None:
     plan = sw.plan(graph, devices=1)
     found = RecomputeCandidates(graph, plan.mesh, plan.decisions, lambda op: 0)
     assert {"model.layers.0", "model.layers.1"} <= {
-        block.name for block in found.blocks(found.depths[0])
+        block.name for block in found.blocks(found.depths[0][0])
     }
 
 

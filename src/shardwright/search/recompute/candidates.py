@@ -68,6 +68,9 @@ class RecomputeBlock:
 
 DEFAULT_PRICES = RecomputePrices()
 
+HARDLY_MORE = 1.25
+"""What blocks of another depth may leave, of the least."""
+
 
 class RecomputeCandidates:
     """The blocks of a planned model.
@@ -96,16 +99,20 @@ class RecomputeCandidates:
         return self._blocks(self._divided(depth), self.plain)
 
     @cached_property
-    def depths(self) -> tuple[int, ...]:
-        """Of the module tree, those at which blocks may be. First the one where recomputing all of
-        them leaves least at its peak if that is within a block, then outer ones, each of which
-        keeps less than those before: the peak may be elsewhere, as in a loss over a vocabulary."""
+    def depths(self) -> tuple[tuple[int, ...], ...]:
+        """Of the module tree, those at which blocks may be. First those that compete: the one where
+        recomputing all of them leaves least at its peak if that is within a block, and those that
+        leave hardly more. Then outer ones, each of which keeps less than those before: the peak may
+        be elsewhere, as in a loss over a vocabulary."""
         deepest = max((len(op.calls) for op in self._free), default=0)
         kept = {depth: self._kept(depth) for depth in range(1, deepest) or (0,)}
-        found = [min(kept, key=lambda depth: kept[depth] + self._inside(depth))]
-        for depth in range(found[0] - 1, 0, -1):
-            if kept[depth] < kept[found[-1]]:
-                found.append(depth)
+        peaks = {depth: size + self._inside(depth) for depth, size in kept.items()}
+        best = min(peaks, key=lambda depth: peaks[depth])
+        near = (depth for depth in sorted(peaks) if peaks[depth] <= HARDLY_MORE * peaks[best])
+        found = [tuple(sorted(near, key=lambda depth: depth != best))]
+        for depth in range(best - 1, 0, -1):
+            if depth not in found[0] and kept[depth] < kept[found[-1][0]]:
+                found.append((depth,))
         return tuple(found)
 
     @cached_property

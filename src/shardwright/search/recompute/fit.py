@@ -120,7 +120,8 @@ class RecomputeLadders:
 
     Args:
         prices: of bytes that are moved and sent again.
-        depths: of the module tree, at which blocks may be; by default those of the candidates.
+        depths: of the module tree, at which blocks may be: some that compete, then others that need
+            less; by default those of the candidates.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class RecomputeLadders:
         decisions: Decisions,
         pipeline: PipelineSpec,
         prices: RecomputePrices = DEFAULT_PRICES,
-        depths: Sequence[int] | None = None,
+        depths: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._found = RecomputeCandidates(graph, mesh, decisions, self._stage_of, prices)
@@ -158,7 +159,7 @@ class RecomputeLadders:
 
     def expected(self, plain: Decisions, others: Sequence[int], limit: int) -> Decisions:
         """The least that is recomputed, by an estimate, if every stage fits."""
-        stages = self.at(self.depths[0])
+        stages = self.at(self.depths[0][0])
         steps = zip(stages, others, strict=True)
         return decided(plain, stages, [stage.expected(size, limit) for stage, size in steps])
 
