@@ -219,7 +219,11 @@ def test_whole_layers_are_recomputed_where_the_loss_over_a_vocabulary_needs_most
 
 @pytest.mark.parametrize(
     ("cluster", "stages", "hsdp", "shape"),
-    [("h100", 1, None, (8, 256)), ("ascend910b", 2, {"level": "level3"}, (16, 128))],
+    [
+        ("h100", 1, None, (8, 256)),
+        ("h100", 1, {"level": "level3"}, (8, 256)),
+        ("ascend910b", 2, {"level": "level3"}, (16, 128)),
+    ],
 )
 def test_stages_by_hand_with_all_layers_recomputed_are_never_faster(
     cluster: str, stages: int, hsdp: dict[str, str] | None, shape: tuple[int, int]

@@ -203,12 +203,12 @@ class RecomputeCandidates:
                 sent[transfer.segment] = size + transfer.forward_bytes
         operations: dict[tuple[int, str], float] = {}
         for segment in flow.segments:
-            block = block_of.get(segment.ops[0])
-            if block is None:
-                continue
-            work = sum(map(self._operations, self._run_again(segment.ops)))
-            work += self.prices.sent * sent.get(segment.name, 0)
-            operations[block] = operations.get(block, 0.0) + work
+            if (first := block_of.get(segment.ops[0])) is not None:
+                work = self.prices.sent * sent.get(segment.name, 0)
+                operations[first] = operations.get(first, 0.0) + work
+            for name in self._run_again(segment.ops):
+                if (block := block_of.get(name)) is not None:
+                    operations[block] = operations.get(block, 0.0) + self._operations(name)
         return operations
 
     def _run_again(self, names: Sequence[str]) -> list[str]:
