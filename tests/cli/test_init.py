@@ -45,6 +45,14 @@ def test_an_unknown_name_is_refused_with_those_that_contain_it() -> None:
     assert str(refused).endswith("llama2_70b_auto, llama2_70b_expert, tiny/llama2_70b")
 
 
+@pytest.mark.parametrize("family", ["llama", "llama2", "qwen", "baichuan", "pangualpha"])
+def test_a_family_is_its_smallest_configuration(family: str, tmp_path: Path) -> None:
+    copy = tmp_path / "run.yaml"
+    assert CliRunner().invoke(app, ["init", family, "--out", str(copy)]).exit_code == 0
+    tiny = (ROOT / "configs" / "tiny").glob(f"{family}*.yaml")
+    assert copy.read_bytes() in [file.read_bytes() for file in tiny]
+
+
 @pytest.mark.slow
 def test_an_installed_wheel_holds_the_configurations_and_all_data(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -27,10 +28,21 @@ def files() -> dict[str, Path]:
     return named | {f"{examples.name}/{file.name}": file for file in copied}
 
 
+def starter(family: str, known: dict[str, Path]) -> str | None:
+    """Of a family, such as `llama` or `qwen`, the configuration that any machine can train."""
+    tiny = (each for each in known if re.fullmatch(rf"tiny/{re.escape(family)}\d*_.*", each))
+    return min(tiny, key=lambda each: (len(each), each), default=None)
+
+
 @app.command("init")
 def init_command(
     name: Annotated[
-        str | None, typer.Argument(help="One of the listed names.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="One of the listed names, or a family, such as llama: a configuration of it that "
+            "trains on any machine.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The file to write; by default in the working folder.")
@@ -44,7 +56,7 @@ def init_command(
         for each in known:
             typer.echo(each)
         return
-    file = known.get(name)
+    file = known.get(starter(name, known) or name)
     if file is None:
         similar = [each for each in known if name in each] or list(known)
         raise ConfigError(
