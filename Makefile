@@ -5,7 +5,7 @@
 #   make check      lint, format, types, import order
 #   make bench      the numbers of docs/benchmarks.md
 #   make docs       the site, into build/site    make docs-serve  the same at localhost:8000
-#   make report-picture  the pictures of docs/report.md, with Chromium
+#   make figures    the drawings of docs/    make report-picture  those of docs/report.md, with Chromium
 #   make bench-gpu  what one accelerator can tell, into gpu_results/
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install test test-slow golden check format bench bench-gpu docs docs-serve report-picture demo clean
+.PHONY: install test test-slow golden check format bench bench-gpu docs docs-serve figures report-picture demo clean
 
 install: $(STAMP)
 
@@ -62,6 +62,9 @@ docs: install
 
 docs-serve: install
 	$(BIN)/mkdocs serve
+
+figures: install
+	$(BIN)/python docs/figures docs/images
 
 report-picture: install
 	mkdir -p build docs/images
