@@ -334,6 +334,5 @@ def _too_large(attempt: Attempt, limit: int, needs: Memory) -> str:
 
 
 def _breakdown(stage: StageMemory) -> str:
-    kinds = ("parameters", "optimizer", "gradients", "gathered", "activations", "temporary")
-    sizes = ((kind, getattr(stage, kind)) for kind in kinds)
+    sizes = ((kind, getattr(stage, kind)) for kind in StageMemory.NAMES)
     return ", ".join(f"{kind} {binary(size)}" for kind, size in sizes if size)
