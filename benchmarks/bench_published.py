@@ -20,7 +20,8 @@ where it is published.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -28,7 +29,8 @@ from benchmarks.page import PAGE, ROOT
 from benchmarks.scatter import scatter
 from benchmarks.table import Table
 from shardwright.compare.measured import spearman
-from shardwright.compare.published import PlannedRun, PublishedRun, read_published
+from shardwright.compare.published import MeasuredRun, PlannedMeasurement
+from shardwright.compare.published_config import planned_runs
 
 ROWS = ROOT / "benchmarks" / "published_throughput.json"
 PICTURE = PAGE.with_name("published.svg")
@@ -46,7 +48,7 @@ RESERVED = 1.08
 class Prediction:
     """What was measured, and what is predicted: seconds of a step, utilization, bytes."""
 
-    run: PublishedRun
+    run: MeasuredRun
     seconds: float
     measured_utilization: float
     utilization: float
@@ -72,10 +74,9 @@ class Prediction:
 
 
 def run(rows: Path = ROWS) -> list[Table]:
-    runs = read_published(rows)
-    planned = [PlannedRun(each, each.cluster) for each in runs]
+    planned, left_out = planned_runs(rows)
     # All rows are checked before any is planned; a plan is dropped as soon as it is priced.
-    predictions = [predicted(replace(each)) for each in planned]
+    predictions = [predicted(copy(each)) for each in planned]
     kinds = sorted({each.run.hardware for each in predictions})
     points = {
         kind: [
@@ -87,10 +88,10 @@ def run(rows: Path = ROWS) -> list[Table]:
     }
     picture = PICTURE if rows == ROWS else rows.with_suffix(".svg")
     picture.write_text(scatter("Tokens per second and device", points), encoding="utf-8")
-    return [summary(predictions), each_row(predictions)]
+    return [summary(predictions), each_row(predictions), *unread(left_out)]
 
 
-def predicted(planned: PlannedRun) -> Prediction:
+def predicted(planned: PlannedMeasurement) -> Prediction:
     """Plans a run; only its numbers are kept."""
     run, seconds = planned.run, planned.seconds()
     return Prediction(
@@ -176,6 +177,15 @@ def each_row(predictions: list[Prediction]) -> Table:
             memory,
         )
     return table
+
+
+def unread(left_out: dict[str, str]) -> Iterable[Table]:
+    """The runs that cannot be read, if there are any."""
+    if left_out:
+        table = Table("Left out", ("run", "why"))
+        for name, why in left_out.items():
+            table.add(name, why)
+        yield table
 
 
 def _median(group: list[Prediction]) -> float:

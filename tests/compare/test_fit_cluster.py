@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.compare.fit_cluster import Fit, figures_of, fit_cluster, runs_on
+from shardwright.compare.fit_cluster import Fit, figures_of, fit_cluster
 from shardwright.compare.published import PlannedRun, PublishedRun
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.clusters import load_cluster
@@ -105,10 +105,3 @@ def test_without_scipy_there_is_one_error(
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ConfigError, match=r"needs scipy .*'shardwright\[calibrate\]'"):
         fit_cluster(planned[:1], BASE)
-
-
-def test_only_runs_on_the_cluster_are_taken(planned: list[PlannedRun]) -> None:
-    runs = [each.run for each in planned]
-    assert runs_on(BASE, runs) == runs
-    with pytest.raises(ConfigError, match="no run is on a100; those that there are run on h100"):
-        runs_on(load_cluster("a100"), runs)

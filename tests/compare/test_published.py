@@ -93,7 +93,7 @@ def test_a_figure_that_is_missing_is_named(tmp_path: Path) -> None:
     rows = [{key: value for key, value in ROW.items() if key != "micro_batch"}]
     with pytest.raises(ConfigError, match=r"rows\[0\] \(tiny\): micro_batch is missing"):
         read({"rows": rows}, tmp_path)
-    with pytest.raises(ConfigError, match="a list `rows` that is not empty"):
+    with pytest.raises(ConfigError, match="a list `rows` or `mindformers` that is not empty"):
         read({"rows": []}, tmp_path)
     with pytest.raises(ConfigError, match=r"rows\[1\]: id 'tiny' is that of another row"):
         read([ROW, ROW], tmp_path)

@@ -82,7 +82,7 @@ def test_plans_send_the_same_on_folded_axes(matrix: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("devices", [8, 12, 24])
 def test_plans_are_folded_and_what_runs_is_what_was_planned(devices: int) -> None:
-    net, args, kwargs = encoder(batch=24, sequence=12, width=24)
+    net, args, kwargs = encoder(batch=96, sequence=48, width=96)
     plan = sw.plan(net, args, kwargs, devices=devices, cluster="ascend910b")
     assert plan.graph is not None and plan.step is not None
     assert len(plan.mesh.device_matrix) < len(prime_mesh(devices).device_matrix)

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from shardwright.cli.app import app
 from shardwright.cli.options import LOG_DIR, LogDirOption, ShowProgressOption, existing, progress
-from shardwright.compare.fit_cluster import fit_cluster, runs_on
-from shardwright.compare.published import PlannedRun, read_published
+from shardwright.compare.fit_cluster import fit_cluster
+from shardwright.compare.published_config import planned_runs
 from shardwright.cost.calibrate import cache_file, calibrate
 from shardwright.cost.cluster import cluster_to_yaml
 from shardwright.cost.clusters import load_cluster
@@ -101,12 +101,14 @@ def calibrate_command(
         return
     if out is None or devices is not None:
         raise typer.BadParameter("--from needs --out, and takes no --devices")
-    runs = read_published(rows)
-    names = sorted({run.hardware for run in runs})
-    if cluster is None and len(names) > 1:
+    base = None if cluster is None else load_cluster(cluster)
+    planned, left_out = planned_runs(rows, base)
+    names = sorted({each.run.hardware for each in planned})
+    if len(names) > 1:
         raise typer.BadParameter(f"{rows} has runs on {', '.join(names)}: choose one by --cluster")
-    base = load_cluster(cluster or names[0])
-    planned = [PlannedRun(run, base) for run in runs_on(base, runs)]
+    base = planned[0].cluster
+    for why in left_out.values():
+        typer.echo(f"left out: {why}")
     with progress(show_progress) as on_progress:
         fit = fit_cluster(planned, base, on_progress)
     sources = sorted({f"#   {each.run.source}" for each in planned})

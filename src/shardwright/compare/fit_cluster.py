@@ -15,7 +15,7 @@ from statistics import median
 
 import numpy as np
 
-from shardwright.compare.published import PlannedRun, PublishedRun
+from shardwright.compare.published import PlannedMeasurement
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import ConfigError, needs_extra
 from shardwright.progress import OnProgress, silent
@@ -112,17 +112,8 @@ class Fit:
         return {run: r for run, r in self.ratios.items() if abs(r - 1) > UNEXPLAINED}
 
 
-def runs_on(cluster: Cluster, runs: Sequence[PublishedRun]) -> list[PublishedRun]:
-    """Those on its hardware. Raises: ConfigError: there are none."""
-    chosen = [run for run in runs if run.hardware == cluster.name]
-    if not chosen:
-        others = ", ".join(sorted({run.hardware for run in runs}))
-        raise ConfigError(f"no run is on {cluster.name}; those that there are run on {others}")
-    return chosen
-
-
 def fit_cluster(
-    planned: Sequence[PlannedRun], cluster: Cluster, on_progress: OnProgress = silent
+    planned: Sequence[PlannedMeasurement], cluster: Cluster, on_progress: OnProgress = silent
 ) -> Fit:
     """The cluster on which `planned` are predicted best.
 
@@ -134,7 +125,7 @@ def fit_cluster(
     """
     for done, each in enumerate(planned):
         on_progress(f"planning {each.run.id}", done, len(planned))
-        _ = each.candidate
+        each.seconds(cluster)
     figures = figures_of(cluster)
     first = np.array([log(figure.of(cluster)) for figure in figures])
     spread = np.array([figure.spread for figure in figures])

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ValidationError, model_validator
 
 from shardwright.capture.capture import capture
 from shardwright.config.schema import Count, Positive
@@ -36,8 +36,67 @@ LEVELS = {"none": None, "optimizer": "level1", "gradients": "level2", "parameter
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
+LISTS = "rows", "mindformers"
+"""Of a file: runs by their dimensions, and runs by a configuration of MindFormers."""
+
 UNFUSED = ("2104.04473",)
 """Publications from before there was attention in one operator (Narayanan et al., 2021)."""
+
+
+Row = TypeVar("Row", bound=BaseModel)
+
+Hardware = Annotated[str, AfterValidator(lambda name: name.partition(" (")[0])]
+"""The name of a cluster; what follows in parentheses says more of it."""
+
+
+class MeasuredRun(Protocol):
+    """What is known of every published run."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def source(self) -> str:
+        """Where it was published."""
+
+    @property
+    def hardware(self) -> str:
+        """The name of the cluster that it ran on."""
+
+    @property
+    def devices(self) -> int: ...
+
+    @property
+    def tokens_per_second_per_device(self) -> float: ...
+
+    @property
+    def memory_gib(self) -> float | None:
+        """Peak of one device, if published."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as measured."""
+
+    def utilization(self, cluster: Cluster, seconds: float) -> float:
+        """The share of the peak in a step of so many seconds; see `utilization`."""
+
+
+class PlannedMeasurement(Protocol):
+    """A published run, planned as its expert divided it."""
+
+    @property
+    def run(self) -> MeasuredRun: ...
+
+    @property
+    def cluster(self) -> Cluster:
+        """What it ran on."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a device needs at most, as predicted."""
+
+    def seconds(self, cluster: Cluster | None = None) -> float:
+        """Of a step, as predicted on this cluster or on another."""
 
 
 class PublishedRun(BaseModel, strict=True, frozen=True):
@@ -66,7 +125,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
     ffn: Count
     vocab: Count
     seq: Count
-    hardware: str
+    hardware: Hardware
     devices: Count
     data_parallel: Count
     tensor_parallel: Count
@@ -120,10 +179,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
     @property
     def cluster(self) -> Cluster:
         """What it ran on. Raises: ConfigError: `hardware` names none."""
-        try:
-            return load_cluster(self.hardware)
-        except ConfigError as error:
-            raise ConfigError(f"row {self.id}: hardware: {error}") from None
+        return cluster_of(self)
 
     @property
     def micro_batches(self) -> int:
@@ -136,15 +192,43 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         return self.global_batch * self.seq / self.devices / self.tokens_per_second_per_device
 
     def utilization(self, cluster: Cluster, seconds: float) -> float:
-        """The share of the peak that the model's FLOPs need in a step of so many seconds: without
-        recomputation, and all of attention, as Chowdhery et al. (PaLM, 2022) count."""
-        linears = 2 if self.family == "gpt" else 3
-        grouped = 2 + 2 * self.kv_heads / self.heads
-        block = self.hidden * (grouped * self.hidden + linears * self.ffn)
-        weights = self.layers * block + self.vocab * self.hidden
-        per_token = 6 * weights + 12 * self.layers * self.hidden * self.seq
+        """The share of the peak in a step of so many seconds; see `utilization`."""
         tokens = self.global_batch * self.seq / self.devices / seconds
-        return tokens * per_token / cluster.device.rates[DTYPES[self.dtype]]
+        return utilization(self.sizes, tokens, cluster.device.rates[DTYPES[self.dtype]])
+
+
+def cluster_of(run: MeasuredRun) -> Cluster:
+    """What a run ran on. Raises: ConfigError: `hardware` names none."""
+    try:
+        return load_cluster(run.hardware)
+    except ConfigError as error:
+        raise ConfigError(f"row {run.id}: hardware: {error}") from None
+
+
+def check_possible(run: MeasuredRun, cluster: Cluster) -> None:
+    """Raises: ConfigError: a run was faster than the peak of its cluster."""
+    share = run.utilization(cluster, run.seconds)
+    if share > 1:
+        raise ConfigError(
+            f"row {run.id}: {run.tokens_per_second_per_device:g} tokens per second and device are"
+            f" {share:.0%} of the peak of {cluster.name}"
+        )
+
+
+def utilization(sizes: Dimensions, tokens: float, rate: float) -> float:
+    """The share of the peak that the model's FLOPs need: without recomputation, with all of
+    attention, as Chowdhery et al. (PaLM, 2022) count, and with the experts that a token visits.
+
+    Args:
+        tokens: per second and device.
+        rate: FLOPs per second, the peak of a device.
+    """
+    linears = 2 if sizes.family in ("gpt", "pangualpha") else 3
+    hidden, layers = sizes.hidden_size, sizes.num_layers
+    grouped = 2 + 2 * sizes.num_kv_heads / sizes.num_heads
+    feed_forward = linears * sizes.intermediate_size * sizes.experts_per_token
+    weights = layers * hidden * (grouped * hidden + feed_forward) + sizes.vocab_size * hidden
+    return tokens * (6 * weights + 12 * layers * hidden * sizes.seq_length) / rate
 
 
 def read_published(file: str | Path) -> list[PublishedRun]:
@@ -153,25 +237,39 @@ def read_published(file: str | Path) -> list[PublishedRun]:
     Raises:
         ConfigError: names the file, the row and the key that is missing or impossible.
     """
-    content = parse_json(read_text(file, ConfigError), str(file), ConfigError)
-    rows = content.get("rows") if isinstance(content, dict) else content
-    if not isinstance(rows, list) or not rows:
-        raise ConfigError(f"{file}: expected a mapping with a list `rows` that is not empty")
     runs: dict[str, PublishedRun] = {}
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows_of(file, "rows")):
         where = f"{file}: rows[{number}]"
-        run = _validated(row, where)
+        run = validated_row(PublishedRun, row, where)
         if run.id in runs:
             raise ConfigError(f"{where}: id {run.id!r} is that of another row too")
         runs[run.id] = run
     return list(runs.values())
 
 
-def _validated(row: Any, where: str) -> PublishedRun:
+def rows_of(file: str | Path, key: str) -> list[Any]:
+    """A list of a JSON file; empty where the file has only the other one.
+
+    Raises:
+        ConfigError: the file has no runs.
+    """
+    content = parse_json(read_text(file, ConfigError), str(file), ConfigError)
+    lists = content if isinstance(content, dict) else {"rows": content}
+    known = {name: lists.get(name, []) for name in LISTS}
+    if not all(isinstance(rows, list) for rows in known.values()) or not any(known.values()):
+        raise ConfigError(
+            f"{file}: expected a mapping with a list `rows` or `mindformers` that is not empty"
+        )
+    rows: list[Any] = known[key]
+    return rows
+
+
+def validated_row(kind: type[Row], row: Any, where: str) -> Row:
+    """A row of a kind. Raises: ConfigError: names the key that is missing or impossible."""
     if isinstance(row, dict) and isinstance(row.get("id"), str):
         where = f"{where} ({row['id']})"
     try:
-        return PublishedRun.model_validate(row)
+        return kind.model_validate(row)
     except ValidationError as error:
         details = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in details["loc"])
@@ -200,12 +298,7 @@ class PlannedRun:
             raise ConfigError(
                 f"row {self.run.id}: cluster {self.cluster.name} has no rate for {self.run.dtype}"
             )
-        share = self.run.utilization(self.cluster, self.run.seconds)
-        if share > 1:
-            raise ConfigError(
-                f"row {self.run.id}: {self.run.tokens_per_second_per_device:g} tokens per second"
-                f" and device are {share:.0%} of the peak of {self.cluster.name}"
-            )
+        check_possible(self.run, self.cluster)
 
     def seconds(self, cluster: Cluster | None = None) -> float:
         """Of a step, as predicted. What others ran did not start redistributions early."""
