@@ -2,17 +2,17 @@
 
 Training runs that others measured and published (`benchmarks/published_throughput.json`; `--rows
 FILE` takes others of the same form, and leaves their picture beside the file), each planned at full
-size as its expert ran it, or as a configuration of MindFormers says: data, tensor and pipeline parallel, sharding, micro-batches,
-recomputation. None needs a device. *Ratio*: predicted over measured seconds of a step.
-*Utilization*: the share of the device's peak that the model's operations need, measured and
-predicted. *ρ*: Spearman's correlation of predicted and measured: 1 if they are in the same order.
-*GiB*: the peak of a device that was reserved, and 108% of what is predicted to be allocated; the
-share was chosen with the one row that has memory, which is therefore no test of it. The figures of
-a cluster are fitted to all of its runs together, to none by itself: to these very rows, so that
-only `--rows` with others tests them. Several sets of figures predict these rows as well, and
-`shardwright calibrate --from` may find another. Goals: a median error of at most 8%, no error above
-30%, ρ of utilization of at least 0.7 on each hardware with 10 rows or more, and memory within 10%
-where it is published.
+size as its expert ran it, or as a configuration of MindFormers says: data, tensor and pipeline
+parallel, sharding, micro-batches, recomputation. None needs a device. *Ratio*: predicted over
+measured seconds of a step. *Utilization*: the share of the device's peak that the model's
+operations need, measured and predicted. *ρ*: Spearman's correlation of predicted and measured: 1 if
+they are in the same order. *GiB*: the peak of a device that was reserved, and 108% of what is
+predicted to be allocated; the share was chosen with the one row that has memory, which is therefore
+no test of it. The figures of a cluster are fitted to all of its runs together, to none by itself:
+to these very rows, so that only `--rows` with others tests them. Several sets of figures predict
+these rows as well, and `shardwright calibrate --from` may find another. Goals: a median error of at
+most 8%, no error above 30%, ρ of utilization of at least 0.7 on each hardware with 10 rows or more,
+and memory within 10% where it is published.
 
 ![Predicted against measured throughput](published.svg)
 """
