@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Kind, Op, Value
@@ -51,7 +52,7 @@ def split_graph(
     """
     count = _count(graph, chunk_of)
     repeatable = _recomputable(graph, random)
-    ops_of_chunk = [_ops_of_chunk(graph, chunk_of, number, repeatable) for number in range(count)]
+    ops_of_chunk = _ops_of_chunks(graph, chunk_of, count, repeatable)
     _check_buffers(graph, chunk_of)
     crossing = _crossing_values(graph, chunk_of, ops_of_chunk, repeatable)
     chunks = []
@@ -95,24 +96,26 @@ def _recomputable(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
     return frozenset(value for op in graph.ops for value in op.outputs if value in repeatable)
 
 
-def _ops_of_chunk(
-    graph: Graph, chunk_of: Mapping[str, int], number: int, repeatable: frozenset[Value]
-) -> tuple[Op, ...]:
-    """The operators of one chunk, including those that it recomputes."""
+def _ops_of_chunks(
+    graph: Graph, chunk_of: Mapping[str, int], count: int, repeatable: frozenset[Value]
+) -> list[tuple[Op, ...]]:
+    """The operators of each chunk, including those that it recomputes."""
     results = {*graph.output_values, *(value for _, value in graph.updates)}
-    needed: set[Value] = set()
-    ops = []
-    for op in reversed(graph.ops):
+    own: list[list[tuple[int, Op]]] = [[] for _ in range(count)]
+    shared: list[tuple[int, Op]] = []
+    for place, op in enumerate(graph.ops):
         if op.outputs[0] in repeatable:
-            included = any(v in needed for v in op.outputs) or (
-                chunk_of[op.name] == number and any(v in results for v in op.outputs)
-            )
+            shared.append((place, op))
         else:
-            included = chunk_of[op.name] == number
-        if included:
-            ops.append(op)
-            needed.update(op.inputs)
-    return tuple(reversed(ops))
+            own[chunk_of[op.name]].append((place, op))
+    for number, ops in enumerate(own):
+        needed = {value for _, op in ops for value in op.inputs}
+        for place, op in reversed(shared):
+            returned = chunk_of[op.name] == number and any(v in results for v in op.outputs)
+            if returned or any(value in needed for value in op.outputs):
+                ops.append((place, op))
+                needed.update(op.inputs)
+    return [tuple(op for _, op in sorted(ops, key=itemgetter(0))) for ops in own]
 
 
 def _check_buffers(graph: Graph, chunk_of: Mapping[str, int]) -> None:
