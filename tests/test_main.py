@@ -1,10 +1,13 @@
 """Help comes at once, without torch, and is that of the commands with everything imported."""
 
 import json
+import platform
 import subprocess
 import sys
 from typing import Any
 
+import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -52,3 +55,25 @@ def test_help_of_a_command_loads_no_torch_and_takes_little_time() -> None:
     seconds, loaded = last.split()
     assert float(seconds) < 4, "0.3 s where the machine is idle"
     assert loaded == "False"
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [(["--progress"], "   0.0 s  loading torch\n"), (["--no-progress"], ""), ([], "")],
+)
+def test_who_asks_for_progress_sees_it_before_torch_is_loaded(
+    options: list[str], first: str
+) -> None:
+    script = COMMAND.replace('"plan", "--help"', '"models", *sys.argv[1:]').replace(
+        "run_command()", "sys.modules['shardwright.cli'] = None\nrun_command()"
+    )
+    words = [sys.executable, "-c", script, *options]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.stderr.partition("Traceback")[0] == first
+
+
+def test_the_versions_are_printed_without_torch() -> None:
+    script = COMMAND.replace('"plan", "--help"', '"--version"')
+    versions, _, last = run(script).strip().splitlines()
+    assert versions.endswith(f"(torch {torch.__version__}, Python {platform.python_version()})")
+    assert last.split()[1] == "False"

@@ -12,13 +12,32 @@ from types import ModuleType
 READ = ("cli", "errors", "text_files", "progress")
 """Rooms that say what the help of a command is; all others only run."""
 
+LOADING = "loading torch"
+
 
 def run_command() -> None:
-    """The entry point. Help is printed without what commands run, which takes seconds to import."""
+    """The entry point. Help is printed without what commands run, which takes seconds to import;
+    who waits for that at a terminal, or asks for progress, is told so."""
     arguments = sys.argv[1:]
-    if not arguments or (arguments[-1] == "--help" and len(arguments) <= 2):
+    told = ""
+    if not arguments or arguments == ["--version"] or _asks_for_help(arguments):
         sys.meta_path.insert(0, Unloaded())
-    import_module("shardwright.cli").main()
+    elif "--no-progress" in arguments:
+        pass
+    elif sys.stderr.isatty():
+        told = f"{LOADING}\r"
+    elif "--progress" in arguments:
+        told = f"{0:6.1f} s  {LOADING}\n"
+    sys.stderr.write(told)
+    sys.stderr.flush()
+    main = import_module("shardwright.cli").main
+    if told.endswith("\r"):
+        sys.stderr.write(f"{' ' * len(LOADING)}\r")
+    main()
+
+
+def _asks_for_help(arguments: Sequence[str]) -> bool:
+    return arguments[-1] == "--help" and len(arguments) <= 2
 
 
 class Unloaded(MetaPathFinder, Loader):

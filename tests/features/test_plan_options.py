@@ -71,11 +71,11 @@ def test_what_a_file_says_is_what_the_options_hold() -> None:
 
 @pytest.mark.parametrize("name", [each.name for each in fields(PlanOptions)])
 def test_every_option_is_documented_once_by_its_class_and_shown_by_help(name: str) -> None:
-    heading = f"\n        {name}: "
+    heading = f"\n    {name}: "
     classes = (FileOptions, KeywordOptions, PlanOptions)
-    documented = [each for each in classes if heading in (each.__doc__ or "")]
+    documented = [each for each in classes if heading in (inspect.getdoc(each) or "")]
     assert [name in inspect.get_annotations(each) for each in documented] == [True]
-    assert (sw.plan.__doc__ or "").count(heading) == 1
+    assert (inspect.getdoc(sw.plan) or "").count(heading) == 1
 
 
 @pytest.mark.parametrize("name", requirements(FileOptions))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import platform
+from importlib.metadata import version
 from typing import Annotated
 
-import torch
 import typer
 
 from shardwright import __version__, errors
@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_
 def _print_version(requested: bool) -> None:
     if requested:
         python = platform.python_version()
-        typer.echo(f"shardwright {__version__} (torch {torch.__version__}, Python {python})")
+        typer.echo(f"shardwright {__version__} (torch {version('torch')}, Python {python})")
         raise typer.Exit
 
 
@@ -38,7 +38,7 @@ VersionOption = Annotated[
 
 
 @app.callback()
-def shardwright(version: VersionOption = False) -> None:
+def shardwright(show_version: VersionOption = False) -> None:
     """Plan how every operator of a PyTorch model is sharded over N devices, and train it."""
 
 

@@ -25,8 +25,9 @@ Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
 TOLERANCE = 0.05
 """Published throughput scatters by so much: the scale of residuals, relative."""
 
-PULL = 0.3
-"""How much a figure that is off by its usual factor counts, in residuals of one run."""
+PULL, FEW_PULL = 0.3, 1.0
+"""How much a figure that is off by its usual factor counts, in residuals of one run; where there
+are fewer runs than figures, which then say less of each."""
 
 UNEXPLAINED = 0.15
 """A run whose prediction is off by more is reported, relative."""
@@ -129,6 +130,7 @@ def fit_cluster(
     figures = figures_of(cluster)
     first = np.array([log(figure.of(cluster)) for figure in figures])
     spread = np.array([figure.spread for figure in figures])
+    pull = PULL if len(planned) >= len(figures) else FEW_PULL
 
     def fit_of(numbers: Sequence[float]) -> Fit:
         fitted = cluster
@@ -138,7 +140,7 @@ def fit_cluster(
 
     def residuals(logs: Vector) -> Vector:
         ratios = list(fit_of(np.exp(logs).tolist()).ratios.values())
-        return np.concatenate([np.log(ratios) / TOLERANCE, PULL * (logs - first) / spread])
+        return np.concatenate([np.log(ratios) / TOLERANCE, pull * (logs - first) / spread])
 
     on_progress("fitting")
     logs = _least_squares(residuals, first, figures)

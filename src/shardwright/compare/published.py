@@ -78,7 +78,7 @@ class MeasuredRun(Protocol):
         """Of a step, as measured."""
 
     def utilization(self, cluster: Cluster, seconds: float) -> float:
-        """The share of the peak in a step of so many seconds; see `utilization`."""
+        """The share of the peak in a step of so many seconds; see `share_of_peak`."""
 
 
 class PlannedMeasurement(Protocol):
@@ -192,9 +192,9 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         return self.global_batch * self.seq / self.devices / self.tokens_per_second_per_device
 
     def utilization(self, cluster: Cluster, seconds: float) -> float:
-        """The share of the peak in a step of so many seconds; see `utilization`."""
+        """The share of the peak in a step of so many seconds; see `share_of_peak`."""
         tokens = self.global_batch * self.seq / self.devices / seconds
-        return utilization(self.sizes, tokens, cluster.device.rates[DTYPES[self.dtype]])
+        return share_of_peak(self.sizes, tokens, cluster.device.rates[DTYPES[self.dtype]])
 
 
 def cluster_of(run: MeasuredRun) -> Cluster:
@@ -215,7 +215,7 @@ def check_possible(run: MeasuredRun, cluster: Cluster) -> None:
         )
 
 
-def utilization(sizes: Dimensions, tokens: float, rate: float) -> float:
+def share_of_peak(sizes: Dimensions, tokens: float, rate: float) -> float:
     """The share of the peak that the model's FLOPs need: without recomputation, with all of
     attention, as Chowdhery et al. (PaLM, 2022) count, and with the experts that a token visits.
 

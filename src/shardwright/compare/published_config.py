@@ -18,7 +18,7 @@ from shardwright.compare.published import (
     cluster_of,
     read_published,
     rows_of,
-    utilization,
+    share_of_peak,
     validated_row,
 )
 from shardwright.config.mindformers import LanguageRun
@@ -95,7 +95,7 @@ class ConfiguredRun:
     def utilization(self, cluster: Cluster, seconds: float) -> float:
         """The share of the peak in a step of so many seconds."""
         tokens = self.tokens / seconds
-        return utilization(self.language.model.sizes, tokens, cluster.device.rates[RATE])
+        return share_of_peak(self.language.model.sizes, tokens, cluster.device.rates[RATE])
 
 
 @dataclass(frozen=True)

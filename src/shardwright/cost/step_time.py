@@ -31,6 +31,7 @@ from shardwright.layout.axes import Axes, Shape
 from shardwright.layout.layout import Layout
 from shardwright.layout.redistribution import RedistributionStep
 from shardwright.partition.communication import Communication
+from shardwright.partition.decisions import BUCKET_BYTES
 from shardwright.partition.overlap import Overlap
 from shardwright.partition.parameter_buckets import Bucket
 from shardwright.partition.transfer import Transfer
@@ -226,9 +227,12 @@ class TimeModel:
         return 0.0 if kind is None else self.links.seconds(kind, step.axes, num_bytes)
 
     def bucketed(self, axes: Axes, num_bytes: float, collective: str = "all_reduce") -> float:
-        """A collective that is joined with others, so that it pays no latency of its own."""
+        """A collective that is joined with others into buckets, so that it pays its share of the
+        latency of one."""
         whole = self.links.seconds(collective, axes, num_bytes)
-        return self.parameter_weight * (whole - self.links.seconds(collective, axes, 0))
+        latency = self.links.seconds(collective, axes, 0)
+        saved = latency * max(0.0, 1 - num_bytes / BUCKET_BYTES)
+        return self.parameter_weight * (whole - saved)
 
     def parameter(self, varying: Axes, whole: Axes, num_bytes: float) -> tuple[float, float]:
         """Gathering a parameter and reducing its gradient, once a step, in buckets.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -59,7 +60,7 @@ class CapturedModel:
     training: bool
     loss_reduction: str = "mean"
     dry_runs: DryRunCache = field(default_factory=DryRunCache)
-    searched: dict[object, tuple[Mapping[str, Cuts], float]] = field(default_factory=dict)
+    searched: dict[object, tuple[Sequence[Mapping[str, Cuts]], float]] = field(default_factory=dict)
     divisions: dict[object, Mapping[str, int]] = field(default_factory=dict)
     predictions: list[tuple[tuple[object, ...], Predicted]] = field(default_factory=list)
 
@@ -179,17 +180,18 @@ def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate
 
     Raises: as `plan`.
     """
-    candidate = _decide(model, options, options.mode)
-    if options.mode != "recursive_programming" or options.cost_model != "time" or model.is_pinned:
-        return (candidate,)
-    try:
-        other = _decide(model, options, "data_parallel")
-    except StrategyError:  # The batch cannot be divided so.
-        return (candidate,)
-    return sorted((candidate, other), key=lambda one: one.weighed)
+    found = _decide(model, options, options.mode)
+    if options.mode != "recursive_programming" or options.cost_model != "time":
+        return found
+    if not model.is_pinned:
+        # Where the batch cannot be divided so there is none.
+        with suppress(StrategyError):
+            found += _decide(model, options, "data_parallel")
+    return found if len(found) == 1 else sorted(found, key=lambda one: one.weighed)
 
 
-def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate:
+def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candidate]:
+    """One for each answer of the search."""
     graph, pins = model.graph, model.pins
     check_takes_pins(mode, pins.strategies)
     pipeline = pipeline_spec(options, graph, model.modules, model.loss_reduction)
@@ -214,27 +216,30 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> Candidate:
         if options.log_costs and mode == options.mode and not MODES[mode].takes_pricing:
             log.info("mode=%r weighs no costs, so that there are none to log", mode)
         started = time.perf_counter()
-        cuts = MODES[mode].search(request)
-        model.searched[key] = cuts, time.perf_counter() - started
-    cuts, seconds = model.searched[key]
-    if pipeline.stages > 1 and options.stage_config is None:
-        division = key, pipeline.num_chunks
-        if division not in model.divisions:
-            model.divisions[division] = _balanced(model, options, fixed.mesh, pipeline, cuts)
-        pipeline = replace(pipeline, chunk_of=model.divisions[division])
-    decisions = Decisions(
-        cuts,
-        _storage(model, fixed.mesh, cuts, options),
-        fixed.outputs,
-        arriving,
-        sharding=options.sharding,
-        bucket_bytes=int(options.bucket_mb * MB),
-        recompute=recompute_of(graph),
-    )
-    candidate = Candidate(model, options, fixed.mesh, decisions, pipeline, seconds)
-    if options.cluster is not None:
-        return _aligned(candidate, fixed.cuts)
-    return _nested(candidate, fixed.cuts)
+        answers = MODES[mode].searches(request)
+        model.searched[key] = answers, time.perf_counter() - started
+    answers, seconds = model.searched[key]
+    found = []
+    for number, cuts in enumerate(answers):
+        divided = pipeline
+        if pipeline.stages > 1 and options.stage_config is None:
+            division = key, number, pipeline.num_chunks
+            if division not in model.divisions:
+                model.divisions[division] = _balanced(model, options, fixed.mesh, pipeline, cuts)
+            divided = replace(pipeline, chunk_of=model.divisions[division])
+        decisions = Decisions(
+            cuts,
+            _storage(model, fixed.mesh, cuts, options),
+            fixed.outputs,
+            arriving,
+            sharding=options.sharding,
+            bucket_bytes=int(options.bucket_mb * MB),
+            recompute=recompute_of(graph),
+        )
+        candidate = Candidate(model, options, fixed.mesh, decisions, divided, seconds)
+        better = _nested if options.cluster is None else _aligned
+        found.append(better(candidate, fixed.cuts))
+    return found
 
 
 def _balanced(

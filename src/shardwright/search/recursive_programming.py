@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import ClassVar
 
 from shardwright.errors import IndivisibleError
-from shardwright.search.by_time.search import search_by_time
+from shardwright.search.by_time.search import searches_by_time
 from shardwright.search.recursive.search import search_recursively
 from shardwright.search.request import CutsOfGraph, SearchMode, SearchRequest
 
@@ -20,11 +21,14 @@ class RecursiveProgramming(SearchMode):
     takes_pricing: ClassVar[bool] = True
 
     def search(self, request: SearchRequest) -> CutsOfGraph:
+        return self.searches(request)[0]
+
+    def searches(self, request: SearchRequest) -> Sequence[CutsOfGraph]:
         if request.pricing is not None:
-            return search_by_time(request)
+            return searches_by_time(request)
         try:
-            return search_recursively(request)
+            return [search_recursively(request)]
         except IndivisibleError as error:
             # A plan that works on any number of devices, as the search by time finds it.
             logger.warning("every device computes the whole: %s", error)
-            return {}
+            return [{}]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import ClassVar
@@ -119,3 +119,7 @@ class SearchMode(ABC):
         Raises:
             StrategyError: if the mode cannot decide the model on the mesh of the request.
         """
+
+    def searches(self, request: SearchRequest) -> Sequence[Mapping[str, Cuts]]:
+        """What `search` returns, and perhaps others that are as good as far as the search knows."""
+        return [self.search(request)]

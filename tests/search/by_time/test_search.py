@@ -166,9 +166,11 @@ def test_where_gradients_take_longer_than_the_backward_pass_they_count(
 
 def test_pinned_operators_are_kept_and_neighbors_follow(language_model: Graph) -> None:
     pinned: dict[str, Cuts] = {"model.layers.1.mlp.up_proj": {"j": (2, 1), "b": (0,)}}
-    cuts = by_time(language_model, prime_mesh(8), load_cluster("ascend910b"), pinned=pinned)
+    cuts = by_time(language_model, prime_mesh(8), load_cluster("h100"), pinned=pinned)
     assert cuts["model.layers.1.mlp.up_proj"] == {"j": (2, 1), "b": (0,)}
-    assert cuts["model.layers.1.mlp.down_proj"] == {"k": (1, 2), "b": (0,)}
+    follows = cuts["model.layers.1.mlp.down_proj"]
+    assert follows["b"] == (0,)
+    assert follows["k"][0] == 1
 
 
 def test_the_same_plan_is_found_again() -> None:

@@ -2,8 +2,9 @@
 
 On each axis the choices with the least cost are found exactly by variable elimination. Then each
 axis is decided again with all others known, and single operators over all axes, until nothing is
-gained. What counts is the step's time on a cluster, and `mem_coeff` for the parameters that a
-device keeps: a byte kept counts as `mem_coeff` bytes sent over the fastest link.
+gained; in between axes are exchanged: one gets the choices of another, of data parallel, or none.
+What counts is the step's time on a cluster, and `mem_coeff` for the parameters that a device keeps:
+a byte kept counts as `mem_coeff` bytes sent over the fastest link.
 
 Gradients of parameters are reduced while the backward pass computes, so that only what exceeds it
 counts: max(0, G - B), which is the largest of λ (G - B) over 0 ≤ λ ≤ 1. Parameters that are stored
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from shardwright.cost.step_time import TimeModel
 from shardwright.errors import StrategyError
@@ -29,6 +31,7 @@ from shardwright.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.search.by_time.problem import SearchProblem, search_problem
 from shardwright.search.cut_moves import axes_of_factors
 from shardwright.search.indexed_graph import NO_CUT
+from shardwright.search.recursive.axis_level import AxisLevel
 from shardwright.search.request import CutsOfGraph, Pricing, SearchRequest
 
 ROUNDS = 4
@@ -49,11 +52,18 @@ def search_by_time(request: SearchRequest) -> CutsOfGraph:
         StrategyError: if the request has no pricing.
         ConfigError: if the cluster has fewer devices than the mesh and its pipeline stages.
     """
+    return searches_by_time(request)[0]
+
+
+def searches_by_time(request: SearchRequest) -> list[CutsOfGraph]:
+    """What costs least, and perhaps what would if no axes were exchanged: the prediction of a whole
+    plan knows more of them. Raises: as `search_by_time`.
+    """
     search = timed_search(request)
-    cuts = search.best()
+    found = search.found()
     if request.log_costs:
-        log_costs(search.problem, search.objective, search.axes, cuts, search.weights(0.0))
-    return cuts_of_graph(request.graph, search.problem, cuts)
+        log_costs(search.problem, search.objective, search.axes, found[0], search.weights(0.0))
+    return [cuts_of_graph(request.graph, search.problem, cuts) for cuts in found]
 
 
 def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
@@ -107,22 +117,41 @@ class TimedSearch:
 
     def best(self) -> list[Cuts]:
         """The cuts of each variable with the least total that is found."""
-        candidates: list[tuple[float, list[Cuts]]] = []
-        for share in self.shares:
-            cuts, cost = self._decide(share)
-            candidates.append((self.total(cost), cuts))
-            if not cost.exposed:
-                break
-        cuts = min(candidates, key=lambda candidate: candidate[0])[1]
-        local_search(self.objective, cuts, self.total, ROUNDS, GAIN)
-        return cuts
+        return self.found()[0]
 
-    def _decide(self, share: float) -> tuple[list[Cuts], ObjectiveCost]:
-        """The recursion for one λ, then the passes that improve it."""
+    def found(self) -> list[list[Cuts]]:
+        """The cuts of each variable, of the passes alone and after axes were exchanged; those with
+        the least total first."""
+        rounds: list[list[tuple[float, list[Cuts]]]] = []
+        for share in self.shares:
+            decided = self._decide(share)
+            costs = [self.objective.cost(cuts) for cuts in decided]
+            rounds.append([(self.total(c), cuts) for c, cuts in zip(costs, decided, strict=True)])
+            if not any(cost.exposed for cost in costs):
+                break
+        totals: list[tuple[float, list[Cuts]]] = []
+        for number in (0, -1) if any(len(each) > 1 for each in rounds) else (0,):
+            cuts = list(min((each[number] for each in rounds), key=itemgetter(0))[1])
+            local_search(self.objective, cuts, self.total, ROUNDS, GAIN)
+            if all(cuts != others for _, others in totals):
+                totals.append((self.total(self.objective.cost(cuts)), cuts))
+        return [cuts for _, cuts in sorted(totals, key=itemgetter(0))]
+
+    def _decide(self, share: float) -> list[list[Cuts]]:
+        """The recursion for one λ with the passes that improve it; then, if that costs less, after
+        axes were exchanged."""
         choices = self._start()
         for axis in self.axes:
             self._redecide(choices, axis, share)
-        best = self.total(self._cost(choices))
+        best = self._settle(choices, share, self.total(self._cost(choices)))
+        decided = [self._cuts(choices)]
+        if self._exchange(choices, best):
+            self._settle(choices, share, self.total(self._cost(choices)))
+            decided.append(self._cuts(choices))
+        return decided
+
+    def _settle(self, choices: Choices, share: float, best: float) -> float:
+        """Decides axes again until nothing is gained; what it costs then."""
         # Deciding an axis again gives the same as long as no other has changed; the last is fresh.
         settled = set(self.axes[-1:])
         for _ in range(ROUNDS):
@@ -139,8 +168,49 @@ class TimedSearch:
                 best = total
             if best >= before * (1 - GAIN):
                 break
-        cuts = self._cuts(choices)
-        return cuts, self.objective.cost(cuts)
+        return best
+
+    def _exchange(self, choices: Choices, best: float) -> bool:
+        """Gives an axis the choices of another one, those of data parallel, or none, if that costs
+        less: what every operator gains only if all others do likewise is found by no smaller
+        step."""
+        before, nothing = best, (NO_CUT,) * len(choices)
+        known: set[object] = set()
+        for axis in self.axes:
+            alike = self.model.links.levels[axis], tuple(row[axis] for row in choices)
+            if alike in known:
+                continue
+            known.add(alike)
+            columns = {tuple(row[other] for row in choices) for other in self.axes}
+            columns |= {self._along_batch(self.model.mesh.device_matrix[axis]), nothing}
+            for column in sorted(columns - {tuple(row[axis] for row in choices)}):
+                changed = self._with_column(choices, axis, column)
+                total = self.total(self._cost(changed))
+                if total < best * (1 - GAIN):
+                    choices[:], best = changed, total
+        return best < before
+
+    def _along_batch(self, size: int) -> tuple[int, ...]:
+        """The choices of data parallel on an axis of so many devices."""
+        indexed = self.problem.indexed
+        level = AxisLevel(indexed, [(1,) * len(kind.factors) for kind in indexed.kinds], size)
+        level.fill()
+        decided = dict(zip(reversed(self.problem.variable_of), reversed(level.choice), strict=True))
+        return tuple(decided[number] for number in range(len(self.problem.variables)))
+
+    def _with_column(self, choices: Choices, axis: int, column: Sequence[int]) -> Choices:
+        """The choices with those of one axis in its place, where sizes allow."""
+        size = self.model.mesh.device_matrix[axis]
+        changed: Choices = []
+        for variable, row, choice in zip(self.problem.variables, choices, column, strict=True):
+            parts = [1] * len(variable.kind.factors)
+            for other, taken in enumerate(row):
+                if other != axis and taken != NO_CUT:
+                    parts[taken] *= self.model.mesh.device_matrix[other]
+            divides = choice != NO_CUT and variable.kind.divides(choice, parts, size)
+            fresh = row[axis] if variable.pinned is not None else choice if divides else NO_CUT
+            changed.append([*row[:axis], fresh, *row[axis + 1 :]])
+        return changed
 
     def _start(self) -> Choices:
         """No cuts, but those that are pinned."""
