@@ -118,7 +118,13 @@ class ParallelModule(Copied, nn.Module):
         self.execution.compile(args, kwargs, regional)
 
 
-_OWN_NAMES = vars(ParallelModule).keys() - vars(nn.Module).keys() | {"execution", "compile"}
+_OWN_NAMES = {"execution", "compile"} | {
+    name
+    for name in vars(ParallelModule).keys() - vars(nn.Module).keys()
+    if not name.startswith(
+        "__annot"
+    )  # What classes have of those depends on the version of Python.
+}
 
 
 def parallel_module(
