@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.partition.fold_axes import dtensor_axes
 from shardwright.planner import candidate
 
 
@@ -46,7 +45,6 @@ def test_llama_on_1024_devices_has_a_mesh_of_few_axes_and_is_no_slower(
     aligned = sw.plan(graph, **options)
     monkeypatch.setattr(candidate, "MANY_AXES", 1024)
     searched = sw.plan(graph, **options)
-    few, many = (len(dtensor_axes(each.partitioned)) for each in (aligned, searched))
-    assert few < many
+    assert len(aligned.mesh.device_matrix) <= 5 < len(searched.mesh.device_matrix)
     assert aligned.step_time is not None and searched.step_time is not None
     assert aligned.step_time <= searched.step_time

@@ -53,33 +53,14 @@ class ConfigurationRow(BaseModel, strict=True, frozen=True):
 class ConfiguredRun:
     """A published run with its configuration."""
 
-    row: ConfigurationRow
+    id: str
+    source: str
+    hardware: str
+    devices: int
+    tokens_per_second_per_device: float
+    memory_gib: float | None
     configuration: Run
     language: LanguageRun
-
-    @property
-    def id(self) -> str:
-        return Path(self.row.file).stem
-
-    @property
-    def source(self) -> str:
-        return self.row.source
-
-    @property
-    def hardware(self) -> str:
-        return self.row.hardware
-
-    @property
-    def devices(self) -> int:
-        return self.row.devices
-
-    @property
-    def tokens_per_second_per_device(self) -> float:
-        return self.row.tokens_per_second_per_device
-
-    @property
-    def memory_gib(self) -> float | None:
-        return self.row.memory_gib
 
     @property
     def tokens(self) -> float:
@@ -186,7 +167,10 @@ def _configured(row: ConfigurationRow, folder: Path) -> ConfiguredRun:
     configuration = Run.from_file(path).on(row.devices)
     if configuration.language is None:
         raise ConfigError(f"{row.file}: not a configuration of MindFormers")
-    return ConfiguredRun(row, configuration, configuration.language)
+    figures = row.model_dump(exclude={"file"})
+    return ConfiguredRun(
+        path.stem, **figures, configuration=configuration, language=configuration.language
+    )
 
 
 def _places(name: str, folder: Path) -> Iterator[Path]:
