@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -34,11 +34,19 @@ class Fold:
         return len(self.members)
 
 
-def fold_rows(rows: Sequence[OperatorRow]) -> list[Fold]:
-    """Equal rows as one each, in the order of their first."""
-    groups: dict[tuple[object, ...], list[OperatorRow]] = {}
+def fold_rows(
+    rows: Sequence[OperatorRow], alike: Callable[[OperatorRow], object] | None = None
+) -> list[Fold]:
+    """Equal rows as one each, in the order of their first.
+
+    Args:
+        alike: what rows of one fold have in common beside the pattern of their names; by default
+            all that a plan says of them.
+    """
+    groups: dict[object, list[OperatorRow]] = {}
     for row in rows:
-        groups.setdefault(_alike(row), []).append(row)
+        key = (_pattern(row.name), alike(row)) if alike is not None else _alike(row)
+        groups.setdefault(key, []).append(row)
     return [_fold(grid) for members in groups.values() for grid in _grids(members)]
 
 

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from shardwright.cost.memory import binary
 from shardwright.plan.data import PlanData
@@ -151,7 +152,7 @@ def _blocks(plan: PlanData, key: Key) -> list[_Block]:
     sent = _sent(plan)
     blocks: dict[object, _Block] = {}
     others: dict[tuple[str, ...], _Block] = {}
-    for fold in fold_rows(plan.operators):
+    for fold in fold_rows(plan.operators, partial(parallelism, plan)):
         row, how = fold.row, parallelism(plan, fold.row)
         if row.main or row.pinned:
             place, name = _place(row.name)
