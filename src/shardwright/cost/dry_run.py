@@ -188,10 +188,9 @@ class _MetaChunk:
         start = len(self.live.history)
         function()
         end = self.mark(leaves)
-        before = self.live.kinds(start)
         peak = self.live.peak(start, end)
-        top, change = self.live.kinds(peak), less(self.live.kinds(end), before)
-        return Phase(less(top, before), change, self._largest(peak))
+        height, change = self.live.kinds(peak, start), self.live.kinds(end, start)
+        return Phase(height, change, self._largest(peak))
 
     def _largest(self, place: int) -> tuple[tuple[str, int, int], ...]:
         sizes: dict[tuple[str, int], int] = {}
@@ -284,11 +283,6 @@ def _returning(chunk: Chunk, value: Value) -> Tensor:
     """Where the gradient of a value that leaves is received."""
     layout = TensorLayout(chunk.mesh, chunk.decisions.departures[value.name])
     return torch.empty(layout.shard_shape(value.shape), dtype=value.dtype, device=META)
-
-
-def less(kinds: Kinds, others: Kinds) -> Kinds:
-    """The difference by kind."""
-    return {kind: kinds.get(kind, 0) - others.get(kind, 0) for kind in {**kinds, **others}}
 
 
 def plus(kinds: Kinds, *others: Kinds) -> Kinds:

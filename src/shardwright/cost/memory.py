@@ -43,9 +43,10 @@ from shardwright.cost.pipeline_timeline import (
     actions,
 )
 from shardwright.cost.tensor_tracking import PARAMETERS, WEIGHTS
+from shardwright.graph.graph import Value
 from shardwright.layout.layout import TensorLayout
 from shardwright.partition.chunk import Chunk
-from shardwright.partition.communication import storage_as_used
+from shardwright.partition.communication import initial_layout, storage_as_used
 from shardwright.partition.decisions import LEVELS
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
@@ -173,13 +174,14 @@ def memory(
 
 def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimizer) -> list[int]:
     """For each stage a lower bound of `memory`, in bytes, without a dry run: parameters as they are
-    stored, their gradients and the optimizer's state, and what the level of sharding keeps
-    unsharded through the micro-batches of a step. Holds whatever is recomputed.
+    stored, their gradients and the optimizer's state, what the level of sharding keeps unsharded
+    through the micro-batches of a step, and what each micro-batch is given and receives. Holds
+    whatever is recomputed.
 
     Raises:
         PlanError: if there is no such optimizer.
     """
-    stages = []
+    stages, leaves = [], {each for each in partitioned.graph.inputs if isinstance(each, Value)}
     for number in range(partitioned.pipeline.stages):
         chunks = partitioned.chunks_of(number)
         shards = _trained(chunks)
@@ -187,8 +189,26 @@ def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimize
         needed = stored + optimizer_bytes(optimizer, shards).state + stored
         if partitioned.pipeline.micro_batches > 1:
             needed += sum(map(_unsharded, chunks))
-        stages.append(needed)
+        received = sum(_received(chunk, leaves) for chunk in chunks)
+        stages.append(needed + received * partitioned.pipeline.micro_batches)
     return stages
+
+
+def _received(chunk: Chunk, leaves: set[Value]) -> int:
+    """Bytes of a micro-batch: of the model's inputs, and what comes from the chunks beside."""
+    given = sum(
+        _local_bytes(value, chunk, value.stored_dtype)
+        for value in chunk.graph.input_values
+        if value in leaves
+    )
+    arriving = sum(_local_bytes(value, chunk, value.dtype) for value in chunk.arriving)
+    returning = chunk.border_bytes[0]
+    return given + arriving + returning
+
+
+def _local_bytes(value: Value, chunk: Chunk, dtype: torch.dtype) -> int:
+    layout = initial_layout(value, chunk.mesh, chunk.decisions)
+    return prod(layout.shard_shape(value.shape)) * dtype.itemsize
 
 
 def _unsharded(chunk: Chunk) -> int:

@@ -69,25 +69,25 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def peak(self, start: int = 0, end: int | None = None) -> int:
         """How much of the history had happened when most bytes were live, from `start` to `end`."""
-        live = _live(self.history[:start])
-        most, place = live, start
+        live, most, place = 0, 0, start
         for number, (held, allocated) in enumerate(self.history[start:end], start=start + 1):
             live += held.size if allocated else -held.size
             if live > most:
                 most, place = live, number
         return place
 
-    def kinds(self, place: int) -> dict[str, int]:
-        """Bytes by kind that were live when so much of the history had happened."""
+    def kinds(self, place: int, start: int = 0) -> dict[str, int]:
+        """Bytes by kind that were live when so much of the history had happened, beyond those of an
+        earlier moment."""
         totals: dict[str, int] = {}
-        for (kind, _), size in self.lines(place).items():
+        for (kind, _), size in self.lines(place, start).items():
             totals[kind] = totals.get(kind, 0) + size
         return totals
 
-    def lines(self, place: int) -> dict[tuple[str, int], int]:
+    def lines(self, place: int, start: int = 0) -> dict[tuple[str, int], int]:
         """Likewise by kind and the line of the program that made them."""
         totals: dict[tuple[str, int], int] = {}
-        for held, allocated in self.history[:place]:
+        for held, allocated in self.history[start:place]:
             key = held.kind, held.line
             totals[key] = totals.get(key, 0) + (held.size if allocated else -held.size)
         return totals
@@ -136,10 +136,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.now -= held.size
 
         self._held[key] = (weakref.ref(storage, freed), held)
-
-
-def _live(history: Iterable[tuple[TrackedStorage, bool]]) -> int:
-    return sum(held.size if allocated else -held.size for held, allocated in history)
 
 
 def _line_of_program() -> int:

@@ -90,6 +90,10 @@ def fastest_within_memory(
             search.rank(fitted, ranking)
         if fitted is not None or search.waiting:
             return fitted
+    search.measure_dropped()
+    fitted = search.run(below)
+    if fitted is not None or search.waiting:
+        return fitted
     raise search.error()
 
 
@@ -102,6 +106,7 @@ class _Draft:
         recomputes: whether it has to, by an estimate or because that was measured.
         fit: what finds out how much; None as long as that is only estimated.
         fits: whether that is done.
+        depth: of the module tree, at which its blocks cannot be enough, by an estimate.
     """
 
     attempt: Attempt
@@ -110,6 +115,7 @@ class _Draft:
     recomputes: bool = False
     fit: RecomputeFit | None = None
     fits: bool = False
+    depth: int | None = None
 
 
 @dataclass
@@ -122,7 +128,7 @@ class _Search:
         limit: bytes of a device; None if there is none.
         strict: whether what is requested must be possible.
         least: what needed least memory of all that does not fit.
-        dropped: what cannot fit whatever is recomputed.
+        dropped: what cannot fit whatever is recomputed, or not with blocks at a depth.
         ladders: what candidates can recompute, by their cuts and stages.
         depths: of the module tree, at which that is, by the number of chunks.
         errors: of options with which the model cannot be planned.
@@ -139,18 +145,23 @@ class _Search:
     errors: list[tuple[PlanOptions, ShardwrightError]] = field(default_factory=list)
     peaks: dict[PlanKind, int] = field(default_factory=dict)
     seen: set[object] = field(default_factory=set)
-    waiting: list[tuple[float, int, _Draft | Groups]] = field(default_factory=list)
+    waiting: list[tuple[float, float, int, _Draft | Groups]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
 
-    def add(self, bound: float, what: _Draft | Groups) -> None:
-        """Something that takes at least `bound` seconds."""
-        heappush(self.waiting, (bound, next(self.numbers), what))
+    def add(self, bound: float, what: _Draft | Groups, seconds: float = 0.0) -> None:
+        """Something that takes at least `bound` seconds.
+
+        Args:
+            seconds: likewise, if nothing else were known; of two with the same bound the one that
+                takes less comes first.
+        """
+        heappush(self.waiting, (max(bound, seconds), seconds, next(self.numbers), what))
 
     def run(self, below: float) -> Candidate | None:
         """The fastest that fits; None if none does, or while some wait that take `below` seconds or
         more."""
         while self.waiting and self.waiting[0][0] < below:
-            bound, _, what = heappop(self.waiting)
+            bound, _, _, what = heappop(self.waiting)
             if isinstance(what, _Draft):
                 fitted = self._fitted(what, bound)
                 if fitted is not None:
@@ -177,7 +188,7 @@ class _Search:
 
     def _waiting(self) -> Iterator[tuple[float, PlanKind]]:
         """What is left, with the seconds that it takes at least."""
-        for bound, _, what in self.waiting:
+        for bound, _, _, what in self.waiting:
             attempts = (
                 [what.attempt]
                 if isinstance(what, _Draft)
@@ -227,12 +238,12 @@ class _Search:
             found = draft.fit.run()
             log.info("%s: %s of %s", attempt, binary(found.memory.peak), binary(self.limit))
             fitted = replace(candidate, decisions=found.decisions)
-            self.add(max(bound, fitted.seconds), replace(draft, candidate=fitted, fits=True))
+            self.add(bound, replace(draft, candidate=fitted, fits=True), fitted.seconds)
             return None
         if draft.recomputes:
             for fit in self._recomputing(draft):
                 expected = replace(candidate, decisions=fit.expected())
-                self.add(max(bound, NEAR * expected.seconds), replace(draft, fit=fit))
+                self.add(bound, replace(draft, fit=fit), NEAR * expected.seconds)
             return None
         ladders = self._ladders(candidate) if attempt.recompute else None
         plain = ladders is None or ladders.may_fit_plain(draft.needed, self.limit)
@@ -241,7 +252,7 @@ class _Search:
         if ladders is not None:
             decisions = ladders.expected(candidate.decisions, draft.needed, self.limit)
             expected = replace(candidate, decisions=decisions)
-            self.add(max(bound, NEAR * expected.seconds), replace(draft, recomputes=True))
+            self.add(bound, replace(draft, recomputes=True), NEAR * expected.seconds)
         return None
 
     def _measured(self, draft: _Draft) -> Memory:
@@ -269,19 +280,29 @@ class _Search:
     def _recomputing(self, draft: _Draft) -> list[RecomputeFit]:
         """What finds out how much is recomputed, for blocks at each depth that competes; none if
         all that can be is not enough. The blocks are the smallest that do."""
-        candidate, limit = draft.candidate, self.limit or 0
-        ladders = self._ladders(candidate)
+        ladders = self._ladders(draft.candidate)
         for depths in ladders.depths:
-            fits = []
+            fits: list[RecomputeFit] = []
             for depth in depths:
-                fit = RecomputeFit(ladders.at(depth), candidate.decisions, candidate.memory, limit)
-                if fit.begin():
+                least = ladders.least(depth, draft.needed)
+                if max(least) > (self.limit or 0):
+                    self.dropped.append(replace(draft, needed=least, depth=depth))
+                elif (fit := self._begun(draft, depth)) is not None:
                     fits.append(fit)
-                else:
-                    self._failed(fit.least, draft.attempt)
             if fits:
                 return fits
         return []
+
+    def _begun(self, draft: _Draft, depth: int) -> RecomputeFit | None:
+        """What finds out how much is recomputed of blocks at a depth of the module tree; None if
+        all of it is not enough."""
+        candidate = draft.candidate
+        stages = self._ladders(candidate).at(depth)
+        fit = RecomputeFit(stages, candidate.decisions, candidate.memory, self.limit or 0)
+        if fit.begin():
+            return fit
+        self._failed(fit.least, draft.attempt)
+        return None
 
     def _failed(self, fit: MemoryFit | None, attempt: Attempt) -> None:
         assert fit is not None
@@ -290,15 +311,23 @@ class _Search:
         if self.least is None or fit.memory.peak < self.least[0].peak:
             self.least = fit.memory, attempt
 
+    def measure_dropped(self) -> None:
+        """Finds what needs least of all that was left out for what it needs at least. What fits
+        although an estimate said otherwise is added again."""
+        while self.dropped:
+            draft = min(self.dropped, key=lambda draft: max(draft.needed))
+            self.dropped.remove(draft)
+            if self.least is not None and max(draft.needed) >= self.least[0].peak:
+                break
+            if draft.depth is None:
+                self._measured(draft)
+                if draft.attempt.recompute:
+                    self._recomputing(draft)
+            elif (fit := self._begun(draft, draft.depth)) is not None:
+                self.add(0.0, replace(draft, fit=fit), draft.candidate.seconds)
+
     def error(self) -> ShardwrightError:
         """That nothing fits, with what needs least; or why there was nothing."""
-        for draft in sorted(self.dropped, key=lambda draft: max(draft.needed)):
-            least = float("inf") if self.least is None else self.least[0].peak
-            if max(draft.needed) >= least:
-                break
-            self._measured(draft)
-            if draft.attempt.recompute:
-                self._recomputing(draft)
         if self.least is None:
             return self.errors[0][1]
         needs, attempt = self.least

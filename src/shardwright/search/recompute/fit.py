@@ -27,7 +27,10 @@ STEPS = 16
 CERTAIN = 0.93
 """Estimates of what a device needs are up to 7% above what a dry run finds, where that is much."""
 
-BY_HAND = ("lean", "cheap", "kept", "again")
+WHOLE = ("kept", "again")
+"""Options that recompute all of a block at once."""
+
+BY_HAND = ("lean", "cheap", *WHOLE)
 """What is tried besides: what is done by hand, in all blocks the same."""
 
 Measure = Callable[[Decisions], Memory]
@@ -60,6 +63,7 @@ class StageLadder:
         self._most = sum(max(item.freed for item in items) for items in self._items)
         self._marks: dict[int, Marks] = {}
         self.kept = flights * saved, flights * (saved - self._most)
+        self._again = max(map(_made_again, blocks), default=0)
 
     @cached_property
     def _steps(self) -> list[tuple[int, str]]:
@@ -82,6 +86,14 @@ class StageLadder:
     def above(self, share: float) -> int:
         """The first step that frees so much of all that can be freed."""
         return next((n for n in range(self.top) if self.share(n) >= share), self.top)
+
+    def least(self, others: int) -> int:
+        """Bytes that the stage hardly ever falls short of, whatever it recomputes: an estimate.
+
+        Args:
+            others: bytes that it needs besides.
+        """
+        return int(CERTAIN * (others + self.kept[1] + self._again))
 
     def expected(self, others: int, limit: int) -> int:
         """The step with which the stage fits at the earliest, by an estimate.
@@ -113,6 +125,12 @@ class StageLadder:
         for block, index in zip(self._blocks, indices, strict=True):
             if index >= 0:
                 yield from list(block.options.values())[index][1].items()
+
+
+def _made_again(block: RecomputeBlock) -> int:
+    """What is there at once when the backward pass of a block begins that is recomputed whole."""
+    way, (item, _) = max(block.options.items(), key=lambda option: option[1][0].freed)
+    return item.freed if way in WHOLE else 0
 
 
 class RecomputeLadders:
@@ -156,6 +174,15 @@ class RecomputeLadders:
         """
         kept = zip(others, _flights(self._pipeline), self._saved, strict=True)
         return all(CERTAIN * (size + flights * saved) <= limit for size, flights, saved in kept)
+
+    def least(self, depth: int, others: Sequence[int]) -> list[int]:
+        """Bytes that each stage hardly ever falls short of with blocks at a depth of the module
+        tree, by an estimate.
+
+        Args:
+            others: bytes that each needs besides.
+        """
+        return [stage.least(size) for stage, size in zip(self.at(depth), others, strict=True)]
 
     def expected(self, plain: Decisions, others: Sequence[int], limit: int) -> Decisions:
         """The least that is recomputed, by an estimate, if every stage fits."""
