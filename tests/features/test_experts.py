@@ -227,7 +227,7 @@ def qwen3_30b_a3b() -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [mixtral_8x7b, qwen3_30b_a3b], ids=lambda build: build.__name__)
-def test_plans_of_full_size_are_expert_and_data_parallel(build: Any) -> None:
+def test_plans_of_full_size_cut_experts_and_tokens_over_all_devices(build: Any) -> None:
     with torch.device("meta"):
         net, ids = build().to(torch.bfloat16), torch.empty(64, 4096, dtype=torch.int64)
     begun = time.perf_counter()
@@ -238,7 +238,10 @@ def test_plans_of_full_size_are_expert_and_data_parallel(build: Any) -> None:
     assert len(names) == net.config.num_hidden_layers
     for name in names:
         tokens, *_, gate_up, _ = plan.strategies[name]
-        assert gate_up[0] > 1, f"{name}\n{plan}"
+        # Eight large experts are cut inside or dealt out, which takes about as long; many small
+        # ones are dealt out.
+        cuts = prod(gate_up) if net.config.num_local_experts == 8 else gate_up[0]
+        assert cuts > 1, f"{name}\n{plan}"
         assert prod(tokens) * prod(gate_up) == 64, f"{name}\n{plan}"
 
 
