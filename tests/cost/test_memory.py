@@ -11,10 +11,12 @@ from benchmarks.allocations import peak_of_later_steps
 
 import shardwright as sw
 from sample_models import Model, bert, encoder, gpt2, llama, mlp, resnet
-from shardwright.cost.memory import Memory, StageMemory, binary, memory
+from shardwright.cost.memory import Memory, StageMemory, binary, least_memory, memory
 from shardwright.graph.graph import Graph
 from shardwright.partition.decisions import OptimizerParallel
+from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.partition.schedules import SCHEDULES
 
 SIZES = {"batch": 8, "sequence": 64, "width": 64, "vocabulary": 512, "layers": 2}
 
@@ -172,3 +174,24 @@ def test_the_largest_tensors_at_the_peak_have_the_names_of_operators() -> None:
     assert max(size for _, size in stage.curve) == stage.peak
     kinds = [name.split()[0] for name, _ in stage.curve]
     assert kinds == ["begin", "forward", "backward", "end", "optimizer"]
+
+
+@pytest.mark.parametrize("level", [None, "level1", "level2", "level3"])
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+def test_no_plan_needs_less_than_the_bound_that_takes_no_dry_run(
+    schedule: str | None, level: str | None
+) -> None:
+    net, args, kwargs = llama(**{**SIZES, "layers": 4})
+    hsdp = None if level is None else OptimizerParallel(level, threshold=0)
+    staged = {} if schedule is None else {"schedule": schedule, "stages": 2, "micro_batches": 4}
+    for mode, entries in (
+        ("data_parallel", "data_parallel"),
+        ("recursive_programming", "full_batch"),
+    ):
+        options = {"mode": mode, "hsdp": hsdp, "dataset_strategy": entries, **staged}
+        plan = sw.plan(net, args, kwargs, devices=4, **options)
+        assert plan.graph is not None
+        parts = Partitioned(plan.graph, plan.mesh, plan.decisions, plan.pipeline)
+        bounds = zip(least_memory(parts, "adamw"), memory(parts, "adamw").stages, strict=True)
+        for least, stage in bounds:
+            assert stage.parameters + stage.optimizer < least <= stage.peak
