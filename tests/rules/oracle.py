@@ -30,6 +30,11 @@ Index = Callable[[str], int | torch.SymInt]
 Reduces = tuple[Reduce, ...]
 
 
+def operator_name(value: Any) -> str | None:
+    """The name of what a test is of; arguments, whose tensors are random, are only numbered."""
+    return str(value) if isinstance(value, torch._ops.OpOverload) else None
+
+
 def op_of(target: Any, *args: Any, **kwargs: Any) -> Op:
     """The operator `target(*args, **kwargs)` with a value in place of each tensor."""
     outputs = _tensors(target(*args, **kwargs))

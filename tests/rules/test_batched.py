@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn, randn
 
-from rules.oracle import check
+from rules.oracle import check, operator_name
 
 aten = torch.ops.aten
 
@@ -21,11 +21,6 @@ def vectors(*shape: int) -> Tensor:
     return randn(*shape, dtype=torch.float64)
 
 
-def operator(value: Any) -> str | None:
-    """The name of what a test is of; arguments, whose tensors are random, are only numbered."""
-    return str(value) if isinstance(value, torch._ops.OpOverload) else None
-
-
 LU = torch.linalg.lu_factor(matrices(4, 6))
 REAL = (
     *((aten.linalg_det.default, ()), (aten.linalg_inv.default, ()), (aten.logdet.default, ())),
@@ -37,7 +32,7 @@ REAL = (
 )
 
 
-@pytest.mark.parametrize(("target", "args"), REAL, ids=operator)
+@pytest.mark.parametrize(("target", "args"), REAL, ids=operator_name)
 def test_matrices_of_a_batch_may_be_cut(target: Any, args: tuple[Any, ...]) -> None:
     assert check(target, matrices(4, 6), *args).factors == ("b", "s")
 
@@ -53,7 +48,7 @@ def test_matrices_of_a_batch_may_be_cut(target: Any, args: tuple[Any, ...]) -> N
         (aten.linalg_lu_solve.default, (LU[0], LU[1], vectors(4, 6, 3, 2))),
         (aten.lu_unpack.default, LU),
     ],
-    ids=operator,
+    ids=operator_name,
 )
 def test_systems_of_a_batch_may_be_cut(target: Any, args: tuple[Any, ...]) -> None:
     assert set(check(target, *args).factors) == {"b", "s"}

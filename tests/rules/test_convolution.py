@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, randn
 
-from rules.oracle import check
+from rules.oracle import check, operator_name
 
 aten = torch.ops.aten
 
@@ -22,7 +22,7 @@ def r(*shape: int) -> Tensor:
         (aten.conv_transpose2d.input, r(2, 4, 4, 4), r(4, 6, 3, 3), ()),
         (aten.conv_transpose3d.input, r(2, 4, 2, 2, 2), r(4, 2, 2, 2, 2), ()),
     ],
-    ids=str,
+    ids=operator_name,
 )
 def test_batch_and_both_channels_may_be_cut(target, x, w, rest) -> None:
     found = check(target, x, w, *rest)
