@@ -91,3 +91,7 @@ def test_a_profiled_run_sends_the_bytes_that_were_predicted(config: Path, tmp_pa
     page = (log / "1" / "profile.html").read_text(encoding="utf-8")
     assert "Predicted against measured" in page
     assert FILE in {path.name for path in (log / "1").iterdir()}
+    lines = (log / "1" / "rank.0" / "steps.jsonl").read_text().splitlines()
+    exposed = [json.loads(line).get("exposed_communication") for line in lines]
+    assert exposed == [None, measured.ranks[0].kinds["communication"], None]
+    assert exposed[1] > 0

@@ -19,7 +19,7 @@ from shardwright.cost.collective_totals import collective_totals
 from shardwright.errors import ConfigError, PlanError
 from shardwright.parallel.module import ParallelModule
 from shardwright.plan import Plan
-from shardwright.plan.measured import Measured
+from shardwright.plan.measured import EXPOSED, Measured
 from shardwright.runtime.accelerator import peak_bytes
 from shardwright.train.checkpoint import Checkpoints
 from shardwright.train.loop import train
@@ -126,9 +126,13 @@ class RankTraining:
             check_profiled_steps(self.profile.steps, last - start.step)
         on_start(start)
 
-        def after_step(place: Position) -> None:
+        def step_ends(record: StepRecord) -> None:
+            exposed = None
             if profiled is not None and profiled.step_ends():
-                self._measured(profiled)
+                exposed = self._measured(profiled)
+            on_step(replace(self._with_rates(record), exposed_communication=exposed))
+
+        def after_step(place: Position) -> None:
             saves = policy.saves_at(place.step, last) and checkpoints is not None
             if saves or place.step == last:
                 check_finite_state(net, optimizer, f"after step {place.step}")
@@ -143,7 +147,7 @@ class RankTraining:
                 epochs=settings.epochs,
                 max_steps=settings.steps,
                 device=net.execution.devices.device,
-                on_step=lambda step: on_step(self._with_rates(step)),
+                on_step=step_ends,
                 start=start,
                 after_step=after_step,
                 rate=run.rate(last),
@@ -176,8 +180,9 @@ class RankTraining:
         folder = self.profile.folder(_rank())
         return StepProfile(self.profile.steps, folder, devices.device)
 
-    def _measured(self, profiled: StepProfile) -> None:
-        """Hands on what all ranks measured, on rank 0."""
+    def _measured(self, profiled: StepProfile) -> float:
+        """Hands on what all ranks measured, on rank 0; returns this rank's seconds a step of
+        exposed communication."""
         assert self.profile is not None
         partitioned, devices = self.net.execution.partitioned, self.net.execution.devices
         mine = profiled.measured(_rank(), devices.stage, self.net, self.optimizer)
@@ -195,6 +200,7 @@ class RankTraining:
                     predicted=tuple(collective_totals(partitioned, n, cluster) for n in stages),
                 ),
             )
+        return mine.kinds.get(EXPOSED, 0.0)
 
 
 def _rank() -> int:

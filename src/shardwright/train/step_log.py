@@ -26,6 +26,8 @@ class StepRecord:
         utilization: the share of the peak of all devices that the model's matrix products need, if
             the plan was made for a cluster.
         peak_memory: bytes that the accelerator's allocator has given out at most so far, on rank 0.
+        exposed_communication: seconds a step that rank 0 communicated with nothing computed
+            meanwhile, mean of the profiled steps; in the record of the last of these.
     """
 
     epoch: int
@@ -37,6 +39,7 @@ class StepRecord:
     tokens_per_second: float | None = None
     utilization: float | None = None
     peak_memory: int | None = None
+    exposed_communication: float | None = None
 
     @property
     def line(self) -> str:
