@@ -319,12 +319,20 @@ class _Search:
             self.dropped.remove(draft)
             if self.least is not None and max(draft.needed) >= self.least[0].peak:
                 break
-            if draft.depth is None:
+            if draft.depth is not None:
+                if (fit := self._begun(draft, draft.depth)) is not None:
+                    self.add(0.0, replace(draft, fit=fit), draft.candidate.seconds)
+            elif draft.attempt.recompute:
+                self.dropped.extend(self._at_depths(draft))
+            else:
                 self._measured(draft)
-                if draft.attempt.recompute:
-                    self._recomputing(draft)
-            elif (fit := self._begun(draft, draft.depth)) is not None:
-                self.add(0.0, replace(draft, fit=fit), draft.candidate.seconds)
+
+    def _at_depths(self, draft: _Draft) -> Iterator[_Draft]:
+        """A draft with all blocks recomputed, for each depth that these may have."""
+        ladders = self._ladders(draft.candidate)
+        for depth in (depth for depths in ladders.depths for depth in depths):
+            least = ladders.least(depth, draft.needed)
+            yield replace(draft, needed=least, depth=depth)
 
     def error(self) -> ShardwrightError:
         """That nothing fits, with what needs least; or why there was nothing."""
