@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from shardwright.config import Run
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.planner.requirement import bytes_of
-from shardwright.progress import OnProgress, silent
+from shardwright.progress import OnProgress, TimeLeft, silent
 from shardwright.text_files import check_exists
 from shardwright.train.process_group import is_launched
 
@@ -174,22 +174,31 @@ def progress(enabled: bool | None = None) -> Iterator[OnProgress]:
 
 @contextmanager
 def _bar(console: Console) -> Iterator[OnProgress]:
-    doing = TextColumn("{task.description}", markup=False)
-    columns = (SpinnerColumn(), doing, BarColumn(), TimeElapsedColumn())
+    doing, left = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[left]}")
+    columns = (SpinnerColumn(), doing, BarColumn(), TimeElapsedColumn(), left)
     with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
-        task = bar.add_task("configuration", total=None)
+        task, time_left = bar.add_task("configuration", total=None, left=""), TimeLeft()
 
         def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
-            bar.update(task, description=doing, completed=done, total=of or None)
+            left = _left(time_left.seconds(done, of))
+            bar.update(task, description=doing, completed=done, total=of or None, left=left)
 
         yield on_progress
 
 
 def _lines() -> OnProgress:
-    start = time.monotonic()
+    start, time_left = time.monotonic(), TimeLeft()
 
     def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
-        count = f" ({done + 1} of {of})" if of else ""
+        left = _left(time_left.seconds(done, of))
+        count = f" ({done + 1} of {of}{left and ', '}{left})" if of else ""
         typer.echo(f"{time.monotonic() - start:6.1f} s  {doing}{count}", err=True)
 
     return on_progress
+
+
+def _left(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min left" if minutes > 2 else f"{minutes * 60 + rest} s left"

@@ -17,6 +17,7 @@ from shardwright.planner.attempts import Attempt, Groups, phases
 from shardwright.planner.candidate import Candidate, Decide
 from shardwright.planner.options import PlanOptions
 from shardwright.planner.ranking import Ranking, requested_kind
+from shardwright.progress import OnProgress
 from shardwright.rules.rule import Cuts
 from shardwright.search.recompute.candidates import DEFAULT_PRICES, RecomputePrices
 from shardwright.search.recompute.fit import MemoryFit, RecomputeFit, RecomputeLadders
@@ -81,7 +82,9 @@ def fastest_within_memory(
         MemoryLimitError: if none fits; says the smallest limit that would do.
     """
     search = _Search(ways[0].options.limit, decide, len(ways) == 1)
-    for phase in zip_longest(*(phases(way.options) for way in ways), fillvalue=()):
+    on_progress = search.counted(ways[0].options.on_progress)
+    every = [phases(replace(way.options, on_progress=on_progress)) for way in ways]
+    for phase in zip_longest(*every, fillvalue=()):
         for way, groups in zip(ways, phase, strict=True):
             if groups:
                 search.add(way.bound, groups)
@@ -133,6 +136,7 @@ class _Search:
         depths: of the module tree, at which that is, by the number of chunks.
         errors: of options with which the model cannot be planned.
         peaks: by kind the least that was measured of what does not fit.
+        looked_at: how much of what waited was looked at.
     """
 
     limit: int | None
@@ -145,6 +149,7 @@ class _Search:
     errors: list[tuple[PlanOptions, ShardwrightError]] = field(default_factory=list)
     peaks: dict[PlanKind, int] = field(default_factory=dict)
     seen: set[object] = field(default_factory=set)
+    looked_at: int = 0
     waiting: list[tuple[float, float, int, _Draft | Groups]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
 
@@ -157,6 +162,15 @@ class _Search:
         """
         heappush(self.waiting, (max(bound, seconds), seconds, next(self.numbers), what))
 
+    def counted(self, on_progress: OnProgress) -> OnProgress:
+        """A callback that is told how much was looked at, of that and all that waits."""
+
+        def report(doing: str, done: int = 0, of: int = 0) -> None:
+            of = self.looked_at + 1 + len(self.waiting)
+            on_progress(doing, self.looked_at, of if of > 1 else 0)
+
+        return report
+
     def run(self, below: float) -> Candidate | None:
         """The fastest that fits; None if none does, or while some wait that take `below` seconds or
         more."""
@@ -168,6 +182,7 @@ class _Search:
                     return fitted
             else:
                 self._try(bound, what)
+            self.looked_at += 1
         return None
 
     def rank(self, fitted: Candidate | None, ranking: Ranking) -> None:
