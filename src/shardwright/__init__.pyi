@@ -14,6 +14,7 @@ from shardwright.api import (
     plan,
     rehearse,
     save_pretrained,
+    show_progress,
 )
 from shardwright.capture.capture import capture
 from shardwright.constraints.load_strategies import load_strategies
@@ -96,5 +97,6 @@ __all__ = [
     "save_pretrained",
     "save_state_dict",
     "shard",
+    "show_progress",
     "whole",
 ]

@@ -8,6 +8,7 @@ from shardwright.api.parallelize import parallelize
 from shardwright.api.plan import plan
 from shardwright.api.pretrained import from_pretrained, save_pretrained
 from shardwright.api.rehearse import rehearse
+from shardwright.api.show_progress import show_progress
 from shardwright.planner.pipeline import Pipeline
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "plan",
     "rehearse",
     "save_pretrained",
+    "show_progress",
 ]

@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from shardwright.api.show_progress import show_progress
 from shardwright.cli.app import app
-from shardwright.cli.options import LOG_DIR, LogDirOption, ShowProgressOption, existing, progress
+from shardwright.cli.options import LOG_DIR, LogDirOption, ProgressOption, existing
 from shardwright.compare import (
     AUTO,
     DATA_PARALLEL,
@@ -60,7 +61,7 @@ def compare_command(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    show_progress: ShowProgressOption = None,
+    progress: ProgressOption = None,
     run: Annotated[
         Literal["tiny"] | None,
         typer.Option(help="Measure training steps of the tiny variants on local processes."),
@@ -75,7 +76,7 @@ def compare_command(
     fits into memory is faster."""
     if run is not None:
         logs, processes = LogFolder(log_dir), devices or PROCESSES
-        with lock_folders(logs.root), progress(show_progress) as on_progress:
+        with lock_folders(logs.root), show_progress(progress) as on_progress:
             measured = compare_measured(
                 configs,
                 logs,
@@ -86,7 +87,7 @@ def compare_command(
             )
         _print_measured(measured, json)
         return
-    with progress(show_progress) as on_progress:
+    with show_progress(progress) as on_progress:
         comparisons = [
             compare_predicted(
                 config,

@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from shardwright.api.show_progress import show_progress
 from shardwright.cli.app import app
-from shardwright.cli.options import LOG_DIR, LogDirOption, ShowProgressOption, existing, progress
+from shardwright.cli.options import LOG_DIR, LogDirOption, ProgressOption, existing
 from shardwright.compare.fit_cluster import fit_cluster
 from shardwright.compare.published_config import planned_runs
 from shardwright.cost.calibrate import cache_file, calibrate
@@ -89,7 +90,7 @@ def calibrate_command(
     out: Annotated[
         Path | None, typer.Option(help="With --from: the cluster file to write.")
     ] = None,
-    show_progress: ShowProgressOption = None,
+    progress: ProgressOption = None,
 ) -> None:
     """Measure this machine's CPU and the links between its processes for the cluster `local`. The
     result is saved in the user's cache. With --from, fit another cluster to published runs."""
@@ -109,7 +110,7 @@ def calibrate_command(
     base = planned[0].cluster
     for why in left_out.values():
         typer.echo(f"left out: {why}")
-    with progress(show_progress) as on_progress:
+    with show_progress(progress) as on_progress:
         fit = fit_cluster(planned, base, on_progress)
     sources = sorted({f"#   {each.run.source}" for each in planned})
     head = f"# Efficiencies, overhead, latencies and slowdown fitted to {len(planned)} runs of"

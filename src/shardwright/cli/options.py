@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shardwright.config import Run
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.planner.requirement import bytes_of
-from shardwright.progress import OnProgress, TimeLeft, silent
+from shardwright.progress import OnProgress, silent
 from shardwright.text_files import check_exists
 from shardwright.train.process_group import is_launched
 
@@ -148,7 +144,7 @@ def report_batch(run: Run, config: Path, devices: int) -> None:
         typer.echo(f"{config}: {run.language.batch.formula(devices)}", err=True)
 
 
-ShowProgressOption = Annotated[
+ProgressOption = Annotated[
     bool | None,
     typer.Option(
         "--progress/--no-progress",
@@ -156,49 +152,3 @@ ShowProgressOption = Annotated[
         show_default=False,
     ),
 ]
-
-
-@contextmanager
-def progress(enabled: bool | None = None) -> Iterator[OnProgress]:
-    """Shows progress on stderr: on a terminal as one line with a transient bar; elsewhere, only if
-    `enabled`, as one line per phase with the elapsed seconds."""
-    terminal = sys.stderr.isatty()
-    if enabled is False or not (terminal or enabled):
-        yield silent
-    elif terminal:
-        with _bar(Console(stderr=True)) as on_progress:
-            yield on_progress
-    else:
-        yield _lines()
-
-
-@contextmanager
-def _bar(console: Console) -> Iterator[OnProgress]:
-    doing, left = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[left]}")
-    columns = (SpinnerColumn(), doing, BarColumn(), TimeElapsedColumn(), left)
-    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
-        task, time_left = bar.add_task("configuration", total=None, left=""), TimeLeft()
-
-        def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
-            left = _left(time_left.seconds(done, of))
-            bar.update(task, description=doing, completed=done, total=of or None, left=left)
-
-        yield on_progress
-
-
-def _lines() -> OnProgress:
-    start, time_left = time.monotonic(), TimeLeft()
-
-    def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
-        left = _left(time_left.seconds(done, of))
-        count = f" ({done + 1} of {of}{left and ', '}{left})" if of else ""
-        typer.echo(f"{time.monotonic() - start:6.1f} s  {doing}{count}", err=True)
-
-    return on_progress
-
-
-def _left(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min left" if minutes > 2 else f"{minutes * 60 + rest} s left"

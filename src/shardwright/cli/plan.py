@@ -17,6 +17,7 @@ from rich.text import Text
 
 from shardwright.api import check
 from shardwright.api.save_graphs import SavedGraphs
+from shardwright.api.show_progress import show_progress
 from shardwright.cli.app import app
 from shardwright.cli.options import (
     ClusterOption,
@@ -25,9 +26,8 @@ from shardwright.cli.options import (
     LogCostsOption,
     MemCoeffOption,
     MemoryLimitOption,
-    ShowProgressOption,
+    ProgressOption,
     existing,
-    progress,
     report_batch,
     run_of,
 )
@@ -93,12 +93,12 @@ def plan_command(
             min=1,
         ),
     ] = None,
-    show_progress: ShowProgressOption = None,
+    progress: ProgressOption = None,
 ) -> None:
     """Search for a plan and print its summary. Needs no devices and starts no processes."""
     if top is not None and (full or every or out is not None or save_graphs is not None):
         raise typer.BadParameter("--top prints several plans, and saves none")
-    with progress(show_progress) as on_progress:
+    with show_progress(progress) as on_progress:
         run = run_of(
             config,
             mem_coeff,
@@ -229,7 +229,7 @@ def report_command(
     ] = None,
     cluster: ClusterOption = None,
     memory_limit: MemoryLimitOption = None,
-    show_progress: ShowProgressOption = None,
+    progress: ProgressOption = None,
 ) -> None:
     """Write a plan as a page for a browser: one HTML file that needs no network. A configuration
     is planned first."""
@@ -237,7 +237,7 @@ def report_command(
     measured = None if profile is None else Measured.load(profile)
     files = [Path(each) for each in against or () if each != PRESETS]
     existing(ConfigError)(files)
-    with progress(show_progress) as on_progress:
+    with show_progress(progress) as on_progress:
         others: dict[str, Plan | str] = {}
         if devices is None:
             if len(files) < len(against or ()):

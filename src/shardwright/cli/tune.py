@@ -10,13 +10,13 @@ import typer
 from rich.console import Console, Group
 from rich.table import Table
 
+from shardwright.api.show_progress import show_progress
 from shardwright.cli.app import app
 from shardwright.cli.options import (
     ClusterOption,
     ConfigArgument,
     DevicesOption,
-    ShowProgressOption,
-    progress,
+    ProgressOption,
     run_of,
 )
 from shardwright.compare.tune import Trial, Tuning, tune_mem_coeff
@@ -34,12 +34,12 @@ def tune_command(
     devices: DevicesOption,
     cluster: ClusterOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    show_progress: ShowProgressOption = None,
+    progress: ProgressOption = None,
 ) -> None:
     """Plan with a range of values of mem_coeff, each four times the previous one, and recommend
     one; also print from which value on each operator is sharded. Exit status 1 if no value fits
     into memory."""
-    with progress(show_progress) as on_progress:
+    with show_progress(progress) as on_progress:
         run = run_of(config, cluster=cluster, on_progress=on_progress)
         tuning = tune_mem_coeff(run, devices)
     if json:

@@ -1,0 +1,77 @@
+"""Progress of long calls as a bar, on a terminal and in a notebook, or as lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from shardwright.progress import OnProgress, TimeLeft, silent
+
+
+@contextmanager
+def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
+    """A context with a callback for `on_progress=` that shows what a long call does: on a terminal,
+    and in a notebook with ipywidgets, one line with a bar that goes away at the end; elsewhere one
+    line per phase with the elapsed seconds. Where phases are counted, it says the time left.
+
+    On a terminal it is written to stderr, so that stdout can be redirected.
+
+    Args:
+        enabled: False shows nothing; True shows lines where there is neither a terminal nor a
+            notebook; None shows nothing there.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> import shardwright as sw
+    >>> net, batch = nn.Linear(8, 8), (torch.zeros(4, 8),)
+    >>> with sw.show_progress() as on_progress:
+    ...     plan = sw.plan(net, batch, devices=2, on_progress=on_progress)
+    """
+    notebook = Console().is_jupyter
+    bar = bool(find_spec("ipywidgets")) if notebook else sys.stderr.isatty()
+    if enabled is False or not (bar or notebook or enabled):
+        yield silent
+    elif bar:
+        with _bar(Console(stderr=not notebook)) as on_progress:
+            yield on_progress
+    else:
+        yield _lines()
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[OnProgress]:
+    doing, left = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[left]}")
+    columns = (SpinnerColumn(), doing, BarColumn(), TimeElapsedColumn(), left)
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+        task, time_left = bar.add_task("starting", total=None, left=""), TimeLeft()
+
+        def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
+            left = _left(time_left.seconds(done, of))
+            bar.update(task, description=doing, completed=done, total=of or None, left=left)
+
+        yield on_progress
+
+
+def _lines() -> OnProgress:
+    start, time_left = time.monotonic(), TimeLeft()
+
+    def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
+        left = _left(time_left.seconds(done, of))
+        count = f" ({done + 1} of {of}{left and ', '}{left})" if of else ""
+        elapsed = time.monotonic() - start
+        print(f"{elapsed:6.1f} s  {doing}{count}", file=sys.stderr, flush=True)
+
+    return on_progress
+
+
+def _left(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min left" if minutes > 2 else f"{minutes * 60 + rest} s left"

@@ -1,0 +1,41 @@
+"""Phases of long calls are counted, and say how long those take that are left."""
+
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright.progress import TimeLeft, within
+
+
+def test_a_part_of_a_part_is_named_after_it_and_counts_as_it() -> None:
+    heard: list[tuple[str, int, int]] = []
+
+    def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
+        heard.append((doing, done, of))
+
+    within(within(on_progress, "llama", 1, 3), "auto")("search", 4, 5)
+    assert heard == [("llama: auto: search", 1, 3)]
+
+
+def test_what_is_left_takes_as_long_as_what_was_done() -> None:
+    now = 100.0
+    left = TimeLeft(lambda: now)
+    assert left.seconds(0, 0) is None
+    assert left.seconds(2, 10) is None, "nothing is known of how long one takes"
+    now = 106.0
+    assert left.seconds(4, 10) == 18.0
+    assert left.seconds(4, 14) == 30.0, "more was added"
+    assert left.seconds(0, 5) is None, "something else is counted"
+
+
+def test_a_search_under_a_memory_limit_counts_what_waits() -> None:
+    heard: list[tuple[int, int]] = []
+
+    def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
+        heard.append((done, of))
+
+    net, batch = nn.Linear(64, 64), (torch.zeros(32, 64),)
+    sw.plan(net, batch, devices=4, cluster="h100", memory_limit="42KiB", on_progress=on_progress)
+    counts = [(done, of) for done, of in heard if of]
+    assert counts == sorted(counts, key=lambda each: each[0])
+    assert all(done < of for done, of in counts) and len({done for done, _ in counts}) > 1
