@@ -17,6 +17,7 @@ from shardwright.api import (
     show_progress,
 )
 from shardwright.capture.capture import capture
+from shardwright.capture.experts import mixture_of_experts
 from shardwright.constraints.load_strategies import load_strategies
 from shardwright.constraints.recompute import recompute
 from shardwright.constraints.shard import NamedFunction as Op
@@ -88,6 +89,7 @@ __all__ = [
     "load_state_dict",
     "load_strategies",
     "materialize",
+    "mixture_of_experts",
     "no_init_parameters",
     "parallelize",
     "plan",

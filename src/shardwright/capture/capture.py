@@ -20,6 +20,7 @@ from shardwright.capture.canonicalize import canonicalize
 from shardwright.capture.causal_masks import fold_causal_masks
 from shardwright.capture.composed import decompose
 from shardwright.capture.ctc import keep_rows_of_targets
+from shardwright.capture.experts import hint_of_experts
 from shardwright.capture.fake_copy import (
     LossesInSinglePrecision,
     RecordedEffects,
@@ -102,7 +103,7 @@ def _capture(
     decompose(exported.graph)
     keep_rows_of_targets(exported.graph)
     calls = call_tags(exported.graph)
-    check_static(exported.graph)
+    check_static(exported.graph, hint_of_experts(module))
     tied = merge_tied(module, exported.graph, signature)
     leaves = pytree.tree_leaves((args, kwargs))
     trained = gradient_sources(module, leaves, signature, exported.graph)
@@ -150,7 +151,7 @@ def _export(
     except CaptureError as error:
         raise CaptureError(f"{line_of_error(error)}: {error}") from error
     except Exception as error:
-        raise CaptureError(_explain(error)) from error
+        raise CaptureError(_explain(error, hint_of_experts(module))) from error
     if _random_states() != drawn:
         raise CaptureError(
             f"the `forward` of {type(module).__name__}, or what it calls, draws from Python's "
@@ -166,14 +167,14 @@ def _random_states() -> tuple[Any, ...]:
     return random.getstate(), kind, np.asarray(numbers).tobytes(), *place
 
 
-def _explain(error: Exception) -> str:
-    """A one-line message for a failure of `torch.export`."""
+def _explain(error: Exception, hint: str) -> str:
+    """A one-line message for a failure of `torch.export`; with `hint` if it depends on values."""
     line = line_of_error(error)
     text = str(error).strip()
     if "data-dependent" in text or "DataDependent" in type(error).__name__:
         return (
             f"{line}: this depends on the value of a tensor, which is unknown during capture. Use "
-            f"`torch.where` on tensors instead, or make it a Python constant."
+            f"`torch.where` on tensors instead, or make it a Python constant.{hint}"
         )
     if "in output, which is not a known type" in text:
         return (
@@ -189,9 +190,10 @@ def _explain(error: Exception) -> str:
     )
 
 
-def check_static(graph: fx.Graph) -> None:
-    """Raises CaptureError for numbers and shapes that depend on the values of tensors, and for what
-    cannot be run on shards: sparse tensors and gradients, and transforms of functions."""
+def check_static(graph: fx.Graph, hint: str) -> None:
+    """Raises CaptureError for numbers and shapes that depend on the values of tensors, and with
+    `hint`, and for what cannot be run on shards: sparse tensors and gradients, and transforms of
+    functions."""
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     for node in graph.nodes:
         _check_kind(node)
@@ -201,7 +203,7 @@ def check_static(graph: fx.Graph) -> None:
                 raise CaptureError(
                     f"{line_of(node)}: this converts the value of a tensor to a Python number, but "
                     f"values are unknown during capture. Keep it a tensor (remove `.item()`), or "
-                    f"make it a Python constant."
+                    f"make it a Python constant.{hint}"
                 )
             if isinstance(value, torch.Tensor) and any(
                 isinstance(size, torch.SymInt) for size in value.shape
@@ -209,7 +211,7 @@ def check_static(graph: fx.Graph) -> None:
                 raise CaptureError(
                     f"{line_of(node)}: the shape of the result depends on the values of a tensor, "
                     f"which are unknown during capture. Use `torch.where`, or multiply by the "
-                    f"mask; both keep the shape."
+                    f"mask; both keep the shape.{hint}"
                 )
 
 

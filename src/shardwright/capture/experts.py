@@ -1,4 +1,4 @@
-"""Mixtures of experts of `transformers` as one operator each.
+"""Mixtures of experts as one operator each: those of `transformers`, and those of users.
 
 Modules of `transformers` that hold experts choose how they dispatch tokens by an interface, which a
 copy of the model leaves for `custom_ops.experts`. The gate between the projections is whatever the
@@ -8,11 +8,14 @@ model makes of it: it is traced on a single column, and its operators become an 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwright.capture.canonicalize import rewrites
 from shardwright.capture.fx_nodes import insert
@@ -30,6 +33,147 @@ _OF_COLUMNS = {
     *(aten.slice.Tensor, aten.select.int, aten.to.dtype, aten.zeros_like.default),
     *(aten.ones_like.default, aten.full_like.default, operator.getitem),
 }
+
+
+def mixture_of_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activation: Callable[[Tensor], Tensor] = functional.silu,
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """A mixture of experts, in place of a loop over them: the weighted sum of what the experts that
+    a router chose make of each token.
+
+    An expert is `down(activation(up(x)))`, or with a gate `down(activation(gate(x)) * up(x))`. No
+    token is dropped. It runs anywhere, without a plan too; captured it is one operator, of which
+    tokens, experts and the inner dimension can be cut.
+
+    Args:
+        x: tokens, `[..., hidden]`.
+        ids: the number of each expert that a token chose, `[..., chosen]`; any other number adds
+            nothing.
+        weights: what each of them is weighed with, `[..., chosen]`.
+        up: `[experts, inner, hidden]`; with a gate `[experts, 2, inner, hidden]`, first the gate's.
+        down: `[experts, hidden, inner]`.
+        activation: a function of each element.
+        up_bias: as `up`, without `hidden`.
+        down_bias: `[experts, hidden]`.
+
+    Returns:
+        As `x`.
+
+    Raises:
+        ValueError: if shapes do not fit together.
+
+    >>> import torch
+    >>> import shardwright as sw
+    >>> x, router = torch.randn(16, 8), torch.randn(4, 8)
+    >>> weights, ids = (x @ router.T).softmax(-1).topk(2)
+    >>> up, down = torch.randn(4, 32, 8), torch.randn(4, 8, 32)
+    >>> sw.mixture_of_experts(x, ids, weights, up, down, torch.relu).shape
+    torch.Size([16, 8])
+    """
+    tensors = (x, ids, weights, up, down, up_bias, down_bias)
+    _check_shapes(*tensors)
+    if has_torch_function(tensors):
+        biases: Any = {"up_bias": up_bias, "down_bias": down_bias}
+        given: Any = (x, ids, weights, up, down, activation)
+        result: Tensor = handle_torch_function(mixture_of_experts, tensors, *given, **biases)
+        return result
+    return custom_ops.experts(*_operands(*tensors), _gate_of(activation, up))
+
+
+def dispatched(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    *,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:
+    """What `mixture_of_experts` is while a model is traced."""
+    operands = _operands(x, ids, weights, up, down, up_bias, down_bias)
+    column = up.new_zeros(1, 1, operands[3].shape[1])
+    result: Tensor = torch.ops.shardwright.experts(
+        *operands, column, _gate_of(activation, up)(column), False
+    )
+    return result
+
+
+def _operands(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The tensors as the operator has them, which has one part where there is no gate."""
+    if up.ndim == 3:
+        up, up_bias = up.unsqueeze(1), None if up_bias is None else up_bias.unsqueeze(1)
+    return x, ids, weights, up, down, up_bias, down_bias
+
+
+def _gate_of(activation: Callable[[Tensor], Tensor], up: Tensor) -> Callable[[Tensor], Tensor]:
+    """From the last dimension, a gate and a value, to the input of `down`."""
+    if up.ndim == 3:
+        return activation
+
+    def gated(x: Tensor) -> Tensor:
+        return activation(x[..., :1]) * x[..., 1:]
+
+    return gated
+
+
+def _check_shapes(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> None:
+    """Raises ValueError."""
+    if up.ndim not in (3, 4) or (up.ndim == 4 and up.shape[1] != 2):
+        raise ValueError(
+            f"`up` is [experts, inner, hidden], or [experts, 2, inner, hidden] with a gate, and"
+            f" not {list(up.shape)}"
+        )
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"`ids` are numbers of experts, and not {ids.dtype}")
+    number, inner, hidden = up.shape[0], *up.shape[-2:]
+    expected = {
+        "x": (x, (*ids.shape[:-1], hidden)),
+        "weights": (weights, tuple(ids.shape)),
+        "down": (down, (number, hidden, inner)),
+        "up_bias": (up_bias, tuple(up.shape[:-1])),
+        "down_bias": (down_bias, (number, hidden)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(
+                f"`{name}` is {list(tensor.shape)}, and must be {list(shape)} with `ids` of"
+                f" {list(ids.shape)} and `up` of {list(up.shape)}"
+            )
+
+
+def hint_of_experts(model: nn.Module) -> str:
+    """What to do about a loop over experts, if the name of a part of the model says that there may
+    be one."""
+    parts = [f"{name} {type(module).__name__}" for name, module in model.named_modules()]
+    if any(word in part.lower() for part in parts for word in ("expert", "moe", "mixture")):
+        return " A loop over the experts that were chosen is one call of `sw.mixture_of_experts`."
+    return ""
 
 
 def dispatch_in_one_operator(model: nn.Module) -> None:

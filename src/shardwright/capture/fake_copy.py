@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from shardwright.capture.annotations import tagging_checkpoint
 from shardwright.capture.autograd_functions import traced
 from shardwright.capture.ctc import static_ctc_loss
-from shardwright.capture.experts import dispatch_in_one_operator
+from shardwright.capture.experts import dispatch_in_one_operator, dispatched, mixture_of_experts
 from shardwright.capture.hooks import refuse_autograd, refuse_saved_tensor_hooks
 from shardwright.deferred import copies_of_attributes
 from shardwright.errors import CaptureError
@@ -201,7 +201,7 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> frozenset[i
 class RecordedEffects(TorchFunctionMode):
     """A context in which tracing sees what is read from and written to `tensor.data`: a detached
     tensor, and a copy into it. Hooks and gradients of tensors are refused. The loss of CTC gets
-    static shapes."""
+    static shapes, and a mixture of experts is one operator."""
 
     def __torch_function__(
         self,
@@ -213,6 +213,8 @@ class RecordedEffects(TorchFunctionMode):
         refuse_autograd(func, args)
         if func is functional.ctc_loss:
             return static_ctc_loss(*args, **(kwargs or {}))
+        if func is mixture_of_experts:
+            return dispatched(*args, **(kwargs or {}))
         if func == data_getter:
             return args[0].detach()
         if func == data_setter:

@@ -6,6 +6,7 @@ All are pure functions of tensors and run in eager mode and under `torch.compile
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ def experts(
     down: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
-    gate: Steps,
+    gate: Steps | Callable[[Tensor], Tensor],
     interleaved: bool = False,
     first: int | torch.SymInt = 0,
     total: int | None = None,
@@ -201,7 +202,8 @@ def experts(
     if gate_up_bias is not None:
         rows = rows + gate_up_bias.flatten(1)[slots]
     rows = rows.view(-1, *gate_up.shape[1:3])
-    rows = run_steps(gate, rows if interleaved else rows.transpose(1, 2)).squeeze(-1)
+    rows = rows if interleaved else rows.transpose(1, 2)
+    rows = (gate(rows) if callable(gate) else run_steps(gate, rows)).squeeze(-1)
     # Weighed before the last product, so that not its result but the smaller input is kept.
     rows = segment_matmul((rows * scale).to(down.dtype), down.mT, ends, tail)
     if down_bias is not None:
