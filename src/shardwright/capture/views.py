@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,14 +120,14 @@ def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node)
         if not args:
             arguments = node_arguments(view)
             args = (arguments["dim"], arguments["start"], arguments["end"], arguments["step"])
-        return call(graph, aten.slice_scatter.default, (source, new, *args), like=view)
+        return _scattered(graph, aten.slice_scatter.default, source, new, args, view)
     if target is aten.narrow.default:
         _, dim, start, length = view.args
         end = int(start) + int(length)  # type: ignore[arg-type]
-        return call(graph, aten.slice_scatter.default, (source, new, dim, start, end), like=view)
+        return _scattered(graph, aten.slice_scatter.default, source, new, (dim, start, end), view)
     if target is aten.select.int:
         args = args or view.args[1:]
-        return call(graph, aten.select_scatter.default, (source, new, *args), like=view)
+        return _scattered(graph, aten.select_scatter.default, source, new, args, view)
     if target is aten.diagonal.default:
         return call(graph, aten.diagonal_scatter.default, (source, new, *view.args[1:]), like=view)
     if _is_identity(view):
@@ -135,6 +136,25 @@ def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node)
         f"{line_of(view)}: cannot capture an in-place change of the result of `{target}`, whose "
         f"elements may share memory. Use an operator that returns a new tensor."
     )
+
+
+def _scattered(
+    graph: fx.Graph,
+    target: Any,
+    source: fx.Node,
+    new: fx.Node,
+    args: Sequence[Any],
+    view: fx.Node,
+) -> fx.Node:
+    """`target(source, new, *args)`; of complex numbers by their parts, as autograd has no gradient
+    for it otherwise."""
+    if not tensor(source).is_complex():
+        return call(graph, target, (source, new, *args), like=view)
+    written = []
+    for part in (aten.real.default, aten.imag.default):
+        parts = [call(graph, part, (each,), like=view) for each in (source, new)]
+        written.append(call(graph, target, (*parts, *args), like=view))
+    return call(graph, aten.complex.default, (written[0], written[1]), like=view)
 
 
 def _is_identity(view: fx.Node) -> bool:
