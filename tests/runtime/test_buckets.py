@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwright as sw
 from random_plans import random_cuts
 from sample_models import Model, llama, mlp
+from shardwright.cost.memory import memory
 from shardwright.graph.graph import Graph
 from shardwright.layout.layout import Layout
 from shardwright.layout.prime_mesh import prime_mesh
@@ -282,10 +283,19 @@ def test_the_gathers_stand_one_bucket_ahead_in_the_text() -> None:
         for n in range(len(program.buckets))
     }
     for number in range(len(program.buckets) - 1):
-        assert place[f"enter_{number + 1}"] < place["start_0"]
+        assert place[f"enter_{number + 1}"] == place[f"start_{number + 1}"] - 1
         assert place[f"start_{number + 1}"] < place[f"finish_{number}"]
         assert place[f"finish_{number}"] < place[f"finish_{number + 1}"]
     assert "gathered again in the backward pass" in str(program)
+
+
+def test_gradients_of_shards_are_added_up_before_the_backward_pass_ends() -> None:
+    net, args, _ = mlp(8, (32,) * 33)
+    graph, mesh = sw.capture(net, args), prime_mesh(4)
+    said = replace(decisions(graph, mesh, "level3"), bucket_bytes=1)
+    (stage,) = memory(Partitioned(graph, mesh, said, PipelineSpec(1, 4)), "sgd").stages
+    assert stage.gradients == stage.parameters
+    assert stage.temporary < stage.gradients / 2
 
 
 def test_a_parameter_alone_on_its_first_dimension_is_gathered_without_a_copy() -> None:

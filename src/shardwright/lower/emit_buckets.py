@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from shardwright.graph.graph import Kind, Value
 from shardwright.lower.emit import Source
@@ -25,8 +26,10 @@ from shardwright.runtime.regather import BackwardRegather
 
 @dataclass
 class BucketLines:
-    """Writes them: all buckets enter at the top, the gather of each is started just before the one
-    before it is waited for, and each is finished at its first use.
+    """Writes them: the gather of each is started just before the one before it is waited for, and
+    each is finished at its first use. Buckets whose gradients are summed over replicas enter at the
+    top, so that they are waited for last; the others just before their gather is started: once
+    their gradients are reduced and scattered, nothing is left to wait for, and they are handed out.
 
     In a program of unsharded parameters, buckets that are reduced once a step are not there: their
     members come as they are used. The others (`level2`) come gathered, and only their gradients go
@@ -55,18 +58,26 @@ class BucketLines:
             self.again = BackwardRegather()
 
     def enter(self) -> None:
-        """The first lines of a program: later ones' gradients are complete before theirs."""
-        for bound in self.bound:
-            bucket = bound.bucket
-            if self.unsharded and bucket.once:
-                continue
-            name = self._entered[bucket] = self.source.name(f"bucket_{bucket.number}")
-            function = self.source.refer(f"enter_{bucket.number}", EnterBucket(bound))
-            shards = ", ".join(f"parameters[{m.value.name!r}]" for m in bucket.members)
-            self.source.add([name], f"{function}({shards})", [], _described(bound))
-        first = next((b for b in self._entered if b.gathers and b.segment is None), None)
+        """The first lines of a program: gradients of later ones are complete before theirs."""
+        for bound in self._here:
+            if not bound.bucket.gathers or bound.replicas is not None:
+                self._enter(bound)
+        first = next((b.bucket for b in self._here if _is_ahead(b.bucket)), None)
         if first is not None:
             self._start(first)
+
+    @cached_property
+    def _here(self) -> tuple[BoundBucket, ...]:
+        """The buckets of this program."""
+        return tuple(b for b in self.bound if not (self.unsharded and b.bucket.once))
+
+    def _enter(self, bound: BoundBucket) -> str:
+        number = bound.bucket.number
+        name = self._entered[bound.bucket] = self.source.name(f"bucket_{number}")
+        function = self.source.refer(f"enter_{number}", EnterBucket(bound))
+        shards = ", ".join(f"parameters[{m.value.name!r}]" for m in bound.bucket.members)
+        self.source.add([name], f"{function}({shards})", [], _described(bound))
+        return name
 
     def member(self, value: Value, route: Sequence[Transfer]) -> str | None:
         """The variable of a parameter behind the steps of its route that a bucket makes; None if
@@ -76,7 +87,7 @@ class BucketLines:
             return None
         bucket, member = self._known[value, _ids(route[:length])]
         if member not in self._members:
-            if bucket in self._entered:
+            if any(bucket is each.bucket for each in self._here):
                 self._finish(bucket)
             else:
                 name = self._members[member] = self.source.name(member.name)
@@ -86,7 +97,7 @@ class BucketLines:
     def _start(self, bucket: Bucket) -> None:
         if bucket in self._started:
             return
-        entered = self._entered[bucket]
+        entered = self._entered.get(bucket) or self._enter(self.bound[bucket.number])
         bound, number = self.bound[bucket.number], bucket.number
         name = self._started[bucket] = self.source.name(f"bucket_{number}")
         if self.unsharded and bucket.level == "level2":
@@ -104,7 +115,7 @@ class BucketLines:
             following = self._next(bucket)
             if following is not None:
                 self._start(following)
-        before = self._started.get(bucket, self._entered[bucket])
+        before = self._started.get(bucket) or self._entered[bucket]
         if bucket.gathers and not held:
             again = self.again if bucket.again and bucket.segment is None else None
             function = self.source.refer(f"finish_{number}", FinishGather(bound, again))
@@ -119,8 +130,13 @@ class BucketLines:
         """The bucket that is gathered next: its gather is started before this one is waited for."""
         if bucket.segment is not None:
             return None
-        later = (b for b in self._entered if b.number > bucket.number)
-        return next((b for b in later if b.gathers and b.segment is None), None)
+        later = (b.bucket for b in self._here if b.bucket.number > bucket.number)
+        return next(filter(_is_ahead, later), None)
+
+
+def _is_ahead(bucket: Bucket) -> bool:
+    """Whether it is gathered before it is used, and not where an operator is computed again."""
+    return bucket.gathers and bucket.segment is None
 
 
 def used_name(member: Member) -> str:

@@ -6,9 +6,10 @@
 | `start` | starts the gather | waits for the reduce-scatter, starts the sum over the replicas |
 | `finish` | waits for the gather | starts to reduce as soon as all its gradients are complete |
 
-Autograd runs late what was made early. So `enter`, the first line of a program, waits last, and
-`start`, which stands one bucket ahead of its use, waits one bucket after it: communication goes on
-while others compute, forward and backward.
+Autograd runs late what was made early. So `start`, which stands one bucket ahead of its use, waits
+one bucket after it: communication goes on while others compute, forward and backward. Where it
+starts a sum over replicas, `enter` is one of the first lines of a program, and waits last; else it
+stands beside `start`, so that gradients are added up before the next ones come.
 """
 
 from __future__ import annotations
