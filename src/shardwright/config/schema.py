@@ -233,6 +233,7 @@ class ParallelSection(Section, FileOptions, frozen=True):
 
     mode: str = PlanOptions.mode
     cluster: str | None = None
+    compute_dtype: str | None = None
     strategies: str | None = None
     expert: ExpertSection | None = None
     hsdp: OptimizerParallelSection | None = None

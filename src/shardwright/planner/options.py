@@ -87,8 +87,8 @@ class FileOptions:
             itself. It is 1 where the loss is not known to be the mean over samples.
         schedule: order in which stages run micro-batches; `docs/pipeline.md` lists them. `auto`:
             the one with the shortest step, with several chunks a stage where that is faster.
-        compute_dtype: `bfloat16` computes and communicates in bfloat16 what is stored in float32;
-            parameters and optimizer state stay in float32.
+        compute_dtype: `bfloat16` (or `torch.bfloat16`) computes and communicates in bfloat16 what
+            is stored in float32; parameters and optimizer state stay in float32.
         memory_limit: bytes per device, or a text like `24GiB`. A plan that needs more in a step is
             changed until it fits: parameters and optimizer state are sharded (`hsdp`), then
             operators are recomputed in the backward pass, then `mem_coeff` grows, then there are
@@ -106,7 +106,7 @@ class FileOptions:
     suggest_stages: bool = False
     micro_batches: Annotated[int | Literal["auto"], COUNT_OR_AUTO] = 1
     schedule: Annotated[str, one_of((*SCHEDULES, AUTO))] = "1f1b"
-    compute_dtype: Annotated[str | None, one_of(("float32", "bfloat16"))] = None
+    compute_dtype: Annotated[str | torch.dtype | None, one_of(("float32", "bfloat16"))] = None
     memory_limit: Annotated[int | str | None, SIZE] = None
 
     @property
@@ -157,6 +157,8 @@ class KeywordOptions(FileOptions):
     on_progress: OnProgress = field(default=silent, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.compute_dtype, torch.dtype):
+            object.__setattr__(self, "compute_dtype", str(self.compute_dtype).split(".")[1])
         options: type = type(self)
         for name, requirement in requirements(options).items():
             value = getattr(self, name)
