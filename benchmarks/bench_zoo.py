@@ -22,6 +22,7 @@ import transformers
 from torch import Tensor
 
 import shardwright as sw
+from benchmarks.page import ROOT
 from benchmarks.table import Table
 from benchmarks.timing import in_fork
 from benchmarks.zoo.architectures import ARCHITECTURES
@@ -100,6 +101,11 @@ def _all(ends: dict[tuple[str, str], Ending]) -> Table:
     table = Table("Each of them", ("architecture", "kind", "ended", "cut", "why"))
     for (kind, name), each in ends.items():
         share = "" if each.cut is None else f"{each.cut:.0%}"
-        why = SITE_PACKAGES.sub("", each.why).replace("\n", " ").replace("|", "/")[:160]
+        why = (
+            SITE_PACKAGES.sub("", each.why)
+            .replace(f"{ROOT}/", "")
+            .replace("\n", " ")
+            .replace("|", "/")[:160]
+        )
         table.add(f"`{name}`", kind, each.end, share, why)
     return table
