@@ -132,6 +132,19 @@ def test_a_number_that_is_no_experts_adds_nothing() -> None:
     assert_close(sum(parts), sw.mixture_of_experts(x, ids, weights, up, down))
 
 
+def test_an_activation_of_whole_rows_is_that_of_a_loop_and_cannot_be_planned() -> None:
+    x, weights = torch.randn(3, HIDDEN), torch.ones(3, 1)
+    up, down = torch.randn(1, INNER, HIDDEN), torch.randn(1, HIDDEN, INNER)
+
+    def mixture(x: Tensor) -> Tensor:
+        softmax = nn.Softmax(-1)
+        return sw.mixture_of_experts(x, torch.zeros(3, 1).long(), weights, up, down, softmax)
+
+    assert_close(mixture(x), (x @ up[0].T).softmax(-1) @ down[0].T)
+    with pytest.raises(CaptureError, match="the gate of these experts is more than an operator"):
+        sw.capture(sw.Op(mixture), (x,))
+
+
 def test_it_compiles_on_one_device() -> None:
     net, (x, _) = Stored(), batch()
     assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(x), net(x))

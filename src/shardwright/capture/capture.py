@@ -191,9 +191,9 @@ def _explain(error: Exception, hint: str) -> str:
 
 
 def check_static(graph: fx.Graph, hint: str) -> None:
-    """Raises CaptureError for numbers and shapes that depend on the values of tensors, and with
-    `hint`, and for what cannot be run on shards: sparse tensors and gradients, and transforms of
-    functions."""
+    """Raises CaptureError for numbers and shapes that depend on the values of tensors, with `hint`
+    at its end, and for what cannot be run on shards: sparse tensors and gradients, and transforms
+    of functions."""
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     for node in graph.nodes:
         _check_kind(node)

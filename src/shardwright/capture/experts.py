@@ -60,7 +60,7 @@ def mixture_of_experts(
         weights: what each of them is weighed with, `[..., chosen]`.
         up: `[experts, inner, hidden]`; with a gate `[experts, 2, inner, hidden]`, first the gate's.
         down: `[experts, hidden, inner]`.
-        activation: a function of each element.
+        activation: a function of each element, which a plan requires; without one, of whole rows.
         up_bias: as `up`, without `hidden`.
         down_bias: `[experts, hidden]`.
 
@@ -79,13 +79,13 @@ def mixture_of_experts(
     torch.Size([16, 8])
     """
     tensors = (x, ids, weights, up, down, up_bias, down_bias)
-    _check_shapes(*tensors)
     if has_torch_function(tensors):
         biases: Any = {"up_bias": up_bias, "down_bias": down_bias}
         given: Any = (x, ids, weights, up, down, activation)
         result: Tensor = handle_torch_function(mixture_of_experts, tensors, *given, **biases)
         return result
-    return custom_ops.experts(*_operands(*tensors), _gate_of(activation, up))
+    # Rows are whole in the last dimension, where an activation may read more than an element.
+    return custom_ops.experts(*_operands(*tensors), lambda x: _gated(activation, x.mT, -2).mT)
 
 
 def dispatched(
@@ -103,9 +103,15 @@ def dispatched(
     operands = _operands(x, ids, weights, up, down, up_bias, down_bias)
     column = up.new_zeros(1, 1, operands[3].shape[1])
     result: Tensor = torch.ops.shardwright.experts(
-        *operands, column, _gate_of(activation, up)(column), False
+        *operands, column, _gated(activation, column, -1), False
     )
     return result
+
+
+def _gated(activation: Callable[[Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
+    """From a gate and a value, or a value alone, along `dim` to the input of `down`."""
+    first, *value = torch.split(x, 1, dim)
+    return activation(first) * value[0] if value else activation(first)
 
 
 def _operands(
@@ -117,33 +123,11 @@ def _operands(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The tensors as the operator has them, which has one part where there is no gate."""
-    if up.ndim == 3:
-        up, up_bias = up.unsqueeze(1), None if up_bias is None else up_bias.unsqueeze(1)
-    return x, ids, weights, up, down, up_bias, down_bias
+    """The tensors as the operator has them, which has one part where there is no gate.
 
-
-def _gate_of(activation: Callable[[Tensor], Tensor], up: Tensor) -> Callable[[Tensor], Tensor]:
-    """From the last dimension, a gate and a value, to the input of `down`."""
-    if up.ndim == 3:
-        return activation
-
-    def gated(x: Tensor) -> Tensor:
-        return activation(x[..., :1]) * x[..., 1:]
-
-    return gated
-
-
-def _check_shapes(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-) -> None:
-    """Raises ValueError."""
+    Raises:
+        ValueError: if shapes do not fit together.
+    """
     if up.ndim not in (3, 4) or (up.ndim == 4 and up.shape[1] != 2):
         raise ValueError(
             f"`up` is [experts, inner, hidden], or [experts, 2, inner, hidden] with a gate, and"
@@ -165,6 +149,9 @@ def _check_shapes(
                 f"`{name}` is {list(tensor.shape)}, and must be {list(shape)} with `ids` of"
                 f" {list(ids.shape)} and `up` of {list(up.shape)}"
             )
+    if up.ndim == 3:
+        up, up_bias = up.unsqueeze(1), None if up_bias is None else up_bias.unsqueeze(1)
+    return x, ids, weights, up, down, up_bias, down_bias
 
 
 def hint_of_experts(model: nn.Module) -> str:

@@ -69,7 +69,10 @@ class BucketLines:
     @cached_property
     def _here(self) -> tuple[BoundBucket, ...]:
         """The buckets of this program."""
-        return tuple(b for b in self.bound if not (self.unsharded and b.bucket.once))
+        return tuple(each for each in self.bound if self._is_here(each.bucket))
+
+    def _is_here(self, bucket: Bucket) -> bool:
+        return not (self.unsharded and bucket.once)
 
     def _enter(self, bound: BoundBucket) -> str:
         number = bound.bucket.number
@@ -87,7 +90,7 @@ class BucketLines:
             return None
         bucket, member = self._known[value, _ids(route[:length])]
         if member not in self._members:
-            if any(bucket is each.bucket for each in self._here):
+            if self._is_here(bucket):
                 self._finish(bucket)
             else:
                 name = self._members[member] = self.source.name(member.name)
