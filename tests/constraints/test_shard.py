@@ -318,8 +318,8 @@ def pin(**named: Any) -> Callable[[Block], Any]:
             r"module 'spare' .* has no operator in the graph",
         ),
         (
-            pin(net=(((2, 4),),)),
-            r"the model itself has \d+ operators, but a pin is for a single one: up,",
+            pin(net=(((2, 4), (1, 1)),)),
+            r"the model \(Block\) is called with tensors \[16, 16\], and is pinned as",
         ),
         (
             pin(up=(((2, 4), (4, 1)),)),

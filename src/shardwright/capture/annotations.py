@@ -31,6 +31,22 @@ class RecomputeMark:
     checkpoint: bool = False
 
 
+class ModuleTag:
+    """A tag of a module that changes how the module is traced."""
+
+    def trace(self, module: nn.Module, where: str) -> None:
+        """Changes a copy of the tagged module, which is about to be traced.
+
+        Args:
+            where: its path and class, for errors.
+        """
+
+
+class BoundaryTag:
+    """A tag of a call of `aten.alias`, which keeps it: its tensor enters or leaves a module, and
+    the user says how it lies there."""
+
+
 def attach(module: nn.Module, tag: Any) -> None:
     """Attaches `tag` to a module and its future copies, replacing a tag of the same type."""
     setattr(module, _KEY, {**vars(module).get(_KEY, {}), type(tag).__name__: tag})
@@ -43,6 +59,14 @@ def module_tags(module: nn.Module) -> dict[str, tuple[Any, ...]]:
         for path, inner in module.named_modules(remove_duplicate=False)
         if _KEY in vars(inner)
     }
+
+
+def trace_tags(twin: nn.Module) -> None:
+    """Prepares a copy of a model for the trace, as the tags of its modules ask."""
+    for path, module in twin.named_modules():
+        for tag in vars(module).get(_KEY, {}).values():
+            if isinstance(tag, ModuleTag):
+                tag.trace(module, f"{path or 'the model'} ({type(module).__name__})")
 
 
 @contextmanager

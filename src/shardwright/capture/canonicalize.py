@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardwright.capture.annotations import BoundaryTag, tags_of
 from shardwright.capture.fx_nodes import (
     insert,
     is_tensor,
@@ -122,8 +123,12 @@ def _reshape(node: fx.Node) -> fx.Node:
     return insert_reshape(_first(node), node_shape(node), node)
 
 
+@rewrites(aten.alias.default)
+def _alias(node: fx.Node) -> fx.Node | None:
+    return None if any(isinstance(tag, BoundaryTag) for tag in tags_of(node)) else _first(node)
+
+
 @rewrites(
-    aten.alias.default,
     aten.contiguous.default,
     aten.clone.default,
     aten.lift_fresh.default,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from shardwright.capture.annotations import call_tags, module_tags, preserve_tags
+from shardwright.capture.annotations import call_tags, module_tags, preserve_tags, trace_tags
 from shardwright.capture.attributes import TracedAttributes, attribute_texts
 from shardwright.capture.build_graph import CapturedCall, build_graph
 from shardwright.capture.canonicalize import canonicalize
@@ -42,7 +42,7 @@ from shardwright.capture.signature import (
 )
 from shardwright.capture.unflatten import move_flattening_down
 from shardwright.capture.value_guards import PassedGuards
-from shardwright.errors import CaptureError
+from shardwright.errors import CaptureError, StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.operators import OpOverload, schema_of
@@ -70,6 +70,7 @@ def capture(
         CaptureError: if the forward pass depends on the values of tensors, or uses something that
             `torch.export` cannot capture; the message names the line in the user's code. Also if
             `args` is not a tuple, or `kwargs` not a mapping.
+        StrategyError: if a module whose inputs and outputs are pinned has others than the pin.
     """
     _check_arguments(args, kwargs)
     started = time.perf_counter()
@@ -143,6 +144,7 @@ def _export(
     twin, fake_args, fake_kwargs = fake_copy(module, args, kwargs, compute_dtype)
     attributes = TracedAttributes(twin)
     observe_forward_hooks(twin)
+    trace_tags(twin)
     drawn = _random_states()
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:
@@ -150,6 +152,8 @@ def _export(
             exported = torch.export.export(twin, fake_args, fake_kwargs, strict=False)
     except CaptureError as error:
         raise CaptureError(f"{line_of_error(error)}: {error}") from error
+    except StrategyError:
+        raise
     except Exception as error:
         raise CaptureError(_explain(error, hint_of_experts(module))) from error
     if _random_states() != drawn:

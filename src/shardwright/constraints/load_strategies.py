@@ -12,7 +12,8 @@ from torch import nn
 
 from shardwright.capture.annotations import attach, module_tags
 from shardwright.capture.naming import local_operator_name
-from shardwright.constraints.shard import Pin, validate_parameter_plan
+from shardwright.constraints.pin import Pin
+from shardwright.constraints.shard import validate_parameter_plan
 from shardwright.constraints.strategy_file import FileEntry, parse_strategies
 from shardwright.errors import StrategyError
 from shardwright.rules.rule import registry

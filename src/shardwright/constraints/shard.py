@@ -6,7 +6,7 @@ A pin is part of the module, or of the function that `shard` returns; there is n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from torch import nn
 from shardwright.capture.annotations import attach, tagging
 from shardwright.capture.naming import MAIN
 from shardwright.constraints import Entry, OperatorStrategy, check_entries, check_entry
+from shardwright.constraints.pin import BoundaryPin, Pin
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.graph.graph import Op as Operator
@@ -25,6 +26,7 @@ aten = torch.ops.aten
 ShardTarget = TypeVar("ShardTarget", bound=Callable[..., Any])
 
 _DATA_MOVEMENT_OPS = (
+    aten.alias.default,
     aten.reshape.default,
     aten.permute.default,
     aten.transpose.int,
@@ -33,23 +35,6 @@ _DATA_MOVEMENT_OPS = (
     aten.detach.default,
 )
 """Operators that do not count when a pin must be about a single operator."""
-
-
-@dataclass(frozen=True, eq=False)
-class Pin:
-    """The constraints of one module or function.
-
-    Args:
-        strategy: of its main operator.
-        parameters: how parameters are stored, by name in the module.
-        operators: strategies by the suffix that follows the module's path in the operator's name:
-            `".add_1"`; `"@2"` for the main operator of the second call; `""` for the main operator
-            of every call without an entry of its own.
-    """
-
-    strategy: OperatorStrategy | None
-    parameters: Mapping[str, Entry] = field(default_factory=dict)
-    operators: Mapping[str, OperatorStrategy] = field(default_factory=dict)
 
 
 class NamedFunction(nn.Module):
@@ -93,12 +78,13 @@ def shard(
 
     Args:
         target: a module, whose main operator is pinned in every call (a later `shard` replaces an
-            earlier one), or a function; call the returned function in `forward`.
-        in_strategy: one entry per tensor input, in the order of the operator: a tuple with the
-            number of shards of each dimension, a `TensorLayout`, or None if it follows from the
-            other entries. Weights have torch's shape; for `nn.Linear` that is (out_features,
-            in_features). Dimensions that no entry cuts are replicated, and so is the computation
-            over devices that are left over.
+            earlier one), or a function; call the returned function in `forward`. Of a module that
+            has others inside, what it is called with and what it returns is pinned.
+        in_strategy: one entry per tensor input, in the order of the operator or of the signature of
+            `forward`: a tuple with the number of shards of each dimension, a `TensorLayout`, or
+            None if it follows from the other entries. Weights have torch's shape; for `nn.Linear`
+            that is (out_features, in_features). Dimensions that no entry cuts are replicated, and
+            so is the computation over devices that are left over.
         out_strategy: one entry per output, in the same form. Partial sums are all-reduced or
             reduce-scattered to match; with None the operators that read the output decide. It also
             cuts dimensions that only the output has, such as those that `expand` adds.
@@ -197,14 +183,19 @@ def pins_of(graph: Graph) -> Pins:
 
 
 def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+    with_boundary = {op.module for op in graph.ops if _is_boundary(op)}
     for pin, paths in _modules_by_pin(graph):
-        if pin.strategy is None:
+        if pin.strategy is None or with_boundary.issuperset(paths):
             continue
         ops = [op for path in paths for op in _main_operators(graph, path)]
         if not ops:
             raise StrategyError(_no_operator(graph, paths[0], pin))
         for op in ops:
             yield op, pin.strategy
+
+
+def _is_boundary(op: Operator) -> bool:
+    return any(isinstance(tag, BoundaryPin) for tag in op.tags)
 
 
 def _modules_by_pin(graph: Graph) -> Iterator[tuple[Pin, list[str]]]:
@@ -268,6 +259,8 @@ def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrat
         if not isinstance(pin, Pin) or pin.strategy is None:
             continue
         ops = [op for op in graph.ops if pin in op.tags]
+        if not ops and isinstance(pin, BoundaryPin):
+            continue  # A tensor that nothing reads.
         where = f"the pinned function called at {source or 'an unknown line'}"
         if not ops:
             raise StrategyError(
@@ -294,7 +287,8 @@ def _ambiguous(where: str, ops: Sequence[Operator]) -> str:
     more = f" and {len(ops) - 8} more" if len(ops) > 8 else ""
     return (
         f"{where} has {len(ops)} operators, but a pin is for a single one: {names}{more}; pin a"
-        " module with one operator, or the function that is called (wrap it in sw.Op to name it)"
+        " module with one operator, the function that is called (wrap it in sw.Op to name it), or a"
+        " module around it, of which inputs and outputs are pinned"
     )
 
 
