@@ -10,7 +10,8 @@ def heard_of_plan(net: nn.Module, **options: object) -> list[str]:
     heard: list[str] = []
 
     def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
-        heard.append(doing)
+        if doing not in heard[-1:]:
+            heard.append(doing)
 
     x = (torch.zeros(32, 64),)
     sw.plan(net, x, devices=4, on_progress=on_progress, **options)  # type: ignore[arg-type]

@@ -178,7 +178,7 @@ def _captured(
     if isinstance(net, nn.Module):
         options.on_progress("capture")
         example = micro_batch_example(args, kwargs, options.num_micro_batches)
-        return capture(net, *example, compute_dtype=dtype)
+        return capture(net, *example, compute_dtype=dtype, on_progress=options.on_progress)
     if options.compute_dtype is not None and net.compute_dtype != dtype:
         raise StrategyError(
             f"compute_dtype={options.compute_dtype!r}, but the graph was captured with"

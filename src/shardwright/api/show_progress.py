@@ -38,7 +38,9 @@ def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
     if enabled is False or not (bar or notebook or enabled):
         yield silent
     elif bar:
-        with _bar(Console(stderr=not notebook)) as on_progress:
+        # The stream of now: captures, which report too, silence what is written meanwhile.
+        console = Console() if notebook else Console(file=sys.stderr)
+        with _bar(console) as on_progress:
             yield on_progress
     else:
         yield _lines()
@@ -59,13 +61,13 @@ def _bar(console: Console) -> Iterator[OnProgress]:
 
 
 def _lines() -> OnProgress:
-    start, time_left = time.monotonic(), TimeLeft()
+    start, time_left, stream = time.monotonic(), TimeLeft(), sys.stderr
 
     def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
         left = _left(time_left.seconds(done, of))
         count = f" ({done + 1} of {of}{left and ', '}{left})" if of else ""
         elapsed = time.monotonic() - start
-        print(f"{elapsed:6.1f} s  {doing}{count}", file=sys.stderr, flush=True)
+        print(f"{elapsed:6.1f} s  {doing}{count}", file=stream, flush=True)
 
     return on_progress
 

@@ -30,6 +30,7 @@ from shardwright.capture.fake_copy import (
 from shardwright.capture.functionalize import functionalize
 from shardwright.capture.hooks import check_hooks, observe_forward_hooks
 from shardwright.capture.inline_regions import inline_regions
+from shardwright.capture.layer_progress import report_layers
 from shardwright.capture.naming import line_of, line_of_error
 from shardwright.capture.signature import (
     Signature,
@@ -44,6 +45,7 @@ from shardwright.capture.unflatten import move_flattening_down
 from shardwright.capture.value_guards import PassedGuards
 from shardwright.errors import CaptureError, StrategyError
 from shardwright.graph.graph import Graph
+from shardwright.progress import OnProgress, silent
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.operators import OpOverload, schema_of
 
@@ -53,6 +55,7 @@ def capture(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     compute_dtype: torch.dtype | None = None,
+    on_progress: OnProgress = silent,
 ) -> Graph:
     """Captures `module(*args, **kwargs)` for the shapes of these arguments.
 
@@ -65,6 +68,7 @@ def capture(
         compute_dtype: the dtype in which single-precision parameters and inputs are computed.
             Buffers, and the parameters of modules with floating-point buffers, keep theirs; losses
             are computed in single precision.
+        on_progress: called with the layers that are reached, once a second.
 
     Raises:
         CaptureError: if the forward pass depends on the values of tensors, or uses something that
@@ -75,7 +79,7 @@ def capture(
     _check_arguments(args, kwargs)
     started = time.perf_counter()
     with isolate_capture():
-        graph = _capture(module, args, dict(kwargs or {}), compute_dtype)
+        graph = _capture(module, args, dict(kwargs or {}), compute_dtype, on_progress)
     return replace(graph, capture_seconds=time.perf_counter() - started)
 
 
@@ -97,8 +101,9 @@ def _capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     compute_dtype: torch.dtype | None,
+    on_progress: OnProgress,
 ) -> Graph:
-    exported, attributes = _export(module, args, kwargs, compute_dtype)
+    exported, attributes = _export(module, args, kwargs, compute_dtype, on_progress)
     signature = Signature.of(exported)
     inline_regions(exported.graph_module)
     decompose(exported.graph)
@@ -138,6 +143,7 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     compute_dtype: torch.dtype | None,
+    on_progress: OnProgress,
 ) -> tuple[torch.export.ExportedProgram, TracedAttributes]:
     """The exported program, and the attributes that `forward` read and set."""
     check_hooks(module)
@@ -145,6 +151,7 @@ def _export(
     attributes = TracedAttributes(twin)
     observe_forward_hooks(twin)
     trace_tags(twin)
+    report_layers(twin, on_progress)
     drawn = _random_states()
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:

@@ -275,7 +275,7 @@ class Run:
 
         def captured() -> Graph:
             self.on_progress("capture")
-            return capture(model, batch, compute_dtype=half)
+            return capture(model, batch, compute_dtype=half, on_progress=self.on_progress)
 
         if not self._describes_graph:
             return captured()
