@@ -137,6 +137,15 @@ def test_random_operators_are_named_and_their_values_not_compared() -> None:
     assert not checked(net.eval()).random_operators
 
 
+def test_random_operators_of_which_only_gradients_depend_are_named() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    nn.init.zeros_(net[2].weight)
+    x = torch.randn(16, 8)
+    result = sw.check(net, (x,), {}, sw.plan(net, (x,), devices=2))
+    assert result.random_operators == ("1",)
+    assert result.passes(), result
+
+
 def test_a_plan_for_training_is_not_checked_in_eval() -> None:
     net = Program(outputs)
     plan = sw.plan(net, (x(),), devices=4)
