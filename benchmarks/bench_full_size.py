@@ -2,11 +2,11 @@
 
 What is trained at scale, unmodified and in its real size, planned for H100 without devices:
 bfloat16, AdamW, parameters and optimizer state sharded where they are used whole, as much computed
-again as memory requires. *Batch*: sequences (of a recommender: samples) of a step × tokens of each.
+again as memory requires. *Batch*: sequences (else samples) of a step × tokens of each.
 *Seconds*: CPU time to capture and to plan. *Best of grid*: the fastest that fits of data × context
 × tensor × expert × stages, where experts share the devices of data; all with the same batch,
-micro-batches and memory, sharded alike, with as much computed again as they need. Of the
-recommender it is data parallel alone. Goals: each plan fits, and is as fast as the best of its
+micro-batches and memory, sharded alike, with as much computed again as they need. Of the U-Net and
+the recommender it is data parallel alone. Goals: each plan fits, and is as fast as the best of its
 grid.
 """
 
@@ -24,10 +24,12 @@ from torch import nn
 
 from benchmarks.full_size import (
     deepseek,
+    denoiser,
     language,
     llama_3,
     mixtral,
     qwen_3,
+    qwen_3_32b,
     recommender,
 )
 from benchmarks.table import Table
@@ -82,9 +84,11 @@ CASES = (
     _language("Llama-3 8B", partial(llama_3, "8B"), 64, 1, 2**20),
     _language("Llama-3 70B", partial(llama_3, "70B"), 256, 256, 8192, 4),
     _language("Llama-3 405B", partial(llama_3, "405B"), 512, 512, 8192, 8),
+    _language("Qwen3-32B", qwen_3_32b, 64, 128, 8192, 2),
     _language("Mixtral-8x7B", mixtral, 64, 256, 4096, 4),
     _language("Qwen3-30B-A3B", qwen_3, 64, 256, 4096, 4),
     _language("DeepSeek-V3", deepseek, 512, 1024, 4096, 8),
+    Case("SDXL U-Net", denoiser, 64, 512, None),
     Case("DLRM", recommender, 64, 65536, None),
 )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import diffusers
 import torch
 import transformers
 from torch import Tensor, nn
@@ -41,6 +42,19 @@ def llama_3(size: str) -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 
 
+def qwen_3_32b() -> nn.Module:
+    config = transformers.Qwen3Config(
+        vocab_size=151936,
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
 def mixtral() -> nn.Module:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig())
 
@@ -62,6 +76,63 @@ def language(make: Callable[[], nn.Module], batch: int, length: int) -> tuple[nn
     with torch.device("meta"):
         ids = torch.empty(batch, length, dtype=torch.long)
         return make(), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+class Denoiser(nn.Module):
+    """The U-Net of Stable Diffusion XL (Podell et al., 2023), trained to predict noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        attention = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
+        self.unet = diffusers.UNet2DConditionModel(
+            sample_size=128,
+            block_out_channels=(320, 640, 1280),
+            layers_per_block=2,
+            down_block_types=attention,
+            up_block_types=tuple(kind.replace("Down", "Up") for kind in reversed(attention)),
+            transformer_layers_per_block=(1, 2, 10),
+            attention_head_dim=(5, 10, 20),
+            cross_attention_dim=2048,
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=2816,
+        )
+
+    def forward(
+        self,
+        latents: Tensor,
+        times: Tensor,
+        words: Tensor,
+        text: Tensor,
+        sizes: Tensor,
+        noise: Tensor,
+    ) -> Tensor:
+        """
+        Args:
+            latents: with noise, `[batch, 4, 128, 128]`.
+            times: `[batch]`.
+            words: of a text encoder, `[batch, 77, 2048]`.
+            text: as a whole, `[batch, 1280]`.
+            sizes: of a picture and its crop, `[batch, 6]`.
+            noise: as `latents`.
+        """
+        conditions = {"text_embeds": text, "time_ids": sizes}
+        (found,) = self.unet(latents, times, words, added_cond_kwargs=conditions, return_dict=False)
+        return nn.functional.mse_loss(found, noise)
+
+
+def denoiser(batch: int) -> tuple[nn.Module, Any]:
+    with torch.device("meta"):
+        net, latents = Denoiser(), torch.empty(batch, 4, 128, 128)
+        return net, {
+            "latents": latents,
+            "times": torch.empty(batch, dtype=torch.long),
+            "words": torch.empty(batch, 77, 2048),
+            "text": torch.empty(batch, 1280),
+            "sizes": torch.empty(batch, 6),
+            "noise": latents,
+        }
 
 
 class Recommender(nn.Module):
