@@ -1,4 +1,4 @@
-"""Masks of attention that say no more than `is_causal` does."""
+"""Masks of attention that say no more than how far back queries look."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from shardwright.graph.custom_ops import windowed_attention
 from shardwright.graph.interpreter import interpret
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -27,14 +28,16 @@ class Masked(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, self.mask(x))
 
 
-def folded(mask: Mask) -> bool | None:
-    """Whether captured attention is causal; None if it reads the mask. Its result is that of the
-    module."""
+def folded(mask: Mask) -> bool | int | None:
+    """Whether captured attention is causal, or its window; None if it reads the mask. Its result is
+    that of the module."""
     net, x = Masked(mask), torch.randn(2, 3, 6, 4, dtype=torch.float64)
     graph = sw.capture(net, (x,))
-    (op,) = (op for op in graph.ops if op.target is ATTENTION)
+    (op,) = (op for op in graph.ops if op.target in (ATTENTION, windowed_attention))
     output, _ = interpret(graph, {}, {}, (x,))
     torch.testing.assert_close(output, net(x))
+    if op.target is windowed_attention:
+        return op.args[3]
     return op.kwargs["is_causal"] if len(op.inputs) == 3 else None
 
 
@@ -58,9 +61,29 @@ ALL: list[Mask] = [
     lambda x: places(x) < places(x)[:, None] + 6,
     lambda x: x.new_ones((), dtype=torch.bool) & (places(x) * 0 == places(x)[:, None] * 0),
 ]
+WINDOWS: list[tuple[int, Mask]] = [
+    (3, lambda x: (places(x) <= places(x)[:, None]) & (places(x) > places(x)[:, None] - 3)),
+    (3, lambda x: (places(x)[:, None] - 2 <= places(x)) & (places(x)[:, None] >= places(x))),
+    (1, lambda x: (places(x) <= places(x)[:, None]) & (places(x) >= places(x)[:, None])),
+    (5, lambda x: torch.ones(6, 6, dtype=torch.bool).tril().triu(-4)),
+    (5, lambda x: torch.ones(6, 6, dtype=torch.bool).triu(-4) & (places(x) <= places(x)[:, None])),
+    (
+        2,
+        lambda x: (
+            (places(x) > places(x)[:, None] - 2)
+            & (places(x) > places(x)[:, None] - 4)
+            & (places(x) <= places(x)[:, None]).expand(2, 3, -1, -1)
+        ),
+    ),
+    (2, lambda x: ~(places(x) > places(x)[:, None]) & ~(places(x) + 2 <= places(x)[:, None])),
+]
 OTHER: list[Mask] = [
     lambda x: places(x) <= places(x)[:, None] + 1,
-    lambda x: (places(x) <= places(x)[:, None]) & (places(x) > places(x)[:, None] - 3),
+    lambda x: places(x) > places(x)[:, None] - 3,
+    lambda x: (places(x) <= places(x)[:, None] + 1) & (places(x) > places(x)[:, None] - 3),
+    lambda x: (places(x) <= places(x)[:, None]) & (places(x) > places(x)[:, None] // 2),
+    lambda x: torch.ones(6, 6, dtype=torch.bool).tril().triu(1).logical_or(places(x) < 1),
+    lambda x: torch.ones(6, 6, dtype=torch.bool).tril().triu(-2) & (x[:, :1, :1, :1] < 9),
     lambda x: (places(x) <= places(x)[:, None]) & (places(x) // 3 == places(x)[:, None] // 3),
     lambda x: places(x)[:, None] <= places(x),
     lambda x: (places(x) <= places(x)[:, None]) & (x[:, :1, :1, :1] < 9),
@@ -81,6 +104,13 @@ def test_a_mask_that_allows_every_pair_is_none(mask: Mask) -> None:
     assert folded(mask) is False
 
 
+@pytest.mark.parametrize(("window", "mask"), WINDOWS)
+def test_a_causal_mask_of_a_sliding_window_is_its_size(window: int, mask: Mask) -> None:
+    found = folded(mask)
+    assert found == window
+    assert not isinstance(found, bool)
+
+
 @pytest.mark.parametrize("mask", OTHER)
 def test_any_other_mask_is_kept(mask: Mask) -> None:
     assert folded(mask) is None
@@ -95,3 +125,53 @@ def test_no_mask_of_a_transformer_is_held() -> None:
     graph = sw.capture(net, (tokens,))
     assert max(value.numel for op in graph.ops for value in op.outputs) == 2 * (1 << 20) * 64
     assert next(op for op in graph.ops if op.target is ATTENTION).kwargs["is_causal"]
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Qwen2", "Gemma3"])
+def test_no_mask_of_a_transformer_with_sliding_windows_is_held(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 64}
+    types = ["sliding_attention", "full_attention"] if name != "Mistral" else None
+    options = {} if types is None else {"layer_types": types, "use_sliding_window": True}
+    config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(
+        **sizes,
+        **options,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=512,
+        head_dim=8,
+    )
+    with torch.device("meta"):
+        net = getattr(transformers, f"{name}ForCausalLM")(config)
+        tokens = torch.zeros(2, 1 << 20).long()
+    graph = sw.capture(net, (tokens,))
+    assert max(value.numel for op in graph.ops for value in op.outputs) == 2 * (1 << 20) * 64
+    windows = [op.args[3] for op in graph.ops if op.target is windowed_attention]
+    assert windows == [512] * (1 if types else 2)
+    assert all(op.inputs[1].shape[1] == 2 for op in graph.ops if op.target is windowed_attention)
+    causal = [op for op in graph.ops if op.target is ATTENTION]
+    assert [op.kwargs["is_causal"] for op in causal] == [True] * (2 - len(windows))
+
+
+def test_keys_that_are_repeated_for_groups_of_queries_are_read_once() -> None:
+    class Grouped(nn.Module):
+        def forward(self, x: Tensor, keys: Tensor) -> Tensor:
+            mask = (places(x) <= places(x)[:, None]) & (places(x) > places(x)[:, None] - 3)
+            keys = keys[:, :, None].expand(2, 2, 3, 7, 4).reshape(2, 6, 7, 4)
+            return F.scaled_dot_product_attention(x, keys, keys, mask)
+
+    x, keys = torch.randn(2, 6, 7, 4), torch.randn(2, 2, 7, 4)
+    graph = sw.capture(Grouped(), (x, keys))
+    assert [op.target for op in graph.ops] == [windowed_attention]
+    torch.testing.assert_close(interpret(graph, {}, {}, (x, keys))[0], Grouped()(x, keys))
+
+
+def test_a_mask_of_a_window_is_kept_where_attention_drops_weights() -> None:
+    class Dropping(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.ones(6, 6, dtype=torch.bool).tril().triu(-2)
+            return F.scaled_dot_product_attention(x, x, x, mask, 0.5)
+
+    graph = sw.capture(Dropping(), (torch.randn(2, 3, 6, 4),))
+    (op,) = (op for op in graph.ops if op.target is ATTENTION)
+    assert len(op.inputs) == 4

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from shardwright.graph.graph import Op, Value
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.rules import rule_of
-from shardwright.rules.rule import MIRROR, Cuts, Local, Reduce, Reduction, ShardingRule
+from shardwright.rules.rule import MIRROR, PREVIOUS, Cuts, Local, Reduce, Reduction, ShardingRule
 
 Index = Callable[[str], int | torch.SymInt]
 Reduces = tuple[Reduce, ...]
@@ -263,8 +263,8 @@ def _collective(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
     axes = {axis for factor in reduction.factors for axis in cuts.get(factor, ())}
     if mesh.size(frozenset(axes)) == 1:
         return lambda tensor: tensor
-    if reduction.kind == MIRROR:
-        return _mirror(mesh, axes, reduction)
+    if reduction.kind in (MIRROR, PREVIOUS):
+        return _exchange(mesh, cuts, reduction)
     ranks = [
         rank
         for rank in mesh.ranks
@@ -283,34 +283,54 @@ def _collective(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
     return Reduce(reduce, reduce, lambda tensor: tensor)
 
 
-def _mirror(mesh: Layout, axes: set[int], reduction: Reduction) -> Reduce:
-    def opposite(rank: int) -> int:
-        place = enumerate(zip(mesh.coordinates(rank), mesh.device_matrix, strict=True))
-        other = [size - 1 - at if axis in axes else at for axis, (at, size) in place]
-        return next(r for r in mesh.ranks if list(mesh.coordinates(r)) == other)
+def _exchange(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
+    (factor,) = reduction.factors
+    count = mesh.size(cuts[factor])
 
-    def swap(tensor: Tensor) -> Tensor:
+    def source(rank: int) -> int:
+        """The rank like this one that holds the block which this one gets."""
+        mine = _part(mesh, cuts, factor, rank)
+        wanted = count - 1 - mine if reduction.kind == MIRROR else (mine - 1) % count
+        return next(
+            r for r in mesh.ranks if _part(mesh, cuts, factor, r) == wanted and like(r, rank)
+        )
+
+    def like(one: int, other: int) -> bool:
+        places = zip(mesh.coordinates(one), mesh.coordinates(other), strict=True)
+        return all(a == b for axis, (a, b) in enumerate(places) if axis not in cuts[factor])
+
+    came_from = {rank: source(rank) for rank in mesh.ranks}
+    went_to = {source: rank for rank, source in came_from.items()}
+
+    def sent(tensor: Tensor, sources: dict[int, int]) -> Tensor:
         assert isinstance(tensor, LocalTensor)
         assert tuple(tensor.shape) == tuple(reduction.shape), "not the shape that was declared"
         assert tensor.dtype == reduction.dtype, "not the dtype that was declared"
         parts = tensor._local_tensors
-        return LocalTensor({rank: parts[opposite(rank)].clone() for rank in mesh.ranks})
+        return LocalTensor({rank: parts[sources[rank]].clone() for rank in mesh.ranks})
 
     def run(tensor: Tensor) -> Tensor:
-        return _Mirror.apply(tensor, swap)
+        return _Exchange.apply(
+            tensor, lambda x: sent(x, came_from), lambda gradient: sent(gradient, went_to)
+        )
 
-    return Reduce(run, swap, lambda tensor: tensor)
+    return Reduce(run, lambda x: sent(x, came_from), lambda tensor: tensor)
 
 
-class _Mirror(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, swap: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.swap = swap
-        return swap(tensor)
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        there: Callable[[Tensor], Tensor],
+        back: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.swap(gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
 
 
 def _reduced(tensor: Tensor, kind: str, group: str) -> Tensor:

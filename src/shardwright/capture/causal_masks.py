@@ -1,25 +1,38 @@
-"""Masks of attention that only say that it is causal become its argument `is_causal`.
+"""Masks of attention that say no more than how far back queries look become arguments.
 
 While they are exported, models of `transformers` make the mask of all pairs of positions, which
 fast kernels do not read and which no device could hold for a long sequence. What it allows is
-proved on the vectors of positions that it compares.
+proved on the vectors of positions that it compares: a causal one becomes `is_causal`, and one of a
+sliding window `windowed_attention`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from shardwright.capture.fx_nodes import insert, is_tensor, node_arguments, node_shape, replace
+from shardwright.graph.custom_ops import windowed_attention
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.operators import OpOverload
 
 aten = torch.ops.aten
 
-AllowedKeys = Literal["all", "causal"]
-"""Which keys a mask allows for a query: all, or those up to its own position."""
+
+class Band(NamedTuple):
+    """Of the query at position i a mask allows the keys from i - `before` to i + `after`."""
+
+    before: float = inf
+    after: float = inf
+
+    def __and__(self, other: Band) -> Band:
+        return Band(min(self.before, other.before), min(self.after, other.after))
+
+
+ALL, CAUSAL = Band(), Band(after=0)
 
 MOST_ELEMENTS = 1 << 24
 """Of tensors whose numbers are looked at."""
@@ -28,6 +41,7 @@ _AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
 _NOT = (aten.bitwise_not.default, aten.logical_not.default)
 _SAME = (aten.expand.default, aten.reshape.default, aten.to.dtype)
 _ONES = (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
+_TRIANGLES: dict[Any, str] = {aten.tril.default: "after", aten.triu.default: "before"}
 _COMPARISONS = {
     aten.ge.Tensor: (torch.ge, False),
     aten.gt.Tensor: (torch.gt, False),
@@ -46,12 +60,47 @@ def fold_causal_masks(graph: fx.Graph) -> None:
             continue
         arguments = node_arguments(node)
         mask = arguments.pop("attn_mask")
-        pairs = (node_shape(arguments["query"])[-2], node_shape(arguments["key"])[-2])
-        pattern = masks.pattern(mask) if is_tensor(mask) else None
-        if pattern == "all" or (pattern == "causal" and node_shape(mask)[-2:] == pairs):
-            arguments["is_causal"] = pattern == "causal"
-            inputs = tuple(arguments.pop(name) for name in ("query", "key", "value"))
+        band = masks.band(mask) if is_tensor(mask) else None
+        inputs = tuple(arguments.pop(name) for name in ("query", "key", "value"))
+        whole = band is not None and node_shape(mask)[-2:] == _pairs(*inputs)
+        if band == ALL or (band == CAUSAL and whole):
+            arguments["is_causal"] = band == CAUSAL
             replace(node, insert(node, node.target, inputs, arguments))
+        elif band is not None and band.after == 0 and whole and arguments["dropout_p"] == 0:
+            _fold_window(node, inputs, int(band.before) + 1, arguments["scale"])
+
+
+def _pairs(query: fx.Node, key: fx.Node, value: fx.Node) -> tuple[int, int]:
+    return node_shape(query)[-2], node_shape(key)[-2]
+
+
+def _fold_window(
+    node: fx.Node, inputs: tuple[fx.Node, ...], window: int, scale: float | None
+) -> None:
+    query, key, value = inputs[0], *map(_before_repetition, inputs[1:])
+    shapes = [node_shape(each) for each in (query, key, value)]
+    if {len(shape) for shape in shapes} != {4} or shapes[1][:3] != shapes[2][:3]:
+        return
+    if shapes[0][0] == shapes[1][0] and shapes[0][2] == shapes[1][2]:
+        # Its result is like what it was: nothing is computed to know that.
+        node.target, node.kwargs = windowed_attention, {}
+        node.args = (query, key, value, window, scale)
+
+
+def _before_repetition(heads: fx.Node) -> fx.Node:
+    """The keys of which each head was repeated for a group of queries; else these themselves."""
+    repeated: Any = heads
+    chain = []
+    for target in (aten.reshape.default, aten.expand.default, aten.reshape.default):
+        if not is_tensor(repeated) or repeated.target is not target:
+            return heads
+        chain.append(node_shape(repeated))
+        repeated = repeated.args[0]
+    batch, count, *rest = shape = node_shape(repeated)
+    groups = chain[0][1] // count
+    expected = [(batch, count * groups, *rest), (batch, count, groups, *rest)]
+    apart = (batch, count, 1, *rest)
+    return repeated if len(shape) == 4 and chain == [*expected, apart] else heads
 
 
 class _Masks:
@@ -59,46 +108,53 @@ class _Masks:
 
     def __init__(self) -> None:
         self._values: dict[fx.Node, Tensor | None] = {}
-        self._patterns: dict[fx.Node, AllowedKeys | None] = {}
+        self._bands: dict[fx.Node, Band | None] = {}
 
-    def pattern(self, mask: fx.Node) -> AllowedKeys | None:
-        """What a boolean mask allows; None for anything else."""
-        if mask not in self._patterns:
-            self._patterns[mask] = self._pattern(mask)
-        return self._patterns[mask]
+    def band(self, mask: fx.Node) -> Band | None:
+        """What a boolean mask allows, where that is a band; None for anything else."""
+        if mask not in self._bands:
+            self._bands[mask] = self._band(mask)
+        return self._bands[mask]
 
-    def _pattern(self, mask: fx.Node) -> AllowedKeys | None:
+    def _band(self, mask: fx.Node) -> Band | None:
         if mask.meta["val"].dtype != torch.bool or mask.op != "call_function":
             return None
         if mask.target in _AND:
-            patterns = [self._broadcast(each, mask) for each in mask.all_input_nodes]
-            if None in patterns:
-                return None
-            return "causal" if "causal" in patterns else "all"
+            first, *others = (self._broadcast(each, mask) for each in mask.args)
+            for band in others:
+                first = None if first is None or band is None else first & band
+            return first
         if mask.target in _SAME:
             return self._broadcast(mask.args[0], mask)
         if mask.target in _ONES:
-            return "all"
-        if mask.target is aten.tril.default and mask.args[1:] in ((), (0,)):
-            return "causal" if self.pattern(mask.args[0]) else None  # type: ignore[arg-type]
+            return ALL
+        if mask.target in _TRIANGLES:
+            return self._triangle(mask)
         if mask.target in _NOT:
             return self._comparison(mask.args[0], opposite=True)  # type: ignore[arg-type]
         if mask.target is aten.eq.Tensor:
             numbers = [n for each in mask.args if (n := self._value(each)) is not None]
             ends = [end.item() for n in numbers for end in n.aminmax()]
-            return "all" if len(ends) == 4 and len(set(ends)) == 1 else None
+            return ALL if len(ends) == 4 and len(set(ends)) == 1 else None
         if mask.target in _COMPARISONS:
             return self._comparison(mask)
         value = self._value(mask)
-        return "all" if value is not None and bool(value.all()) else None
+        return ALL if value is not None and bool(value.all()) else None
 
-    def _broadcast(self, source: Any, mask: fx.Node) -> AllowedKeys | None:
-        """The pattern of a mask that becomes one of perhaps more pairs."""
-        pattern = self.pattern(source)
+    def _broadcast(self, source: Any, mask: fx.Node) -> Band | None:
+        """The band of a mask that becomes one of perhaps more pairs."""
+        band = self.band(source)
         same_pairs = node_shape(source)[-2:] == node_shape(mask)[-2:]
-        return pattern if pattern == "all" or same_pairs else None
+        return band if band == ALL or same_pairs else None
 
-    def _comparison(self, mask: fx.Node, opposite: bool = False) -> AllowedKeys | None:
+    def _triangle(self, mask: fx.Node) -> Band | None:
+        """What a triangle that has the main diagonal leaves of a mask."""
+        source, diagonal, *_ = (*mask.args, 0)
+        band, name = self.band(source), _TRIANGLES[mask.target]  # type: ignore[arg-type]
+        reach = float(diagonal if name == "after" else -diagonal)  # type: ignore[arg-type,operator]
+        return None if band is None or reach < 0 else band & Band(**{name: reach})
+
+    def _comparison(self, mask: fx.Node, opposite: bool = False) -> Band | None:
         """Of numbers of the queries `[..., s, 1]` with those of the keys `[..., 1, t]`."""
         if mask.target not in _COMPARISONS or len(node_shape(mask)) < 2:
             return None
@@ -141,16 +197,32 @@ class _Masks:
         return result
 
 
-def _allowed(queries: Tensor, keys: Tensor, greater: Any) -> AllowedKeys | None:
+def _allowed(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
     """Which keys are allowed where `greater(query, key)`; both `[..., positions]`."""
     if bool(greater(queries.amin(), keys.amax())):
-        return "all"
-    count = min(queries.shape[-1], keys.shape[-1])
-    before = keys.cummax(-1).values[..., :count]
-    after = keys.flip(-1).cummin(-1).values.flip(-1)[..., 1 : queries.shape[-1] + 1]
-    causal = greater(queries[..., :count], before).all()
-    causal &= ~greater(queries[..., : after.shape[-1]], after).any()
-    return "causal" if count == queries.shape[-1] and bool(causal) else None
+        return ALL
+    after = _reach(queries, keys, greater)
+    if after is not None:
+        return Band(after=after)
+    before = _reach(queries.flip(-1), keys.flip(-1), greater)
+    same = queries.shape[-1] == keys.shape[-1]
+    return Band(before=before) if same and before is not None else None
+
+
+def _reach(queries: Tensor, keys: Tensor, greater: Any) -> int | None:
+    """How many keys behind its own position each query reads, and all before; None if they differ,
+    or not all have a key of their own."""
+    if queries.shape[-1] > keys.shape[-1]:
+        return None
+    reach = int(greater(queries[..., :1], keys).sum(-1).amin()) - 1
+    if reach < 0:
+        return None
+    last = (torch.arange(queries.shape[-1]) + reach).clamp(max=keys.shape[-1] - 1)
+    before = keys.cummax(-1).values[..., last]
+    after = keys.flip(-1).cummin(-1).values.flip(-1)[..., reach + 1 : queries.shape[-1] + reach + 1]
+    exact = greater(queries, before).all()
+    exact &= ~greater(queries[..., : after.shape[-1]], after).any()
+    return reach if bool(exact) else None
 
 
 def _reversed(numbers: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardwright.graph.blockwise_attention import attention_in_window
 from shardwright.graph.segment_matmul import segment_matmul
 from shardwright.torch_internals.operators import OpOverload
 
@@ -220,6 +221,30 @@ def _rows_here(ends: Tensor, rows: int, total: int) -> int:
     if ends.is_meta:
         return -(-rows * ends.shape[0] // total)
     return int(ends[-1])
+
+
+def windowed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    scale: float | None = None,
+    start: int | torch.SymInt = 0,
+) -> Tensor:
+    """Attention in which a position reads the last `window` positions, its own included.
+
+    Args:
+        query: `[batch, heads, queries, size]`.
+        key, value: `[batch, heads, keys, size]`, with as many heads or fewer, each for a group of
+            adjacent query heads. The last key stands where the last query does.
+        scale: multiplies the scores, by default `size ** -0.5`.
+        start: the position of the first query; keys before position 0 are not read.
+
+    Returns:
+        `[batch, heads, queries, size]`, with the size of the values.
+    """
+    result: Tensor = attention_in_window(query, key, value, window, scale, start)[0]
+    return result
 
 
 def run_steps(steps: Steps, x: Tensor) -> Tensor:

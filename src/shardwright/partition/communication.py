@@ -204,7 +204,8 @@ def _operator(
         inputs, outputs = rule.layouts(mesh, cuts)
         inner = []
         for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
-            axes = tuple(sorted(a for f in reduction.factors for a in cuts.get(f, ())))
+            axes = tuple(a for f in reduction.factors for a in cuts.get(f, ()))
+            axes = axes if reduction.ordered else tuple(sorted(axes))
             inner.append(InnerReduction(reduction, axes))
         if inner:
             result.reductions[op.name] = tuple(inner)

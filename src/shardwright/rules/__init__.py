@@ -31,6 +31,7 @@ from shardwright.rules import (
     recurrent,
     reduction,
     views,
+    windowed_attention,
 )
 from shardwright.rules.notation import draws_random
 from shardwright.rules.register import register
@@ -51,6 +52,7 @@ _REGISTERING = (
         experts,
     ),
     *(indexing, loss, normalization, pointwise, pooling, recurrent, reduction, views),
+    windowed_attention,
 )
 
 

@@ -44,6 +44,7 @@ _EXAMPLES: tuple[tuple[OpTarget, tuple[object, ...]], ...] = (
     (aten.outer.default, (_tensor(4), _tensor(6))),
     (aten._grouped_mm.default, (*_GROUPED, _tensor(2, dtype=torch.int32))),
     (aten.scaled_dot_product_attention.default, _HEADS),
+    (custom_ops.windowed_attention, (*_HEADS, 3)),
     (aten.embedding.default, (_tensor(8, 4), _indices(2, 6))),
     (custom_ops.embedding_bag, (_tensor(8, 4), _indices(2, 6))),
     (aten.cdist.default, (_tensor(2, 6, 4), _tensor(2, 8, 4))),

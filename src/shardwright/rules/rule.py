@@ -47,7 +47,7 @@ class Main:
     exclusive: tuple[tuple[str, str], ...] = ()
 
 
-MIRROR = "mirror"
+MIRROR, PREVIOUS = "mirror", "previous"
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,9 @@ class Reduction:
 
     Args:
         factors: it is over all axes that cut these factors.
-        kind: `"sum"`, `"max"`, or `"mirror"`: each device gets the tensor of the one whose shard is
-            as far from the last as its own is from the first.
+        kind: `"sum"`, `"max"`, or an exchange: `"mirror"`, in which each device gets the tensor of
+            the one whose shard is as far from the last as its own is from the first, or
+            `"previous"`, that of the one with the shard before, and the first that of the last.
         varying: whether the gradient is sent likewise, because different shards read the result.
         differentiable: whether a gradient passes.
         shape, dtype: of the reduced tensor on one device.
@@ -72,9 +73,14 @@ class Reduction:
     differentiable: bool = True
 
     @property
+    def ordered(self) -> bool:
+        """Whether the order of the axes matters, of which the first counts most."""
+        return self.kind == PREVIOUS
+
+    @property
     def collective(self) -> str:
         """Its kind of `COLLECTIVES`."""
-        return "permute" if self.kind == MIRROR else "all_reduce"
+        return "permute" if self.kind in (MIRROR, PREVIOUS) else "all_reduce"
 
 
 Function = Callable[[torch.Tensor], torch.Tensor]

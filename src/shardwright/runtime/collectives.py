@@ -27,7 +27,7 @@ from torch import Tensor
 from shardwright.layout.axes import Axes
 from shardwright.layout.collective_spec import CellExchange, cell_exchange
 from shardwright.layout.redistribution import RedistributionStep
-from shardwright.rules.rule import MIRROR, Function, Reduce
+from shardwright.rules.rule import MIRROR, PREVIOUS, Function, Reduce
 from shardwright.runtime.collective_errors import program_line
 from shardwright.runtime.devices import Devices, Group, Index, block
 from shardwright.torch_internals.distributed import functional_collectives as c10d
@@ -258,8 +258,12 @@ def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollect
 
 
 def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    group = devices.group(tuple(sorted(step.axes)))
-    to = step.permutation()
+    return _permute(step.permutation(), step.axes, devices)
+
+
+def _permute(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
+    """From each position of the group, in the order of the mesh, a whole block to another."""
+    group = devices.group(tuple(sorted(axes)))
     came_from = [to.index(position) for position in range(group.size)]
     send = [_one_where(devices, group, source) for source in came_from]
     receive = [_one_where(devices, group, target) for target in to]
@@ -325,10 +329,14 @@ BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = 
 def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> Reduce:
     """A collective inside a kernel; its gradient is sent likewise if it is `varying`."""
     group = devices.group(axes)
-    if kind == MIRROR:
-        to = [_one_where(devices, group, group.size - 1 - n) for n in range(group.size)]
-        swap = at_once(lambda x: exchange(x, to, to, group.name))
-        return Reduce(BoundCollective(swap, swap), swap.start, identity)
+    if kind in (MIRROR, PREVIOUS):
+        blocks = range(group.size)
+        to = dict(
+            zip(blocks, reversed(blocks) if kind == MIRROR else (*blocks[1:], 0), strict=True)
+        )
+        placed = {group.order[block]: group.order[to[block]] for block in blocks}
+        exchanged = _permute([placed[position] for position in blocks], axes, devices)
+        return Reduce(exchanged, exchanged.forward.start, identity)
 
     def start(x: Tensor) -> Tensor:
         return c10d.all_reduce(x.detach().contiguous(), kind, group.name)  # type: ignore[no-any-return]

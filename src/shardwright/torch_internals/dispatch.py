@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import (
@@ -12,6 +15,7 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "TorchDispatchMode",
+    "autograd_in_operators",
     "dispatch_modes",
     "in_backward_pass",
     "in_transform",
@@ -41,6 +45,14 @@ without_dispatch_modes = _disable_current_modes
 def dispatch_modes() -> list[TorchDispatchMode]:
     """The modes that are entered now, the innermost last."""
     return _get_current_dispatch_mode_stack()
+
+
+@contextmanager
+def autograd_in_operators() -> Iterator[None]:
+    """A context in which autograd records what is called inside of an operator, too."""
+    key = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
+        yield
 
 
 def in_backward_pass() -> bool:

@@ -105,6 +105,11 @@ DISPATCH = (
     ),
     PrivateName("torch.autograd.forward_ad._current_level", "the same for forward mode"),
     PrivateName("torch._C._get_tracing_state", "the same for `torch.jit.trace`"),
+    PrivateName(
+        "torch._C._SetExcludeDispatchKeyGuard",
+        "attention in a window computes its blocks again in the backward pass",
+    ),
+    PrivateName("torch._C.DispatchKey", "the same"),
     PrivateName("torch._C._DisableTorchDispatch", "runs an operator on plain meta tensors"),
     PrivateName(
         "torch._C._current_graph_task_id", "tells bytes of the backward pass from the forward's"
@@ -302,6 +307,8 @@ ATEN_OPERATORS = (
     "_assert_tensor_metadata",
     "_ctc_loss",
     "_ctc_loss_backward",
+    "_flash_attention_backward",
+    "_flash_attention_forward",
     "_fused_adagrad_",
     "_fused_rms_norm",
     "_fused_sgd_",

@@ -1,0 +1,79 @@
+"""Attention in a sliding window: `b h s _, b h s _, b h s _ -> b h s _`.
+
+A block of positions reads its own keys and the window before them, which it gets from the device
+with the block before: not all keys, as other attention does, and no device has more work than
+another. Where a window is wider than a block, what was received is passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.graph.custom_ops import windowed_attention
+from shardwright.graph.graph import Op
+from shardwright.rules.notation import binder, call_arguments, sharding_rule
+from shardwright.rules.rule import PREVIOUS, Dims, Local, Main, Reduction, ShardingRule, rule_for
+
+
+@rule_for(windowed_attention)
+def windowed_attention_rule(op: Op) -> ShardingRule:
+    """Batch, heads and positions can be cut; with grouped queries as many heads as keys have."""
+    heads = op.inputs[1].shape[1]
+    dims: Dims = ("b", "h", "s", None)
+    return sharding_rule(
+        op,
+        (dims, dims, dims),
+        (dims,),
+        capacity={"h": heads} if heads > 1 else None,
+        main=Main({"b": "I", "h": "H", "s": "S"}, weight=None),
+        kernel=_kernel,
+        reductions=_passed_on,
+    )
+
+
+def rows_before(op: Op, blocks: int) -> list[int]:
+    """How many positions of each of the blocks before its own a block reads, the nearest first."""
+    arguments = call_arguments(op)
+    rows, left, found = op.output.shape[-2] // blocks, arguments["window"] - 1, list[int]()
+    while left > 0 and len(found) < blocks - 1:
+        found.append(min(left, rows))
+        left -= rows
+    return found
+
+
+def _passed_on(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    """Keys and values side by side, from each device to the one with the next block."""
+    key, value = op.inputs[1:]
+    batch, heads, _, _ = key.shape
+    batch, size = batch // shard_counts.get("b", 1), key.shape[-1] + value.shape[-1]
+    if heads > 1:
+        heads //= shard_counts.get("h", 1)
+    return tuple(
+        Reduction(("s",), PREVIOUS, (batch, heads, rows, size), key.dtype, varying=True)
+        for rows in rows_before(op, shard_counts.get("s", 1))
+    )
+
+
+def _kernel(op: Op, local: Local) -> Callable[..., Any]:
+    blocks = local.shard_counts.get("s", 1)
+    if blocks == 1:
+        return op.target
+    start, bind = local.index("s") * local.output_shapes[0][-2], binder(op)
+    passes = list(zip(rows_before(op, blocks), local.reduce, strict=True))
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        arguments = bind(args, kwargs)
+        key, value = arguments["key"], arguments["value"]
+        parts = [torch.cat((key, value), -1)]
+        for rows, from_previous in passes:
+            last = parts[0].shape[-2] - rows
+            parts.insert(0, from_previous(parts[0].narrow(-2, last, rows)))
+        sizes = [key.shape[-1], value.shape[-1]]
+        arguments["key"], arguments["value"] = torch.split(torch.cat(parts, -2), sizes, -1)
+        return windowed_attention(**{**arguments, "start": start})
+
+    return run

@@ -1,0 +1,50 @@
+import pytest
+import torch
+from torch import Tensor, randn
+
+from rules.oracle import check, op_of
+from shardwright.graph.custom_ops import windowed_attention
+from shardwright.rules import rule_of
+
+
+def heads(b: int, h: int, s: int, d: int) -> Tensor:
+    return randn(b, h, s, d, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 7, 11, 12])
+def test_positions_may_be_cut_in_blocks_narrower_and_wider_than_the_window(window: int) -> None:
+    key, value = heads(1, 2, 12, 3), heads(1, 2, 12, 5)
+    found = check(windowed_attention, heads(1, 2, 12, 3), key, value, window)
+    assert str(found) == "b h s _, b h s _, b h s _ -> b h s _"
+    assert found.factors == ("h", "s")
+
+
+@pytest.mark.parametrize("kv_heads, factor", [(1, None), (2, "h"), (4, "h")])
+def test_grouped_queries_stay_with_their_keys(kv_heads: int, factor: str | None) -> None:
+    key, value = heads(2, kv_heads, 6, 3), heads(2, kv_heads, 6, 3)
+    found = check(windowed_attention, heads(2, 4, 6, 3), key, value, 3, 0.7)
+    assert found.inputs[1] == ("b", factor, "s", None)
+    assert found.capacity["h"] == (4 if kv_heads == 1 else kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("window", "blocks", "rows"),
+    [
+        (4, 1, []),
+        (1, 4, []),
+        (4, 4, [3]),
+        (6, 4, [5]),
+        (7, 4, [6]),
+        (8, 4, [6, 1]),
+        (24, 3, [8, 8]),
+    ],
+)
+def test_a_block_gets_what_the_window_reaches_before_it(
+    window: int, blocks: int, rows: list[int]
+) -> None:
+    tensors = [torch.empty(1, 2, 24, size, device="meta") for size in (8, 8, 4)]
+    op = op_of(windowed_attention, *tensors, window)
+    rule = rule_of(op)
+    assert rule is not None
+    sent = rule.reductions(op, {"s": blocks, "h": 2})
+    assert [reduction.shape for reduction in sent] == [(1, 1, n, 12) for n in rows]
