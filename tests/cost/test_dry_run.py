@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import shardwright as sw
 from sample_models import llama
@@ -83,3 +85,17 @@ def test_chunks_that_differ_in_one_decision_are_not_alike() -> None:
     ]
     keys = {chunk_key(replace(middle, decisions=each)) for each in (decisions, *others)}
     assert len(keys) == len(others) + 1
+
+
+def test_arguments_that_are_no_tensors_may_stand_between_those_that_are() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, scale: float, bias: Tensor) -> Tensor:
+            return (self.layer(x) * scale + bias).sum()
+
+    plan = sw.plan(Scaled(), (torch.randn(8, 4), 2.0, torch.randn(4)), devices=2)
+    assert plan.memory is not None
+    assert plan.memory.peak > 0

@@ -84,9 +84,8 @@ class StageModule(nn.Module):
         self.unsharded = UnshardedParameters(program)
         self._inputs = [
             index
-            for value in chunk.graph.input_values
             for index, leaf in enumerate(whole.inputs)
-            if leaf is value
+            if chunk.graph is whole or leaf in chunk.graph.input_values
         ]
 
     def forward(self, *arrived: Tensor, number: Tensor | int) -> Tensor | tuple[Tensor, ...]:
