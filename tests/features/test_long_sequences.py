@@ -4,6 +4,7 @@ searches, pinned, and equal to eager."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from random_plans import random_plan
-from shardwright.graph.custom_ops import windowed_attention
+from shardwright.capture import causal_masks
+from shardwright.graph import blockwise_attention
+from shardwright.graph.custom_ops import masked_attention, windowed_attention
 from shardwright.planner.options import bytes_of
 from torchrun import torchrun
 
@@ -29,13 +32,14 @@ class Attention(nn.Module):
         self.out = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.attended(x, None)
+
+    def attended(self, x: Tensor, mask: Tensor | None) -> Tensor:
         batch, positions, _ = x.shape
         q = self.q(x).view(batch, positions, 4, 4).transpose(1, 2)
         k, v = self.kv(x).view(batch, positions, 4, 4).transpose(1, 2).chunk(2, 1)
-        return x + self.out(self.attend(q, k, v).transpose(1, 2).reshape(x.shape))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).reshape(x.shape))
 
 
 class WindowedAttention(Attention):
@@ -45,10 +49,10 @@ class WindowedAttention(Attention):
         super().__init__()
         self.window = window
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        places = torch.arange(q.shape[-2])
-        mask = (places <= places[:, None]) & (places > places[:, None] - self.window)
-        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        causal = places <= places[:, None]
+        return self.attended(x, causal & (places > places[:, None] - self.window))
 
 
 def blocks() -> tuple[nn.Module, Tensor]:
@@ -70,6 +74,74 @@ def test_random_plans_of_sliding_windows_equal_one_device(devices: int, window: 
     graph = sw.capture(net, (x,))
     assert sum(op.target is windowed_attention for op in graph.ops) == 2
     result = sw.check(net, (x,), {}, random_plan(graph, devices, window))
+    assert result.passes(1e-9), result
+
+
+class Packed(Attention):
+    """The same, of documents in one row, each of which is for itself."""
+
+    def forward(self, x: Tensor, document: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        same = document[:, :, None] == document[:, None, :]
+        return self.attended(x, (same & (places <= places[:, None])).unsqueeze(1))
+
+
+@pytest.fixture
+def all_masks_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_masks, "LARGE", 0)
+    monkeypatch.setattr(blockwise_attention, "LEAST_ROWS", 5)
+
+
+@pytest.mark.usefixtures("all_masks_are_large")
+@pytest.mark.parametrize(("devices", "seed"), [(2, 1), (3, 2), (4, 3), (8, 4)])
+def test_random_plans_of_packed_documents_equal_one_device(devices: int, seed: int) -> None:
+    torch.manual_seed(0)
+    net, x = Packed(), torch.randn(2, 24, 16)
+    document = torch.tensor([[0] * 7 + [1] * 9 + [2] * 8, [3] * 24])
+    graph = sw.capture(net, (x, document))
+    (op,) = (op for op in graph.ops if op.target is masked_attention)
+    assert op.args[4:6] == ("eq 0 1", True)
+    plan = random_plan(graph, devices, seed)
+    result = sw.check(net, (x, document), {}, plan)
+    assert result.passes(1e-9), result
+
+
+def language_model(name: str, **options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **options)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+PADDED = torch.arange(24) < torch.tensor([[24], [17]])
+POSITIONS = torch.cat([torch.arange(n) for n in (7, 9, 8)]).expand(2, -1)
+
+
+@pytest.mark.usefixtures("all_masks_are_large")
+@pytest.mark.parametrize(
+    ("name", "kwargs", "causal", "terms"),
+    [
+        ("Llama", {"position_ids": POSITIONS}, False, "eq 0 1, le 2 3"),
+        ("Llama", {"attention_mask": PADDED.long()}, True, "all 0"),
+        ("Mistral", {"position_ids": POSITIONS}, False, "eq 0 1, gt 2 3, le 2 4"),
+        ("Mistral", {"attention_mask": PADDED.long()}, True, "all 0"),
+    ],
+)
+def test_packed_and_padded_rows_of_a_transformer_equal_one_device(
+    name: str, kwargs: dict[str, Tensor], causal: bool, terms: str
+) -> None:
+    net = language_model(name, **({"sliding_window": 6} if name == "Mistral" else {}))
+    ids = torch.randint(64, (2, 24))
+    labels = ids.masked_fill(~PADDED, -100)
+    # With a cache `transformers` takes no notice of positions that restart.
+    kwargs = {"input_ids": ids, "labels": labels, "use_cache": False, **kwargs}
+    graph = sw.capture(net, (), kwargs)
+    found = [op for op in graph.ops if op.target is masked_attention]
+    assert [(op.args[4], op.args[5]) for op in found] == [(terms, causal)] * 2
+    assert max(value.numel for op in graph.ops for value in op.outputs) < 2 * 4 * 24 * 24
+    result = sw.check(net, (), kwargs, random_plan(graph, 4, 1))
     assert result.passes(1e-9), result
 
 

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from shardwright.graph import blockwise_attention
-from shardwright.graph.blockwise_attention import attention_in_window, blocks
-from shardwright.graph.custom_ops import windowed_attention
+from shardwright.graph.custom_ops import masked_attention, windowed_attention
 
 
 def tensors(heads: int, queries: int, keys: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,14 +73,52 @@ def test_keys_before_the_first_position_are_not_read() -> None:
 
 
 def test_a_block_reads_the_keys_of_its_window_only() -> None:
-    read = [(rows, keys) for rows, keys, _ in blocks(2048, 2560, 1024)]
+    query, key = torch.empty(1, 1, 2048, 2), torch.empty(1, 1, 2560, 2)
+    mask = blockwise_attention._Mask((query, key, key), (), "", True, 1024, 512)
+    read = [(rows, keys) for (rows, keys, _), _ in mask.blocks()]
     assert [(s.start, s.stop) for s, _ in read] == [(n, n + 256) for n in range(0, 2048, 256)]
     assert [keys.stop - rows.stop for rows, keys in read] == [512] * 8
     assert max(keys.stop - keys.start for _, keys in read) == 1024 + 255
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 9])
+def test_numbers_of_queries_and_keys_hide_keys(
+    monkeypatch: pytest.MonkeyPatch, causal: bool, window: int | None
+) -> None:
+    monkeypatch.setattr(blockwise_attention, "LEAST_ROWS", 4)
+    query, key, value = read = tensors(2, 30, 30)
+    document = torch.arange(30).expand(2, -1) // torch.tensor([[7], [11]])
+    padding = torch.arange(30).expand(2, -1) < torch.tensor([[30], [26]])
+    vectors = document[:, None, :, None], document[:, None, None], padding[:, None, None]
+    mask = (vectors[0] == vectors[1]) & vectors[2]
+    places = torch.arange(30)
+    if causal:
+        mask = mask & (places <= places[:, None])
+    if window is not None:
+        mask = mask & (places > places[:, None] - window)
+    found = masked_attention(*read, vectors, "eq 0 1, all 2", causal, window)
+    key, value = (each.repeat_interleave(2, 1) for each in (key, value))
+    assert_same(found, F.scaled_dot_product_attention(query, key, value, mask), read)
+
+
+def test_a_block_reads_the_keys_of_its_documents_only() -> None:
+    query = torch.empty(1, 1, 1024, 2)
+    document = torch.arange(1024) // 300
+    vectors = document[:, None], document[None]
+    mask = blockwise_attention._Mask((query, query), vectors, "eq 0 1", False, None, 0)
+    read = [(keys.start, keys.stop) for (_, keys, _), _ in mask.blocks()]
+    assert read == [(0, 300), (0, 600), (300, 900), (600, 1024)]
+
+
 def test_it_is_an_operator_as_pytorch_checks_them() -> None:
-    torch.library.opcheck(attention_in_window, (*tensors(2, 6, 9), 3, None, 3))
+    options = ((), "", True, 3, None, 3, 0)
+    operator = blockwise_attention.blockwise_attention
+    torch.library.opcheck(operator, (*tensors(2, 6, 9), *options))
+    document = torch.arange(6) // 4
+    vectors = (document[:, None], document[None])
+    options = (vectors, "eq 0 1", False, None, None, 0, 0)
+    torch.library.opcheck(operator, (*tensors(2, 6, 6), *options))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

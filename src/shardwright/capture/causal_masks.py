@@ -1,90 +1,149 @@
-"""Masks of attention that say no more than how far back queries look become arguments.
+"""Masks of attention that follow from positions and other numbers of tokens are not held.
 
 While they are exported, models of `transformers` make the mask of all pairs of positions, which
-fast kernels do not read and which no device could hold for a long sequence. What it allows is
-proved on the vectors of positions that it compares: a causal one becomes `is_causal`, and one of a
-sliding window `windowed_attention`.
+fast kernels do not read and which no device could hold for a long sequence. One that is proved to
+be causal becomes `is_causal`, and that of a sliding window `windowed_attention`. A large one that
+compares numbers of queries and of keys, as for packed documents, or hides padding, becomes these
+numbers and what must hold of them: `masked_attention` makes it anew for each block of queries.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from shardwright.capture.fx_nodes import insert, is_tensor, node_arguments, node_shape, replace
-from shardwright.graph.custom_ops import windowed_attention
-from shardwright.torch_internals import pytree
-from shardwright.torch_internals.operators import OpOverload
+from shardwright.capture.canonicalize import insert_reshape
+from shardwright.capture.fx_nodes import insert, is_tensor, node_arguments, node_shape
+from shardwright.capture.fx_nodes import replace as replace_node
+from shardwright.capture.mask_bands import ALL, AND, CAUSAL, SAME, Band, BandProofs
+from shardwright.graph.custom_ops import masked_attention, windowed_attention
 
 aten = torch.ops.aten
 
-
-class Band(NamedTuple):
-    """Of the query at position i a mask allows the keys from i - `before` to i + `after`."""
-
-    before: float = inf
-    after: float = inf
-
-    def __and__(self, other: Band) -> Band:
-        return Band(min(self.before, other.before), min(self.after, other.after))
-
-
-ALL, CAUSAL = Band(), Band(after=0)
-
-MOST_ELEMENTS = 1 << 24
-"""Of tensors whose numbers are looked at."""
-
-_AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
-_NOT = (aten.bitwise_not.default, aten.logical_not.default)
-_SAME = (aten.expand.default, aten.reshape.default, aten.to.dtype)
-_ONES = (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
-_TRIANGLES: dict[Any, str] = {aten.tril.default: "after", aten.triu.default: "before"}
-_COMPARISONS = {
-    aten.ge.Tensor: (torch.ge, False),
-    aten.gt.Tensor: (torch.gt, False),
-    aten.le.Tensor: (torch.ge, True),
-    aten.lt.Tensor: (torch.gt, True),
-}
-"""As "greater" or "greater or equal", and whether the two sides change places."""
-_OPPOSITE = {torch.ge: torch.gt, torch.gt: torch.ge}
+LARGE = 1 << 24
+"""Pairs of positions of a mask that is not held; small ones cost less than to make them anew."""
 
 
 def fold_causal_masks(graph: fx.Graph) -> None:
     """Rewrites attention in place; leaves masks without readers for dead code removal."""
-    masks = _Masks()
+    proofs = BandProofs()
     for node in list(graph.nodes):
         if node.target is not aten.scaled_dot_product_attention.default:
             continue
         arguments = node_arguments(node)
         mask = arguments.pop("attn_mask")
-        band = masks.band(mask) if is_tensor(mask) else None
         inputs = tuple(arguments.pop(name) for name in ("query", "key", "value"))
-        whole = band is not None and node_shape(mask)[-2:] == _pairs(*inputs)
-        if band == ALL or (band == CAUSAL and whole):
+        if not is_tensor(mask):
+            continue
+        band = proofs.band(mask)
+        of_pairs = node_shape(mask)[-2:] == tuple(node_shape(each)[-2] for each in inputs[:2])
+        if band == ALL or (band == CAUSAL and of_pairs):
             arguments["is_causal"] = band == CAUSAL
-            replace(node, insert(node, node.target, inputs, arguments))
-        elif band is not None and band.after == 0 and whole and arguments["dropout_p"] == 0:
-            _fold_window(node, inputs, int(band.before) + 1, arguments["scale"])
+            replace_node(node, insert(node, node.target, inputs, arguments))
+        elif of_pairs and arguments["dropout_p"] == 0:
+            _fold_blockwise(node, inputs, _parts(mask, proofs), arguments["scale"])
 
 
-def _pairs(query: fx.Node, key: fx.Node, value: fx.Node) -> tuple[int, int]:
-    return node_shape(query)[-2], node_shape(key)[-2]
+@dataclass(frozen=True)
+class _Term:
+    """A comparison of numbers of queries and of keys by its name, or `"all"` of some booleans."""
+
+    name: str
+    vectors: tuple[fx.Node, ...]
 
 
-def _fold_window(
-    node: fx.Node, inputs: tuple[fx.Node, ...], window: int, scale: float | None
+@dataclass(frozen=True)
+class _Parts:
+    """What a mask says: a band, and terms that must be true."""
+
+    band: Band = ALL
+    terms: tuple[_Term, ...] = ()
+
+    def __and__(self, other: _Parts) -> _Parts:
+        return _Parts(self.band & other.band, self.terms + other.terms)
+
+    def reshaped(self, source: fx.Node, mask: fx.Node) -> _Parts | None:
+        """Of a mask of the same pairs with other dimensions before them."""
+        before, after = node_shape(source)[:-2], node_shape(mask)[:-2]
+        if any(node_shape(each)[:-2] != before for term in self.terms for each in term.vectors):
+            return None
+
+        def new(vector: fx.Node) -> fx.Node:
+            return insert_reshape(vector, (*after, *node_shape(vector)[-2:]), mask)
+
+        terms = [replace(term, vectors=tuple(map(new, term.vectors))) for term in self.terms]
+        return _Parts(self.band, tuple(terms))
+
+
+def _parts(mask: Any, proofs: BandProofs) -> _Parts | None:
+    """Of a boolean mask of pairs; None if it says more."""
+    band = proofs.band(mask)
+    if band is not None:
+        return _Parts(band)
+    if mask.meta["val"].dtype != torch.bool or len(node_shape(mask)) < 2:
+        return None
+    if 1 in node_shape(mask)[-2:]:
+        return _Parts(terms=(_Term("all", (mask,)),))
+    if mask.target in AND:
+        return _both(mask, proofs)
+    if mask.target in SAME and node_shape(mask.args[0])[-2:] == node_shape(mask)[-2:]:
+        found = _parts(mask.args[0], proofs)
+        if found is None or mask.target is not aten.reshape.default:
+            return found
+        return found.reshaped(mask.args[0], mask)
+    if mask.target in _NAMES and all(_is_vector(each) for each in mask.args):
+        return _Parts(terms=(_Term(_NAMES[mask.target], mask.args),))
+    return None
+
+
+def _both(mask: fx.Node, proofs: BandProofs) -> _Parts | None:
+    found = _Parts()
+    for each in mask.args:
+        parts = _parts(each, proofs)
+        if parts is None:
+            return None
+        if parts.band != ALL and node_shape(each)[-2:] != node_shape(mask)[-2:]:  # type: ignore[arg-type]
+            return None
+        found &= parts
+    return found
+
+
+def _is_vector(node: Any) -> bool:
+    return is_tensor(node) and len(node_shape(node)) > 1 and 1 in node_shape(node)[-2:]
+
+
+_NAMES = {getattr(aten, name).Tensor: name for name in ("eq", "ne", "ge", "gt", "le", "lt")}
+
+
+def _fold_blockwise(
+    node: fx.Node, inputs: tuple[fx.Node, ...], parts: _Parts | None, scale: float | None
 ) -> None:
     query, key, value = inputs[0], *map(_before_repetition, inputs[1:])
     shapes = [node_shape(each) for each in (query, key, value)]
-    if {len(shape) for shape in shapes} != {4} or shapes[1][:3] != shapes[2][:3]:
+    if parts is None or {len(shape) for shape in shapes} != {4} or shapes[1][:3] != shapes[2][:3]:
         return
-    if shapes[0][0] == shapes[1][0] and shapes[0][2] == shapes[1][2]:
-        # Its result is like what it was: nothing is computed to know that.
-        node.target, node.kwargs = windowed_attention, {}
-        node.args = (query, key, value, window, scale)
+    batch, _, positions, _ = shapes[0]
+    if parts.band.after not in (0, inf) or (batch, positions) != (shapes[1][0], shapes[1][2]):
+        return
+    causal = parts.band.after == 0
+    window = None if parts.band.before == inf else int(parts.band.before) + 1
+    if causal and window and not parts.terms:
+        node.target, node.args = windowed_attention, (query, key, value, window, scale)
+    elif positions**2 > LARGE and (causal or any(each.name != "all" for each in parts.terms)):
+        vectors = list(dict.fromkeys(each for term in parts.terms for each in term.vectors))
+        numbers = [[str(vectors.index(each)) for each in term.vectors] for term in parts.terms]
+        said = [" ".join((t.name, *read)) for t, read in zip(parts.terms, numbers, strict=True)]
+        node.target = masked_attention
+        options = (tuple(vectors), ", ".join(said), causal, window, scale)
+        node.args = (query, key, value, *options)
+    else:
+        return
+    # Its result is like what it was: nothing is computed to know that.
+    node.kwargs = {}
 
 
 def _before_repetition(heads: fx.Node) -> fx.Node:
@@ -101,130 +160,3 @@ def _before_repetition(heads: fx.Node) -> fx.Node:
     expected = [(batch, count * groups, *rest), (batch, count, groups, *rest)]
     apart = (batch, count, 1, *rest)
     return repeated if len(shape) == 4 and chain == [*expected, apart] else heads
-
-
-class _Masks:
-    """What the masks of a graph allow."""
-
-    def __init__(self) -> None:
-        self._values: dict[fx.Node, Tensor | None] = {}
-        self._bands: dict[fx.Node, Band | None] = {}
-
-    def band(self, mask: fx.Node) -> Band | None:
-        """What a boolean mask allows, where that is a band; None for anything else."""
-        if mask not in self._bands:
-            self._bands[mask] = self._band(mask)
-        return self._bands[mask]
-
-    def _band(self, mask: fx.Node) -> Band | None:
-        if mask.meta["val"].dtype != torch.bool or mask.op != "call_function":
-            return None
-        if mask.target in _AND:
-            first, *others = (self._broadcast(each, mask) for each in mask.args)
-            for band in others:
-                first = None if first is None or band is None else first & band
-            return first
-        if mask.target in _SAME:
-            return self._broadcast(mask.args[0], mask)
-        if mask.target in _ONES:
-            return ALL
-        if mask.target in _TRIANGLES:
-            return self._triangle(mask)
-        if mask.target in _NOT:
-            return self._comparison(mask.args[0], opposite=True)  # type: ignore[arg-type]
-        if mask.target is aten.eq.Tensor:
-            numbers = [n for each in mask.args if (n := self._value(each)) is not None]
-            ends = [end.item() for n in numbers for end in n.aminmax()]
-            return ALL if len(ends) == 4 and len(set(ends)) == 1 else None
-        if mask.target in _COMPARISONS:
-            return self._comparison(mask)
-        value = self._value(mask)
-        return ALL if value is not None and bool(value.all()) else None
-
-    def _broadcast(self, source: Any, mask: fx.Node) -> Band | None:
-        """The band of a mask that becomes one of perhaps more pairs."""
-        band = self.band(source)
-        same_pairs = node_shape(source)[-2:] == node_shape(mask)[-2:]
-        return band if band == ALL or same_pairs else None
-
-    def _triangle(self, mask: fx.Node) -> Band | None:
-        """What a triangle that has the main diagonal leaves of a mask."""
-        source, diagonal, *_ = (*mask.args, 0)
-        band, name = self.band(source), _TRIANGLES[mask.target]  # type: ignore[arg-type]
-        reach = float(diagonal if name == "after" else -diagonal)  # type: ignore[arg-type,operator]
-        return None if band is None or reach < 0 else band & Band(**{name: reach})
-
-    def _comparison(self, mask: fx.Node, opposite: bool = False) -> Band | None:
-        """Of numbers of the queries `[..., s, 1]` with those of the keys `[..., 1, t]`."""
-        if mask.target not in _COMPARISONS or len(node_shape(mask)) < 2:
-            return None
-        greater, swapped = _COMPARISONS[mask.target]
-        first, second = (self._value(each) for each in mask.args)
-        if first is None or second is None:
-            return None
-        dtype = torch.promote_types(first.dtype, second.dtype)
-        first, second = first[(None,) * 2].to(dtype), second[(None,) * 2].to(dtype)
-        if opposite:
-            greater, swapped = _OPPOSITE[greater], not swapped
-        if swapped:
-            first, second = second, first
-        if first.shape[-1] == 1 and second.shape[-2] == 1:
-            return _allowed(first.squeeze(-1), second.squeeze(-2), greater)
-        if first.shape[-2] == 1 and second.shape[-1] == 1:
-            return _allowed(_reversed(second).squeeze(-1), _reversed(first).squeeze(-2), greater)
-        return None
-
-    def _value(self, node: Any) -> Tensor | None:
-        """The numbers of a tensor that is made of nothing but constants, if they are few."""
-        if not is_tensor(node):
-            return None
-        if node not in self._values:
-            self._values[node] = self._evaluated(node)
-        return self._values[node]
-
-    def _evaluated(self, node: fx.Node) -> Tensor | None:
-        size = node.meta["val"].numel()
-        if not isinstance(node.target, OpOverload) or not 0 < size <= MOST_ELEMENTS:
-            return None
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
-            return None
-        numbers = {each: self._value(each) for each in node.all_input_nodes}
-        if any(number is None for number in numbers.values()):
-            return None
-        args, kwargs = pytree.tree_map_only(fx.Node, numbers.get, (node.args, node.kwargs))
-        with torch.device("cpu"), torch.no_grad():
-            result: Tensor = node.target(*args, **kwargs)
-        return result
-
-
-def _allowed(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
-    """Which keys are allowed where `greater(query, key)`; both `[..., positions]`."""
-    if bool(greater(queries.amin(), keys.amax())):
-        return ALL
-    after = _reach(queries, keys, greater)
-    if after is not None:
-        return Band(after=after)
-    before = _reach(queries.flip(-1), keys.flip(-1), greater)
-    same = queries.shape[-1] == keys.shape[-1]
-    return Band(before=before) if same and before is not None else None
-
-
-def _reach(queries: Tensor, keys: Tensor, greater: Any) -> int | None:
-    """How many keys behind its own position each query reads, and all before; None if they differ,
-    or not all have a key of their own."""
-    if queries.shape[-1] > keys.shape[-1]:
-        return None
-    reach = int(greater(queries[..., :1], keys).sum(-1).amin()) - 1
-    if reach < 0:
-        return None
-    last = (torch.arange(queries.shape[-1]) + reach).clamp(max=keys.shape[-1] - 1)
-    before = keys.cummax(-1).values[..., last]
-    after = keys.flip(-1).cummin(-1).values.flip(-1)[..., reach + 1 : queries.shape[-1] + reach + 1]
-    exact = greater(queries, before).all()
-    exact &= ~greater(queries[..., : after.shape[-1]], after).any()
-    return reach if bool(exact) else None
-
-
-def _reversed(numbers: Tensor) -> Tensor:
-    """Numbers in the opposite order; the negative of an integer may overflow."""
-    return -numbers if numbers.is_floating_point() else ~numbers.long()

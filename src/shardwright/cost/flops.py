@@ -18,7 +18,12 @@ from typing import Literal
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwright.graph.custom_ops import embedding_bag, experts, windowed_attention
+from shardwright.graph.custom_ops import (
+    embedding_bag,
+    experts,
+    masked_attention,
+    windowed_attention,
+)
 from shardwright.graph.graph import Op, Value
 from shardwright.rules import rule_of
 from shardwright.rules.notation import call_arguments, overloads
@@ -219,7 +224,7 @@ def _attention(op: Op) -> float:
     arguments = call_arguments(op)
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     rows, keys = query.shape[-2], float(key.shape[-2])
-    if op.target is windowed_attention:
+    if arguments.get("window") is not None:
         window = min(arguments["window"], rows)
         keys = window - window * (window - 1) / 2 / rows
     flops: float = 2.0 * query.numel * keys
@@ -273,7 +278,7 @@ def _recurrence(op: Op) -> float:
 _RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
 _COUNTED = {aten.addbmm.default, aten.bilinear.default}
 _LOOKUPS = {aten.embedding.default, embedding_bag}
-_ATTENTION = {aten.scaled_dot_product_attention.default, windowed_attention}
+_ATTENTION = {aten.scaled_dot_product_attention.default, masked_attention, windowed_attention}
 _TRANSPOSED = set(overloads("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 _CONVOLUTIONS = _TRANSPOSED | set(overloads("conv1d", "conv2d", "conv3d", "convolution"))
 _PRODUCTS_BY_NAME = {"transformers.grouped_mm_fallback.default"}

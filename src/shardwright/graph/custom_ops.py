@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwright.graph.blockwise_attention import attention_in_window
+from shardwright.graph.blockwise_attention import blockwise_attention
 from shardwright.graph.segment_matmul import segment_matmul
 from shardwright.torch_internals.operators import OpOverload
 
@@ -243,7 +243,42 @@ def windowed_attention(
     Returns:
         `[batch, heads, queries, size]`, with the size of the values.
     """
-    result: Tensor = attention_in_window(query, key, value, window, scale, start)[0]
+    first_key = start - (key.shape[-2] - query.shape[-2])
+    options = ((), "", True, window, scale, start, first_key)
+    result: Tensor = blockwise_attention(query, key, value, *options)[0]
+    return result
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    vectors: tuple[Tensor, ...],
+    terms: str,
+    causal: bool,
+    window: int | None = None,
+    scale: float | None = None,
+    start: int | torch.SymInt = 0,
+) -> Tensor:
+    """Attention with a mask that is made where it is read, of numbers of queries and of keys.
+
+    Args:
+        query: `[batch, heads, queries, size]`.
+        key, value: `[batch, heads, keys, size]`, as those of `windowed_attention`; the first key
+            has position 0.
+        vectors: numbers of the queries, `[..., queries, 1]`, and of the keys, `[..., 1, keys]`.
+        terms: what must hold of them: `"eq 0 1, all 2"` if vectors 0 and 1 must be equal, and
+            vector 2 true.
+        causal: whether only keys up to a query's own position are read.
+        window: of how many positions at most, if not of all.
+        scale: multiplies the scores, by default `size ** -0.5`.
+        start: the position of the first query.
+
+    Returns:
+        `[batch, heads, queries, size]`, with the size of the values.
+    """
+    options = (vectors, terms, causal, window, scale, start, 0)
+    result: Tensor = blockwise_attention(query, key, value, *options)[0]
     return result
 
 

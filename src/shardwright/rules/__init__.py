@@ -16,6 +16,7 @@ from shardwright.graph.graph import Op
 from shardwright.rules import (
     attention,
     batched,
+    blockwise_attention,
     contraction,
     convolution,
     creation,
@@ -31,7 +32,6 @@ from shardwright.rules import (
     recurrent,
     reduction,
     views,
-    windowed_attention,
 )
 from shardwright.rules.notation import draws_random
 from shardwright.rules.register import register
@@ -43,6 +43,7 @@ _REGISTERING = (
     *(
         attention,
         batched,
+        blockwise_attention,
         contraction,
         convolution,
         creation,
@@ -52,7 +53,6 @@ _REGISTERING = (
         experts,
     ),
     *(indexing, loss, normalization, pointwise, pooling, recurrent, reduction, views),
-    windowed_attention,
 )
 
 

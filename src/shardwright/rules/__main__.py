@@ -45,6 +45,10 @@ _EXAMPLES: tuple[tuple[OpTarget, tuple[object, ...]], ...] = (
     (aten._grouped_mm.default, (*_GROUPED, _tensor(2, dtype=torch.int32))),
     (aten.scaled_dot_product_attention.default, _HEADS),
     (custom_ops.windowed_attention, (*_HEADS, 3)),
+    (
+        custom_ops.masked_attention,
+        (*_HEADS, (_indices(2, 1, 6, 1), _indices(2, 1, 1, 6)), "eq 0 1", True),
+    ),
     (aten.embedding.default, (_tensor(8, 4), _indices(2, 6))),
     (custom_ops.embedding_bag, (_tensor(8, 4), _indices(2, 6))),
     (aten.cdist.default, (_tensor(2, 6, 4), _tensor(2, 8, 4))),

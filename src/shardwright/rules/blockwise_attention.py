@@ -1,38 +1,60 @@
-"""Attention in a sliding window: `b h s _, b h s _, b h s _ -> b h s _`.
+"""Attention without a mask of all pairs.
 
-A block of positions reads its own keys and the window before them, which it gets from the device
-with the block before: not all keys, as other attention does, and no device has more work than
-another. Where a window is wider than a block, what was received is passed on.
+In a sliding window, `b h s _, b h s _, b h s _ -> b h s _`, a block of positions reads its own keys
+and the window before them, which it gets from the device with the block before: not all keys, as
+other attention does, and no device has more work than another. Where a window is wider than a
+block, what was received is passed on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from shardwright.graph.custom_ops import windowed_attention
+from shardwright.graph.custom_ops import masked_attention, windowed_attention
 from shardwright.graph.graph import Op
-from shardwright.rules.notation import binder, call_arguments, sharding_rule
+from shardwright.rules.notation import (
+    RuleOptions,
+    binder,
+    call_arguments,
+    sharding_rule,
+    with_arguments,
+)
 from shardwright.rules.rule import PREVIOUS, Dims, Local, Main, Reduction, ShardingRule, rule_for
 
 
 @rule_for(windowed_attention)
 def windowed_attention_rule(op: Op) -> ShardingRule:
-    """Batch, heads and positions can be cut; with grouped queries as many heads as keys have."""
+    """Batch, heads and positions can be cut."""
+    return _rule(op, [_QUERIES] * 3, kernel=_kernel, reductions=_passed_on)
+
+
+@rule_for(masked_attention)
+def masked_attention_rule(op: Op) -> ShardingRule:
+    """Batch, heads and queries can be cut, with the numbers of queries of which masks are made."""
+    keys: Dims = ("b", "h", None, None)
+    vectors = [_QUERIES[4 - len(value.shape) :] for value in op.inputs[3:]]
+    return _rule(op, [_QUERIES, keys, keys, *vectors], kernel=_masked_rows)
+
+
+_QUERIES: Dims = ("b", "h", "s", None)
+
+
+def _rule(op: Op, inputs: Sequence[Dims], **options: Unpack[RuleOptions]) -> ShardingRule:
+    """With grouped queries the number of shards must divide the number of heads of keys."""
     heads = op.inputs[1].shape[1]
-    dims: Dims = ("b", "h", "s", None)
-    return sharding_rule(
-        op,
-        (dims, dims, dims),
-        (dims,),
-        capacity={"h": heads} if heads > 1 else None,
-        main=Main({"b": "I", "h": "H", "s": "S"}, weight=None),
-        kernel=_kernel,
-        reductions=_passed_on,
-    )
+    capacity = {"h": heads} if heads > 1 else None
+    options["main"] = Main({"b": "I", "h": "H", "s": "S"}, weight=None)
+    return sharding_rule(op, inputs, (_QUERIES,), capacity=capacity, **options)
+
+
+def _masked_rows(op: Op, local: Local) -> Callable[..., Any]:
+    if local.shard_counts.get("s", 1) == 1:
+        return op.target
+    return with_arguments(op, start=local.index("s") * local.output_shapes[0][-2])
 
 
 def rows_before(op: Op, blocks: int) -> list[int]:

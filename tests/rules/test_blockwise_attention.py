@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, randn
 
 from rules.oracle import check, op_of
-from shardwright.graph.custom_ops import windowed_attention
+from shardwright.graph.custom_ops import masked_attention, windowed_attention
 from shardwright.rules import rule_of
 
 
@@ -48,3 +48,26 @@ def test_a_block_gets_what_the_window_reaches_before_it(
     assert rule is not None
     sent = rule.reductions(op, {"s": blocks, "h": 2})
     assert [reduction.shape for reduction in sent] == [(1, 1, n, 12) for n in rows]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 1), (1, 1), ()])
+def test_queries_are_cut_with_their_numbers(shape: tuple[int, ...], causal: bool) -> None:
+    document = torch.arange(12) // 5
+    vectors = (
+        document[:, None].expand(*shape, 12, 1),
+        document.expand(*shape, 1, 12),
+        torch.arange(12)[None] < 11,
+    )
+    q, k, v = heads(2, 4, 12, 3), heads(2, 2, 12, 3), heads(2, 2, 12, 5)
+    found = check(masked_attention, q, k, v, vectors, "eq 0 1, all 2", causal)
+    assert found.factors == ("b", "h", "s")
+    batch = ("b" if shape[:1] == (2,) else None, None)[: len(shape)]
+    none = (None,) * len(shape)
+    assert found.inputs[1:] == (
+        ("b", "h", None, None),
+        ("b", "h", None, None),
+        (*batch, "s", None),
+        (*batch[:1], *none[1:], None, None),
+        (None, None),
+    )
