@@ -229,7 +229,8 @@ def _attention(op: Op) -> float:
         keys = window - window * (window - 1) / 2 / rows
     flops: float = 2.0 * query.numel * keys
     flops += 2.0 * (query.numel // query.shape[-1]) * keys * value.shape[-1]
-    return flops / 2 if arguments.get("is_causal") else flops
+    causal = arguments.get("is_causal") or (arguments.get("causal") and keys == key.shape[-2])
+    return flops / 2 if causal else flops
 
 
 def _convolution(op: Op) -> float:

@@ -8,7 +8,7 @@ n - 1 - i, and the results back: each computes an early and a late half, as many
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from shardwright.graph.graph import Op
+from shardwright.graph.graph import Op, Value
 from shardwright.rules.notation import binder, call_arguments, input_dims, sharding_rule
 from shardwright.rules.rule import (
     MIRROR,
@@ -75,18 +75,27 @@ def _batch(ndim: int) -> tuple[str, ...]:
 
 
 def _halves(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """The exchange of the second halves of blocks of queries, and that of what they give."""
-    query, blocks = op.inputs[0], shard_counts.get("s", 1)
-    *batch, rows, _ = query.shape
-    half = rows // blocks // 2
+    return exchanged_halves(op, shard_counts)
+
+
+def exchanged_halves(
+    op: Op, shard_counts: Mapping[str, int], numbers: Sequence[Value] = ()
+) -> tuple[Reduction, ...]:
+    """The exchange of the second halves of blocks of queries, of `numbers` of queries,
+    `[..., queries, 1]`, and of what they give."""
+    blocks = shard_counts.get("s", 1)
+    half = op.output.shape[-2] // blocks // 2
     if blocks == 1 or half == 0:
         return ()
-    names = _batch(len(query.shape))
-    local = [n // shard_counts.get(f, 1) for n, f in zip(batch, names, strict=True)]
-    return tuple(
-        Reduction(("s",), MIRROR, (*local, half, value.shape[-1]), value.dtype, varying=True)
-        for value in (query, op.output)
-    )
+
+    def of(value: Value, varying: bool) -> Reduction:
+        *batch, _, size = value.shape
+        factors = _batch(len(op.output.shape))[-len(batch) :] if batch else ()
+        sizes = zip(batch, factors, strict=True)
+        local = [n // shard_counts.get(f, 1) if n > 1 else n for n, f in sizes]
+        return Reduction(("s",), MIRROR, (*local, half, size), value.dtype, varying, varying)
+
+    return (of(op.inputs[0], True), *(of(each, False) for each in numbers), of(op.output, True))
 
 
 def _causal_block(op: Op, local: Local) -> Callable[..., Any]:

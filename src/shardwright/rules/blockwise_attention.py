@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwright.graph.custom_ops import masked_attention, windowed_attention
 from shardwright.graph.graph import Op
+from shardwright.rules.attention import exchanged_halves
 from shardwright.rules.notation import (
     RuleOptions,
     binder,
@@ -23,7 +24,16 @@ from shardwright.rules.notation import (
     sharding_rule,
     with_arguments,
 )
-from shardwright.rules.rule import PREVIOUS, Dims, Local, Main, Reduction, ShardingRule, rule_for
+from shardwright.rules.rule import (
+    PREVIOUS,
+    Dims,
+    Local,
+    Main,
+    Reduction,
+    ShardingRule,
+    no_reductions,
+    rule_for,
+)
 
 
 @rule_for(windowed_attention)
@@ -37,7 +47,9 @@ def masked_attention_rule(op: Op) -> ShardingRule:
     """Batch, heads and queries can be cut, with the numbers of queries of which masks are made."""
     keys: Dims = ("b", "h", None, None)
     vectors = [_QUERIES[4 - len(value.shape) :] for value in op.inputs[3:]]
-    return _rule(op, [_QUERIES, keys, keys, *vectors], kernel=_masked_rows)
+    causal = call_arguments(op)["causal"]
+    halves = _halves if causal else no_reductions
+    return _rule(op, [_QUERIES, keys, keys, *vectors], kernel=_masked_rows, reductions=halves)
 
 
 _QUERIES: Dims = ("b", "h", "s", None)
@@ -51,10 +63,40 @@ def _rule(op: Op, inputs: Sequence[Dims], **options: Unpack[RuleOptions]) -> Sha
     return sharding_rule(op, inputs, (_QUERIES,), capacity=capacity, **options)
 
 
+def _halves(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    """Causal queries are exchanged for equal work, with their numbers."""
+    numbers = [value for value in op.inputs[3:] if value.shape[-2] > 1]
+    return exchanged_halves(op, shard_counts, numbers)
+
+
 def _masked_rows(op: Op, local: Local) -> Callable[..., Any]:
-    if local.shard_counts.get("s", 1) == 1:
+    blocks, rows = local.shard_counts.get("s", 1), local.output_shapes[0][-2]
+    if blocks == 1:
         return op.target
-    return with_arguments(op, start=local.index("s") * local.output_shapes[0][-2])
+    index, late, bind = local.index("s"), rows // 2, binder(op)
+    if not local.reduce:
+        return with_arguments(op, start=index * rows)
+    *swaps, swap_results = local.reduce
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        arguments = bind(args, kwargs)
+        vectors = arguments["vectors"]
+        of_queries = [n for n, each in enumerate(vectors) if each.shape[-2] > 1]
+        split = (arguments["query"], *(vectors[n] for n in of_queries))
+        mine, others = zip(*(torch.split(x, [rows - late, late], -2) for x in split), strict=True)
+        others = tuple(swap(other) for swap, other in zip(swaps, others, strict=True))
+
+        def attend(query: Tensor, *numbers: Tensor, start: Any) -> Tensor:
+            known = dict(zip(of_queries, numbers, strict=True))
+            read = tuple(known.get(n, each) for n, each in enumerate(vectors))
+            return masked_attention(
+                **{**arguments, "query": query, "vectors": read, "start": start}
+            )
+
+        results = attend(*others, start=(blocks - index) * rows - late)
+        return torch.cat((attend(*mine, start=index * rows), swap_results(results)), -2)
+
+    return run
 
 
 def rows_before(op: Op, blocks: int) -> list[int]:
