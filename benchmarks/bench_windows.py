@@ -1,9 +1,9 @@
 """Attention in sliding windows, and masks
 
-Two layers of Mistral 7B, whose window is 4,096 tokens, on 16 H100, one sequence: predicted. The mask
-of all pairs is passed as a tensor; follows from an `attention_mask` or from `position_ids`, whose
-values nobody knows while a model is planned; or says no more than the window. Goal: memory that at
-most doubles with the tokens, unless the mask is passed.
+Two layers of Mistral 7B, whose window is 4,096 tokens, on 16 H100, one sequence: predicted. The
+mask of all pairs is passed as a tensor; follows from an `attention_mask` or from `position_ids`,
+whose values nobody knows while a model is planned; or says no more than the window. Goal: memory
+that at most doubles with the tokens, unless the mask is passed.
 
 The kernel on one device: forward and backward, 4 heads of 64, float32, one thread, CPU time, the
 shortest of three, against the mask as a tensor. In documents of 1,024 tokens their numbers are
