@@ -13,7 +13,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardwright as sw
-from features.test_long_sequences import WindowedAttention
+from features.test_long_sequences import Packed, WindowedAttention
+from shardwright.capture import causal_masks
+from shardwright.graph.custom_ops import masked_attention, windowed_attention
 from shardwright.layout.layout import Layout
 from shardwright.partition.decisions import Decisions
 from shardwright.partition.partitioned import Partitioned
@@ -21,14 +23,11 @@ from shardwright.plan import make_plan
 from torchrun import run_checks
 
 
-def check_windows(compiled: bool = False) -> None:
-    """Blocks of six positions, of which some read three others, in an order unlike the ranks'."""
-    torch.manual_seed(0)
-    whole = nn.Sequential(WindowedAttention(17), WindowedAttention(4))
-    x = torch.randn(1, 24, 16)
+def check(whole: nn.Module, *args: torch.Tensor, compiled: bool = False) -> None:
+    """Blocks of six positions, in an order unlike the ranks'."""
     net: Any = copy.deepcopy(whole)
-    graph = sw.capture(net, (x,))
-    cuts = {op.name: {"s": (1, 0)} for op in graph.ops if op.name.endswith("windowed_attention")}
+    graph = sw.capture(net, args)
+    cuts = {op.name: {"s": (1, 0)} for op in graph.ops if op.target in ATTENTION}
     assert len(cuts) == 2
     whole_parameters = {value.name: ((),) * len(value.shape) for value in graph.parameters}
     parts = Partitioned(graph, Layout((2, 2), ("a", "b")), Decisions(cuts, whole_parameters))
@@ -37,17 +36,47 @@ def check_windows(compiled: bool = False) -> None:
     if compiled:
         net.compile(fullgraph=True, backend="aot_eager")
     for module in (whole, net):
-        module(x).pow(2).sum().backward()
-    torch.testing.assert_close(net(x), whole(x))
+        module(*args).pow(2).sum().backward()
+    torch.testing.assert_close(net(*args), whole(*args))
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(net.get_parameter(name).grad.full_tensor(), parameter.grad)
+
+
+ATTENTION = (windowed_attention, masked_attention)
+
+
+def check_windows(compiled: bool = False) -> None:
+    """Some blocks read three others."""
+    torch.manual_seed(0)
+    net = nn.Sequential(WindowedAttention(17), WindowedAttention(4))
+    check(net, torch.randn(1, 24, 16), compiled=compiled)
 
 
 def check_compiled_windows() -> None:
     check_windows(compiled=True)
 
 
-CHECKS = (check_windows, check_compiled_windows)
+class PackedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Packed(), Packed()
+
+    def forward(self, x: torch.Tensor, document: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x, document), document)
+
+
+def check_documents(compiled: bool = False) -> None:
+    torch.manual_seed(0)
+    causal_masks.LARGE = 0
+    document = torch.tensor([[0] * 7 + [1] * 9 + [2] * 8])
+    check(PackedTwice(), torch.randn(1, 24, 16), document, compiled=compiled)
+
+
+def check_compiled_documents() -> None:
+    check_documents(compiled=True)
+
+
+CHECKS = (check_windows, check_compiled_windows, check_documents, check_compiled_documents)
 
 if __name__ == "__main__":
     run_checks(CHECKS)
