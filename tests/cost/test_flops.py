@@ -10,9 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
+from rules.oracle import op_of
 from sample_models import encoder, gpt2, llama, mlp, resnet
 from shardwright.capture.capture import capture
 from shardwright.cost.flops import _work, is_view, work_of
+from shardwright.graph.custom_ops import masked_attention, windowed_attention
 from shardwright.graph.graph import Graph
 from shardwright.rules.notation import from_notation
 
@@ -50,6 +52,22 @@ def test_attention_is_two_products_forward_and_five_backward(model: Any) -> None
     # torch counts the pairs that a causal mask leaves out.
     left_out = 0 if model is encoder else attention / 2
     assert planned(capture(net, args, kwargs)) + left_out == counted(net, args, kwargs) + uncounted
+
+
+@pytest.mark.parametrize("window", [1, 5, 12, 30])
+def test_of_a_window_only_its_pairs_are_counted(window: int) -> None:
+    query, key = (torch.empty(2, heads, 12, 8, device="meta") for heads in (4, 2))
+    op = op_of(windowed_attention, query, key, key, window)
+    pairs = sum(min(window, position + 1) for position in range(12))
+    assert work_of(op).forward_flops == 2 * 2 * 4 * pairs * (8 + 8)
+
+
+def test_of_a_mask_that_is_not_held_all_pairs_are_counted_or_half_if_it_is_causal() -> None:
+    query, document = torch.empty(2, 4, 12, 8), torch.arange(12)
+    options = ((document[:, None], document[None]), "eq 0 1")
+    found = [op_of(masked_attention, query, query, query, *options, c) for c in (False, True)]
+    flops = 2 * 2 * 4 * 12 * 12 * (8 + 8)
+    assert [work_of(op).forward_flops for op in found] == [flops, flops / 2]
 
 
 @torch.library.custom_op("test_flops::doubled_product", mutates_args=())
