@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from shardwright.graph.custom_ops import windowed_attention
+from shardwright.capture import causal_masks
+from shardwright.graph.custom_ops import masked_attention, windowed_attention
 from shardwright.graph.interpreter import interpret
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -28,16 +29,19 @@ class Masked(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, self.mask(x))
 
 
-def folded(mask: Mask) -> bool | int | None:
-    """Whether captured attention is causal, or its window; None if it reads the mask. Its result is
-    that of the module."""
+def folded(mask: Mask) -> bool | int | str | None:
+    """Whether captured attention is causal, its window, or the terms of its mask; None if it reads
+    the mask. Its result is that of the module."""
     net, x = Masked(mask), torch.randn(2, 3, 6, 4, dtype=torch.float64)
     graph = sw.capture(net, (x,))
-    (op,) = (op for op in graph.ops if op.target in (ATTENTION, windowed_attention))
+    attention = (ATTENTION, windowed_attention, masked_attention)
+    (op,) = (op for op in graph.ops if op.target in attention)
     output, _ = interpret(graph, {}, {}, (x,))
     torch.testing.assert_close(output, net(x))
     if op.target is windowed_attention:
         return op.args[3]
+    if op.target is masked_attention:
+        return op.args[4]
     return op.kwargs["is_causal"] if len(op.inputs) == 3 else None
 
 
@@ -114,6 +118,66 @@ def test_a_causal_mask_of_a_sliding_window_is_its_size(window: int, mask: Mask) 
 @pytest.mark.parametrize("mask", OTHER)
 def test_any_other_mask_is_kept(mask: Mask) -> None:
     assert folded(mask) is None
+
+
+def some(x: Tensor) -> Tensor:
+    """Which of six positions are no padding."""
+    return x[0, 0, :, 0] > -1
+
+
+def document(x: Tensor) -> Tensor:
+    """For each of two rows the documents of six positions."""
+    return (x[:, 0, :, 0] > 0).cumsum(-1)
+
+
+def same(x: Tensor) -> Tensor:
+    return document(x)[:, :, None] == document(x)[:, None]
+
+
+TERMS: list[tuple[str, Mask]] = [
+    ("all 0", lambda x: (places(x) <= places(x)[:, None]) & some(x)[None]),
+    ("all 0", lambda x: some(x)[:, None] & (places(x) <= places(x)[:, None])),
+    ("eq 0 1", lambda x: same(x)[:, None]),
+    ("eq 0 1", lambda x: same(x)[:, None].expand(2, 3, -1, -1) & (places(x) <= places(x)[:, None])),
+    ("eq 0 1, all 2", lambda x: (same(x) & some(x)[None])[:, None]),
+    ("le 0 1, gt 0 2", lambda x: positions(x)),
+]
+UNTOLD: list[Mask] = [
+    lambda x: same(x)[:, None] | (places(x) <= places(x)[:, None]),
+    lambda x: (same(x) & (places(x) <= places(x)[:, None] + 1))[:, None],
+    lambda x: same(x).repeat_interleave(3, 0).view(2, 3, 6, 6),
+    lambda x: some(x).expand(6, 6) & torch.ones(6, 6, dtype=torch.bool),
+    lambda x: (places(x) <= places(x)[:, None]) & (x[:1, :1, :, :1] * x[:1, :1, :, 0] < 9),
+    lambda x: same(x)[:, None].to(x.dtype),
+]
+
+
+def positions(x: Tensor) -> Tensor:
+    """A window of positions that are numbers of the input."""
+    number = document(x)[:, None]
+    key, query = number[:, :, None], number[..., None]
+    return (key <= query) & (key > query - 2)
+
+
+@pytest.mark.parametrize(("terms", "mask"), TERMS)
+def test_a_large_mask_that_compares_numbers_of_tokens_is_made_of_them(
+    terms: str, mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert folded(mask) is None
+    monkeypatch.setattr(causal_masks, "LARGE", 0)
+    assert folded(mask) == terms
+
+
+@pytest.mark.parametrize("mask", UNTOLD)
+def test_a_large_mask_that_says_more_is_kept(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_masks, "LARGE", 0)
+    assert folded(mask) is None
+
+
+@pytest.mark.parametrize("mask", OTHER)
+def test_a_large_mask_is_exact_held_or_not(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_masks, "LARGE", 0)
+    assert folded(mask) in (None, "all 0")
 
 
 def test_no_mask_of_a_transformer_is_held() -> None:

@@ -10,7 +10,7 @@ numbers and what must hold of them: `masked_attention` makes it anew for each bl
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -69,11 +69,14 @@ class _Parts:
     def reshaped(self, source: fx.Node, mask: fx.Node) -> _Parts | None:
         """Of a mask of the same pairs with other dimensions before them."""
         before, after = node_shape(source)[:-2], node_shape(mask)[:-2]
-        if any(node_shape(each)[:-2] != before for term in self.terms for each in term.vectors):
+        dims = [node_shape(each)[:-2] for term in self.terms for each in term.vectors]
+        if any(each != before and prod(each) != 1 for each in dims):
             return None
 
         def new(vector: fx.Node) -> fx.Node:
-            return insert_reshape(vector, (*after, *node_shape(vector)[-2:]), mask)
+            *alone, rows, columns = node_shape(vector)
+            lead = () if prod(alone) == 1 else after
+            return insert_reshape(vector, (*lead, rows, columns), mask)
 
         terms = [replace(term, vectors=tuple(map(new, term.vectors))) for term in self.terms]
         return _Parts(self.band, tuple(terms))

@@ -224,7 +224,7 @@ def _attention(op: Op) -> float:
     arguments = call_arguments(op)
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     rows, keys = query.shape[-2], float(key.shape[-2])
-    if arguments.get("window") is not None:
+    if arguments.get("window") is not None and arguments.get("causal", True):
         window = min(arguments["window"], rows)
         keys = window - window * (window - 1) / 2 / rows
     flops: float = 2.0 * query.numel * keys

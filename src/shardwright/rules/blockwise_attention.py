@@ -39,7 +39,7 @@ from shardwright.rules.rule import (
 @rule_for(windowed_attention)
 def windowed_attention_rule(op: Op) -> ShardingRule:
     """Batch, heads and positions can be cut."""
-    return _rule(op, [_QUERIES] * 3, kernel=_kernel, reductions=_passed_on)
+    return _rule(op, [_QUERIES] * 3, kernel=_windowed_block, reductions=_passed_on)
 
 
 @rule_for(masked_attention)
@@ -122,7 +122,7 @@ def _passed_on(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]
     )
 
 
-def _kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _windowed_block(op: Op, local: Local) -> Callable[..., Any]:
     blocks = local.shard_counts.get("s", 1)
     if blocks == 1:
         return op.target
