@@ -55,6 +55,10 @@ MOST_MOMENTS = 600
 """Of a step, that are kept."""
 
 
+OUTSIDE = BEGIN, END, UPDATE = "begin of the step", "end of the step", "optimizer step"
+"""Moments outside of forward and backward passes."""
+
+
 @dataclass(frozen=True)
 class StageMemory:
     """Bytes of one device of a stage at the moment when it needs most.
@@ -89,6 +93,11 @@ class StageMemory:
     moment: str
     largest: tuple[tuple[str, str, int], ...] = ()
     curve: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def in_a_pass(self) -> bool:
+        """Whether that moment is in a forward or backward pass."""
+        return self.moment not in OUTSIDE
 
     @property
     def peak(self) -> int:
@@ -288,7 +297,7 @@ def _moments(
     now: Kinds = plus({}, *(each.stock for each in needs.values()))
     now = {**now, BATCH: now.get(BATCH, 0) * micro_batches}
     for each in needs.values():
-        yield _Moment("begin of the step", plus(now, each.begin.height))
+        yield _Moment(BEGIN, plus(now, each.begin.height))
         now = plus(now, each.begin.change)
     done: set[tuple[int, str]] = set()
     for action in order:
@@ -300,11 +309,11 @@ def _moments(
         now = plus(now, phase.change, {ACTIVATIONS: held})
         done.add(key)
     for each in needs.values():
-        yield _Moment("end of the step", plus(now, each.end.height))
+        yield _Moment(END, plus(now, each.end.height))
         now = plus(now, each.end.change)
     # No message is held any more.
     now = {**now, ACTIVATIONS: 0}
-    yield _Moment("optimizer step", plus(now, {TEMPORARY: optimizer.temporary}))
+    yield _Moment(UPDATE, plus(now, {TEMPORARY: optimizer.temporary}))
 
 
 def _name(action: Action, owned: int) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwright.cost.cluster import Cluster
+from shardwright.cost.dry_run import chunk_key
 from shardwright.cost.flops import work_of
 from shardwright.cost.pipeline_timeline import ChunkSeconds, Timeline, timeline
 from shardwright.cost.step_time import StepTime, TimeModel, step_time
@@ -30,7 +31,7 @@ def planned_timeline(partitioned: Partitioned, cluster: Cluster | None = None) -
     if cluster is None:
         return timeline(pipeline, [_by_operations(chunk) for chunk in chunks])
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
-    return timeline(pipeline, [_on_cluster(chunk, pipeline, model)[1] for chunk in chunks])
+    return timeline(pipeline, [seconds for _, seconds in _on_cluster(chunks, pipeline, model)])
 
 
 def _by_operations(chunk: Chunk) -> ChunkSeconds:
@@ -41,23 +42,27 @@ def _by_operations(chunk: Chunk) -> ChunkSeconds:
 
 
 def _on_cluster(
-    chunk: Chunk, pipeline: PipelineSpec, model: TimeModel, blocking: bool = False
-) -> tuple[StepTime, ChunkSeconds]:
-    """What a chunk takes on the cluster of `model`: in a step, and for one micro-batch."""
-    time = step_time(
-        chunk.graph,
-        chunk.communication,
-        chunk.decisions.cuts,
-        model,
-        micro_batches=pipeline.micro_batches,
-        beside=None if blocking else chunk.overlaps,
-    )
-    send = 0.0
-    if chunk.leaving:
-        target, devices = pipeline.stage_of(chunk.number + 1), chunk.mesh.num_devices
-        link = model.links.cluster.level_between(chunk.stage * devices, target * devices)
-        send = link.latency + chunk.border_bytes[0] / link.rate
-    return time, ChunkSeconds(time.forward_seconds, time.backward_seconds, send=send)
+    chunks: Sequence[Chunk], pipeline: PipelineSpec, model: TimeModel, blocking: bool = False
+) -> Iterator[tuple[StepTime, ChunkSeconds]]:
+    """What each chunk takes on the cluster of `model`: in a step, and for one micro-batch."""
+    known: dict[object, StepTime] = {}
+    for chunk in chunks:
+        key = chunk_key(chunk) if len(chunks) > 1 else None
+        if key not in known:
+            known[key] = step_time(
+                chunk.graph,
+                chunk.communication,
+                chunk.decisions.cuts,
+                model,
+                micro_batches=pipeline.micro_batches,
+                beside=None if blocking else chunk.overlaps,
+            )
+        time, send = known[key], 0.0
+        if chunk.leaving:
+            target, devices = pipeline.stage_of(chunk.number + 1), chunk.mesh.num_devices
+            link = model.links.cluster.level_between(chunk.stage * devices, target * devices)
+            send = link.latency + chunk.border_bytes[0] / link.rate
+        yield time, ChunkSeconds(time.forward_seconds, time.backward_seconds, send=send)
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
     """
     pipeline, chunks = partitioned.pipeline, partitioned.chunks
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
-    times = [_on_cluster(chunk, pipeline, model, blocking) for chunk in chunks]
+    times = list(_on_cluster(chunks, pipeline, model, blocking))
     steps = tuple(step for step, _ in times)
     if pipeline.stages == 1:
         return Predicted(cluster, steps, None, steps[0].seconds)

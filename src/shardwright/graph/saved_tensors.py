@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -40,9 +41,13 @@ def saved_tensors(op: Op) -> SavedTensors:
     and CUDA have a fused kernel that saves far less. Saved parameters are included, although they
     take no additional memory. Operators with equal arguments are run once.
     """
-    if not any(value.differentiable for value in op.inputs):
-        return SavedTensors()
-    return _run_on_fakes(_SavedKey(op))
+    if op not in _KNOWN:
+        trains = any(value.differentiable for value in op.inputs)
+        _KNOWN[op] = _run_on_fakes(_SavedKey(op)) if trains else SavedTensors()
+    return _KNOWN[op]
+
+
+_KNOWN: WeakKeyDictionary[Op, SavedTensors] = WeakKeyDictionary()
 
 
 class _SavedKey:
@@ -123,7 +128,6 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
     """
     needed: set[InputUse] = set()
     views: dict[Value, InputUse] = {}
-    known: dict[Any, SavedTensors] = {}
     for op in graph.ops:
         uses = {
             index: views.get(value, (op.name, index))
@@ -135,7 +139,7 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
         if _is_view(op) and 0 in uses:
             views[op.output] = uses[0]
             continue
-        saved = _saved(op, known)
+        saved = saved_tensors(op)
         needed.update(use for index, use in uses.items() if index in saved.inputs)
     return frozenset(needed)
 
@@ -147,18 +151,6 @@ def saved_before_update(graph: Graph) -> frozenset[Value]:
         return updated
     uses = needed_in_backward(graph)
     return updated.intersection(graph.by_name[name].inputs[index] for name, index in uses)
-
-
-def _saved(op: Op, known: dict[Any, SavedTensors]) -> SavedTensors:
-    """`saved_tensors(op)`, cached in `known` for equal operators."""
-
-    def described(value: Value) -> tuple[Any, ...]:
-        return value.shape, value.dtype, value.differentiable
-
-    key = repr((op.target, pytree.tree_map_only(Value, described, (op.args, op.kwargs))))
-    if key not in known:
-        known[key] = saved_tensors(op)
-    return known[key]
 
 
 def _is_view(op: Op) -> bool:

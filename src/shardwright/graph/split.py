@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from weakref import WeakKeyDictionary
 
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Kind, Op, Value
@@ -50,6 +51,20 @@ def split_graph(
             earlier chunk than the one that computes it, or a buffer is read in one chunk and
             updated in another.
     """
+    known = _KNOWN.setdefault(graph, {})
+    key = tuple(chunk_of.items()), random
+    if key not in known:
+        known[key] = _split(graph, chunk_of, random)
+    return known[key]
+
+
+_KNOWN: WeakKeyDictionary[Graph, dict[object, tuple[GraphChunk, ...]]] = WeakKeyDictionary()
+"""What graphs were split into: plans that differ in anything else share the chunks."""
+
+
+def _split(
+    graph: Graph, chunk_of: Mapping[str, int], random: frozenset[str]
+) -> tuple[GraphChunk, ...]:
     count = _count(graph, chunk_of)
     repeatable = _recomputable(graph, random)
     ops_of_chunk = _ops_of_chunks(graph, chunk_of, count, repeatable)

@@ -76,6 +76,7 @@ class Candidate:
 
     Args:
         mesh: the device matrix of one stage, with an axis for each prime factor.
+        measured: what each device needs, where that was found out.
     """
 
     model: CapturedModel
@@ -84,6 +85,7 @@ class Candidate:
     decisions: Decisions
     pipeline: PipelineSpec
     search_seconds: float
+    measured: Memory | None = None
 
     @cached_property
     def partitioned(self) -> Partitioned:
@@ -154,7 +156,7 @@ class Candidate:
     def plan(self) -> Plan:
         """The plan, on the folded device matrix."""
         model, options = self.model, self.options
-        return make_plan(
+        plan = make_plan(
             self.folded,
             mode=options.mode,
             options=options.of_search,
@@ -167,6 +169,10 @@ class Candidate:
             dry_runs=model.dry_runs,
             pricing=options.pricing(self.pipeline),
         )
+        if self.measured is not None:
+            # The plan's own cached property: devices need the same on a folded matrix.
+            vars(plan)["memory"] = self.measured
+        return plan
 
 
 Decide = Callable[[PlanOptions], Sequence[Candidate]]

@@ -252,7 +252,7 @@ class _Search:
         if draft.fit is not None:
             found = draft.fit.run()
             log.info("%s: %s of %s", attempt, binary(found.memory.peak), binary(self.limit))
-            fitted = replace(candidate, decisions=found.decisions)
+            fitted = replace(candidate, decisions=found.decisions, measured=found.memory)
             self.add(bound, replace(draft, candidate=fitted, fits=True), fitted.seconds)
             return None
         if draft.recomputes:
@@ -262,8 +262,8 @@ class _Search:
             return None
         ladders = self._ladders(candidate) if attempt.recompute else None
         plain = ladders is None or ladders.may_fit_plain(draft.needed, self.limit)
-        if plain and self._measured(draft).peak <= self.limit:
-            return candidate
+        if plain and (needs := self._measured(draft)).peak <= self.limit:
+            return replace(candidate, measured=needs)
         if ladders is not None:
             decisions = ladders.expected(candidate.decisions, draft.needed, self.limit)
             expected = replace(candidate, decisions=decisions)
@@ -295,32 +295,33 @@ class _Search:
     def _recomputing(self, draft: _Draft) -> list[RecomputeFit]:
         """What finds out how much is recomputed, for blocks at each depth that competes; none if
         all that can be is not enough. The blocks are the smallest that do."""
-        ladders = self._ladders(draft.candidate)
+        ladders, outside = self._ladders(draft.candidate), 0
         for depths in ladders.depths:
             fits: list[RecomputeFit] = []
             for depth in depths:
-                least = ladders.least(depth, draft.needed)
+                least = [max(size, outside) for size in ladders.least(depth, draft.needed)]
                 if max(least) > (self.limit or 0):
                     self.dropped.append(replace(draft, needed=least, depth=depth))
-                elif (fit := self._begun(draft, depth)) is not None:
+                    continue
+                fit = self._begun(draft, depth)
+                if fit.can_fit:
                     fits.append(fit)
+                outside = max(outside, fit.outside)
             if fits:
                 return fits
         return []
 
-    def _begun(self, draft: _Draft, depth: int) -> RecomputeFit | None:
-        """What finds out how much is recomputed of blocks at a depth of the module tree; None if
-        all of it is not enough."""
+    def _begun(self, draft: _Draft, depth: int) -> RecomputeFit:
+        """What finds out how much is recomputed of blocks at a depth of the module tree."""
         candidate = draft.candidate
         stages = self._ladders(candidate).at(depth)
-        fit = RecomputeFit(stages, candidate.decisions, candidate.memory, self.limit or 0)
-        if fit.begin():
-            return fit
-        self._failed(fit.least, draft.attempt)
-        return None
+        parts = candidate.decisions, candidate.memory, self.limit or 0, draft.needed
+        fit = RecomputeFit(stages, *parts)
+        if not fit.can_fit:
+            self._failed(fit.least, draft.attempt)
+        return fit
 
-    def _failed(self, fit: MemoryFit | None, attempt: Attempt) -> None:
-        assert fit is not None
+    def _failed(self, fit: MemoryFit, attempt: Attempt) -> None:
         kind = requested_kind(attempt.options)
         self.peaks[kind] = min(self.peaks.get(kind, fit.memory.peak), fit.memory.peak)
         if self.least is None or fit.memory.peak < self.least[0].peak:
@@ -335,7 +336,7 @@ class _Search:
             if self.least is not None and max(draft.needed) >= self.least[0].peak:
                 break
             if draft.depth is not None:
-                if (fit := self._begun(draft, draft.depth)) is not None:
+                if (fit := self._begun(draft, draft.depth)).can_fit:
                     self.add(0.0, replace(draft, fit=fit), draft.candidate.seconds)
             elif draft.attempt.recompute:
                 self.dropped.extend(self._at_depths(draft))

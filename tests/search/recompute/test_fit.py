@@ -11,7 +11,7 @@ import shardwright as sw
 from sample_models import llama
 from shardwright.cost.clusters import load_cluster
 from shardwright.cost.flops import work_of
-from shardwright.cost.memory import Memory, memory
+from shardwright.cost.memory import Memory, least_memory, memory
 from shardwright.graph.graph import Graph
 from shardwright.partition.communication import communication
 from shardwright.partition.decisions import Decisions, Recompute
@@ -39,10 +39,10 @@ def fit_by_recomputation(
     if plain.memory.peak <= limit:
         return plain
     ladders = RecomputeLadders(graph, plan.mesh, plan.decisions, plan.pipeline)
-    fit = RecomputeFit(ladders.at(ladders.depths[0][0]), plan.decisions, measure, limit)
-    if fit.begin():
+    parts = ladders.at(ladders.depths[0][0]), plan.decisions, measure, limit
+    fit = RecomputeFit(*parts, least_memory(plan.partitioned, "adamw"))
+    if fit.can_fit:
         return fit.run()
-    assert fit.least is not None
     return min(plain, fit.least, key=lambda each: each.memory.peak)
 
 

@@ -28,6 +28,11 @@ from shardwright.graph.saved_tensors import SavedTensors, saved_tensors
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.communication import Communication, communication
 from shardwright.partition.decisions import Decisions, Recompute
+from shardwright.partition.recompute_segments import (
+    OperatorTransfers,
+    assign_recomputed_transfers,
+    recompute_segments,
+)
 from shardwright.partition.transfer import Transfer
 from shardwright.rules import rule_of
 from shardwright.search.recompute.knapsack import KnapsackItem
@@ -92,6 +97,9 @@ class RecomputeCandidates:
         self.graph, self.mesh, self.decisions, self.stage_of = graph, mesh, decisions, stage_of
         self._saved = {op.name: saved_tensors(op) for op in graph.ops}
         self._estimate = ActivationEstimate(graph, self._saved)
+        self._plain_flow = communication(graph, mesh, decisions)
+        flow = self._plain_flow
+        self._transfers = OperatorTransfers(graph, flow.routes, flow.reductions)
         self._free = [op for op in graph.ops if op.name not in decisions.recompute]
 
     def blocks(self, depth: int) -> tuple[RecomputeBlock, ...]:
@@ -186,8 +194,14 @@ class RecomputeCandidates:
         return tuple(RecomputeBlock(*block, by_name) for block, by_name in options.items())
 
     def _flow(self, marks: Marks) -> Communication:
+        """What is communicated, without buckets and their bytes. Until other marks are asked for:
+        transfers are the same for all, but for what they are made again with."""
+        for transfer in self._plain_flow.transfers:
+            transfer.segment, transfer.again = None, False
         recompute = {**self.decisions.recompute, **marks}
-        return communication(self.graph, self.mesh, replace(self.decisions, recompute=recompute))
+        segments = recompute_segments(self.graph, recompute, self._transfers)
+        assign_recomputed_transfers(segments, self._transfers, self.decisions)
+        return replace(self._plain_flow, segments=segments)
 
     def _saved_with(self, marks: Marks) -> SavedBytes:
         return self._estimate.saved_bytes(self._flow(marks))

@@ -27,6 +27,9 @@ STEPS = 16
 CERTAIN = 0.93
 """Estimates of what a device needs are up to 7% above what a dry run finds, where that is much."""
 
+CERTAIN_OF_KEPT = 0.75
+"""Likewise of what is kept for backward passes alone, where that is little."""
+
 WHOLE = ("kept", "again")
 """Options that recompute all of a block at once."""
 
@@ -55,6 +58,9 @@ class StageLadder:
         blocks: of its operators.
         saved: bytes that it keeps for backward passes if it recomputes nothing: an estimate.
         flights: how many micro-batches it keeps them of.
+
+    Attributes:
+        alike: equal for stages whose chunks are, so that what is measured of one is known of all.
     """
 
     def __init__(self, blocks: Sequence[RecomputeBlock], saved: int, flights: int) -> None:
@@ -64,6 +70,7 @@ class StageLadder:
         self._marks: dict[int, Marks] = {}
         self.kept = flights * saved, flights * (saved - self._most)
         self._again = max(map(_made_again, blocks), default=0)
+        self.alike = saved, tuple(map(tuple, self._items))
 
     @cached_property
     def _steps(self) -> list[tuple[int, str]]:
@@ -87,13 +94,15 @@ class StageLadder:
         """The first step that frees so much of all that can be freed."""
         return next((n for n in range(self.top) if self.share(n) >= share), self.top)
 
-    def least(self, others: int) -> int:
+    def least(self, others: int, together: bool) -> int:
         """Bytes that the stage hardly ever falls short of, whatever it recomputes: an estimate.
 
         Args:
             others: bytes that it needs besides.
+            together: whether all of them at that time.
         """
-        return int(CERTAIN * (others + self.kept[1] + self._again))
+        kept = self.kept[1] + self._again
+        return int(max(CERTAIN * (others + kept), others + CERTAIN_OF_KEPT * kept * together))
 
     def expected(self, others: int, limit: int) -> int:
         """The step with which the stage fits at the earliest, by an estimate.
@@ -104,6 +113,11 @@ class StageLadder:
         most, least = self.kept
         missing = CERTAIN * (others + most) - limit
         return 0 if missing <= 0 else self.above(min(1.0, missing / max(most - least, 1)))
+
+    def nearby(self, rung: int, missing: int) -> int:
+        """The first step that frees so many bytes more than another, by an estimate."""
+        most, least = self.kept
+        return self.above(self.share(rung) + missing / max(CERTAIN * (most - least), 1))
 
     def marks(self, rung: int) -> Marks:
         """The operators that are recomputed."""
@@ -182,7 +196,10 @@ class RecomputeLadders:
         Args:
             others: bytes that each needs besides.
         """
-        return [stage.least(size) for stage, size in zip(self.at(depth), others, strict=True)]
+        # From the second micro-batch on there are gradients during all of a backward pass.
+        several = self._pipeline.micro_batches > 1
+        stages = zip(self.at(depth), others, strict=True)
+        return [stage.least(size, several) for stage, size in stages]
 
     def expected(self, plain: Decisions, others: Sequence[int], limit: int) -> Decisions:
         """The least that is recomputed, by an estimate, if every stage fits."""
@@ -226,26 +243,41 @@ class RecomputeFit:
     Args:
         ladders: of its stages.
         measure: what every device needs with certain decisions.
+        others: bytes that each stage needs besides what it keeps for backward passes.
     """
 
     def __init__(
-        self, ladders: Sequence[StageLadder], plain: Decisions, measure: Measure, limit: int
+        self,
+        ladders: Sequence[StageLadder],
+        plain: Decisions,
+        measure: Measure,
+        limit: int,
+        others: Sequence[int],
     ) -> None:
         self._ladders, self._plain, self._measure, self._limit = ladders, plain, measure, limit
+        self._others = others
         self._peaks: list[dict[int, int]] = [{} for _ in ladders]
-        self.least: MemoryFit | None = None
+        self._measured: dict[object, set[int]] = {ladder.alike: set() for ladder in ladders}
+        self.least = self._try(tuple(ladder.top for ladder in self._ladders))
 
-    def begin(self) -> bool:
+    @property
+    def can_fit(self) -> bool:
         """Whether it fits with all recomputed that can be."""
-        self._try(tuple(ladder.top for ladder in self._ladders))
-        return all(min(peaks.values()) <= self._limit for peaks in self._peaks)
+        return self.least.memory.peak <= self._limit
+
+    @property
+    def outside(self) -> int:
+        """Bytes that a device needs outside of forward and backward passes, if that is where it
+        needs most with all recomputed that can be: blocks at other depths change nothing of it."""
+        stages = self.least.memory.stages
+        return max((stage.peak for stage in stages if not stage.in_a_pass), default=0)
 
     def expected(self) -> Decisions:
         """What is expected to fit."""
         return self._decided(tuple(map(self._guess, range(len(self._ladders)))))
 
     def run(self) -> MemoryFit:
-        """What fits; for after `begin`."""
+        """What fits, if it can."""
         while True:
             rungs = tuple(map(self._guess, range(len(self._ladders))))
             if all(rung in peaks for rung, peaks in zip(rungs, self._peaks, strict=True)):
@@ -253,30 +285,31 @@ class RecomputeFit:
                 return MemoryFit(decisions, self._measure(decisions))
             self._try(rungs)
 
-    def _try(self, rungs: Rungs) -> None:
+    def _try(self, rungs: Rungs) -> MemoryFit:
         decisions = self._decided(rungs)
         needs = self._measure(decisions)
-        for rung, peaks, stage in zip(rungs, self._peaks, needs.stages, strict=True):
-            peaks[rung] = stage.peak
-        if self.least is None or needs.peak < self.least.memory.peak:
-            self.least = MemoryFit(decisions, needs)
+        for number, (rung, stage) in enumerate(zip(rungs, needs.stages, strict=True)):
+            self._peaks[number][rung] = stage.peak
+            self._measured[self._ladders[number].alike].add(rung)
+        return MemoryFit(decisions, needs)
 
     def _guess(self, number: int) -> int:
         """What a stage tries next; the least that fits once that is known."""
         ladder, peaks = self._ladders[number], self._peaks[number]
         enough = min(rung for rung, peak in peaks.items() if peak <= self._limit)
-        if enough == 0:
-            return 0
-        few = max((rung for rung in peaks if rung < enough), default=0)
-        if few + 1 == enough and few in peaks:
+        few = max((rung for rung in peaks if rung < enough), default=-1)
+        between = range(few + 1, enough)
+        if not between:
             return enough
-        # Between what is known, or what is expected of nothing, it is taken to be linear.
-        most = peaks.get(few, peaks[enough] + ladder.kept[0] - ladder.kept[1])
-        if most <= peaks[enough]:
-            return (few + enough) // 2
-        missing = (most - self._limit) / (most - peaks[enough])
-        share = ladder.share(few) + missing * (ladder.share(enough) - ladder.share(few))
-        return max(few + (few in peaks), min(enough - 1, ladder.above(share)))
+        # Where a stage recomputes most its peak may be elsewhere, and says nothing of other steps.
+        if few >= 0 or enough < ladder.top:
+            nearest = min(peaks, key=lambda rung: abs(peaks[rung] - self._limit))
+            guess = ladder.nearby(nearest, peaks[nearest] - self._limit)
+        else:
+            guess = ladder.expected(self._others[number], self._limit)
+        # What was measured of a stage like this one is next to nothing to measure.
+        known = self._measured[ladder.alike].intersection(between)
+        return min(known or between, key=lambda rung: (abs(rung - guess), rung))
 
     def _decided(self, rungs: Rungs) -> Decisions:
         return decided(self._plain, self._ladders, rungs)
