@@ -10,7 +10,7 @@ Chunks that are alike but for their names run once.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,9 @@ from shardwright.cost.tensor_tracking import (
     DryRunMode,
     FusedAttention,
     LiveBytes,
+    TrackedStorage,
+    bytes_by_kind,
+    events_at_peak,
 )
 from shardwright.graph.graph import Kind, Op, Value
 from shardwright.layout.layout import TensorLayout
@@ -90,7 +93,7 @@ class DryRun:
 def dry_run_chunk(
     partitioned: Partitioned, chunk: Chunk, kinds: Sequence[str], known: dict[Any, Any]
 ) -> DryRun:
-    """Runs one chunk of a model for one micro-batch, or for two if there are several in a step.
+    """Runs one chunk of a model for one micro-batch.
 
     Without stages and with one micro-batch, the program brings parameters to use by itself.
 
@@ -98,13 +101,11 @@ def dry_run_chunk(
         kinds: of the actions of one micro-batch, in order.
         known: results of operators that were met before.
     """
-    several = partitioned.pipeline.micro_batches > 1
     run = _MetaChunk.of(partitioned, chunk, OF_INPUT in kinds, known)
     with run.live, FusedAttention():
         stock = run.live.kinds(run.mark(BUFFERS))
         begin = run.phase(run.begin, WEIGHTS)
-        first = {kind: run.action(kind) for kind in kinds}
-        later = {kind: run.action(kind) for kind in kinds} if several else {}
+        first, later = run.actions(kinds, partitioned.pipeline.micro_batches > 1)
         end = run.phase(run.end, GRADIENTS)
     return DryRun(stock, begin, first, later, end)
 
@@ -120,6 +121,8 @@ class _MetaChunk:
         inputs, outputs: of the micro-batch that is on its way.
         groups: what the second half of its backward pass works on.
         reduced: gradients of stored parameters, once the step has ended.
+        added: gradients to which others were added in this pass, each with how far the history had
+            come by then.
     """
 
     module: StageModule
@@ -133,6 +136,7 @@ class _MetaChunk:
     inputs: list[Tensor] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
     reduced: dict[str, Tensor] = field(default_factory=dict)
+    added: list[tuple[int, TrackedStorage]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -191,6 +195,47 @@ class _MetaChunk:
         peak = self.live.peak(start, end)
         height, change = self.live.kinds(peak, start), self.live.kinds(end, start)
         return Phase(height, change, self._largest(peak))
+
+    def actions(
+        self, kinds: Sequence[str], several: bool
+    ) -> tuple[dict[str, Phase], dict[str, Phase]]:
+        """Runs the actions of the first micro-batch and, if there are several, of a later one."""
+        if self.halves or not several:
+            first = {kind: self.action(kind) for kind in kinds}
+            return first, {kind: self.action(kind) for kind in kinds} if several else {}
+        first, later = {}, {}
+        for kind in kinds:
+            start = len(self.live.history)
+            if kind == FORWARD:
+                # The first micro-batch waits for gathers.
+                self.module.unsharded.tensors()
+            later[kind] = self.action(kind)
+            first[kind] = self._as_first(start, later[kind])
+            if kind == FORWARD:
+                self._add_gradients()
+        return first, later
+
+    def _as_first(self, start: int, later: Phase) -> Phase:
+        """What has happened since `start`, if each gradient was not there before it was added to:
+        the first micro-batch leaves its own."""
+        events = self.live.history[start:]
+        for place, held in reversed(self.added):
+            # What is added is freed right after.
+            events.insert(place + 1 - start, (held, True))
+        self.added.clear()
+        height = bytes_by_kind(events[: events_at_peak(events)])
+        return Phase(height, bytes_by_kind(events), later.largest)
+
+    def _add_gradients(self) -> None:
+        """Gradients of an earlier micro-batch, of all leaves that a backward pass will reach."""
+        leaves = {id(leaf) for leaf in self.module.unsharded.leaves()}
+        for leaf in filter(lambda leaf: id(leaf) in leaves, _reached(self.outputs)):
+            leaf.grad = torch.empty(leaf.shape, dtype=leaf.dtype, device=META)
+            self.live.watch([leaf.grad], GRADIENTS)
+            held = self.live.held(leaf.grad)
+            leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _, held=held: self.added.append((len(self.live.history), held))
+            )
 
     def _largest(self, place: int) -> tuple[tuple[str, int, int], ...]:
         sizes: dict[tuple[str, int], int] = {}
@@ -277,6 +322,19 @@ class _MetaChunk:
             stage_backward_weight(self.module.parameters(), groups)
         elif self.halves:
             self.backward()
+
+
+def _reached(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The leaves that a backward pass from `outputs` reaches."""
+    waiting: list[Any] = [output.grad_fn for output in outputs]
+    seen = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [follower for follower, _ in node.next_functions]
+            if isinstance(leaf := getattr(node, "variable", None), Tensor):
+                yield leaf
 
 
 def _returning(chunk: Chunk, value: Value) -> Tensor:

@@ -42,6 +42,29 @@ class TrackedStorage:
         self.line = line
 
 
+Event = tuple[TrackedStorage, bool]
+"""A storage that is allocated (`True`) or freed (`False`)."""
+
+
+def events_at_peak(events: Iterable[Event]) -> int:
+    """How many events have happened when most bytes are live."""
+    live, most, place = 0, 0, 0
+    for number, (held, allocated) in enumerate(events, start=1):
+        live += held.size if allocated else -held.size
+        if live > most:
+            most, place = live, number
+    return place
+
+
+def bytes_by_kind(events: Iterable[Event]) -> dict[str, int]:
+    """What events leave, beyond what was there before."""
+    totals: dict[str, int] = {}
+    for held, allocated in events:
+        change = held.size if allocated else -held.size
+        totals[held.kind] = totals.get(held.kind, 0) + change
+    return totals
+
+
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the storages of all tensors that are made inside, and of those that are watched.
 
@@ -52,7 +75,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.history: list[tuple[TrackedStorage, bool]] = []
+        self.history: list[Event] = []
         self.now = 0
         self._held: dict[int, tuple[weakref.ref[Any], TrackedStorage]] = {}
 
@@ -60,7 +83,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Counts tensors that exist already; from here on their storages are of this `kind`."""
         for tensor in tensors:
             self._see(tensor, kind)
-            self._held[storage_id(tensor)][1].kind = kind
+            self.held(tensor).kind = kind
+
+    def held(self, tensor: Tensor) -> TrackedStorage:
+        """The storage of a tensor that was seen."""
+        return self._held[storage_id(tensor)][1]
 
     def label(self, kind: str) -> None:
         """Everything live that has no kind yet is of this one."""
@@ -69,25 +96,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def peak(self, start: int = 0, end: int | None = None) -> int:
         """How much of the history had happened when most bytes were live, from `start` to `end`."""
-        live, most, place = 0, 0, start
-        for number, (held, allocated) in enumerate(self.history[start:end], start=start + 1):
-            live += held.size if allocated else -held.size
-            if live > most:
-                most, place = live, number
-        return place
+        return start + events_at_peak(self.history[start:end])
 
     def kinds(self, place: int, start: int = 0) -> dict[str, int]:
         """Bytes by kind that were live when so much of the history had happened, beyond those of an
         earlier moment."""
-        totals: dict[str, int] = {}
-        for (kind, _), size in self.lines(place, start).items():
-            totals[kind] = totals.get(kind, 0) + size
-        return totals
+        return bytes_by_kind(self.history[start:place])
 
-    def lines(self, place: int, start: int = 0) -> dict[tuple[str, int], int]:
+    def lines(self, place: int) -> dict[tuple[str, int], int]:
         """Likewise by kind and the line of the program that made them."""
         totals: dict[tuple[str, int], int] = {}
-        for held, allocated in self.history[start:place]:
+        for held, allocated in self.history[:place]:
             key = held.kind, held.line
             totals[key] = totals.get(key, 0) + (held.size if allocated else -held.size)
         return totals

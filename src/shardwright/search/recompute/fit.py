@@ -104,14 +104,15 @@ class StageLadder:
         kept = self.kept[1] + self._again
         return int(max(CERTAIN * (others + kept), others + CERTAIN_OF_KEPT * kept * together))
 
-    def expected(self, others: int, limit: int) -> int:
-        """The step with which the stage fits at the earliest, by an estimate.
+    def expected(self, others: int, limit: int, certain: float = 1.0) -> int:
+        """The step with which the stage fits, by an estimate.
 
         Args:
             others: bytes that it needs besides.
+            certain: the share of the estimate that is needed.
         """
         most, least = self.kept
-        missing = CERTAIN * (others + most) - limit
+        missing = certain * (others + most) - limit
         return 0 if missing <= 0 else self.above(min(1.0, missing / max(most - least, 1)))
 
     def nearby(self, rung: int, missing: int) -> int:
@@ -202,10 +203,13 @@ class RecomputeLadders:
         return [stage.least(size, several) for stage, size in stages]
 
     def expected(self, plain: Decisions, others: Sequence[int], limit: int) -> Decisions:
-        """The least that is recomputed, by an estimate, if every stage fits."""
+        """The least that is recomputed, by an estimate, if every stage fits: hardly ever more than
+        what is."""
         stages = self.at(self.depths[0][0])
         steps = zip(stages, others, strict=True)
-        return decided(plain, stages, [stage.expected(size, limit) for stage, size in steps])
+        return decided(
+            plain, stages, [stage.expected(size, limit, CERTAIN) for stage, size in steps]
+        )
 
     @cached_property
     def _saved(self) -> list[int]:
