@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 
 from shardwright.constraints import arrivals, input_entries, requested_storage, resolve
 from shardwright.constraints.recompute import recompute_of
@@ -19,7 +18,7 @@ from shardwright.cost.predict import Predicted, predict
 from shardwright.cost.step_time import TimeModel, operator_seconds
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.layout.layout import Layout
 from shardwright.partition.communication import storage_as_used
 from shardwright.partition.decisions import Decisions, Storage
 from shardwright.partition.fold_axes import dtensor_axes, fold_axes
@@ -127,21 +126,6 @@ class Candidate:
         """Of a step; 0 if no cluster was named."""
         return 0.0 if self.predicted is None else self.predicted.seconds
 
-    @property
-    def weighed(self) -> float:
-        """Seconds of a step, and what `mem_coeff` counts for the parameters that a device keeps, as
-        the search by seconds does."""
-        pricing = self.options.pricing(self.pipeline)
-        assert pricing is not None
-        used = storage_as_used(self.model.graph, self.mesh, self.decisions.cuts)
-        parameters = self.model.graph.parameters
-        kept = (
-            prod(TensorLayout(self.mesh, used[value.name]).shard_shape(value.shape))
-            * value.stored_dtype.itemsize
-            for value in parameters
-        )
-        return self.seconds + pricing.kept_byte(self.options.coefficient) * sum(kept)
-
     def memory(self, decisions: Decisions | None = None) -> Memory:
         """What each device needs, with these decisions or with others."""
         self._report("memory")
@@ -176,13 +160,13 @@ class Candidate:
 
 
 Decide = Callable[[PlanOptions], Sequence[Candidate]]
-"""Decides a model with these options, in one way or several, the best first."""
+"""Decides a model with these options, in one way or several."""
 
 
 def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate]:
     """A model, decided with exactly these options. Of a search by seconds the objective is simpler
     than what is predicted for a whole plan, and operators that are computed again are none of its
-    business, so data parallel stands beside it: the one that is predicted to be better first.
+    business, so data parallel stands beside it.
 
     Raises: as `plan`.
     """
@@ -193,7 +177,7 @@ def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate
         # Where the batch cannot be divided so there is none.
         with suppress(StrategyError):
             found += _decide(model, options, "data_parallel")
-    return found if len(found) == 1 else sorted(found, key=lambda one: one.weighed)
+    return found
 
 
 def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candidate]:

@@ -35,7 +35,7 @@ def with_best_stages(
     matter is less than that of what is known to fit.
 
     Args:
-        best: what is known already.
+        best: what is known already, as the fastest with its stages and schedule.
         ranking: as `fastest_within_memory`.
 
     Raises:
@@ -44,23 +44,24 @@ def with_best_stages(
     """
     ways: list[Way] = []
     errors: list[StrategyError] = []
-    asked = list(_ways(options))
+    asked = [way for way in _ways(options) if best is None or not _is_way_of(way, best)]
     numbers = sorted({_stages(way) for way in asked})
     log.info("searching pipeline stages in 1 … %d: %s", max_stages(options), numbers)
     for way in asked:
         try:
-            ways.append(Way(way, decide(_free_of_limits(way))[0].seconds))
+            decided = decide(_free_of_limits(way))
         except StrategyError as error:
             errors.append(error)
             log.info("%s: %s", _named(way), error)
             if ranking is not None:
                 ranking.leave_out(requested_kind(way), LeftOut.because(str(error)))
             continue
+        ways.append(Way(way, min(candidate.seconds for candidate in decided)))
         log.info("%s: at least %.4g s per step", _named(way), ways[-1].bound)
-    if not ways:
+    if not ways and best is None:
         raise errors[0]
     below = float("inf") if best is None else best.seconds
-    found = fastest_within_memory(ways, decide, below, ranking) or best
+    found = (fastest_within_memory(ways, decide, below, ranking) if ways else None) or best
     assert found is not None
     log.info("%s: %.4g s per step", _named(found.options), found.seconds)
     return found
@@ -74,6 +75,11 @@ def _ways(options: PlanOptions) -> Iterator[PlanOptions]:
         for stages in stage_counts(scheduled):
             if stages > 1 or named or schedule == next(iter(SCHEDULES)):
                 yield replace(scheduled, stages=stages)
+
+
+def _is_way_of(way: PlanOptions, best: Candidate) -> bool:
+    pipeline = best.pipeline
+    return (way.stages, way.schedule) == (pipeline.stages, pipeline.schedule)
 
 
 def _stages(way: PlanOptions) -> int:

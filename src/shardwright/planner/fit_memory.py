@@ -71,15 +71,15 @@ def fastest_within_memory(
     below: float = float("inf"),
     ranking: Ranking | None = None,
 ) -> Candidate | None:
-    """Of several ways that differ in their stages the fastest that fits; None if what fits takes
-    `below` seconds or more.
+    """Of several ways that differ in their stages the fastest that fits; None if none is known to
+    take less than `below` seconds.
 
     Args:
         ranking: is told the fastest of each kind, as long as it wants one, and of other kinds why
             there is none.
 
     Raises:
-        MemoryLimitError: if none fits; says the smallest limit that would do.
+        MemoryLimitError: if none fits, whatever it takes; says the smallest limit that would do.
     """
     search = _Search(ways[0].options.limit, decide, len(ways) == 1)
     on_progress = search.counted(ways[0].options.on_progress)
@@ -93,6 +93,8 @@ def fastest_within_memory(
             search.rank(fitted, ranking)
         if fitted is not None or search.waiting:
             return fitted
+    if below < float("inf"):
+        return None
     search.measure_dropped()
     fitted = search.run(below)
     if fitted is not None or search.waiting:
