@@ -1,7 +1,8 @@
 """The errors that Shardwright raises, all before any communication starts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class ShardwrightError(Exception):
@@ -71,6 +72,18 @@ class MemoryLimitError(ShardwrightError):
     def __init__(self, message: str, needed: int) -> None:
         super().__init__(message)
         self.needed = needed
+
+
+class PlanInterrupted(KeyboardInterrupt):
+    """Ctrl-C in a search under a memory limit, after something was known to fit.
+
+    Args:
+        plan: makes the fastest plan that was known to fit.
+    """
+
+    def __init__(self, plan: Callable[[], Any]) -> None:
+        super().__init__()
+        self.plan = plan
 
 
 @contextmanager

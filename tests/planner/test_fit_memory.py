@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from sample_models import Stack
+from shardwright.errors import PlanInterrupted
 from shardwright.models import Dimensions, build
 from shardwright.partition.decisions import LEVELS
+from shardwright.search.recompute.fit import RecomputeFit
 
 ARGS = (torch.randn(512, 128),)
 GRAPH = sw.capture(Stack(), ARGS)
@@ -254,3 +256,22 @@ def test_stages_by_hand_with_all_layers_recomputed_are_never_faster(
     assert fitted.memory.peak <= by_hand.memory.peak
     assert fitted.step_time is not None and by_hand.step_time is not None
     assert fitted.step_time <= by_hand.step_time
+
+
+def test_what_is_known_to_fit_is_offered_when_the_search_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"mode": "recursive_programming", "cluster": "ascend910b"}
+    limit = int(0.4 * plan(**options).memory.peak)
+    found = plan(**options, memory_limit=limit)
+    assert found.recompute
+
+    def stopped(self: RecomputeFit) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RecomputeFit, "run", stopped)
+    with pytest.raises(PlanInterrupted) as interrupted:
+        plan(**options, memory_limit=limit)
+    known = interrupted.value.plan()
+    assert known.memory.peak <= limit
+    assert found.step_time is not None and known.step_time >= found.step_time

@@ -32,7 +32,7 @@ from shardwright.cli.options import (
     run_of,
 )
 from shardwright.config.other_plans import RunWithPlan
-from shardwright.errors import ConfigError, PlanError
+from shardwright.errors import ConfigError, PlanError, PlanInterrupted
 from shardwright.plan import Plan
 from shardwright.plan.diff import Difference, differences
 from shardwright.plan.measured import Measured
@@ -112,7 +112,11 @@ def plan_command(
             on_progress("memory and table")
             typer.echo(ranked.to_json() if json else str(ranked))
             return
-        plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
+        try:
+            plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
+        except PlanInterrupted as stopped:
+            typer.echo("stopped: the fastest plan that was known to fit by then", err=True)
+            plan = stopped.plan()
         on_progress("memory and table")
         text = plan.to_json(memory=True) if json else plan_text(plan, full, every)
     if out is not None:

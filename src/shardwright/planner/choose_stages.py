@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwright.errors import StrategyError
+from shardwright.errors import PlanInterrupted, StrategyError
 from shardwright.partition.decisions import OptimizerParallel
 from shardwright.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.partition.schedules import SCHEDULES
@@ -124,7 +124,10 @@ def suggest_stages(options: PlanOptions, chosen: Candidate, decide: Decide) -> N
         log.info("suggest_stages has no effect without a cluster")
         return
     searched = replace(options, stages=AUTO)
-    best = with_best_stages(searched, decide, chosen)
+    try:
+        best = with_best_stages(searched, decide, chosen)
+    except KeyboardInterrupt:
+        raise PlanInterrupted(chosen.plan) from None
     if best.pipeline.stages != chosen.pipeline.stages:
         log.warning(
             "on %s %d pipeline stages have the shortest predicted step time, %.4g s, of 1 to %d"

@@ -11,7 +11,13 @@ from itertools import count, zip_longest
 import torch
 
 from shardwright.cost.memory import Memory, StageMemory, binary, least_memory
-from shardwright.errors import MemoryLimitError, PlanError, ShardwrightError, StrategyError
+from shardwright.errors import (
+    MemoryLimitError,
+    PlanError,
+    PlanInterrupted,
+    ShardwrightError,
+    StrategyError,
+)
 from shardwright.plan.ranked import LeftOut, PlanKind
 from shardwright.planner.attempts import Attempt, Groups, phases
 from shardwright.planner.candidate import Candidate, Decide
@@ -80,8 +86,22 @@ def fastest_within_memory(
 
     Raises:
         MemoryLimitError: if none fits, whatever it takes; says the smallest limit that would do.
+        PlanInterrupted: at Ctrl-C, if one is known to fit by then.
     """
     search = _Search(ways[0].options.limit, decide, len(ways) == 1)
+    try:
+        return _fastest(search, ways, below, ranking)
+    except KeyboardInterrupt:
+        known = search.known_to_fit()
+        if not known:
+            raise
+        best = min(known, key=lambda candidate: candidate.seconds)
+        raise PlanInterrupted(best.plan) from None
+
+
+def _fastest(
+    search: _Search, ways: Sequence[Way], below: float, ranking: Ranking | None
+) -> Candidate | None:
     on_progress = search.counted(ways[0].options.on_progress)
     every = [phases(replace(way.options, on_progress=on_progress)) for way in ways]
     for phase in zip_longest(*every, fillvalue=()):
@@ -177,15 +197,28 @@ class _Search:
         """The fastest that fits; None if none does, or while some wait that take `below` seconds or
         more."""
         while self.waiting and self.waiting[0][0] < below:
-            bound, _, _, what = heappop(self.waiting)
-            if isinstance(what, _Draft):
-                fitted = self._fitted(what, bound)
-                if fitted is not None:
+            bound, _, _, what = front = heappop(self.waiting)
+            try:
+                if not isinstance(what, _Draft):
+                    self._try(bound, what)
+                elif (fitted := self._fitted(what, bound)) is not None:
                     return fitted
-            else:
-                self._try(bound, what)
+            except KeyboardInterrupt:
+                heappush(self.waiting, front)
+                raise
             self.looked_at += 1
         return None
+
+    def known_to_fit(self) -> list[Candidate]:
+        """What waits and fits: with as much recomputed as it needs, or with all that can be."""
+        drafts = [what for *_, what in self.waiting if isinstance(what, _Draft)]
+        known = [draft.candidate for draft in drafts if draft.fits]
+        for draft in drafts:
+            if draft.fit is not None and not draft.fits:
+                least = draft.fit.least
+                fitted = replace(draft.candidate, decisions=least.decisions, measured=least.memory)
+                known.append(fitted)
+        return known
 
     def rank(self, fitted: Candidate | None, ranking: Ranking) -> None:
         """After the fastest candidate those of other kinds, and why there is none of the rest."""
