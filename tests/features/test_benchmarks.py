@@ -302,6 +302,7 @@ def test_operator_samples_are_counted_by_end_and_wrong_ones_miss_the_goal(monkey
 @pytest.mark.slow
 def test_a_model_is_as_fast_as_the_best_of_its_grid() -> None:
     transformers = pytest.importorskip("transformers", "5.0")
+    pytest.importorskip("diffusers")
     from benchmarks import bench_full_size
     from benchmarks.full_size import language
     from benchmarks.zoo.tiny import shrunk
@@ -321,6 +322,7 @@ def test_a_model_is_as_fast_as_the_best_of_its_grid() -> None:
 
 def test_full_size_plans_that_are_beaten_or_do_not_fit_miss_the_goal() -> None:
     pytest.importorskip("transformers", "5.0")
+    pytest.importorskip("diffusers")
     from benchmarks.bench_full_size import CASES, Found
 
     table = Table("t", tuple("abcdefghi"))
@@ -332,4 +334,23 @@ def test_full_size_plans_that_are_beaten_or_do_not_fit_miss_the_goal() -> None:
     assert table.missed == [
         "Llama-3 8B, 64 × 8192: 2.00 of its grid",
         "Llama-3 8B, 64 × 8192: no plan fits",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_experts_on_processes_send_what_is_planned_and_slow_plans_miss_the_goal() -> None:
+    pytest.importorskip("transformers", "5.0")
+    from benchmarks import bench_structures
+
+    found = bench_structures.measured("experts", rounds=2, ranks=2)
+    assert set(found) == {"one device", "data parallel", "automatic"}
+    assert all(f["counted"] == f["planned"] > 0 for way, f in found.items() if "mesh" in f)
+    slow = {**found["automatic"], "seconds": [9.0, 9.0], "counted": 1}
+    found["data parallel"]["seconds"] = [3.0, 3.0]
+    table = Table("t", ("a",))
+    bench_structures.add_misses(table, "experts", {**found, "automatic": slow})
+    assert table.missed == [
+        "experts: 3.00 of the time of data parallel",
+        "experts, automatic: other bytes than planned",
     ]
