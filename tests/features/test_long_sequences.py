@@ -145,6 +145,18 @@ def test_packed_and_padded_rows_of_a_transformer_equal_one_device(
     assert result.passes(1e-9), result
 
 
+def test_packed_rows_of_a_transformer_that_makes_a_cache_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net, ids = language_model("Llama"), torch.randint(64, (2, 24))
+    kwargs = {"input_ids": ids, "labels": ids, "position_ids": POSITIONS}
+    sw.capture(net, (), {**kwargs, "use_cache": False})
+    sw.capture(net, (), {**kwargs, "position_ids": torch.arange(24).expand(2, -1)})
+    assert not caplog.records
+    sw.capture(net, (), kwargs)
+    assert "documents whose `position_ids` begin anew are kept apart" in caplog.text
+
+
 def test_one_long_sequence_is_divided_among_all_devices() -> None:
     net, _ = blocks()
     x = torch.zeros(1, 1 << 14, 16, device="meta")

@@ -26,6 +26,7 @@ from shardwright.capture.fake_copy import (
     RecordedEffects,
     fake_copy,
     isolate_capture,
+    warn_of_packing,
 )
 from shardwright.capture.functionalize import functionalize
 from shardwright.capture.hooks import check_hooks, observe_forward_hooks
@@ -77,6 +78,7 @@ def capture(
         StrategyError: if a module whose inputs and outputs are pinned has others than the pin.
     """
     _check_arguments(args, kwargs)
+    warn_of_packing(module, kwargs or {})
     started = time.perf_counter()
     with isolate_capture():
         graph = _capture(module, args, dict(kwargs or {}), compute_dtype, on_progress)

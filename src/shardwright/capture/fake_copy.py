@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
@@ -167,6 +167,8 @@ def _silence_export() -> Iterator[None]:
         logging.disable(disabled)
 
 
+log = logging.getLogger(__name__)
+
 STORED = torch.float32
 """Only tensors of this dtype are cast to the compute dtype."""
 
@@ -183,6 +185,23 @@ def caching_configs(module: nn.Module) -> list[Any]:
     """The configurations with which models of `transformers` return a cache of keys and values."""
     configs = {id(c): c for child in module.modules() if (c := getattr(child, "config", None))}
     return [each for each in configs.values() if getattr(each, "use_cache", None) is True]
+
+
+_PACKED = (
+    "%s is captured without a cache, so documents whose `position_ids` begin anew are kept apart: "
+    "with a cache, as by default, the model itself lets them attend to each other. Pass "
+    "`use_cache=False` to compare both"
+)
+
+
+def warn_of_packing(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Warns where a model of `transformers` without its cache is another: where positions begin
+    anew in a row, as those of packed documents do."""
+    positions = kwargs.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.is_meta or "use_cache" in kwargs:
+        return
+    if caching_configs(module) and bool((positions.diff(dim=-1) < 0).any()):
+        log.warning(_PACKED, type(module).__name__)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> frozenset[int]:
