@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -68,12 +69,20 @@ class Work:
 
 def work_of(op: Op) -> Work:
     """What `op` does; operators alike, with gradients of the same inputs, do the same."""
-    rule = rule_of(op)
-    wanted = tuple(value.requires_grad for value in op.inputs)
-    differentiable = any(value.requires_grad for value in op.outputs)
-    if rule is None:
-        return _work(op, None, wanted, differentiable)
-    return _known(_WorkKey(rule, wanted, differentiable, op))
+    rule, known = rule_of(op), _OF_OPERATORS.get(op)
+    if known is None or known[0] is not rule:
+        wanted = tuple(value.requires_grad for value in op.inputs)
+        differentiable = any(value.requires_grad for value in op.outputs)
+        if rule is None:
+            work = _work(op, None, wanted, differentiable)
+        else:
+            work = _known(_WorkKey(rule, wanted, differentiable, op))
+        known = _OF_OPERATORS[op] = rule, work
+    return known[1]
+
+
+_OF_OPERATORS: WeakKeyDictionary[Op, tuple[ShardingRule | None, Work]] = WeakKeyDictionary()
+"""What operators do, each with its rule when that was found."""
 
 
 class _WorkKey:

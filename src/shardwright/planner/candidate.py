@@ -20,7 +20,7 @@ from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.layout.layout import Layout
 from shardwright.partition.communication import storage_as_used
-from shardwright.partition.decisions import Decisions, Storage
+from shardwright.partition.decisions import Decisions, Recompute, Storage
 from shardwright.partition.fold_axes import dtensor_axes, fold_axes
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
@@ -62,6 +62,11 @@ class CapturedModel:
     searched: dict[object, tuple[Sequence[Mapping[str, Cuts]], float]] = field(default_factory=dict)
     divisions: dict[object, Mapping[str, int]] = field(default_factory=dict)
     predictions: list[tuple[tuple[object, ...], Predicted]] = field(default_factory=list)
+
+    @cached_property
+    def recompute(self) -> Mapping[str, Recompute]:
+        """What the user has marked."""
+        return recompute_of(self.graph)
 
     @property
     def is_pinned(self) -> bool:
@@ -224,7 +229,7 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
             arriving,
             sharding=options.sharding,
             bucket_bytes=int(options.bucket_mb * MB),
-            recompute=recompute_of(graph),
+            recompute=model.recompute,
         )
         candidate = Candidate(model, options, fixed.mesh, decisions, divided, seconds)
         better = _nested if options.cluster is None else _aligned
