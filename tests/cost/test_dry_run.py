@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from sample_models import llama
 from shardwright.cost import dry_run
-from shardwright.cost.dry_run import DryRun, DryRunCache, chunk_key, dry_run_chunk
+from shardwright.cost.dry_run import DryRun, DryRunCache, Phase, chunk_key, dry_run_chunk
 from shardwright.cost.memory import memory
 from shardwright.partition.decisions import Recompute
 from shardwright.partition.schedules import SCHEDULES
@@ -99,3 +100,21 @@ def test_arguments_that_are_no_tensors_may_stand_between_those_that_are() -> Non
     plan = sw.plan(Scaled(), (torch.randn(8, 4), 2.0, torch.randn(4)), devices=2)
     assert plan.memory is not None
     assert plan.memory.peak > 0
+
+
+@pytest.mark.parametrize("level", ["level1", "level2", "level3"])
+def test_one_micro_batch_tells_what_the_first_two_need(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(level=level)
+    once = plan.memory
+
+    def twice(
+        self: dry_run._MetaChunk, kinds: Sequence[str], several: bool
+    ) -> tuple[dict[str, Phase], dict[str, Phase]]:
+        first = {kind: self.action(kind) for kind in kinds}
+        return first, {kind: self.action(kind) for kind in kinds} if several else {}
+
+    monkeypatch.setattr(dry_run._MetaChunk, "actions", twice)
+    both = memory(plan.partitioned)
+    assert [stage.curve for stage in once.stages] == [stage.curve for stage in both.stages]
