@@ -344,6 +344,41 @@ class Head(nn.Module):
         return nn.functional.mse_loss(y, target), y
 
 
+class Attention(nn.Module):
+    """Treats long sequences otherwise than short ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.heads = nn.Embedding(16, 8), nn.Linear(8, 24)
+        self.out = nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        batch, length = ids.shape
+        heads = self.heads(self.table(ids)).view(batch, length, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        y = y.transpose(1, 2).reshape(batch * length, 8)
+        scores = self.out(y.tanh() if length > 12 else y) / length
+        return nn.functional.cross_entropy(scores, ids.flatten())
+
+
+def check_many_sizes() -> None:
+    """Those of one trace, and those that other branches need."""
+    net = Attention()
+    plan = sw.plan(net, (torch.zeros(8, 16, dtype=torch.int64),), devices=4)
+    assert any(plan.cuts.values())
+    parallel = sw.parallelize(net, plan)
+    for size in ((8, 8), (4, 20), (8, 24), (2, 40), (8, 10), (4, 12), (3, 13), (8, 1)):
+        ids = torch.arange(size[0] * size[1]).view(size) % 16
+        wanted = net(ids)
+        gradients = torch.autograd.grad(wanted, list(net.parameters()))
+        parallel.zero_grad()
+        torch.testing.assert_close(parallel.train_step(ids), wanted.detach())
+        for gradient, parameter in zip(gradients, parallel.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
+        torch.testing.assert_close(parallel(ids), wanted)
+
+
 def check_a_batch_that_part_of_an_axis_divides() -> None:
     net = Head()
     plan = sw.plan(net, batch_of(8), devices=4, mode="data_parallel")
@@ -387,6 +422,7 @@ CHECKS = (
     check_dropout_on_ranks_seeded_apart,
     check_inputs_that_arrive_cut,
     check_calls_with_other_arguments,
+    check_many_sizes,
     check_a_batch_that_part_of_an_axis_divides,
     check_torch_compile_leaves_a_planned_model_as_it_is,
     check_optimizer_states_of_one_device_are_taken,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.export import Dim, ShapesCollection
 
 from shardwright.capture.annotations import call_tags, module_tags, preserve_tags, trace_tags
 from shardwright.capture.attributes import TracedAttributes, attribute_texts
@@ -80,8 +81,9 @@ def capture(
     _check_arguments(args, kwargs)
     warn_of_packing(module, kwargs or {})
     started = time.perf_counter()
+    call = CapturedCall(module, args, dict(kwargs or {}))
     with isolate_capture():
-        graph = _capture(module, args, dict(kwargs or {}), compute_dtype, on_progress)
+        graph = canonical(trace(call, compute_dtype, on_progress=on_progress), call)
     return replace(graph, capture_seconds=time.perf_counter() - started)
 
 
@@ -98,24 +100,56 @@ def _check_arguments(args: object, kwargs: object) -> None:
         )
 
 
-def _capture(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+@dataclass(frozen=True)
+class Trace:
+    """A call of a module as `torch.export` traces it, without sub-graphs.
+
+    Args:
+        attributes: that `forward` read and set.
+    """
+
+    graph: fx.Graph
+    signature: Signature
+    attributes: TracedAttributes
+    compute_dtype: torch.dtype | None
+
+
+def trace(
+    call: CapturedCall,
     compute_dtype: torch.dtype | None,
-    on_progress: OnProgress,
-) -> Graph:
-    exported, attributes = _export(module, args, kwargs, compute_dtype, on_progress)
+    varying: Collection[tuple[int, int]] = (),
+    on_progress: OnProgress = silent,
+) -> Trace:
+    """Traces a call, in a context of `isolate_capture`.
+
+    Args:
+        varying: leaves of the call's arguments and dimensions of theirs whose sizes are symbols,
+            as far as `torch.export` can.
+
+    Raises:
+        CaptureError, StrategyError: as `capture`.
+    """
+    exported, attributes = _export(call, compute_dtype, varying, on_progress)
     signature = Signature.of(exported)
     inline_regions(exported.graph_module)
-    decompose(exported.graph)
-    keep_rows_of_targets(exported.graph)
-    calls = call_tags(exported.graph)
-    check_static(exported.graph, hint_of_experts(module))
-    tied = merge_tied(module, exported.graph, signature)
-    leaves = pytree.tree_leaves((args, kwargs))
-    trained = gradient_sources(module, leaves, signature, exported.graph)
-    graph, changed = functionalize(exported.graph, trained)
+    return Trace(exported.graph, signature, attributes, compute_dtype)
+
+
+def canonical(traced: Trace, call: CapturedCall) -> Graph:
+    """The graph of a call that was traced; changes the trace.
+
+    Raises:
+        CaptureError: as `capture`.
+    """
+    module, signature, graph = call.module, traced.signature, traced.graph
+    decompose(graph)
+    keep_rows_of_targets(graph)
+    calls = call_tags(graph)
+    check_static(graph, hint_of_experts(module))
+    tied = merge_tied(module, graph, signature)
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    trained = gradient_sources(module, leaves, signature, graph)
+    graph, changed = functionalize(graph, trained)
     check_inputs_unchanged(signature, changed)
     add_updates(graph, changed)
     take_as_buffers(module, signature, changed, trained)
@@ -126,7 +160,6 @@ def _capture(
     remove_dead(graph)
     move_flattening_down(graph)
     remove_dead(graph)
-    call = CapturedCall(module, args, kwargs)
     captured = build_graph(call, graph, signature, sources)
     read = {value.name for value in (*captured.parameters, *captured.buffers)}
     tied = {name: first for name, first in tied.items() if first in read}
@@ -135,21 +168,21 @@ def _capture(
         tied=tied,
         module_tags=module_tags(module),
         call_tags=calls,
-        attributes=attribute_texts(module, attributes.reads, attributes.writes),
-        compute_dtype=compute_dtype,
+        attributes=attribute_texts(module, traced.attributes.reads, traced.attributes.writes),
+        compute_dtype=traced.compute_dtype,
     )
 
 
 def _export(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: CapturedCall,
     compute_dtype: torch.dtype | None,
+    varying: Collection[tuple[int, int]],
     on_progress: OnProgress,
 ) -> tuple[torch.export.ExportedProgram, TracedAttributes]:
     """The exported program, and the attributes that `forward` read and set."""
+    module = call.module
     check_hooks(module)
-    twin, fake_args, fake_kwargs = fake_copy(module, args, kwargs, compute_dtype)
+    twin, fake_args, fake_kwargs = fake_copy(module, call.args, call.kwargs, compute_dtype)
     attributes = TracedAttributes(twin)
     observe_forward_hooks(twin)
     trace_tags(twin)
@@ -158,7 +191,10 @@ def _export(
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:
         with preserve_tags(), RecordedEffects(), PassedGuards(), losses, attributes.recording():
-            exported = torch.export.export(twin, fake_args, fake_kwargs, strict=False)
+            shapes = _dynamic_shapes(twin, fake_args, fake_kwargs, varying)
+            exported = torch.export.export(
+                twin, fake_args, fake_kwargs, dynamic_shapes=shapes, strict=False
+            )
     except CaptureError as error:
         raise CaptureError(f"{line_of_error(error)}: {error}") from error
     except StrategyError:
@@ -172,6 +208,21 @@ def _export(
             "with `torch`, or between steps into an attribute that `forward` reads"
         )
     return exported, attributes
+
+
+def _dynamic_shapes(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    varying: Collection[tuple[int, int]],
+) -> Any:
+    """What `torch.export` takes for sizes that are symbols; None if there are none."""
+    if not varying:
+        return None
+    shapes, leaves = ShapesCollection(), pytree.tree_leaves((args, kwargs))  # type: ignore[no-untyped-call]
+    for number in {leaf for leaf, _ in varying}:
+        shapes[leaves[number]] = {dim: Dim.AUTO for leaf, dim in varying if leaf == number}
+    return shapes.dynamic_shapes(module, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 def _random_states() -> tuple[Any, ...]:

@@ -55,6 +55,11 @@ class Signature:
                 raise CaptureError(f"{target}: cannot capture a model with a {spec.kind.name}.")
         return signature
 
+    def copy(self) -> Signature:
+        """Another one, of which names may be taken out."""
+        parameters, buffers = dict(self.parameters), dict(self.buffers)
+        return Signature(self.out_spec, parameters, buffers, self.inputs, self.constants)
+
 
 def _real(node: fx.Node, constant: Any) -> torch.Tensor:
     if constant.is_meta or isinstance(constant, FakeTensor):

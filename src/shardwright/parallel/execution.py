@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.capture.capture import capture
+from shardwright.capture.build_graph import CapturedCall
+from shardwright.capture.shapes import Captures
 from shardwright.deferred import copies_of_attributes
 from shardwright.graph.graph import Graph, Value
 from shardwright.lower.program import Program, lower
@@ -155,6 +156,7 @@ class Execution:
         self._planned_call = PlannedCall(template.forward, graph)
         leaves = tuple(key_of(leaf) for leaf in graph.inputs)
         self._planned_situation: tuple[Any, ...] = (self._state.key(), (), graph.in_spec, leaves)
+        self._captures = Captures(graph, self._planned_situation[:2])
         self._bind_planned()
 
     @property
@@ -338,8 +340,10 @@ class Execution:
         Raises:
             PlanError: for a parameter, a hook or a submodule that is not what was planned.
         """
-        changed = self._parameters_as_planned.frozen_or_unfrozen()
-        return self._state.key(), changed, spec, tuple(leaves)
+        return *self._module_state(), spec, tuple(leaves)
+
+    def _module_state(self) -> tuple[Hashable, Hashable]:
+        return self._state.key(), self._parameters_as_planned.frozen_or_unfrozen()
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
         """The model in a situation that the plan was not made for, with its decisions adapted.
@@ -349,13 +353,14 @@ class Execution:
             CaptureError: if the model cannot be captured in this situation.
         """
         planned, template = self.partitioned, self.template
+        call = CapturedCall(template, args, kwargs)
         self._planned_call.check(args, kwargs)
         self._state.copy_to(template)
         for name, parameter, *_ in self._parameters_as_planned.all:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
         # Where the user's code keeps what autograd saves, it shall not see what capture does.
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            graph = capture(template, args, kwargs, planned.graph.compute_dtype)
+            graph = self._captures.graph(call, planned.graph.compute_dtype, self._module_state())
         self._state.watch(graph.attributes)
         log.info(
             "captured the model for %s, training=%s, in %.1f s",

@@ -116,6 +116,18 @@ DISPATCH = (
     ),
 )
 
+SHAPE_GUARDS = (
+    PrivateName(
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv.produce_guards_expression",
+        "what a trace with symbols has taken for granted about sizes",
+        "`ExportedProgram.range_constraints`, which lack what is no range",
+    ),
+    PrivateName(
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression",
+        "whether it stands for a call",
+    ),
+)
+
 TENSORS = (
     PrivateName("torch._subclasses.fake_tensor.FakeTensor", "knows tensors that capture made"),
     PrivateName(
@@ -291,6 +303,7 @@ PRIVATE_NAMES = (
     *PYTREE,
     *OPERATORS,
     *DISPATCH,
+    *SHAPE_GUARDS,
     *TENSORS,
     *MODULES,
     *DISTRIBUTED,
