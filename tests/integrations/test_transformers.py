@@ -22,6 +22,9 @@ from shardwright.integrations.transformers import ShardwrightTrainer
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trainer.py"
 TIMES = re.compile(r"runtime|per_second|preparation_time|total_flos")
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "4")
+ACCELERATE += ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+ACCELERATE += ("--main_process_port", "0")
 
 
 def run(script: Path, folder: Path, *options: str, launcher: tuple[str, ...] = ()) -> None:
@@ -116,6 +119,13 @@ def test_lora_on_four_processes_equals_one_device_and_resumes_on_one(
     for path in sorted(tmp_path.glob("checkpoint-8/**"), reverse=True):
         path.rmdir()
     run(EXAMPLE, tmp_path, "--resume")
+    assert_equal_runs(tmp_path, plain, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_accelerate_launch_starts_the_same(plain: Path, tmp_path: Path) -> None:
+    run(EXAMPLE, tmp_path, "--steps", "8", launcher=ACCELERATE)
     assert_equal_runs(tmp_path, plain, 8)
 
 
