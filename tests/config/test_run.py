@@ -10,8 +10,8 @@ import torch
 
 import shardwright as sw
 from shardwright.config import Run, parse
-from shardwright.config.training import train_rank
-from shardwright.errors import CheckpointError, ConfigError, DataError, StrategyError
+from shardwright.config.training import RankTraining, train_rank
+from shardwright.errors import CheckpointError, ConfigError, DataError, PlanError, StrategyError
 from shardwright.train import StepRecord, World
 
 MODEL = "model: {name: llama2_7b_tiny}\ndata: {name: text, seq_length: 32, batch_size: 8}\n"
@@ -97,6 +97,13 @@ train: {steps: 4, evaluation: {path: val.npy, every: 2, batches: 3}}
     (tmp_path / "run.yaml").write_text(text.replace("val.npy", "absent.npy"))
     with pytest.raises(DataError, match=r"train\.evaluation: .*absent\.npy: no such file"):
         Run.from_file(tmp_path / "run.yaml").check_data()
+
+
+def test_a_plan_for_parts_of_batches_is_refused(run: Run) -> None:
+    batch = run.example_batch()
+    plan = sw.plan(run.model(), batch, devices=2, dataset_strategy="data_parallel")
+    with pytest.raises(PlanError, match="own part of a batch, but a run gives whole batches"):
+        RankTraining.of(run, plan, torch.device("cpu"))
 
 
 def test_the_number_of_micro_batches_is_chosen_for_the_run() -> None:

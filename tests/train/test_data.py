@@ -128,6 +128,23 @@ def test_an_epoch_draws_each_sample_at_most_once_in_full_batches() -> None:
     assert len({int(v) for x, _ in drawn for v in x}) == 9
 
 
+def test_labels_that_are_the_tokens_are_read_once() -> None:
+    class Tokens:
+        reads = 0
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, rows: torch.Tensor) -> torch.Tensor:
+            self.reads += 1
+            return rows * 10
+
+    tokens = Tokens()
+    drawn = list(Batches((tokens, tokens, torch.arange(8)), batch_size=4).epoch(0))
+    assert tokens.reads == len(drawn) == 2
+    assert all(torch.equal(x, y) and torch.equal(x, 10 * rows) for x, y, rows in drawn)
+
+
 def test_the_order_depends_on_seed_and_epoch_only() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         torch.rand(1)

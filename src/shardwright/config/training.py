@@ -104,7 +104,13 @@ class RankTraining:
     def of(
         cls, run: Run, plan: Plan, device: torch.device, profile: Profile | None = None
     ) -> RankTraining:
-        """Raises: PlanError: the plan is for another model."""
+        """Raises: PlanError: the plan is for another model, or for parts of batches."""
+        if plan.arrivals:
+            raise PlanError(
+                "by the plan's dataset_strategy each rank gives its own part of a batch, but a run"
+                " gives whole batches: plan with dataset_strategy='full_batch', or train with"
+                " `sw.dataloader` in a loop of your own"
+            )
         # On the meta device there are no values, so none are made.
         model = run.model_to_plan() if device.type == "meta" else run.deferred_model()
         net = parallelize(model, plan, device, named_ranges=profile is not None)

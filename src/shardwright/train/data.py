@@ -78,9 +78,12 @@ class Batches:
         seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(self.samples, generator=generator)
+        # Labels may be the tokens themselves, which are read once.
+        distinct = {id(tensor): tensor for tensor in self.tensors}
         for start in range(first, self.samples - self.batch_size + 1, self.batch_size):
             rows = order[start : start + self.batch_size]
-            yield tuple(tensor[rows] for tensor in self.tensors)
+            read = {key: tensor[rows] for key, tensor in distinct.items()}
+            yield tuple(read[id(tensor)] for tensor in self.tensors)
 
     def first_sample(self, position: Position) -> int:
         """The sample of its epoch with which the batch at `position` starts."""
