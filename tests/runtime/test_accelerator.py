@@ -24,6 +24,7 @@ DATA = {
     "layout/collective_spec.py": "the same, of each collective",
     "capture/canonicalize.py": "arguments of captured operators",
     "deferred/tensor.py": "arguments of recorded operators",
+    "graph/blockwise_attention.py": "on which devices PyTorch has a kernel",
     "graph/segment_matmul.py": "on which devices PyTorch has a kernel",
     "integrations/transformers.py": "an attribute of `Trainer`",
 }

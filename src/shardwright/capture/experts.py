@@ -170,6 +170,11 @@ def dispatch_in_one_operator(model: nn.Module) -> None:
             module.forward = MethodType(_forward, module)
 
 
+def is_one_operator(module: nn.Module) -> bool:
+    """Whether a module of a copy of a model dispatches in one operator."""
+    return getattr(vars(module).get("forward"), "__func__", None) is _forward
+
+
 def _is_replaceable(module: nn.Module) -> bool:
     """Whether the interface of `transformers` decides how it dispatches, for an implementation that
     computes the same, and its gate treats all columns alike."""

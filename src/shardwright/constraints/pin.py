@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.capture.annotations import BoundaryTag, ModuleTag, tagging
+from shardwright.capture.experts import is_one_operator
 from shardwright.constraints.strategy import Entry, OperatorStrategy, entries_text
 from shardwright.errors import StrategyError
 from shardwright.torch_internals import pytree
@@ -39,7 +40,8 @@ class Pin(ModuleTag):
     operators: Mapping[str, OperatorStrategy] = field(default_factory=dict)
 
     def trace(self, module: nn.Module, where: str) -> None:
-        if self.strategy is not None and any(module.children()):
+        one = is_one_operator(module) or not any(module.children())
+        if self.strategy is not None and not one:
             module.forward = _with_boundary(where, module.forward, self.strategy)
 
 

@@ -44,8 +44,9 @@ def with_best_stages(
     """
     ways: list[Way] = []
     errors: list[StrategyError] = []
-    asked = [way for way in _ways(options) if best is None or not _is_way_of(way, best)]
-    numbers = sorted({_stages(way) for way in asked})
+    every = list(_ways(options))
+    asked = [way for way in every if best is None or not _is_way_of(way, best)]
+    numbers = sorted({_stages(way) for way in every})
     log.info("searching pipeline stages in 1 … %d: %s", max_stages(options), numbers)
     for way in asked:
         try:
