@@ -1,7 +1,7 @@
 """Experts and tables on local processes
 
 Two small models on 8 local processes with gloo and one thread each: a Qwen3-MoE of `transformers`
-with 4 layers of 16 experts (width 128, 16 × 64 tokens), and a DLRM of 4 tables (1 M rows of 64
+with 4 layers of 16 experts (width 128, 16 × 64 tokens), and a DLRM of 4 tables (2 M rows of 64
 numbers, 512 samples). Forward, backward and SGD update, float32, of three ways that take turns,
 round after round: the module itself in one process while the others wait, data parallel, and the
 plan of the automatic search for this machine. A step takes as long as its slowest process. *Bytes*:

@@ -18,6 +18,8 @@ from benchmarks.data_parallel_ranks import Step, seconds_of, with_update
 
 Model = tuple[nn.Module, dict[str, Any]]
 ALONE = "one device"
+ROWS = 500_000
+"""Of each table."""
 
 
 def mixture() -> Model:
@@ -41,7 +43,7 @@ def mixture() -> Model:
 class Recommender(nn.Module):
     """A small DLRM (Naumov et al., 2019)."""
 
-    def __init__(self, rows: int = 250_000, width: int = 64, tables: int = 4) -> None:
+    def __init__(self, rows: int = ROWS, width: int = 64, tables: int = 4) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
         self.bottom = nn.Sequential(nn.Linear(8, width), nn.ReLU())
@@ -54,7 +56,7 @@ class Recommender(nn.Module):
 
 
 def recommender() -> Model:
-    ids = torch.randint(250_000, (512, 4, 3))
+    ids = torch.randint(ROWS, (512, 4, 3))
     return Recommender(), {"dense": torch.randn(512, 8), "ids": ids, "clicked": torch.rand(512)}
 
 
@@ -66,7 +68,7 @@ def planned(make: Callable[[], Model], **options: Any) -> tuple[Step, dict[str, 
     net, kwargs = make()
     devices = dist.get_world_size()
     plan = sw.plan(net, (), kwargs, devices=devices, **options)
-    parallel: Any = sw.parallelize(net, plan, "cpu")
+    parallel: Any = sw.parallelize(net, plan, "cpu", release=True)
     step = with_update(parallel, lambda: parallel.train_step(**kwargs))
     axes = zip(plan.mesh.alias_names, plan.mesh.device_matrix, strict=True)
     mesh = " · ".join(f"{name} {size}" for name, size in axes)
@@ -75,6 +77,8 @@ def planned(make: Callable[[], Model], **options: Any) -> tuple[Step, dict[str, 
 
 def alone(make: Callable[[], Model]) -> Step:
     """On rank 0, while the others wait."""
+    if dist.get_rank() > 0:
+        return lambda: torch.zeros(())
     net, kwargs = make()
 
     def forward_and_backward() -> Tensor:
@@ -83,8 +87,7 @@ def alone(make: Callable[[], Model]) -> Step:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    step = with_update(net, forward_and_backward)
-    return step if dist.get_rank() == 0 else lambda: torch.zeros(())
+    return with_update(net, forward_and_backward)
 
 
 def main() -> None:
