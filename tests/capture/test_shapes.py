@@ -149,9 +149,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> list[CapturedCall]:
     """The calls that are captured by themselves."""
     calls: list[CapturedCall] = []
 
-    def counted(module: nn.Module, *call: Any) -> Graph:
+    def counted(module: nn.Module, *call: Any, **options: Any) -> Graph:
         calls.append(CapturedCall(module, *call[:2]))
-        return capture(module, *call)
+        return capture(module, *call, **options)
 
     monkeypatch.setattr(sys.modules[Captures.__module__], "capture", counted)
     return calls

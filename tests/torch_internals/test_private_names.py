@@ -32,6 +32,7 @@ class OwnTensor(torch.Tensor):
 
 OBJECTS = {
     "torch._ops.OpOverload": torch.ops.aten.mean.dim,
+    "torch.autocast": torch.autocast("cpu"),
     "torch.fx.Node": fx.Graph().placeholder("x"),
     "torch.nn.Module": nn.Module(),
     "torch.nn.RNNBase": nn.LSTM(1, 1),

@@ -12,6 +12,7 @@ from torch import nn
 from shardwright.api.agreement import check_ranks_agree, several_ranks, take_state_of_rank_0
 from shardwright.api.shared_plan import are_all_ranks, shared_graph
 from shardwright.capture.attributes import has_attributes
+from shardwright.capture.autocast import Autocast
 from shardwright.capture.capture import capture
 from shardwright.errors import PlanError, ShardwrightError
 from shardwright.graph.graph import Graph
@@ -84,9 +85,10 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
         PlanError: if models or plans differ.
     """
     alone = not several_ranks(plan)
+    autocast = Autocast.inside(device)
 
     def captured() -> Graph:
-        return capture(net, *_example(plan), compute_dtype=plan.computed_in)
+        return capture(net, *_example(plan), compute_dtype=plan.computed_in, autocast=autocast)
 
     try:
         graph = plan.graph
@@ -97,6 +99,8 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
                 graph = graph or sent
         if graph is not None:
             _check_parameters(net, plan)
+        if graph is not None and not autocast.acts_as(graph.autocast_on):
+            graph = None
         if graph is None or not has_attributes(net, graph.attributes):
             graph = captured()
         plan.check_fits(graph)

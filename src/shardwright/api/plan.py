@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.api.keywords import called_with
 from shardwright.api.shared_plan import are_all_ranks, shared_plan
+from shardwright.capture.autocast import Autocast
 from shardwright.capture.capture import capture
 from shardwright.constraints.shard import pins_of
 from shardwright.cost.cluster import LOCAL
@@ -25,6 +26,7 @@ from shardwright.planner.options import PlanOptions
 from shardwright.planner.pipeline import Pipeline, merged_options, micro_batch_example
 from shardwright.planner.ranking import Ranking
 from shardwright.progress import within
+from shardwright.runtime.accelerator import device_of_group
 from shardwright.runtime.micro_batches import numbers_of_pieces
 from shardwright.torch_internals import pytree
 
@@ -178,10 +180,23 @@ def _captured(
     if isinstance(net, nn.Module):
         options.on_progress("capture")
         example = micro_batch_example(args, kwargs, options.num_micro_batches)
-        return capture(net, *example, compute_dtype=dtype, on_progress=options.on_progress)
+        return capture(
+            net,
+            *example,
+            compute_dtype=dtype,
+            on_progress=options.on_progress,
+            autocast=Autocast(_device_type(options)),
+        )
     if options.compute_dtype is not None and net.compute_dtype != dtype:
         raise StrategyError(
             f"compute_dtype={options.compute_dtype!r}, but the graph was captured with"
             f" compute_dtype={net.compute_dtype}: capture the model with it, or plan the model"
         )
     return net
+
+
+def _device_type(options: PlanOptions) -> str | None:
+    """Of the devices that are planned for; None if they are another machine's."""
+    here = device_of_group()
+    elsewhere = options.cluster is not None and options.known_cluster.name != LOCAL
+    return None if elsewhere and here.type == "cpu" else here.type

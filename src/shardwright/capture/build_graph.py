@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from shardwright.capture.annotations import tags_of
+from shardwright.capture.autocast import ON_CPU, Autocast
 from shardwright.capture.fx_nodes import is_tensor, module_calls, module_path, node_shape, tensor
 from shardwright.capture.naming import name_operators, source_of
 from shardwright.capture.signature import (
@@ -28,11 +29,12 @@ from shardwright.torch_internals import pytree
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """The module and the arguments that were captured."""
+    """The module and the arguments that were captured, and what autocast does there."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    autocast: Autocast = ON_CPU
 
 
 def build_graph(

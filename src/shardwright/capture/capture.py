@@ -16,6 +16,7 @@ from torch.export import Dim, ShapesCollection
 
 from shardwright.capture.annotations import call_tags, module_tags, preserve_tags, trace_tags
 from shardwright.capture.attributes import TracedAttributes, attribute_texts
+from shardwright.capture.autocast import ON_CPU, Autocast, call_in_autocast, traced_autocast
 from shardwright.capture.build_graph import CapturedCall, build_graph
 from shardwright.capture.canonicalize import canonicalize
 from shardwright.capture.causal_masks import fold_causal_masks
@@ -58,6 +59,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     compute_dtype: torch.dtype | None = None,
     on_progress: OnProgress = silent,
+    autocast: Autocast = ON_CPU,
 ) -> Graph:
     """Captures `module(*args, **kwargs)` for the shapes of these arguments.
 
@@ -71,6 +73,7 @@ def capture(
             Buffers, and the parameters of modules with floating-point buffers, keep theirs; losses
             are computed in single precision.
         on_progress: called with the layers that are reached, once a second.
+        autocast: in which the call is made; that which surrounds the capture is no part of it.
 
     Raises:
         CaptureError: if the forward pass depends on the values of tensors, or uses something that
@@ -81,7 +84,7 @@ def capture(
     _check_arguments(args, kwargs)
     warn_of_packing(module, kwargs or {})
     started = time.perf_counter()
-    call = CapturedCall(module, args, dict(kwargs or {}))
+    call = CapturedCall(module, args, dict(kwargs or {}), autocast)
     with isolate_capture():
         graph = canonical(trace(call, compute_dtype, on_progress=on_progress), call)
     return replace(graph, capture_seconds=time.perf_counter() - started)
@@ -106,11 +109,14 @@ class Trace:
 
     Args:
         attributes: that `forward` read and set.
+        autocast_on: the type of the device on which its regions of autocast act as captured; None
+            if there are none.
     """
 
     graph: fx.Graph
     signature: Signature
     attributes: TracedAttributes
+    autocast_on: str | None
     compute_dtype: torch.dtype | None
 
 
@@ -129,10 +135,10 @@ def trace(
     Raises:
         CaptureError, StrategyError: as `capture`.
     """
-    exported, attributes = _export(call, compute_dtype, varying, on_progress)
+    exported, attributes, autocast_on = _export(call, compute_dtype, varying, on_progress)
     signature = Signature.of(exported)
     inline_regions(exported.graph_module)
-    return Trace(exported.graph, signature, attributes, compute_dtype)
+    return Trace(exported.graph, signature, attributes, autocast_on, compute_dtype)
 
 
 def canonical(traced: Trace, call: CapturedCall) -> Graph:
@@ -170,6 +176,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
         call_tags=calls,
         attributes=attribute_texts(module, traced.attributes.reads, traced.attributes.writes),
         compute_dtype=traced.compute_dtype,
+        autocast_on=traced.autocast_on,
     )
 
 
@@ -178,8 +185,9 @@ def _export(
     compute_dtype: torch.dtype | None,
     varying: Collection[tuple[int, int]],
     on_progress: OnProgress,
-) -> tuple[torch.export.ExportedProgram, TracedAttributes]:
-    """The exported program, and the attributes that `forward` read and set."""
+) -> tuple[torch.export.ExportedProgram, TracedAttributes, str | None]:
+    """The exported program, the attributes that `forward` read and set, and where its regions of
+    autocast act."""
     module = call.module
     check_hooks(module)
     twin, fake_args, fake_kwargs = fake_copy(module, call.args, call.kwargs, compute_dtype)
@@ -187,10 +195,18 @@ def _export(
     observe_forward_hooks(twin)
     trace_tags(twin)
     report_layers(twin, on_progress)
+    call_in_autocast(twin, call.autocast)
     drawn = _random_states()
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:
-        with preserve_tags(), RecordedEffects(), PassedGuards(), losses, attributes.recording():
+        with (
+            traced_autocast(call.autocast) as regions,
+            preserve_tags(),
+            RecordedEffects(),
+            PassedGuards(),
+            losses,
+            attributes.recording(),
+        ):
             shapes = _dynamic_shapes(twin, fake_args, fake_kwargs, varying)
             exported = torch.export.export(
                 twin, fake_args, fake_kwargs, dynamic_shapes=shapes, strict=False
@@ -207,7 +223,7 @@ def _export(
             "`random` or from `numpy.random`: a captured model would keep the first number. Draw "
             "with `torch`, or between steps into an attribute that `forward` reads"
         )
-    return exported, attributes
+    return exported, attributes, regions.device_type
 
 
 def _dynamic_shapes(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardwright.capture.autocast import CPU
 from shardwright.capture.fx_nodes import evaluate, insert, is_tensor, tensor
 from shardwright.capture.naming import line_of
 from shardwright.errors import CaptureError
@@ -43,12 +44,9 @@ def _inline(graph: fx.Graph, owner: fx.GraphModule) -> None:
             _splice(node, _subgraph(owner, region), args, not enabled, None)
         elif name == _AUTOCAST:
             device, dtype, enabled, _, region, *args = node.args
-            if enabled and device != "cpu":
-                raise CaptureError(
-                    f"{line_of(node)}: cannot capture autocast for {device!r}. Cast explicitly "
-                    f"with `.to(dtype)`, or convert the model to the lower precision."
-                )
-            _splice(node, _subgraph(owner, region), args, None, dtype if enabled else None)
+            # One of another device is one that does not act.
+            acts = enabled and device == CPU
+            _splice(node, _subgraph(owner, region), args, None, dtype if acts else None)
         else:
             raise CaptureError(
                 f"{line_of(node)}: cannot capture `{name}`, which contains a sub-graph. Use "
@@ -125,8 +123,9 @@ def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:
         return
     recorded = tensor(node).dtype
     of_arguments = {tensor(arg).dtype for arg in node.all_input_nodes if is_tensor(arg)}
-    # Fake tensors let products take both dtypes at once.
-    as_it_is = recorded != dtype or torch.float32 not in of_arguments or _is_in_place(node)
+    # Fake tensors let products take both dtypes at once; normalizations do, for their statistics.
+    mixed = recorded == dtype and torch.float32 in of_arguments
+    as_it_is = not mixed or _is_in_place(node) or "norm" in str(node.target)
     for cast_to in (None, dtype, torch.float32) if as_it_is else (dtype,):
 
         def cast(arg: fx.Node, to: torch.dtype | None = cast_to) -> fx.Node:

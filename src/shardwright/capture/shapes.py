@@ -75,7 +75,9 @@ class _Kind:
                 return graph
         graph = self._of_new_trace(call, compute_dtype)
         if graph is None:
-            graph = capture(call.module, call.args, call.kwargs, compute_dtype)
+            graph = capture(
+                call.module, call.args, call.kwargs, compute_dtype, autocast=call.autocast
+            )
             self._known = [graph, *self._known][:KNOWN]
         return graph
 
@@ -141,4 +143,4 @@ def _call_of(graph: Graph, like: CapturedCall) -> CapturedCall:
         for leaf in graph.inputs
     ]
     args, kwargs = pytree.tree_unflatten(leaves, graph.in_spec)
-    return CapturedCall(like.module, args, kwargs)
+    return CapturedCall(like.module, args, kwargs, like.autocast)

@@ -176,6 +176,8 @@ class Graph:
             no operator of the call is left.
         compute_dtype: the dtype in which single-precision parameters and inputs are computed, if it
             differs.
+        autocast_on: the type of the device on which regions of autocast act as captured; None if
+            there are none.
         attributes: path of the module, name and text of each plain attribute that `forward` reads;
             the text is `""` if it is more than numbers and texts.
     """
@@ -198,6 +200,7 @@ class Graph:
     call_tags: tuple[tuple[Any, str], ...] = ()
     compute_dtype: torch.dtype | None = None
     attributes: tuple[tuple[str, str, str], ...] = ()
+    autocast_on: str | None = None
 
     def _repr_html_(self) -> str:
         """The operators, where a notebook shows a graph."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.capture.autocast import Autocast
 from shardwright.capture.build_graph import CapturedCall
 from shardwright.capture.shapes import Captures
 from shardwright.deferred import copies_of_attributes
@@ -155,8 +156,9 @@ class Execution:
         self._state = PythonState(module, graph.attributes, hooks)
         self._planned_call = PlannedCall(template.forward, graph)
         leaves = tuple(key_of(leaf) for leaf in graph.inputs)
-        self._planned_situation: tuple[Any, ...] = (self._state.key(), (), graph.in_spec, leaves)
-        self._captures = Captures(graph, self._planned_situation[:2])
+        state = self._state.key(), (), None
+        self._planned_situation: tuple[Any, ...] = (*state, graph.in_spec, leaves)
+        self._captures = Captures(graph, state)
         self._bind_planned()
 
     @property
@@ -195,7 +197,7 @@ class Execution:
         if self.module.training:
             self.random_step += 1
         seed = self.random_seed + self.random_step
-        with self._guard.explaining_errors():
+        with self._guard.explaining_errors(), self._autocast.disabled():
             outputs, updates = bound.program(shards, buffers, inputs, seed)
         if several:
             before_backward(outputs, checks)
@@ -217,7 +219,7 @@ class Execution:
         loss_of(bound.step.partitioned.graph)
         parameters, buffers = bound.places.read()
         self.random_step += 1
-        with self._guard.explaining_errors():
+        with self._guard.explaining_errors(), self._autocast.disabled():
             loss, gradients, changed = bound.step.train(
                 stored_shards(parameters), buffers, leaves, self.random_seed + self.random_step
             )
@@ -335,15 +337,21 @@ class Execution:
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """What a program depends on: the state of all submodules, the parameters that were frozen
-        or unfrozen since the plan, and what the call is given.
+        or unfrozen since the plan, the region of autocast of the call, and what it is given.
 
         Raises:
             PlanError: for a parameter, a hook or a submodule that is not what was planned.
         """
         return *self._module_state(), spec, tuple(leaves)
 
-    def _module_state(self) -> tuple[Hashable, Hashable]:
-        return self._state.key(), self._parameters_as_planned.frozen_or_unfrozen()
+    def _module_state(self) -> tuple[Hashable, Hashable, Hashable]:
+        frozen = self._parameters_as_planned.frozen_or_unfrozen()
+        return self._state.key(), frozen, self._autocast.dtype
+
+    @property
+    def _autocast(self) -> Autocast:
+        """In which the module is called. Programs run without: their casts are operators."""
+        return Autocast.around(self.devices.device)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
         """The model in a situation that the plan was not made for, with its decisions adapted.
@@ -353,7 +361,7 @@ class Execution:
             CaptureError: if the model cannot be captured in this situation.
         """
         planned, template = self.partitioned, self.template
-        call = CapturedCall(template, args, kwargs)
+        call = CapturedCall(template, args, kwargs, self._autocast)
         self._planned_call.check(args, kwargs)
         self._state.copy_to(template)
         for name, parameter, *_ in self._parameters_as_planned.all:

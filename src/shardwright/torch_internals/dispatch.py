@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch.autograd import forward_ad
+from torch.library import Library
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
 
+from shardwright.torch_internals.operators import unregister
+
 __all__ = [
+    "Region",
     "TorchDispatchMode",
+    "autocast_kernels",
     "autograd_in_operators",
+    "below_autocast",
     "dispatch_modes",
     "in_backward_pass",
     "in_transform",
+    "names_with_autocast",
     "plain_torch_function",
+    "region_of",
+    "set_region",
     "without_dispatch_modes",
     "without_torch_dispatch",
     "without_torch_function",
@@ -52,6 +62,49 @@ def autograd_in_operators() -> Iterator[None]:
     """A context in which autograd records what is called inside of an operator, too."""
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
+        yield
+
+
+def names_with_autocast(key: str) -> list[str]:
+    """The names of the operators for which a dispatch key of autocast (`"AutocastCPU"`) has a
+    kernel."""
+    names = torch._C._dispatch_get_all_op_names()
+    return [n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, key)]
+
+
+@contextmanager
+def autocast_kernels(kernels: Mapping[str, Callable[..., object]]) -> Iterator[None]:
+    """A context in which autocast of the CPU runs these kernels, by the names of operators."""
+    library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*overridden")
+            for name, kernel in kernels.items():
+                library.impl(name, kernel, "AutocastCPU")  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        unregister(library)
+
+
+Region = tuple[str, bool]
+"""The type of the device for which a region of autocast is, and whether it is enabled."""
+
+
+def region_of(autocast: torch.autocast) -> Region:
+    """What a region does once it is entered."""
+    return autocast.device, autocast._enabled
+
+
+def set_region(autocast: torch.autocast, region: Region) -> None:
+    """Changes that before it is entered or after it is left."""
+    autocast.device, autocast._enabled = region
+
+
+@contextmanager
+def below_autocast() -> Iterator[None]:
+    """A context in which a kernel of autocast calls the operator that it casts for."""
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    with torch._C._ExcludeDispatchKeyGuard(key), without_torch_function():
         yield
 
 

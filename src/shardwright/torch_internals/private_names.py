@@ -90,6 +90,17 @@ DISPATCH = (
         "torch.utils._python_dispatch._disable_current_modes",
         "initializes parameters whatever modes the caller is in",
     ),
+    PrivateName(
+        "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "what autocast of the CPU does, to take it back where a model computes elsewhere",
+    ),
+    PrivateName(
+        "torch._C._ExcludeDispatchKeyGuard",
+        "calls an operator from the kernel by which autocast casts for it",
+    ),
+    PrivateName("torch.autocast._enabled", "lets a region act on tensors that stand for others"),
+    PrivateName("torch._C.DispatchKeySet", "the key of that kernel"),
+    PrivateName("torch._C.DispatchKey.AutocastCPU", "the same"),
     PrivateName("torch._C.DisableTorchFunction", "the same for modes and subclasses of functions"),
     PrivateName(
         "torch._C.DisableTorchFunctionSubclass",
