@@ -218,3 +218,31 @@ def test_losses_in_a_region_are_computed_in_single_precision() -> None:
             return F.cross_entropy(net.linear(x), torch.tensor([1, 2]))
 
     assert traced(function).outputs[0].dtype == torch.float32
+
+
+class Recurrent(nn.Module):
+    """Whose input has the lower dtype, and whose hidden state may have the other."""
+
+    def __init__(self, hidden: torch.dtype) -> None:
+        super().__init__()
+        self.before, self.layers, self.cell = nn.Linear(4, 4), nn.GRU(4, 4), nn.GRUCell(4, 4)
+        self.hidden = hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.layers(self.before(x))
+        return self.cell(states[-1], torch.zeros(3, 4, dtype=self.hidden)).sum()
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_recurrences_are_cast_with_their_parameters(device_type: str) -> None:
+    net, x = Recurrent(torch.bfloat16), torch.randn(2, 3, 4)
+    graph = capture(net, (x,), autocast=Autocast(device_type, torch.bfloat16))
+    result, _ = interpret(graph, dict(net.named_parameters()), {}, (x,))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(result.float(), net(x).float(), rtol=0.02, atol=0)
+
+
+def test_a_cell_that_is_cast_inside_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"`aten.gru_cell.default` under autocast. Call it on"):
+        autocast = Autocast("cpu", torch.bfloat16)
+        capture(Recurrent(torch.float32), (torch.randn(2, 3, 4),), autocast=autocast)

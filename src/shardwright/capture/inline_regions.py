@@ -12,6 +12,7 @@ from shardwright.capture.autocast import CPU
 from shardwright.capture.fx_nodes import evaluate, insert, is_tensor, tensor
 from shardwright.capture.naming import line_of
 from shardwright.errors import CaptureError
+from shardwright.torch_internals import pytree
 from shardwright.torch_internals.operators import HigherOrderOperator, OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -118,14 +119,16 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:
-    """Inserts the casts of autocast, inferred from the result dtype that tracing recorded."""
-    if not is_tensor(node) or not any(map(is_tensor, node.all_input_nodes)):
+    """Inserts the casts of autocast, inferred from the dtypes of results that tracing recorded."""
+    recorded = _dtypes_of(node.meta.get("val"))
+    arguments = [arg for arg in node.all_input_nodes if is_tensor(arg)]
+    if not recorded or not arguments or node.target is operator.getitem:
         return
-    recorded = tensor(node).dtype
-    of_arguments = {tensor(arg).dtype for arg in node.all_input_nodes if is_tensor(arg)}
+    both = {dtype, torch.float32} <= {tensor(arg).dtype for arg in arguments}
+    name = str(node.target).split(".")[1] if isinstance(node.target, OpOverload) else ""
     # Fake tensors let products take both dtypes at once; normalizations do, for their statistics.
-    mixed = recorded == dtype and torch.float32 in of_arguments
-    as_it_is = not mixed or _is_in_place(node) or "norm" in str(node.target)
+    mixed = torch.float32 in {tensor(arg).dtype for arg in arguments} and dtype in recorded
+    as_it_is = not mixed or _is_in_place(node) or "norm" in name
     for cast_to in (None, dtype, torch.float32) if as_it_is else (dtype,):
 
         def cast(arg: fx.Node, to: torch.dtype | None = cast_to) -> fx.Node:
@@ -134,19 +137,31 @@ def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:
             return insert(node, aten.to.dtype, (arg, to)) if tensor(arg).dtype != to else arg
 
         if cast_to is None:
-            if _dtype(node.target, node.args, node.kwargs) == recorded:
+            if _dtypes(node.target, node.args, node.kwargs) == recorded:
+                if both and name in _CELLS:
+                    break
                 return
             continue
         args = fx.map_arg(node.args, cast)
-        if _dtype(node.target, args, node.kwargs) == recorded:
+        if _dtypes(node.target, args, node.kwargs) == recorded:
             node.args = args
             return
-    raise CaptureError(f"{line_of(node)}: cannot capture `{node.target}` under autocast.")
+    raise CaptureError(
+        f"{line_of(node)}: cannot capture `{node.target}` under autocast. Call it on tensors of one"
+        " dtype, in a region with `enabled=False`."
+    )
 
 
-def _dtype(target: Any, args: Any, kwargs: Any) -> torch.dtype | None:
+_CELLS = ("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")
+"""What is cast in the midst of an operator."""
+
+
+def _dtypes(target: Any, args: Any, kwargs: Any) -> list[torch.dtype]:
     try:
-        result = evaluate(target, args, kwargs)
+        return _dtypes_of(evaluate(target, args, kwargs))
     except RuntimeError:
-        return None
-    return result.dtype if isinstance(result, torch.Tensor) else None
+        return []
+
+
+def _dtypes_of(result: Any) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
