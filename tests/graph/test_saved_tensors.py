@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from shardwright.graph.saved_tensors import needed_in_backward, saved_before_update
+from shardwright.graph.saved_tensors import needed_in_backward, saved_before_update, saved_tensors
 
 
 class Uses(nn.Module):
@@ -65,3 +65,11 @@ def test_buffers_are_kept_that_are_updated_after_they_scaled_something() -> None
 
     graph = sw.capture(Scaled(), (torch.ones(4, 4),))
     assert {value.name for value in saved_before_update(graph)} == {"scale", "turned"}
+
+
+def test_what_two_gradients_need_is_counted_once() -> None:
+    graph = sw.capture(
+        nn.CrossEntropyLoss(), (torch.ones(4, 8, requires_grad=True), torch.ones(4).long())
+    )
+    (loss,) = graph.ops
+    assert [shape for shape, _ in saved_tensors(loss).others if len(shape) == 2] == [(4, 8)]

@@ -102,11 +102,16 @@ def _classify(packed: list[Tensor], inputs: list[Tensor], outputs: list[Tensor])
         for index, known in enumerate(tensors):
             location_of.setdefault(storage_id(known), (kind, index))
     locations = [location_of.get(storage_id(saved)) for saved in packed]
-    others = [k for k, place in zip(packed, locations, strict=True) if place is None]
+    # What two gradients need is kept once.
+    others = {
+        storage_id(saved): saved
+        for saved, place in zip(packed, locations, strict=True)
+        if place is None
+    }
     return SavedTensors(
         inputs=tuple(sorted({place[1] for place in locations if place and place[0] == "input"})),
         outputs=tuple(sorted({place[1] for place in locations if place and place[0] == "output"})),
-        others=tuple((tuple(saved.shape), saved.dtype) for saved in others),
+        others=tuple((tuple(saved.shape), saved.dtype) for saved in others.values()),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+import transformers
 
 import shardwright as sw
 from sample_models import llama
@@ -13,6 +14,7 @@ from shardwright.cost.clusters import load_cluster
 from shardwright.cost.flops import work_of
 from shardwright.cost.memory import Memory, least_memory, memory
 from shardwright.graph.graph import Graph
+from shardwright.models.expert_sharding import pin_expert
 from shardwright.partition.communication import communication
 from shardwright.partition.decisions import Decisions, Recompute
 from shardwright.partition.partitioned import Partitioned
@@ -58,13 +60,39 @@ def test_less_memory_takes_more_work() -> None:
     floor = fitted(plan, 1).memory.peak
     assert floor < plain.peak
     work = []
-    for share in (1.0, 0.6, 0.2):
+    for share in (1.0, 0.8, 0.2):
         limit = int(floor + share * (plain.peak - floor))
         found = fitted(plan, limit)
         assert found.memory.peak <= limit
         assert found.memory == measured(plan, found.decisions), "what is said is what it needs"
         work.append(work_again(plan, found.decisions))
     assert work[0] == 0 < work[1] < work[2]
+
+
+def test_what_experts_and_losses_keep_is_estimated_as_a_dry_run_finds_it() -> None:
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=4,
+        vocab_size=1024,
+    )
+    with torch.device("meta"):
+        net = transformers.Qwen3MoeForCausalLM(config)
+        ids = torch.empty(16, 256, dtype=torch.long)
+    pin_expert(net, data_parallel=8, model_parallel=1, expert_parallel=4, seq_parallel=False)
+    call = {"input_ids": ids, "labels": ids, "use_cache": False}
+    plan = sw.plan(net, (), call, devices=8, mode="sharding_propagation")
+    graph = plan.graph
+    assert graph is not None
+    found = RecomputeCandidates(graph, plan.mesh, plan.decisions, lambda op: 0)
+    kept = memory(plan.partitioned).stages[0].activations
+    assert 0.8 < sum(found.plain.values()) / kept < 1.1
 
 
 def test_a_fitted_plan_computes_the_same() -> None:

@@ -96,7 +96,7 @@ class RecomputeCandidates:
         self.prices = prices
         self.graph, self.mesh, self.decisions, self.stage_of = graph, mesh, decisions, stage_of
         self._saved = {op.name: saved_tensors(op) for op in graph.ops}
-        self._estimate = ActivationEstimate(graph, self._saved)
+        self._estimate = ActivationEstimate(graph, self._saved, mesh, decisions)
         self._plain_flow = communication(graph, mesh, decisions)
         flow = self._plain_flow
         self._transfers = OperatorTransfers(graph, flow.routes, flow.reductions)
@@ -258,9 +258,12 @@ class ActivationEstimate:
         saved: for each operator.
     """
 
-    def __init__(self, graph: Graph, saved: dict[str, SavedTensors]) -> None:
+    def __init__(
+        self, graph: Graph, saved: dict[str, SavedTensors], mesh: Layout, decisions: Decisions
+    ) -> None:
         self.graph = graph
         self.saved = saved
+        self._mesh, self._cuts = mesh, decisions.cuts
         self._roots: dict[Value, Value] = {}
         for op in graph.ops:
             if _shares_memory(op):
@@ -302,8 +305,9 @@ class ActivationEstimate:
 
     def _share(self, op: Op, shape: Sequence[int], flow: Communication) -> float:
         """Of a tensor that only the backward pass needs what one device has: as much as of the
-        output or input of this shape, else of an output that is as large, else of what is largest.
-        A loss saves what has the shape of its input."""
+        output or input of this shape, else of an output that is as large, else of what is largest;
+        of what is larger than that, as much as it computes. A loss saves what has the shape of its
+        input, and experts what they make of tokens for each that a token goes to."""
         used = zip(op.inputs, flow.input_layouts[op.name], strict=True)
         layouts = [(op.output, flow.initial_layouts[op.output]), *used]
         like = (each for each in layouts if tuple(each[0].shape) == tuple(shape))
@@ -311,6 +315,8 @@ class ActivationEstimate:
             enough = op.output.numel >= prod(shape)
             found = layouts[0] if enough else max(layouts, key=lambda each: each[0].numel)
         value, layout = found
+        if value.numel < prod(shape):
+            return 1 / prod(map(self._mesh.size, self._cuts.get(op.name, {}).values()))
         return _local(value, layout) / max(value.numel, 1)
 
     def _read(
