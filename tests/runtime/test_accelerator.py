@@ -22,6 +22,7 @@ DATA = {
     "cost/collectives.py": "the same, in the time model",
     "cost/calibrate.py": "the same, of this machine's link",
     "layout/collective_spec.py": "the same, of each collective",
+    "capture/autocast.py": "whose autocast has which lists of operators",
     "capture/canonicalize.py": "arguments of captured operators",
     "deferred/tensor.py": "arguments of recorded operators",
     "graph/blockwise_attention.py": "on which devices PyTorch has a kernel",
