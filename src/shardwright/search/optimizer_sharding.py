@@ -41,13 +41,17 @@ def sharded_storage(
     """
     cut = _cut_axes(graph, mesh, cuts)
     storage = dict(used)
+    known: dict[object, CutAxes] = {}
     for value in graph.parameters:
         size = value.numel * value.stored_dtype.itemsize
         if value.name in pinned or size < sharding.threshold * KB:
             continue
         taken = cut[value].union(*map(frozenset, used[value.name]))
         free = tuple(a for a in range(len(mesh.device_matrix)) if a not in taken)
-        storage[value.name] = _sharded(value, mesh, used[value.name], free, sharding.shard_size)
+        alike = value.shape, used[value.name], free
+        if alike not in known:
+            known[alike] = _sharded(value, mesh, used[value.name], free, sharding.shard_size)
+        storage[value.name] = known[alike]
     return storage
 
 
