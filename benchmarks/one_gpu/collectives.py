@@ -71,7 +71,7 @@ def _calls(group: Group) -> dict[str, Callable[[Tensor], Tensor]]:
         "all-gather": collectives.all_gather(0, group),
         "reduce-scatter": collectives.reduce_scatter(0, group),
         "all-to-all": collectives.all_to_all(0, 1, group),
-        "permute": partial(collectives.exchange, send=[1], receive=[1], name=group.name),
+        "permute": partial(collectives.exchange, send=[1], receive=[1], group=group),
         "all-reduce, compiled": torch.compile(all_reduce, fullgraph=True),
     }
 

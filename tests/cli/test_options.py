@@ -25,7 +25,7 @@ def test_plan_says_each_part_on_stderr_and_leaves_stdout_as_it_is(tmp_path: Path
     told = CliRunner().invoke(app, [*command, "--progress"])
     assert quiet.stderr == ""
     assert told.stdout.splitlines()[:-5] == quiet.stdout.splitlines()[:-5]
-    assert "search: mem_coeff=0.1" in parts(told.stderr)
+    assert "search: mem_coeff=0.1 (1 of 100)" in parts(told.stderr)
 
 
 def test_tune_counts_its_values(tmp_path: Path) -> None:

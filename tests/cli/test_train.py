@@ -92,6 +92,7 @@ def test_a_profiled_run_sends_the_bytes_that_were_predicted(config: Path, tmp_pa
     assert "Predicted against measured" in page
     assert FILE in {path.name for path in (log / "1").iterdir()}
     lines = (log / "1" / "rank.0" / "steps.jsonl").read_text().splitlines()
-    exposed = [json.loads(line).get("exposed_communication") for line in lines]
-    assert exposed == [None, measured.ranks[0].kinds["communication"], None]
-    assert exposed[1] > 0
+    exposed = [json.loads(line)["exposed_communication"] for line in lines]
+    assert len(exposed) == 3 and all(seconds > 0 for seconds in exposed)
+    # The profile also counts what starts a collective and joins what it gave.
+    assert exposed[1] < 1.1 * measured.ranks[0].kinds["communication"] + 1e-3

@@ -44,7 +44,7 @@ def test_equal_chunks_need_what_each_needs_by_itself(
     shared = plan.memory
 
     def alone(*given: object) -> DryRun:
-        return dry_run_chunk(*given, {})  # type: ignore[arg-type]
+        return dry_run_chunk(*given[:3], {})  # type: ignore[arg-type]
 
     monkeypatch.setattr(DryRunCache, "of", lambda self, *given: alone(*given))
     assert memory(plan.partitioned) == shared
@@ -110,7 +110,7 @@ def test_one_micro_batch_tells_what_the_first_two_need(
     once = plan.memory
 
     def twice(
-        self: dry_run._MetaChunk, kinds: Sequence[str], several: bool
+        self: dry_run._MetaChunk, kinds: Sequence[str], several: bool, _: object
     ) -> tuple[dict[str, Phase], dict[str, Phase]]:
         first = {kind: self.action(kind) for kind in kinds}
         return first, {kind: self.action(kind) for kind in kinds} if several else {}

@@ -229,3 +229,15 @@ def test_a_plan_that_contradicts_itself_or_its_model_is_refused(
     change(data)
     with pytest.raises(sw.PlanError, match=message):
         sw.Plan.from_json(json.dumps(data)).check_fits(sw.capture(net, args, kwargs))
+
+
+def test_what_takes_long_can_be_derived_with_progress() -> None:
+    net, args, kwargs = mlp()
+    plan, again = (sw.plan(net, args, kwargs, devices=4, cluster="h100") for _ in range(2))
+    heard: list[str] = []
+    plan.derive(lambda doing, done=0, of=0: heard.append(doing))
+    assert heard == ["memory", "gap"]
+    assert {"memory", "gap"} <= set(vars(plan))
+    assert (plan.memory, plan.gap) == (again.memory, again.gap)
+    plan.derive(lambda doing, done=0, of=0: heard.append(doing))
+    assert heard == ["memory", "gap"], "it is kept"

@@ -109,7 +109,7 @@ def plan_command(
         )
         if top is not None:
             ranked = run.best_plans(devices, top)
-            on_progress("memory and table")
+            on_progress("table")
             typer.echo(ranked.to_json() if json else str(ranked))
             return
         try:
@@ -117,7 +117,8 @@ def plan_command(
         except PlanInterrupted as stopped:
             typer.echo("stopped: the fastest plan that was known to fit by then", err=True)
             plan = stopped.plan()
-        on_progress("memory and table")
+        plan.derive(on_progress)
+        on_progress("table")
         text = plan.to_json(memory=True) if json else plan_text(plan, full, every)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -258,6 +259,7 @@ def report_command(
             others |= planned.presets() if len(files) < len(against or ()) else ()
         for file in files:
             others[file.stem] = _plan_of(file, plan.devices, cluster, on_progress)
+        plan.derive(on_progress)
         on_progress("page")
         page = out or page
         page.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from shardwright.cost.collective_totals import collective_totals
 from shardwright.errors import ConfigError, PlanError
 from shardwright.parallel.module import ParallelModule
 from shardwright.plan import Plan
-from shardwright.plan.measured import EXPOSED, Measured
+from shardwright.plan.measured import Measured
 from shardwright.runtime.accelerator import peak_bytes
 from shardwright.train.checkpoint import Checkpoints
 from shardwright.train.loop import train
@@ -133,10 +133,9 @@ class RankTraining:
         on_start(start)
 
         def step_ends(record: StepRecord) -> None:
-            exposed = None
             if profiled is not None and profiled.step_ends():
-                exposed = self._measured(profiled)
-            on_step(replace(self._with_rates(record), exposed_communication=exposed))
+                self._measured(profiled)
+            on_step(self._with_rates(record))
 
         def after_step(place: Position) -> None:
             saves = policy.saves_at(place.step, last) and checkpoints is not None
@@ -145,14 +144,16 @@ class RankTraining:
             if saves and checkpoints is not None:
                 checkpoints.save(net, optimizer, place, self.plan, numbers)
 
-        with self._profiling() as profiled:
+        devices = net.execution.devices
+        waits = devices.waits.counting(devices.device) if devices.several else nullcontext()
+        with self._profiling() as profiled, waits:
             train(
                 net,
                 optimizer,
                 run.batches,
                 epochs=settings.epochs,
                 max_steps=settings.steps,
-                device=net.execution.devices.device,
+                device=devices.device,
                 on_step=step_ends,
                 start=start,
                 after_step=after_step,
@@ -186,9 +187,8 @@ class RankTraining:
         folder = self.profile.folder(_rank())
         return StepProfile(self.profile.steps, folder, devices.device)
 
-    def _measured(self, profiled: StepProfile) -> float:
-        """Hands on what all ranks measured, on rank 0; returns this rank's seconds a step of
-        exposed communication."""
+    def _measured(self, profiled: StepProfile) -> None:
+        """Hands on what all ranks measured, on rank 0."""
         assert self.profile is not None
         partitioned, devices = self.net.execution.partitioned, self.net.execution.devices
         mine = profiled.measured(_rank(), devices.stage, self.net, self.optimizer)
@@ -206,7 +206,6 @@ class RankTraining:
                     predicted=tuple(collective_totals(partitioned, n, cluster) for n in stages),
                 ),
             )
-        return mine.kinds.get(EXPOSED, 0.0)
 
 
 def _rank() -> int:

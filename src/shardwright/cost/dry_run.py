@@ -36,6 +36,7 @@ from shardwright.lower.program import lower
 from shardwright.parallel.pipeline_stage import StageModule, StepContext, may_halve
 from shardwright.partition.chunk import Chunk
 from shardwright.partition.partitioned import Partitioned
+from shardwright.progress import OnShare, counted, part_of, unheard
 from shardwright.runtime.devices import Devices
 from shardwright.torch_internals.pipelining import (
     stage_backward,
@@ -91,7 +92,11 @@ class DryRun:
 
 
 def dry_run_chunk(
-    partitioned: Partitioned, chunk: Chunk, kinds: Sequence[str], known: dict[Any, Any]
+    partitioned: Partitioned,
+    chunk: Chunk,
+    kinds: Sequence[str],
+    known: dict[Any, Any],
+    on_share: OnShare = unheard,
 ) -> DryRun:
     """Runs one chunk of a model for one micro-batch.
 
@@ -100,12 +105,14 @@ def dry_run_chunk(
     Args:
         kinds: of the actions of one micro-batch, in order.
         known: results of operators that were met before.
+        on_share: of lowering and of the actions.
     """
     run = _MetaChunk.of(partitioned, chunk, OF_INPUT in kinds, known)
     with run.live, FusedAttention():
         stock = run.live.kinds(run.mark(BUFFERS))
         begin = run.phase(run.begin, WEIGHTS)
-        first, later = run.actions(kinds, partitioned.pipeline.micro_batches > 1)
+        runs = part_of(on_share, 1, 1 + len(kinds), size=len(kinds))
+        first, later = run.actions(kinds, partitioned.pipeline.micro_batches > 1, runs)
         end = run.phase(run.end, GRADIENTS)
     return DryRun(stock, begin, first, later, end)
 
@@ -197,14 +204,14 @@ class _MetaChunk:
         return Phase(height, change, self._largest(peak))
 
     def actions(
-        self, kinds: Sequence[str], several: bool
+        self, kinds: Sequence[str], several: bool, on_share: OnShare
     ) -> tuple[dict[str, Phase], dict[str, Phase]]:
         """Runs the actions of the first micro-batch and, if there are several, of a later one."""
         if self.halves or not several:
-            first = {kind: self.action(kind) for kind in kinds}
+            first = {kind: self.action(kind) for kind in counted(kinds, on_share)}
             return first, {kind: self.action(kind) for kind in kinds} if several else {}
         first, later = {}, {}
-        for kind in kinds:
+        for kind in counted(kinds, on_share):
             start = len(self.live.history)
             if kind == FORWARD:
                 # The first micro-batch waits for gathers.
@@ -356,12 +363,19 @@ class DryRunCache:
         self._runs: dict[object, DryRun] = {}
         self._operators: dict[Any, Any] = {}
 
-    def of(self, partitioned: Partitioned, chunk: Chunk, kinds: Sequence[str]) -> DryRun:
+    def of(
+        self,
+        partitioned: Partitioned,
+        chunk: Chunk,
+        kinds: Sequence[str],
+        on_share: OnShare = unheard,
+    ) -> DryRun:
         """What a chunk needs; the arguments are those of `dry_run_chunk`."""
         several = partitioned.pipeline.micro_batches > 1
         key = (chunk_key(chunk), chunk.mesh, tuple(kinds), several)
         if key not in self._runs:
-            self._runs[key] = dry_run_chunk(partitioned, chunk, kinds, self._operators)
+            known = self._operators
+            self._runs[key] = dry_run_chunk(partitioned, chunk, kinds, known, on_share)
         return self._runs[key]
 
 

@@ -50,6 +50,7 @@ from shardwright.partition.communication import initial_layout, storage_as_used
 from shardwright.partition.decisions import LEVELS
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.progress import OnShare, part_of, unheard
 
 MOST_MOMENTS = 600
 """Of a step, that are kept."""
@@ -158,12 +159,14 @@ def memory(
     partitioned: Partitioned,
     optimizer: str | torch.optim.Optimizer = "adamw",
     dry_runs: DryRunCache | None = None,
+    on_share: OnShare = unheard,
 ) -> Memory:
     """What each device needs at most in a training step.
 
     Args:
         optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer like the one to be used.
         dry_runs: that were made before.
+        on_share: of the stages.
 
     Raises:
         PlanError: if there is no such schedule or optimizer.
@@ -173,7 +176,11 @@ def memory(
     for number, order in enumerate(actions(pipeline)):
         chunks = partitioned.chunks_of(number)
         kinds = tuple(dict.fromkeys(action.kind for action in order))
-        needs = {chunk.number: dry_runs.of(partitioned, chunk, kinds) for chunk in chunks}
+        here = part_of(on_share, number, pipeline.stages)
+        needs = {
+            chunk.number: dry_runs.of(partitioned, chunk, kinds, part_of(here, n, len(chunks)))
+            for n, chunk in enumerate(chunks)
+        }
         borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
         state = optimizer_bytes(optimizer, _trained(chunks))
         moments = _moments(order, needs, borders, state, pipeline.micro_batches)

@@ -195,7 +195,8 @@ class RankStages:
             self._training = self._schedule(self._weighted)
         losses: list[Tensor] = []
         numbers = torch.arange(self.micro_batches)
-        with record_function(SCHEDULE) if self.devices.named_ranges else nullcontext():
+        named = record_function(SCHEDULE) if self.devices.named_ranges else nullcontext()
+        with named, self.devices.waits.counted():
             self._training.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
         gradients: dict[str, Tensor] = {}
         for module in self.modules:
@@ -289,10 +290,11 @@ class RankStages:
             self.devices.across,
             dw_builder=None if may_halve(module) else _at_once,
         )
-        if self.devices.named_ranges:
-            for method, what in PASSES.items():
-                name = f"{what} of chunk {chunk.number}"
-                setattr(stage, method, in_range(name, getattr(stage, method)))
+        for method, what in PASSES.items():
+            computes = self.devices.waits.apart(getattr(stage, method))
+            if self.devices.named_ranges:
+                computes = in_range(f"{what} of chunk {chunk.number}", computes)
+            setattr(stage, method, computes)
         return stage
 
     def _schedule(self, loss: Any) -> PipelineSchedule:
@@ -315,7 +317,8 @@ class RankStages:
                 total = (
                     torch.zeros_like(shards[name]) if gradient is None else gradient.contiguous()
                 )
-                dist.all_reduce(total, group=group)
+                with self.devices.waits.counted():
+                    dist.all_reduce(total, group=group)
                 gradients[name] = total
 
     def _no_loss(self) -> Tensor:
@@ -324,7 +327,8 @@ class RankStages:
         return torch.empty((), dtype=loss.dtype, device=self.devices.device)
 
     def _from_stage(self, stage: int, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group=self.devices.across, group_src=stage)
+        with self.devices.waits.counted():
+            dist.broadcast(tensor, group=self.devices.across, group_src=stage)
 
 
 def groups_of(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:

@@ -104,6 +104,7 @@ class GradientAccumulation:
         self.program = lower(whole, devices, self.micro_batches > 1, pending_loss=True)
         self.unsharded = UnshardedParameters(self.program)
         self._weights = LossWeights(graph, devices, arrival_axes(graph, partitioned.decisions))
+        self._waits = devices.waits
         self._sums = pipeline.loss_reduction == "sum"
         self._place = next(i for i, value in enumerate(graph.outputs) if value is loss)
 
@@ -148,7 +149,8 @@ class GradientAccumulation:
             name: tensor for name, tensor in state.items() if tensor is not buffers.get(name)
         }
         # All ranks meet here first: no backward pass waits for the loss of others.
-        return torch.stack([wait(loss) * weight for loss, weight in losses]).sum(), changed
+        ended = [wait(loss, self._waits) * weight for loss, weight in losses]
+        return torch.stack(ended).sum(), changed
 
 
 COUNTED_LOSSES = ("cross_entropy", "nll_loss_nd", "nll_loss", "nll_loss2d")

@@ -31,6 +31,7 @@ from shardwright.partition.fold_axes import fold_axes
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import ONE_STAGE, PipelineSpec
 from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow, Strategy
+from shardwright.progress import OnProgress, OnShare, in_shares, unheard
 from shardwright.search.by_time.certificate import gap_of
 from shardwright.search.choices import AxisChoice, choices
 from shardwright.search.request import DEFAULT_MEM_COEFF, Pricing
@@ -255,8 +256,27 @@ class PlanData:
         plan from a file what the file holds; None without a cluster, or if nothing is known."""
         if self.graph is None or self.pricing is None:
             return self.saved_gap
+        return self._gap(unheard)
+
+    def _gap(self, on_share: OnShare) -> float | None:
+        assert self.graph is not None and self.pricing is not None
         mem_coeff = self.options.get("mem_coeff", DEFAULT_MEM_COEFF)
-        return gap_of(self.graph, self.mesh, self.decisions, self.pricing, mem_coeff)
+        return gap_of(self.graph, self.mesh, self.decisions, self.pricing, mem_coeff, on_share)
+
+    def derive(self, on_progress: OnProgress) -> None:
+        """Derives what takes longest of all that is derived on first use, `memory` and `gap`.
+
+        Args:
+            on_progress: called with the share of each that is done, once a second.
+        """
+        if self.graph is None:
+            return
+        if self.training and "memory" not in vars(self):
+            on_share = in_shares(on_progress, "memory")
+            known = memory(self.partitioned, self.optimizer, self.dry_runs, on_share)
+            vars(self)["memory"] = known
+        if self.pricing is not None and "gap" not in vars(self):
+            vars(self)["gap"] = self._gap(in_shares(on_progress, "gap"))
 
     @cached_property
     def choices_of(self) -> dict[str, list[AxisChoice]]:

@@ -27,6 +27,7 @@ from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.plan import Plan, make_plan
 from shardwright.planner.options import MB, PlanOptions
 from shardwright.planner.pipeline import pipeline_spec
+from shardwright.progress import in_shares
 from shardwright.rules.rule import Cuts
 from shardwright.search.align_breaks import aligned_breaks
 from shardwright.search.assign_stages import balanced_stages
@@ -207,11 +208,11 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
     weighed = options.of_search.values() if MODES[mode].takes_pricing else ()
     key = (fixed.mesh, mode, *weighed, *times, shared)
     if key not in model.searched:
-        options.on_progress(f"search: {options.in_words()}")
+        on_share = in_shares(options.on_progress, f"search: {options.in_words()}")
         if options.log_costs and mode == options.mode and not MODES[mode].takes_pricing:
             log.info("mode=%r weighs no costs, so that there are none to log", mode)
         started = time.perf_counter()
-        answers = MODES[mode].searches(request)
+        answers = MODES[mode].searches(replace(request, on_share=on_share))
         model.searched[key] = answers, time.perf_counter() - started
     answers, seconds = model.searched[key]
     found = []

@@ -15,6 +15,7 @@ from shardwright.planner.candidate import Candidate, Decide
 from shardwright.planner.fit_memory import Way, fastest_within_memory
 from shardwright.planner.options import PlanOptions
 from shardwright.planner.ranking import Ranking, requested_kind
+from shardwright.progress import with_count
 
 log = logging.getLogger("shardwright.search")
 
@@ -48,9 +49,10 @@ def with_best_stages(
     asked = [way for way in every if best is None or not _is_way_of(way, best)]
     numbers = sorted({_stages(way) for way in every})
     log.info("searching pipeline stages in 1 … %d: %s", max_stages(options), numbers)
-    for way in asked:
+    for number, way in enumerate(asked):
+        report = with_count(options.on_progress, number, len(asked))
         try:
-            decided = decide(_free_of_limits(way))
+            decided = decide(replace(_free_of_limits(way), on_progress=report))
         except StrategyError as error:
             errors.append(error)
             log.info("%s: %s", _named(way), error)

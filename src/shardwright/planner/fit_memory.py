@@ -23,7 +23,7 @@ from shardwright.planner.attempts import Attempt, Groups, phases
 from shardwright.planner.candidate import Candidate, Decide
 from shardwright.planner.options import PlanOptions
 from shardwright.planner.ranking import Ranking, requested_kind
-from shardwright.progress import OnProgress
+from shardwright.progress import OnProgress, with_count
 from shardwright.rules.rule import Cuts
 from shardwright.search.recompute.candidates import DEFAULT_PRICES, RecomputePrices
 from shardwright.search.recompute.fit import MemoryFit, RecomputeFit, RecomputeLadders
@@ -188,8 +188,8 @@ class _Search:
         """A callback that is told how much was looked at, of that and all that waits."""
 
         def report(doing: str, done: int = 0, of: int = 0) -> None:
-            of = self.looked_at + 1 + len(self.waiting)
-            on_progress(doing, self.looked_at, of if of > 1 else 0)
+            every = self.looked_at + 1 + len(self.waiting)
+            with_count(on_progress, self.looked_at, every)(doing, done, of)
 
         return report
 

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -152,6 +153,38 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     stream.record_event(last)
     last.synchronize()
     return first.elapsed_time(last) / 1e3
+
+
+class Intervals:
+    """Intervals of what `device` does, by its own clock; nothing waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = 0.0
+        self._pending: deque[tuple[Arrival, Arrival, int]] = deque()
+
+    def mark(self) -> float | Arrival:
+        """Where the device is: for an accelerator once it has come to this point of its stream."""
+        if self._device.type in ("cpu", "meta"):
+            return time.perf_counter()
+        event = Arrival(self._device, enable_timing=True)
+        torch.accelerator.current_stream(self._device).record_event(event)
+        return event
+
+    def add(self, first: float | Arrival, last: float | Arrival, sign: int = 1) -> None:
+        """Counts what lies between two marks, `sign` times."""
+        if isinstance(first, float) and isinstance(last, float):
+            self._seconds += sign * (last - first)
+        elif isinstance(first, Arrival) and isinstance(last, Arrival):
+            self._pending.append((first, last, sign))
+
+    def taken(self) -> float:
+        """The seconds of the intervals since it was last asked, as far as they are over."""
+        while self._pending and self._pending[0][1].query():
+            first, last, sign = self._pending.popleft()
+            self._seconds += sign * first.elapsed_time(last) / 1e3
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 def device_memory(device: torch.device) -> int:

@@ -104,7 +104,7 @@ class BatchGuard:
     """
 
     def __init__(self, devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]) -> None:
-        self._device = devices.device
+        self._device, self._waits = devices.device, devices.waits
         self._active = devices.several and has_other_ranks()
         self._remedy = OWN_PART if arrivals else WHOLE_BATCH
         self._inputs = _shared_inputs(devices, graph, arrivals) if self._active else ()
@@ -205,7 +205,8 @@ class BatchGuard:
         """
         while self._unread and (waits > 0 or self._unread[0].is_there()):
             comparison = self._unread.popleft()
-            comparison.wait()
+            with self._waits.counted():
+                comparison.wait()
             waits -= 1
             try:
                 self._compare(comparison.call, comparison.rows.tolist())

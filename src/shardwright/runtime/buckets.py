@@ -82,12 +82,12 @@ class BoundBucket:
 
     def gathered(self, pending: Tensor) -> list[Tensor]:
         """Waits for `gather`, makes further gathers, and gives each member as it is used."""
-        out = complete(pending, self.dtype)
+        out = self._complete(pending)
         for number, gather in enumerate(self.gathers):
             if number:
                 size, name = gather.group.size, gather.group.name
                 out = c10d.all_gather_into_tensor(sendable(out), size, name)
-                out = complete(out, self.dtype)
+                out = self._complete(out)
             if not gather.group.in_order:
                 blocks = out.chunk(gather.group.size)
                 out = torch.cat([blocks[position] for position in gather.group.order])
@@ -108,7 +108,7 @@ class BoundBucket:
         started = False
         for gather in reversed(self.gathers):
             if started:
-                flat = complete(flat, self.dtype)
+                flat = self._complete(flat)
             blocks = flat.view(gather.group.size, -1)
             if not gather.reduces:
                 flat = slice_block(blocks, 0, gather.index, gather.group.size).reshape(-1)
@@ -129,23 +129,29 @@ class BoundBucket:
         """Goes on after a reduce-scatter: starts the sum over the replicas of the shards, if there
         are any. The result must be given to `shard_gradients`."""
         if self.replicas is None or not self._scatters:
-            return complete(flat, self.dtype) if self._scatters else flat
-        flat = complete(flat, self.dtype)
+            return self._complete(flat) if self._scatters else flat
+        flat = self._complete(flat)
         return self._started(_start_all_reduce(flat, self.replicas, owned=True))
 
     def shard_gradients(self, flat: Tensor) -> list[Tensor]:
         """Waits, and gives the gradients of the stored shards."""
         if self.replicas is not None:
-            flat = complete(flat, self.dtype)
+            flat = self._complete(flat)
         flat = flat.to(self.stored_dtype)
         if len(self.sizes) == 1:
             return [flat.view(self.shapes[0])]
         pieces = torch.split(flat, self.sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
+    def _complete(self, pending: Tensor) -> Tensor:
+        """What one of its collectives gave, in the dtype of use, once it has ended."""
+        group = self.gathers[0].group if self.gathers else self.replicas
+        assert group is not None
+        return complete(pending, self.dtype, group)
+
     def _started(self, flat: Tensor) -> Tensor:
         """What may pass through autograd, which compares shapes: complex numbers once they are."""
-        return complete(flat, self.dtype) if self.dtype.is_complex else flat
+        return self._complete(flat) if self.dtype.is_complex else flat
 
     # Layout of the flat buffers
 

@@ -49,7 +49,8 @@ def clip_grad_norm_(
         weights = torch.tensor(holders, dtype=torch.float64, device=norms.device)
         squares = (norms.double().square() / weights).sum()
     if devices.several:
-        dist.all_reduce(squares)
+        with devices.waits.counted():
+            dist.all_reduce(squares)
     own_dtype = next((gradient.dtype for gradient in shards.values()), torch.float32)
     norm = squares.sqrt().to(dtype or own_dtype)
     if shards and math.isfinite(max_norm):

@@ -30,6 +30,7 @@ from shardwright.layout.redistribution import RedistributionStep
 from shardwright.rules.rule import MIRROR, PREVIOUS, Function, Reduce
 from shardwright.runtime.collective_errors import program_line
 from shardwright.runtime.devices import Devices, Group, Index, block
+from shardwright.runtime.exposed_communication import Waits
 from shardwright.torch_internals.distributed import functional_collectives as c10d
 
 
@@ -68,7 +69,7 @@ def at_once(function: Function) -> Collective:
 
 def all_reduce(group: Group, kind: str = "sum") -> Collective:
     """Sum (or maximum) over the group."""
-    return Collective(lambda x: c10d.all_reduce(sendable(x), kind, group.name), complete)
+    return Collective(lambda x: c10d.all_reduce(sendable(x), kind, group.name), _ending(group))
 
 
 def all_gather(dim: int, group: Group) -> Collective:
@@ -90,7 +91,7 @@ def reduce_scatter(dim: int, group: Group) -> Collective:
         out: Tensor = c10d.reduce_scatter_tensor(sendable(x), "sum", group.size, group.name)
         return out
 
-    return Collective(start, complete)
+    return Collective(start, _ending(group))
 
 
 def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
@@ -105,11 +106,16 @@ def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
     return Collective(start, _joining(dim, group), (dim, group.size))
 
 
+def _ending(group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
+    """Waits for what arrives as it is."""
+    return lambda pending, dtype: complete(pending, dtype, group)
+
+
 def _joining(dim: int, group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
     """Joins blocks that arrive one after the other."""
 
     def finish(pending: Tensor, dtype: torch.dtype) -> Tensor:
-        out = complete(pending, dtype)
+        out = complete(pending, dtype, group)
         if dim == 0 and group.in_order:
             return out
         blocks = out.chunk(group.size, 0)
@@ -124,11 +130,12 @@ def slice_block(x: Tensor, dim: int, index: Index, parts: int) -> Tensor:
     return torch.narrow(x, dim, index * size, size)
 
 
-def exchange(x: Tensor, send: list[Index], receive: list[Index], name: str) -> Tensor:
+def exchange(x: Tensor, send: list[Index], receive: list[Index], group: Group) -> Tensor:
     """Sends this rank's whole block to one rank and takes another's; `send[i]` is 1 for that rank,
     `receive[i]` for the one it comes from, else 0."""
     flat = sendable(x.contiguous().view(1, -1))
-    return complete(c10d.all_to_all_single(flat, receive, send, name), x.dtype).view(x.shape)
+    out = c10d.all_to_all_single(flat, receive, send, group.name)
+    return complete(out, x.dtype, group).view(x.shape)
 
 
 def split_cells(x: Tensor, cuts: Sequence[int]) -> Tensor:
@@ -155,9 +162,12 @@ def _by_position(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     return placed
 
 
-def wait(x: Tensor) -> Tensor:
+def wait(x: Tensor, waits: Waits) -> Tensor:
     """What a collective gave, once it has ended."""
-    return c10d.wait_tensor(x)  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        return c10d.wait_tensor(x)  # type: ignore[no-any-return]
+    with waits.counted():
+        return c10d.wait_tensor(x)  # type: ignore[no-any-return]
 
 
 def sendable(x: Tensor) -> Tensor:
@@ -167,9 +177,9 @@ def sendable(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-def complete(x: Tensor, dtype: torch.dtype) -> Tensor:
+def complete(x: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
     """What a collective gave of a tensor that was `sendable`, in its dtype, once it has ended."""
-    out = wait(x)
+    out = wait(x, group.waits)
     return torch.view_as_complex(out) if dtype.is_complex and not out.is_complex() else out
 
 
@@ -268,8 +278,8 @@ def _permute(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective
     send = [_one_where(devices, group, source) for source in came_from]
     receive = [_one_where(devices, group, target) for target in to]
     return BoundCollective(
-        at_once(lambda x: exchange(x, send, receive, group.name)),
-        at_once(lambda g: exchange(g, receive, send, group.name)),
+        at_once(lambda x: exchange(x, send, receive, group)),
+        at_once(lambda g: exchange(g, receive, send, group)),
     )
 
 
@@ -301,7 +311,7 @@ def _exchange_of_cells(plan: CellExchange, group: Group, devices: Devices) -> Fu
         shape = cells.shape[1:]
         flat = torch.cat([torch.narrow(cells, 0, n, 1) for n in sent]).flatten(1)
         out = c10d.all_to_all_single(sendable(flat), receive, send, group.name)
-        out = complete(out, x.dtype)
+        out = complete(out, x.dtype, group)
         ordered = torch.cat([torch.narrow(out, 0, n, 1) for n in placed])
         return join_cells(ordered.view(-1, *shape), plan.receive_cuts)
 
@@ -341,10 +351,13 @@ def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> R
     def start(x: Tensor) -> Tensor:
         return c10d.all_reduce(x.detach().contiguous(), kind, group.name)  # type: ignore[no-any-return]
 
+    def end(x: Tensor) -> Tensor:
+        return wait(x, group.waits)
+
     def whole(x: Tensor) -> Tensor:
-        return wait(start(x))
+        return end(start(x))
 
     if kind != "sum":
-        return Reduce(whole, start, wait)
+        return Reduce(whole, start, end)
     backward = all_reduce(group) if varying else at_once(identity)
-    return Reduce(BoundCollective(at_once(whole), backward), start, wait)
+    return Reduce(BoundCollective(at_once(whole), backward), start, end)

@@ -20,6 +20,7 @@ from shardwright.layout.joined_axes import joined_layout
 from shardwright.layout.layout import Layout
 from shardwright.runtime import worker_threads
 from shardwright.runtime.agreement import gathered, hash_of
+from shardwright.runtime.exposed_communication import Waits
 from shardwright.torch_internals.distributed import (
     FAKE,
     group_named,
@@ -40,13 +41,15 @@ class Group:
     """The ranks that differ from this one only in their places on the joined `axes`.
 
     Its ranks stand in the order of the mesh; `order[i]` is the position of the rank that holds
-    block `i` when the blocks are counted along `axes`, the first the most significant.
+    block `i` when the blocks are counted along `axes`, the first the most significant. What waits
+    for them counts as one of `waits`.
     """
 
     axes: Axes
     name: str
     size: int
     order: tuple[int, ...]
+    waits: Waits = field(default_factory=Waits, compare=False, repr=False)
 
     @property
     def in_order(self) -> bool:
@@ -69,6 +72,7 @@ class Devices:
         mesh_axes: the axes of the layout that make up each axis of `mesh`.
         mesh_layout: the same as `mesh`.
         named_ranges: whether programs name what they do in traces of `torch.profiler`.
+        waits: of all that runs on them.
     """
 
     layout: Layout
@@ -82,6 +86,7 @@ class Devices:
     mesh_axes: tuple[Axes, ...] = ()
     mesh_layout: Layout | None = None
     named_ranges: bool = False
+    waits: Waits = field(default_factory=Waits)
     _subgroups: Subgroups = field(default_factory=dict)
     _names: dict[Axes, str] = field(default_factory=dict)
     _along: dict[tuple[Layout, tuple[Axes, ...]], Devices] = field(default_factory=dict)
@@ -149,13 +154,16 @@ class Devices:
             self._along[key] = (
                 self._with_mesh(mesh_axes)
                 if layout == self.layout
-                else Devices.of_process(
-                    layout,
-                    self.device,
-                    self.stages,
-                    mesh_axes,
-                    self._subgroups,
-                    self.named_ranges,
+                else replace(
+                    Devices.of_process(
+                        layout,
+                        self.device,
+                        self.stages,
+                        mesh_axes,
+                        self._subgroups,
+                        self.named_ranges,
+                    ),
+                    waits=self.waits,
                 )
             )
         return self._along[key]
@@ -185,7 +193,7 @@ class Devices:
         order = [0] * self.layout.size(axes)
         for place in places(self.layout):
             order[block(self.layout, place, axes)] = block(self.layout, place, key)
-        return Group(axes, self._names[key], len(order), tuple(order))
+        return Group(axes, self._names[key], len(order), tuple(order), self.waits)
 
     def index(self, axes: Axes) -> Index:
         """Which block this rank holds along the joined `axes`."""

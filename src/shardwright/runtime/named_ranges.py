@@ -29,7 +29,7 @@ from shardwright.layout.collective_spec import COLLECTIVES
 from shardwright.layout.layout import Layout
 from shardwright.rules.rule import Reduce, Reduction
 from shardwright.runtime.buckets import BoundBucket
-from shardwright.runtime.collectives import BoundCollective, Collective, complete
+from shardwright.runtime.collectives import BoundCollective, Collective
 
 SCHEDULE = "schedule"
 PASSES = {
@@ -196,7 +196,7 @@ class RangedBucket(BoundBucket):
             return super().sum_replicas(flat)
         with self._range:
             with self._scatter.wait():
-                flat = complete(flat, self.dtype)
+                flat = self._complete(flat)
             if self.replicas is None:
                 return flat
             with self._sum.send(flat.nbytes):

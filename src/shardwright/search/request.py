@@ -13,6 +13,7 @@ from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.layout.layout import Layout
 from shardwright.partition.decisions import CutAxes, Outputs
+from shardwright.progress import OnShare, unheard
 from shardwright.rules.rule import Cuts
 
 DEFAULT_MEM_COEFF = 0.1
@@ -67,6 +68,7 @@ class SearchRequest:
             first, or as they stand in the graph; in both, embeddings come after the contractions.
         log_costs: whether a search by costs writes those of every choice to the logger
             `shardwright.search`.
+        on_share: is told the share of a search by seconds that is done; others take less than one.
 
     Raises:
         StrategyError: if `mem_coeff` is not positive, or `order` or a pinned operator is unknown.
@@ -81,6 +83,7 @@ class SearchRequest:
     mem_coeff: float = DEFAULT_MEM_COEFF
     order: str = "weight"
     log_costs: bool = False
+    on_share: OnShare = field(default=unheard, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.mem_coeff > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from time import perf_counter
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.parallel.module import ParallelModule
+from shardwright.runtime.exposed_communication import Waits
 from shardwright.train.data import Batches
 from shardwright.train.evaluation import Evaluation
 from shardwright.train.non_finite import NonFinite, NonFiniteSteps, is_finite
@@ -54,7 +56,9 @@ def train(
     net.train()
     remaining = None if max_steps is None else max(0, max_steps - start.step)
     steps = NonFiniteSteps(net, optimizer, non_finite)
+    waits = net.execution.devices.waits if isinstance(net, ParallelModule) else Waits()
     for position, batch in islice(_steps(batches, epochs, start), remaining):
+        waits.taken()  # Those of an evaluation are none of a step.
         started = perf_counter()
         inputs = [tensor.to(device) for tensor in batch]
         steps.remember()
@@ -67,11 +71,12 @@ def train(
             optimizer.zero_grad()
         else:
             steps.take_back(inputs, loss, norm, _in_words(batches, position))
-        speed = batches.batch_size / (perf_counter() - started)
+        speed, exposed = batches.batch_size / (perf_counter() - started), waits.taken()
         after = batches.after(position)
         evaluated = None if evaluation is None else evaluation.after(after.step, net, device)
         used = float(optimizer.param_groups[0]["lr"])
-        on_step(StepRecord(position.epoch, position.batch, loss, speed, evaluated, used))
+        record = StepRecord(position.epoch, position.batch, loss, speed, evaluated, used)
+        on_step(replace(record, exposed_communication=exposed))
         if after_step is not None:
             after_step(after)
 

@@ -26,8 +26,8 @@ class StepRecord:
         utilization: the share of the peak of all devices that the model's matrix products need, if
             the plan was made for a cluster.
         peak_memory: bytes that the accelerator's allocator has given out at most so far, on rank 0.
-        exposed_communication: seconds a step that rank 0 communicated with nothing computed
-            meanwhile, mean of the profiled steps; in the record of the last of these.
+        exposed_communication: seconds of the step that the computation of rank 0 waited for
+            communication; in a pipeline also for the micro-batches of other stages.
     """
 
     epoch: int

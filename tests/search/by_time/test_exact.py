@@ -21,10 +21,13 @@ def test_no_combination_of_cuts_is_below_the_bound_and_the_plan_is_the_best() ->
     objective = Objective(search.problem, search.model)
     states = _Joint(search.problem, TimeModel(TOY, mesh), objective).states
     least = min(search.total(objective.cost(list(cuts))) for cuts in product(*states))
-    found = search_exactly(SearchRequest(graph, mesh, pricing=Pricing(TOY)))
+    shares: list[float] = []
+    request = SearchRequest(graph, mesh, pricing=Pricing(TOY), on_share=shares.append)
+    found = search_exactly(request)
     assert found.cost == pytest.approx(least)
     assert found.bound <= least * (1 + 1e-9)
     assert found.gap < 0.02
+    assert shares == sorted(shares) and shares[0] == 0.0 and 2 / 3 < shares[-1] <= 1.0
 
 
 @pytest.mark.slow

@@ -232,3 +232,11 @@ def test_what_is_gathered_hides_behind_the_forward_pass_and_gradients_behind_the
     assert cost.total(4, 0.0) == 4 * 3.0 + 0.75 + 0.5
     assert cost.total(4, 0.0, slowdown=1.0) == 4 * 3.0 + 3.75 + 0.5
     assert cost.total(4, 0.0, slowdown=0.5) == 4 * 3.0 + (0.75 + 3.75) / 2 + 0.5
+
+
+def test_a_search_reports_growing_shares_that_end_at_the_whole(language_model: Graph) -> None:
+    shares: list[float] = []
+    cluster = load_cluster("h100")
+    by_time(language_model, prime_mesh(64), cluster, on_share=shares.append)
+    assert shares == sorted(shares) and shares[0] == 0.0 and shares[-1] == 1.0
+    assert len(set(shares)) > 20

@@ -22,6 +22,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
+from shardwright.progress import OnShare, counted, unheard
 from shardwright.search.by_time.count_tables import Array, CountTables
 from shardwright.search.by_time.problem import SearchProblem, TensorEdge
 
@@ -35,15 +36,16 @@ ByEnd = list[Array]
 """What a table passes to each of its two ends, for each way to cut that operator."""
 
 
-def lower_bound(tables: CountTables, every: SearchProblem) -> float:
+def lower_bound(tables: CountTables, every: SearchProblem, on_share: OnShare = unheard) -> float:
     """What a plan costs at least.
 
     Args:
         tables: of a problem, with blocks that repeat as one.
         every: the same problem with all blocks.
+        on_share: of the rounds.
     """
     messages = _Messages(tables)
-    best = messages.converged()
+    best = messages.converged(on_share)
     if tables.problem is every:
         return best
     return _of_all(tables, every, messages.passed())
@@ -60,10 +62,10 @@ class _Messages:
             for end, variable in enumerate(pair.ends):
                 self._around[variable].append((number, end))
 
-    def converged(self) -> float:
+    def converged(self, on_share: OnShare) -> float:
         """The bound when a round gains nothing; that of the folded problem."""
         best = -np.inf
-        for _ in range(ROUNDS):
+        for _ in counted(range(ROUNDS), on_share):
             self._sweep(backward=True)
             bound = self._sweep(backward=False)
             if bound <= best + GAIN * abs(best):

@@ -17,6 +17,7 @@ from shardwright.graph.graph import Graph
 from shardwright.layout.axes import Axes, axis_names, prime_factors
 from shardwright.layout.layout import Layout
 from shardwright.partition.decisions import Decisions
+from shardwright.progress import OnShare, part_of, unheard
 from shardwright.rules.rule import Cuts
 from shardwright.search.by_time.bound import lower_bound
 from shardwright.search.by_time.count_tables import CountTables, TooManyWaysError
@@ -56,6 +57,8 @@ def certified(request: SearchRequest, cuts: Mapping[str, Cuts]) -> Certified:
         request: on a device matrix of prime axes, with pricing.
         cuts: of the plan.
 
+    The request's `on_share` is told of the bound.
+
     Raises: as `search_by_time`.
     """
     every = timed_search(request, fold=False)
@@ -72,7 +75,10 @@ def certified(request: SearchRequest, cuts: Mapping[str, Cuts]) -> Certified:
     )
     for model in models:
         try:
-            bound = max(_bound(search, every, model, share, cuts) for share in shares)
+            bound = max(
+                _bound(search, every, model, share, cuts, part_of(request.on_share, n, len(shares)))
+                for n, share in enumerate(shares)
+            )
         except TooManyWaysError:
             continue
         return Certified(_plain(cuts), total, min(total, bound * (1 - ROUNDING)))
@@ -85,9 +91,11 @@ def _bound(
     model: TimeModel,
     share: float,
     cuts: Mapping[str, Cuts],
+    on_share: OnShare,
 ) -> float:
-    tables = CountTables(search.problem, model, search.weights(share), cuts)
-    return lower_bound(tables, every.problem)
+    tabulates, bounds = part_of(on_share, 0, 3, size=2), part_of(on_share, 2, 3)
+    tables = CountTables(search.problem, model, search.weights(share), cuts, tabulates)
+    return lower_bound(tables, every.problem, bounds)
 
 
 def _all_fast(cluster: Cluster) -> Cluster:
@@ -126,6 +134,7 @@ def gap_of(
     decisions: Decisions,
     pricing: Pricing,
     mem_coeff: float,
+    on_share: OnShare = unheard,
 ) -> float | None:
     """By what share a plan costs more at most than the best with the same device matrix, stages and
     micro-batches, whatever is pinned; None if there are too many to say.
@@ -145,6 +154,7 @@ def gap_of(
         arrivals={n: tuple(map(finer, axes)) for n, axes in decisions.arrivals.items()},
         pricing=pricing,
         mem_coeff=mem_coeff,
+        on_share=on_share,
     )
     cuts = {n: {f: finer(a) for f, a in each.items()} for n, each in decisions.cuts.items()}
     return certified(request, cuts).gap

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from shardwright.cost.step_time import TimeModel
 from shardwright.graph.graph import Value
+from shardwright.progress import OnShare, counted, part_of, unheard
 from shardwright.rules.rule import Cuts, no_reductions
 from shardwright.search.by_time.axis_counts import (
     Counts,
@@ -83,6 +84,7 @@ class CountTables:
         model: on a device matrix of prime axes.
         weights: what counts how much.
         plan: known cuts of operators; readers of a value that pay most there have its weight.
+        on_share: of the operators and values with tables.
 
     Attributes:
         own: for each variable what its ways to be cut cost by themselves, all that it stands for.
@@ -99,6 +101,7 @@ class CountTables:
         model: TimeModel,
         weights: Weights,
         plan: Mapping[str, Cuts],
+        on_share: OnShare = unheard,
     ) -> None:
         self.problem, self.model, self.weights = problem, model, weights
         self.kinds = axis_kinds(model.links)
@@ -111,11 +114,12 @@ class CountTables:
             self._counted(variable, plan.get(variable.op.name, {}))
             for variable in problem.variables
         ]
+        alone = counted(problem.variables, part_of(on_share, 0, 2))
         self.own = [
             variable.count * self._alone(variable, ways)
-            for variable, ways in zip(problem.variables, self._ways, strict=True)
+            for variable, ways in zip(alone, self._ways, strict=True)
         ]
-        for edge in problem.edges:
+        for edge in counted(problem.edges, part_of(on_share, 1, 2)):
             if edge.stored:
                 self._stored(edge)
             else:

@@ -21,6 +21,7 @@ import numpy as np
 from shardwright.cost.step_time import TimeModel
 from shardwright.layout.layout import TensorLayout
 from shardwright.layout.redistribution import redistribution_steps
+from shardwright.progress import OnShare, counted, part_of
 from shardwright.rules.rule import Cuts
 from shardwright.search.by_time.axis_tables import Weights
 from shardwright.search.by_time.certificate import Certified, certified
@@ -65,19 +66,21 @@ def search_exactly(request: SearchRequest) -> Certified:
     """
     search = timed_search(request)
     graph, bound = request.graph, 0.0
-    plans = [cuts_of_graph(graph, search.problem, search.best())]
+    first, jointly, last = (part_of(request.on_share, number, 3) for number in range(3))
+    plans = [cuts_of_graph(graph, search.problem, search.best(first))]
     every = timed_search(request, fold=False)
     try:
         tables = _Joint(every.problem, every.model, every.objective)
-        for share in every.shares:
-            cuts, least = tables.solve(every.weights(share))
+        for number, share in enumerate(every.shares):
+            weights = every.weights(share)
+            cuts, least = tables.solve(weights, part_of(jointly, number, len(every.shares)))
             bound = max(bound, least)
             local_search(every.objective, cuts, every.total, ROUNDS, GAIN)
             plans.append(cuts_of_graph(graph, every.problem, cuts))
     except TooLargeError as reason:
         logger.info("mode='exact' stops early: %s", reason)
     best = min(plans, key=lambda plan: every.total(every.cost(plan)))
-    known = certified(request, best)
+    known = certified(replace(request, on_share=last), best)
     return replace(known, bound=max(known.bound, min(bound, known.cost)))
 
 
@@ -110,7 +113,7 @@ class _Joint:
             raise TooLargeError(f"an operator has {most:,} combinations of cuts")
         self._redistributions: dict[object, ObjectiveCost] = {}
 
-    def solve(self, weights: Weights) -> tuple[list[Cuts], float]:
+    def solve(self, weights: Weights, on_share: OnShare) -> tuple[list[Cuts], float]:
         """The choices with the least sum of the tables, and that sum.
 
         Raises:
@@ -122,7 +125,7 @@ class _Joint:
             for n, variable in enumerate(self.problem.variables)
         ]
         slack = 0.0
-        for edge in self.problem.edges:
+        for edge in counted(self.problem.edges, on_share):
             factors += self._edge(edge, weights)
         for n, variable in enumerate(self.problem.variables):
             if not variable.differentiable and variable.pinned is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from shardwright.layout.layout import TensorLayout
+from shardwright.progress import OnShare, unheard
 from shardwright.rules.rule import Cuts, Dims
 from shardwright.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.search.by_time.problem import EdgeEnd, OpVariable, TensorEdge
@@ -29,7 +30,12 @@ MIN_COMMUNICATION_SHARE = 1e-4
 
 
 def local_search(
-    objective: Objective, cuts: list[Cuts], total: Total, rounds: int, gain: float
+    objective: Objective,
+    cuts: list[Cuts],
+    total: Total,
+    rounds: int,
+    gain: float,
+    on_share: OnShare = unheard,
 ) -> None:
     """Changes `cuts` of one operator after the other as long as the total becomes less.
 
@@ -37,6 +43,7 @@ def local_search(
         total: what counts.
         rounds: at most so many times all operators are visited.
         gain: relative; less is none.
+        on_share: of the visits, or of the prices that may be found, of which there is less left.
     """
     edges = objective.problem.edges_around()
     neighborhoods = [
@@ -47,10 +54,14 @@ def local_search(
     whole = objective.cost(cuts)
     best = total(whole)
     most = objective.priced + MAX_NEW_PRICES
-    for _ in range(rounds):
+    for round_number in range(rounds):
         before = best
         # Those with most to gain first: of blocks that repeat, the one that stands for most.
-        for neighborhood in sorted(neighborhoods, key=lambda one: -one.redistributions(cuts)):
+        order = sorted(neighborhoods, key=lambda one: -one.redistributions(cuts))
+        for visited, neighborhood in enumerate(order):
+            visits = (round_number + visited / len(order)) / rounds
+            prices = min(1.0, 1 - (most - objective.priced) / MAX_NEW_PRICES)
+            on_share(max(visits, prices))
             if neighborhood.redistributions(cuts) <= MIN_COMMUNICATION_SHARE * best:
                 continue
             if objective.priced > most:

@@ -22,6 +22,7 @@ from operator import itemgetter
 from shardwright.cost.step_time import TimeModel
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
+from shardwright.progress import OnShare, counted, part_of, unheard
 from shardwright.rules.rule import Cuts
 from shardwright.search.by_time.axis_tables import AxisTables, Choices, Weights
 from shardwright.search.by_time.elimination import Elimination, Table
@@ -60,7 +61,7 @@ def searches_by_time(request: SearchRequest) -> list[CutsOfGraph]:
     plan knows more of them. Raises: as `search_by_time`.
     """
     search = timed_search(request)
-    found = search.found()
+    found = search.found(request.on_share)
     if request.log_costs:
         log_costs(search.problem, search.objective, search.axes, found[0], search.weights(0.0))
     return [cuts_of_graph(request.graph, search.problem, cuts) for cuts in found]
@@ -115,16 +116,22 @@ class TimedSearch:
         """The values of λ that are tried."""
         return (1.0,) if self.model.shared else SHARES
 
-    def best(self) -> list[Cuts]:
+    def best(self, on_share: OnShare = unheard) -> list[Cuts]:
         """The cuts of each variable with the least total that is found."""
-        return self.found()[0]
+        return self.found(on_share)[0]
 
-    def found(self) -> list[list[Cuts]]:
+    def found(self, on_share: OnShare = unheard) -> list[list[Cuts]]:
         """The cuts of each variable, of the passes alone and after axes were exchanged; those with
-        the least total first."""
+        the least total first.
+
+        Args:
+            on_share: what ends early counts as done: of λ that are not tried, and of passes.
+        """
+        # A part for each λ, and one for each of two that are improved operator by operator.
+        parts = len(self.shares) + 2
         rounds: list[list[tuple[float, list[Cuts]]]] = []
-        for share in self.shares:
-            decided = self._decide(share)
+        for number, share in enumerate(self.shares):
+            decided = self._decide(share, part_of(on_share, number, parts))
             costs = [self.objective.cost(cuts) for cuts in decided]
             rounds.append([(self.total(c), cuts) for c, cuts in zip(costs, decided, strict=True)])
             if not any(cost.exposed for cost in costs):
@@ -132,32 +139,35 @@ class TimedSearch:
         totals: list[tuple[float, list[Cuts]]] = []
         for number in (0, -1) if any(len(each) > 1 for each in rounds) else (0,):
             cuts = list(min((each[number] for each in rounds), key=itemgetter(0))[1])
-            local_search(self.objective, cuts, self.total, ROUNDS, GAIN)
+            one = part_of(on_share, parts - 1 if totals else parts - 2, parts)
+            local_search(self.objective, cuts, self.total, ROUNDS, GAIN, one)
             if all(cuts != others for _, others in totals):
                 totals.append((self.total(self.objective.cost(cuts)), cuts))
+        on_share(1.0)
         return [cuts for _, cuts in sorted(totals, key=itemgetter(0))]
 
-    def _decide(self, share: float) -> list[list[Cuts]]:
+    def _decide(self, share: float, on_share: OnShare) -> list[list[Cuts]]:
         """The recursion for one λ with the passes that improve it; then, if that costs less, after
         axes were exchanged."""
         choices = self._start()
-        for axis in self.axes:
+        first, passes, exchanges, more = (part_of(on_share, number, 4) for number in range(4))
+        for axis in counted(self.axes, first):
             self._redecide(choices, axis, share)
-        best = self._settle(choices, share, self.total(self._cost(choices)))
+        best = self._settle(choices, share, self.total(self._cost(choices)), passes)
         decided = [self._cuts(choices)]
-        if self._exchange(choices, best):
-            self._settle(choices, share, self.total(self._cost(choices)))
+        if self._exchange(choices, best, exchanges):
+            self._settle(choices, share, self.total(self._cost(choices)), more)
             decided.append(self._cuts(choices))
         return decided
 
-    def _settle(self, choices: Choices, share: float, best: float) -> float:
+    def _settle(self, choices: Choices, share: float, best: float, on_share: OnShare) -> float:
         """Decides axes again until nothing is gained; what it costs then."""
         # Deciding an axis again gives the same as long as no other has changed; the last is fresh.
         settled = set(self.axes[-1:])
-        for _ in range(ROUNDS):
+        for number in range(ROUNDS):
             before = best
             known = set()
-            for axis in self.axes:
+            for axis in counted(self.axes, part_of(on_share, number, ROUNDS)):
                 # Of axes that are alike in all things it is enough to try one.
                 alike = (self.model.links.levels[axis], tuple(row[axis] for row in choices))
                 if axis in settled or alike in known:
@@ -170,13 +180,13 @@ class TimedSearch:
                 break
         return best
 
-    def _exchange(self, choices: Choices, best: float) -> bool:
+    def _exchange(self, choices: Choices, best: float, on_share: OnShare) -> bool:
         """Gives an axis the choices of another one, those of data parallel, or none, if that costs
         less: what every operator gains only if all others do likewise is found by no smaller
         step."""
         before, nothing = best, (NO_CUT,) * len(choices)
         known: set[object] = set()
-        for axis in self.axes:
+        for axis in counted(self.axes, on_share):
             alike = self.model.links.levels[axis], tuple(row[axis] for row in choices)
             if alike in known:
                 continue
