@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -152,7 +153,7 @@ def explain_mixing(
 
     for name in ("numpy", "tolist"):
         setattr(DTensor, name, partialmethod(partial(refused, name)))
-    for name in (*except_in, "__iadd__", "__imul__"):
+    for name in (*except_in, "__iadd__", "__imul__", "__truediv__", "sqrt"):
         setattr(DTensor, name, partialmethod(_of_tensor, name, error))
     _explain_changed_numbers(error)
 
@@ -175,9 +176,54 @@ def _of_tensor(
     tensor: DTensor, name: str, error: Callable[[str], Exception], *args: Any, **kwargs: Any
 ) -> Any:
     """What a method of this name gives, or `error(name)` where DTensors and others are mixed."""
+    method = getattr(Tensor, name)
+    parts = _parts_alike(tensor, args, kwargs)
+    if parts is not None:
+        return _of_parts(tensor, method(*parts, **kwargs))
     try:
-        return getattr(Tensor, name)(tensor, *args, **kwargs)
+        return method(tensor, *args, **kwargs)
     except RuntimeError as mixed:
         if MIXED not in str(mixed):
             raise
         raise error(name) from mixed
+
+
+def _parts_alike(
+    tensor: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any] | None:
+    """The parts on this rank, if an operator of single elements does with them what it does with
+    the tensors, in a tenth of the time: all are cut alike, none is a term of a sum, and autograd
+    does not see them. None if it does not, or if it is not certain."""
+    spec, local = tensor._spec, tensor._local_tensor
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or tensor.is_inference():
+        return None
+    if type(tensor) is not DTensor or type(local) is not Tensor:
+        return None
+    if any(placement.is_partial() for placement in spec.placements):
+        return None
+    if not local.is_floating_point() or any(isinstance(v, Tensor) for v in kwargs.values()):
+        return None
+    parts: list[Any] = [local]
+    for argument in args:
+        if isinstance(argument, DTensor) and _cut_alike(argument._spec, spec):
+            argument = argument._local_tensor
+            if argument.dtype != local.dtype:
+                return None
+        elif isinstance(argument, Tensor):
+            return None
+        parts.append(argument)
+    return parts
+
+
+def _cut_alike(one: DTensorSpec, other: DTensorSpec) -> bool:
+    return one is other or (
+        one.mesh is other.mesh and one.placements == other.placements and one.shape == other.shape
+    )
+
+
+def _of_parts(tensor: DTensor, result: Tensor) -> Any:
+    """A DTensor like `tensor` of this part, or `tensor` itself where its part was changed."""
+    if result is tensor._local_tensor:
+        increment_version(tensor)
+        return tensor
+    return with_spec(result, tensor._spec)
