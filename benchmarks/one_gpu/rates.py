@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from benchmarks.one_gpu.sizes import Sizes
 from benchmarks.table import Table
-from shardwright.cost.calibrate import measure_device
 from shardwright.cost.cluster import Cluster, Device
 from shardwright.cost.clusters import load_cluster
+from shardwright.cost.measure import measure_device
 from shardwright.runtime.accelerator import pinned, seconds_of
 
 HALVES = (0.0, *(2.0**power for power in range(3, 12)))

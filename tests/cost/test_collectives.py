@@ -90,3 +90,10 @@ def test_a_collective_sends_at_the_share_of_the_bandwidth_that_a_link_reaches() 
     for kind in ("all_gather", "all_to_all", "permute"):
         whole, slow = (Links(c, prime_mesh(4)).seconds(kind, (1,), 800) for c in (CLUSTER, half))
         assert slow - 1 == pytest.approx(2 * (whole - 1))
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all", "permute"])
+def test_each_collective_takes_the_time_of_a_call_beside_its_messages(kind: str) -> None:
+    called = replace(CLUSTER, levels=tuple(replace(level, call=5.0) for level in CLUSTER.levels))
+    once, with_call = (Links(c, prime_mesh(4)).seconds(kind, (1,), 800) for c in (CLUSTER, called))
+    assert with_call == once + 5

@@ -61,6 +61,41 @@ def test_stages_that_share_a_processor_leave_it_to_each_other_where_they_wait(
     assert found.seconds > predict(plan.partitioned, apart).computation
 
 
+def test_each_pass_of_a_stage_takes_its_overhead(plan: sw.Plan) -> None:
+    quick = load_cluster("h100")
+    slow = replace(quick, device=replace(quick.device, pass_overhead=1.0))
+    passes = 2 * plan.pipeline.micro_batches
+    # The second stage waits for the first forward pass, and the first for the last backward pass.
+    seconds = predict(plan.partitioned, slow).seconds
+    assert seconds == pytest.approx(predict(plan.partitioned, quick).seconds + passes + 2, rel=0.01)
+
+
+class Tied(nn.Module):
+    """The table of the embedding is read by the last layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(512, 64)
+        self.head = nn.Linear(64, 512, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens)).square().mean()
+
+
+def test_stages_that_share_a_parameter_sum_its_gradients_after_the_backward_pass() -> None:
+    tokens = torch.zeros(8, 4, dtype=torch.long)
+    made = sw.plan(Tied(), (tokens,), devices=2, mode="stand_alone", stages=2, micro_batches=4)
+    apart = load_cluster("h100")
+    slow = replace(apart, levels=tuple(replace(level, bandwidth=1e6) for level in apart.levels))
+    link = slow.levels[0]
+    found = predict(made.partitioned, slow)
+    gradient = 2 * (link.latency + 512 * 64 * 4 / 2 / link.rate)
+    assert found.timeline is not None
+    rest = max(chunk.exposed + chunk.update for chunk in found.chunks)
+    assert found.seconds == pytest.approx(found.timeline.seconds + rest + gradient)
+
+
 def test_the_text_of_a_plan_says_what_each_stage_needs_and_waits(plan: sw.Plan) -> None:
     text = " ".join(plan.text(full=True).split())
     most, least = sorted(plan.memory.stages, key=lambda stage: -stage.peak)

@@ -150,3 +150,12 @@ def test_on_instant_links_data_parallel_halves_the_time_of_shared_operators(mode
     shared = timed(graph, data_parallel(graph, prime_mesh(2)), 2, instant)
     ends = (0.5 * (whole.forward + whole.backward), 0.8 * (whole.forward + whole.backward))
     assert ends[0] < shared.forward + shared.backward < ends[1]
+
+
+def test_a_cpu_updates_parameters_one_by_one() -> None:
+    device = replace(DEVICE, overhead=0.5)
+    processes = replace(CLUSTER, device=replace(device, at_full_rate=8))
+    accelerators = replace(CLUSTER, device=device)
+    mesh = prime_mesh(2)
+    one_by_one = TimeModel(processes, mesh).update(100.0, 3)
+    assert one_by_one == TimeModel(accelerators, mesh).update(100.0, 3) + 3 * 20 * 0.5

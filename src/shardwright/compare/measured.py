@@ -21,9 +21,9 @@ from shardwright.compare.alternatives import (
 from shardwright.compare.predicted import GridComparison, expert_run
 from shardwright.compare.worker import MeasureOrder, tiny_run
 from shardwright.config.run import Run
-from shardwright.cost.calibrate import measure_cluster
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.clusters import load_cluster
+from shardwright.cost.measure import measure_cluster
 from shardwright.errors import ConfigError
 from shardwright.graph.graph import Graph
 from shardwright.graph.serialize import dumps
@@ -109,7 +109,7 @@ def compare_measured(
 ) -> list[RealComparison]:
     """Trains the tiny variants of language models for some steps, each automatically, as its expert
     divides it, and in all combinations of data × tensor × pipeline parallel that divide it, on
-    local processes; within one launch, where all alternatives of a model take turns.
+    local processes; within one launch for each model, where its alternatives take turns.
 
     Args:
         experts: configurations in `semi_auto` mode.
@@ -138,7 +138,8 @@ def compare_measured(
         model_plans.append(_plans_of(run, str(file), machine, devices))
     on_progress("measuring steps on local processes")
     orders = [_order(number, each, logs.run, rounds) for number, each in enumerate(model_plans)]
-    seconds = _run(orders, devices, logs)
+    # Process groups of other models would slow all steps of one.
+    seconds = [_run(order, devices, logs) for order in orders]
     return [
         _comparison_of(run, devices, each, of_each)
         for run, each, of_each in zip(runs, model_plans, seconds, strict=True)
@@ -205,12 +206,12 @@ def _order(number: int, model_plans: _ModelPlans, folder: Path, rounds: int) -> 
     return MeasureOrder(model_plans.config, str(graph), files, rounds)
 
 
-def _run(orders: Sequence[MeasureOrder], devices: int, logs: LogFolder) -> list[list[list[float]]]:
-    """For each order, for each plan, the seconds of its steps."""
-    request, result = logs.run / "orders.json", logs.run / "seconds.json"
-    request.write_text(json.dumps([asdict(order) for order in orders]), encoding="utf-8")
+def _run(order: MeasureOrder, devices: int, logs: LogFolder) -> list[list[float]]:
+    """For each plan the seconds of its steps."""
+    request, result = logs.run / "order.json", logs.run / "seconds.json"
+    request.write_text(json.dumps(asdict(order)), encoding="utf-8")
     launch(["-P", "-m", "shardwright.compare.worker", str(request), str(result)], devices, logs)
-    seconds: list[list[list[float]]] = json.loads(result.read_text(encoding="utf-8"))
+    seconds: list[list[float]] = json.loads(result.read_text(encoding="utf-8"))
     return seconds
 
 

@@ -41,6 +41,7 @@ class LinkLevel:
         name: what joins the devices: `node`, `network`.
         bandwidth: bytes per second that each device sends, all devices sending at once.
         latency: seconds from the start of a message to its arrival.
+        call: seconds that each collective takes beside its messages.
         devices: how many devices one group of this level joins; None: any number.
         efficiency: the share of the bandwidth that collectives of large tensors reach.
         collectives: `trees`: a group of p devices needs ⌈log₂ p⌉ messages one after the other;
@@ -55,6 +56,7 @@ class LinkLevel:
     devices: int | None = None
     collectives: str = TREES
     efficiency: float = 1.0
+    call: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -77,6 +79,8 @@ class Device:
         overlap_slowdown: of communication beside computation the share by which both together take
             longer than the computation.
         overhead: seconds that each operator takes at least.
+        pass_overhead: seconds that a pipeline stage takes for each pass of a chunk beside its
+            operators.
         at_full_rate: how many devices can compute at the full rate at once (processes on the cores
             of one CPU); None: all of them.
     """
@@ -90,6 +94,7 @@ class Device:
     matrix_half: float = 0.0
     overlap_slowdown: float = 0.0
     overhead: float = 0.0
+    pass_overhead: float = 0.0
     at_full_rate: int | None = None
 
     def peak(self, dtype: torch.dtype) -> float:
@@ -129,6 +134,7 @@ class Device:
             rates={dtype: rate * share for dtype, rate in self.rates.items()},
             memory_bandwidth=self.memory_bandwidth * share,
             overhead=self.overhead / share,
+            pass_overhead=self.pass_overhead / share,
         )
 
 
@@ -336,7 +342,8 @@ class _Entries:
 def _device(entries: _Entries) -> Device:
     entries.only(
         *("memory", "rates", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"),
-        *("attention_efficiency", "matrix_half", "overlap_slowdown", "overhead", "at_full_rate"),
+        *("attention_efficiency", "matrix_half", "overlap_slowdown", "overhead"),
+        *("pass_overhead", "at_full_rate"),
     )
     rates = _Entries(entries.needed("rates"), entries.where, f"{entries.prefix}rates.")
     for dtype in rates.mapping:
@@ -358,16 +365,18 @@ def _device(entries: _Entries) -> Device:
         matrix_half=entries.number("matrix_half", {"": 1.0}, 0.0, zero=True),
         overlap_slowdown=entries.share("overlap_slowdown", 0.0),
         overhead=entries.number("overhead", SECONDS, 0.0, zero=True),
+        pass_overhead=entries.number("pass_overhead", SECONDS, 0.0, zero=True),
         at_full_rate=entries.count("at_full_rate"),
     )
 
 
 def _level(entries: _Entries) -> LinkLevel:
-    entries.only("name", "bandwidth", "latency", "devices", "efficiency", "collectives")
+    entries.only("name", "bandwidth", "latency", "devices", "efficiency", "call", "collectives")
     return LinkLevel(
         name=str(entries.needed("name")),
         bandwidth=entries.number("bandwidth", BYTES_PER_SECOND),
         latency=entries.number("latency", SECONDS, zero=True),
+        call=entries.number("call", SECONDS, 0.0, zero=True),
         devices=entries.count("devices"),
         efficiency=entries.share("efficiency"),
         collectives=entries.one_of("collectives", (TREES, RINGS, GLOO)),

@@ -1,11 +1,12 @@
 """Seconds of collectives over the axes of a device matrix: the α-β model, level by level.
 
-A message of n bytes takes α + n/β seconds on a link of latency α and bandwidth β. Groups that cross
-several levels of links work level by level, as NCCL's and HCCL's hierarchical algorithms do: an
-all-reduce over nodes is a reduce-scatter within each node, an all-reduce of the shards between
-nodes, and an all-gather within each node. Rounds: a group of p devices needs ⌈log₂ p⌉ (Thakur,
-Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005), or
-p − 1 where messages go round a ring, as gloo's do, and NCCL's unless they sum over all devices.
+A message of n bytes takes α + n/β seconds on a link of latency α and bandwidth β, and each call of
+a collective a constant. Groups that cross several levels of links work level by level, as NCCL's
+and HCCL's hierarchical algorithms do: an all-reduce over nodes is a reduce-scatter within each
+node, an all-reduce of the shards between nodes, and an all-gather within each node. Rounds: a group
+of p devices needs ⌈log₂ p⌉ (Thakur, Rabenseifner and Gropp, "Optimization of collective
+communication operations in MPICH", 2005), or p − 1 where messages go round a ring, as gloo's do,
+and NCCL's unless they sum over all devices.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Links:
         if pattern == "point_to_point":
             # Every device sends all that it has to one other, which may be in another node.
             link = self.cluster.levels[group[-1][0]]
-            return link.latency + num_bytes / link.rate
+            return link.call + link.latency + num_bytes / link.rate
         if pattern == "pairwise":
             return self._all_to_all(group, num_bytes)
         return self._level_by_level(group, num_bytes, collective)
@@ -66,7 +67,7 @@ class Links:
             if link.collectives == RINGS and rounds(link, collective) == 1:
                 hops = behind - behind // size
             once = hops * link.latency + (size - 1) / size * left / link.rate
-            seconds += rounds(link, collective) * once
+            seconds += link.call + rounds(link, collective) * once
             left, behind = left / size, behind // size
         return seconds
 
@@ -77,7 +78,8 @@ class Links:
         for level, size in group:
             link = self.cluster.levels[level]
             share = (reached * size - reached) / devices
-            seconds += messages(link, size) * link.latency + share * num_bytes / link.rate
+            seconds += link.call + messages(link, size) * link.latency
+            seconds += share * num_bytes / link.rate
             reached *= size
         return seconds
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwright.cost.cluster import Cluster
+from shardwright.cost.collectives import messages
 from shardwright.cost.dry_run import chunk_key
 from shardwright.cost.flops import work_of
 from shardwright.cost.pipeline_timeline import ChunkSeconds, Timeline, timeline
@@ -61,8 +62,11 @@ def _on_cluster(
         if chunk.leaving:
             target, devices = pipeline.stage_of(chunk.number + 1), chunk.mesh.num_devices
             link = model.links.cluster.level_between(chunk.stage * devices, target * devices)
-            send = link.latency + chunk.border_bytes[0] / link.rate
-        yield time, ChunkSeconds(time.forward_seconds, time.backward_seconds, send=send)
+            send = link.call + link.latency + chunk.border_bytes[0] / link.rate
+        there, back = time.forward_seconds, time.backward_seconds
+        if pipeline.stages > 1:
+            there, back = there + model.device.pass_overhead, back + model.device.pass_overhead
+        yield time, ChunkSeconds(there, back, send=send)
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,8 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
     """Seconds of a training step.
 
     With stages the step lasts as long as their timeline, and what is made once a step after it: the
-    exposed reductions of gradients and the optimizer's update of the stage that takes longest.
+    exposed reductions of gradients, those between stages that share a parameter, and the
+    optimizer's update of the stage that takes longest.
     Where devices share a processor, a stage that waits leaves it to the others: then the step lasts
     as long as the stages work on average.
 
@@ -128,7 +133,7 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
     if pipeline.stages == 1:
         return Predicted(cluster, steps, None, steps[0].seconds)
     stages = timeline(pipeline, [seconds for _, seconds in times])
-    after = [0.0] * pipeline.stages
+    after = _sums_between_stages(partitioned, model)
     for chunk, step in zip(chunks, steps, strict=True):
         after[chunk.stage] += step.exposed + step.update
     if model.shared:
@@ -137,3 +142,17 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
         seconds = busy + (sent + sum(after)) / pipeline.stages
         return Predicted(cluster, steps, stages, seconds)
     return Predicted(cluster, steps, stages, stages.seconds + max(after))
+
+
+def _sums_between_stages(partitioned: Partitioned, model: TimeModel) -> list[float]:
+    """For each stage the seconds in which it sums gradients of parameters with other stages: each
+    in an all-reduce of its own, one after the other."""
+    seconds = [0.0] * partitioned.pipeline.stages
+    devices = partitioned.mesh.num_devices
+    for stages, num_bytes in partitioned.shared_gradients:
+        link = model.links.cluster.level_between(stages[0] * devices, stages[-1] * devices)
+        moved = (len(stages) - 1) / len(stages) * num_bytes / link.rate
+        once = messages(link, len(stages)) * link.latency + moved
+        for stage in stages:
+            seconds[stage] += link.call + 2 * once
+    return seconds

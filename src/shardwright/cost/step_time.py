@@ -42,6 +42,11 @@ UPDATE_PASSES = 7
 """How often AdamW moves each stored parameter: it reads parameter, gradient and two moments, and
 writes parameter and moments."""
 
+PARAMETER_OPERATORS = 20
+"""Of each trained parameter in a step on a CPU: the dozen with which AdamW updates one after the
+other, and what joins its gradient with others and takes it out again. Accelerators update all at
+once."""
+
 ComputeAndExposed = tuple[float, float]
 """Forward and backward."""
 
@@ -250,9 +255,10 @@ class TimeModel:
         gather = self.bucketed((*varying, *whole), num_bytes, "all_gather")
         return gather, self.bucketed(varying, num_bytes, "reduce_scatter")
 
-    def update(self, num_bytes: float) -> float:
-        """The optimizer's step over stored parameters of so many bytes."""
-        return UPDATE_PASSES * num_bytes / self.device.stream
+    def update(self, num_bytes: float, count: int = 0) -> float:
+        """The optimizer's step over so many stored parameters of together so many bytes."""
+        one_by_one = 0.0 if self.device.at_full_rate is None else PARAMETER_OPERATORS * count
+        return UPDATE_PASSES * num_bytes / self.device.stream + one_by_one * self.device.overhead
 
     def update_of(self, num_bytes: float, num_shards: int) -> float:
         """The optimizer's step over a parameter that is used in so many bytes, cut into
@@ -298,7 +304,8 @@ def step_time(
     buckets: dict[tuple[bool, int], float] = defaultdict(float)
     for _, _, once, way, seconds in bucket_seconds(flow, model):
         buckets[once, way] += seconds
-    stored = sum(_stored_bytes(flow, value) for value in graph.parameters if value.requires_grad)
+    trained = [value for value in graph.parameters if value.requires_grad]
+    stored = sum(_stored_bytes(flow, value) for value in trained)
     return StepTime(
         forward=forward,
         backward=backward,
@@ -306,7 +313,7 @@ def step_time(
         backward_redistributions=back,
         gathers=buckets[True, 0],
         gradients=buckets[True, 1],
-        update=model.update(stored),
+        update=model.update(stored, len(trained)),
         gathers_each=buckets[False, 0],
         gradients_each=buckets[False, 1],
         micro_batches=micro_batches,

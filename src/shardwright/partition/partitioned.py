@@ -74,6 +74,19 @@ class Partitioned:
         return {name: tuple(sorted(numbers)) for name, numbers in stages.items()}
 
     @cached_property
+    def shared_gradients(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """For each trained parameter that several stages read these stages, and the bytes of its
+        gradient on one device of each."""
+        trained = {v.name: v for c in self.chunks for v in c.graph.parameters if v.requires_grad}
+        found = []
+        for name, stages in self.stages_of_parameters.items():
+            if name in trained and len(stages) > 1:
+                stored = TensorLayout(self.mesh, self.chunks[0].decisions.storage[name])
+                shard = prod(stored.shard_shape(trained[name].shape))
+                found.append((stages, shard * trained[name].stored_dtype.itemsize))
+        return tuple(found)
+
+    @cached_property
     def first_stages(self) -> dict[str, int]:
         """For each parameter and buffer that a stage reads or updates the first such stage."""
         first: dict[str, int] = {}
@@ -107,14 +120,9 @@ class Partitioned:
                 backward += count * to_previous
             sent[chunk.stage][0] += forward
             sent[chunk.stage][1] += backward
-        trained = {v.name: v for c in chunks for v in c.graph.parameters if v.requires_grad}
-        for name, stages in self.stages_of_parameters.items():
-            if name in trained and len(stages) > 1:
-                stored = TensorLayout(self.mesh, chunks[0].decisions.storage[name])
-                shard = prod(stored.shard_shape(trained[name].shape))
-                local = shard * trained[name].stored_dtype.itemsize
-                for stage in stages:
-                    sent[stage][1] += -(-2 * (len(stages) - 1) * local // len(stages))
+        for stages, num_bytes in self.shared_gradients:
+            for stage in stages:
+                sent[stage][1] += -(-2 * (len(stages) - 1) * num_bytes // len(stages))
         return tuple((forward, backward) for forward, backward in sent)
 
     def _check_updates(self) -> None:
