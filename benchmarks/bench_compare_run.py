@@ -1,8 +1,8 @@
 """The automatic plan against expert configurations, measured
 
 Tiny variants of three language models, parallelized in all alternatives over 8 local processes with
-gloo: one launch, in which the alternatives of a model take turns, so that other load on the machine
-affects all alike. *Predicted*: step time for the cluster `local`, calibrated with as many
+gloo: a launch for each model, in which its alternatives take turns, so that other load on the
+machine affects all alike. *Predicted*: step time for the cluster `local`, calibrated with as many
 processes. *Speedup*: over the expert's plan in the same round, median and quartiles. *ρ*:
 Spearman's correlation of predicted and measured step times: 1 if the prediction ranks the
 alternatives in the measured order. Steps this small are dominated by latency and overhead; the
