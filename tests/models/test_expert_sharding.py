@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 import shardwright as sw
 from shardwright.errors import ConfigError
@@ -112,3 +113,27 @@ def test_a_whole_embedding_table_looks_up_each_devices_positions() -> None:
     plan = sw.plan(net, batch, devices=8, mode="sharding_propagation")
     assert plan.row("model.embed_tokens").strategy == ((1, 1), (2, 4))
     assert sw.check(net, batch, {}, plan).passes()
+
+
+def latent_attention() -> transformers.DeepseekV3ForCausalLM:
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8}
+    heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    config = transformers.DeepseekV3Config(
+        **{**ranks, **heads, **experts, "hidden_size": 16, "num_hidden_layers": 2},
+        intermediate_size=24, moe_intermediate_size=8, first_k_dense_replace=1,
+        num_attention_heads=4, num_key_value_heads=4, vocab_size=64,
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def test_latent_attention_is_cut_along_batch_sequence_and_heads() -> None:
+    torch.manual_seed(0)
+    net, ids = latent_attention(), torch.randint(64, (4, 8))
+    call = {"input_ids": ids, "labels": ids, "use_cache": False}
+    pin_expert(net, data_parallel=2, context_parallel=2, model_parallel=2, expert_parallel=2)
+    plan = sw.plan(net, kwargs=call, devices=8, mode="sharding_propagation")
+    for layer in range(2):
+        row = plan.row(f"model.layers.{layer}.self_attn.kv_b_proj")
+        assert row.strategy == ((2, 1, 2, 1), (2, 1))
+    assert sw.check(net, (), call, plan).passes()

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwright.constraints.shard import shard
 from shardwright.errors import ConfigError
-from shardwright.layout.layout import Layout
+from shardwright.layout.layout import Layout, TensorLayout
 
 COLUMN = (
     *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj"),
@@ -72,10 +72,7 @@ def pin_expert(
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
         if name in COLUMN:
-            # The queries of PanguAlpha's query layer are shared by all samples: no batch dimension.
-            same_for_all = path.endswith("query_layer.self_attn.q_proj")
-            read = lay("cp", "None") if same_for_all else lay("dp", "cp", "None")
-            shard(_linear(module), (read, lay("mp", "None")))
+            shard(_linear(module), (_read(net, path, lay), lay("mp", "None")))
         elif name in ROW:
             shard(_linear(module), (lay("dp", "cp", "mp"), lay("None", "mp")), (output,))
             has_row_layers = True
@@ -98,6 +95,18 @@ def pin_expert(
             f"{type(net).__name__} has no layers named {' or '.join(ROW)}, so there is no expert"
             " strategy for it"
         )
+
+
+def _read(net: nn.Module, path: str, lay: Layout) -> TensorLayout:
+    """What a layer that is cut along its outputs reads."""
+    if path.endswith("query_layer.self_attn.q_proj"):
+        # The queries of PanguAlpha's query layer are shared by all samples: no batch dimension.
+        return lay("cp", "None")
+    parent, _, name = path.rpartition(".")
+    if name == "kv_b_proj" and hasattr(net.get_submodule(parent), "expand_kv"):
+        # Latents are those of a single head, as caches keep them.
+        return lay("dp", "None", "cp", "None")
+    return lay("dp", "cp", "None")
 
 
 def cut_by_model_parallel(
