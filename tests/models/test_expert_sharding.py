@@ -121,8 +121,12 @@ def latent_attention() -> transformers.DeepseekV3ForCausalLM:
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
     config = transformers.DeepseekV3Config(
         **{**ranks, **heads, **experts, "hidden_size": 16, "num_hidden_layers": 2},
-        intermediate_size=24, moe_intermediate_size=8, first_k_dense_replace=1,
-        num_attention_heads=4, num_key_value_heads=4, vocab_size=64,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=64,
     )
     return transformers.DeepseekV3ForCausalLM(config)
 
