@@ -122,3 +122,18 @@ def test_a_tensor_that_is_changed_after_it_was_saved_is_refused_by_the_backward_
         y.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_compiled_step_of_an_optimizer_does_what_an_eager_one_does() -> None:
+    stepped = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        parameters = [torch.nn.Parameter(x) for x in tensors((Shard(0), Shard(1)))]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        step()
+        stepped.append([parameter.detach().to_local() for parameter in parameters])
+    for eager, own in zip(*stepped, strict=True):
+        torch.testing.assert_close(own, eager)

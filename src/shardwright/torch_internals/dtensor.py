@@ -154,7 +154,7 @@ def explain_mixing(
     for name in ("numpy", "tolist"):
         setattr(DTensor, name, partialmethod(partial(refused, name)))
     for name in (*except_in, "__iadd__", "__imul__", "__truediv__", "sqrt"):
-        setattr(DTensor, name, partialmethod(_of_tensor, name, error))
+        setattr(DTensor, name, _method(name, error))
     _explain_changed_numbers(error)
 
 
@@ -172,20 +172,27 @@ def _explain_changed_numbers(error: Callable[[OpOverload], Exception]) -> None:
     vars(DTensor._op_dispatcher).setdefault(tail.__name__, explained)
 
 
-def _of_tensor(
-    tensor: DTensor, name: str, error: Callable[[str], Exception], *args: Any, **kwargs: Any
-) -> Any:
-    """What a method of this name gives, or `error(name)` where DTensors and others are mixed."""
+def _method(name: str, error: Callable[[str], Exception]) -> Callable[..., Any]:
+    """What gives what a method of this name gives, or `error(name)` where DTensors and others are
+    mixed."""
     method = getattr(Tensor, name)
-    parts = _parts_alike(tensor, args, kwargs)
-    if parts is not None:
-        return _of_parts(tensor, method(*parts, **kwargs))
-    try:
-        return method(tensor, *args, **kwargs)
-    except RuntimeError as mixed:
-        if MIXED not in str(mixed):
-            raise
-        raise error(name) from mixed
+
+    # A function: `torch.compile` cannot follow other callables.
+    @wraps(method)
+    def of_tensor(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(tensor, *args, **kwargs)
+        parts = _parts_alike(tensor, args, kwargs)
+        if parts is not None:
+            return _of_parts(tensor, method(*parts, **kwargs))
+        try:
+            return method(tensor, *args, **kwargs)
+        except RuntimeError as mixed:
+            if MIXED not in str(mixed):
+                raise
+            raise error(name) from mixed
+
+    return of_tensor
 
 
 def _parts_alike(
@@ -195,7 +202,7 @@ def _parts_alike(
     the tensors, in a tenth of the time: all are cut alike, none is a term of a sum, and autograd
     does not see them. None if it does not, or if it is not certain."""
     spec, local = tensor._spec, tensor._local_tensor
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or tensor.is_inference():
+    if torch.is_grad_enabled() or tensor.is_inference():
         return None
     if type(tensor) is not DTensor or type(local) is not Tensor:
         return None
