@@ -128,7 +128,8 @@ def explain_mixing(
     element, such as a loss, is taken as it is, and gets a gradient of its own kind.
 
     Args:
-        except_in: names of operators that keep their speed, and are explained as methods only.
+        except_in: names of operators that keep their speed, and are explained as methods only;
+            these methods compute on the parts of tensors that are cut alike.
     """
 
     def explained(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,7 +200,7 @@ def _parts_alike(
     tensor: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any] | None:
     """The parts on this rank, if an operator of single elements does with them what it does with
-    the tensors, in a tenth of the time: all are cut alike, none is a term of a sum, and autograd
+    the tensors, and sooner: all are cut alike, none is a term of a sum, and autograd
     does not see them. None if it does not, or if it is not certain."""
     spec, local = tensor._spec, tensor._local_tensor
     if torch.is_grad_enabled() or tensor.is_inference():
