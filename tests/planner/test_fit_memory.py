@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from sample_models import Stack
-from shardwright.errors import PlanInterrupted
+from shardwright.errors import MemoryLimitError, PlanInterrupted
 from shardwright.models import Dimensions, build
 from shardwright.partition.decisions import LEVELS
+from shardwright.search.recompute import fit
 from shardwright.search.recompute.fit import RecomputeFit
 
 ARGS = (torch.randn(512, 128),)
@@ -256,6 +257,25 @@ def test_stages_by_hand_with_all_layers_recomputed_are_never_faster(
     assert fitted.memory.peak <= by_hand.memory.peak
     assert fitted.step_time is not None and by_hand.step_time is not None
     assert fitted.step_time <= by_hand.step_time
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.3, 0.5])
+def test_estimates_that_are_wrong_about_what_can_fit_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    options: dict[str, Any] = {"mode": "recursive_programming", "cluster": "ascend910b"}
+    limit = int(share * plan(**options).memory.peak)
+
+    def planned(sure: float) -> tuple[float | None, int]:
+        monkeypatch.setattr(fit, "SURE", sure)
+        try:
+            found = plan(**options, memory_limit=limit)
+        except MemoryLimitError as error:
+            return None, error.needed
+        return found.step_time, found.memory.peak
+
+    # All that may fit is believed to, or nothing is.
+    assert planned(0.0) == planned(float("inf"))
 
 
 def test_what_is_known_to_fit_is_offered_when_the_search_is_stopped(

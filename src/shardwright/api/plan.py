@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +31,21 @@ from shardwright.progress import within
 from shardwright.runtime.accelerator import device_of_group
 from shardwright.runtime.micro_batches import numbers_of_pieces
 from shardwright.torch_internals import pytree
+
+MANY_OBJECTS = 20_000
+"""So many more must there be before Python looks for cycles among the youngest. Searches make
+millions of objects and hardly any cycles, and would spend a seventh of their time on that."""
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    before = gc.get_threshold()
+    if before[0]:
+        gc.set_threshold(max(MANY_OBJECTS, before[0]), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @dataclass(frozen=True)
@@ -102,6 +119,7 @@ def plan_model(
     return decide_model(options, net, args, kwargs).plan()
 
 
+@_rare_collections()
 def decide_model(
     options: PlanOptions,
     net: nn.Module | Graph,

@@ -421,8 +421,8 @@ class _NamelessChunk:
         cuts = decisions.cuts.get(op.name, {})
         return (
             op.target,
-            self._argument(op.args),
-            self._argument(op.kwargs),
+            op.structure,
+            tuple(map(self._number, op.inputs)),
             tuple(map(self._value, op.outputs)),
             tuple((factor, tuple(axes)) for factor, axes in cuts.items() if axes),
             decisions.outputs.get(op.name),
@@ -430,12 +430,3 @@ class _NamelessChunk:
             if recompute is None
             else (self._number(recompute.segment), recompute.communication),
         )
-
-    def _argument(self, argument: Any) -> object:
-        if isinstance(argument, Value):
-            return Value, self._number(argument)
-        if isinstance(argument, list | tuple):
-            return tuple(map(self._argument, argument))
-        if isinstance(argument, dict):
-            return tuple((name, self._argument(each)) for name, each in argument.items())
-        return repr(argument)

@@ -240,6 +240,16 @@ class TensorLayout:
         Raises:
             LayoutError: if `shape` has other dimensions, or one that its parts do not divide.
         """
+        if shape not in self._shard_shapes:
+            self._shard_shapes[shape] = self._divided(shape)
+        return self._shard_shapes[shape]
+
+    @cached_property
+    def _shard_shapes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Of the shapes that were asked for: searches and predictions ask for few, very often."""
+        return {}
+
+    def _divided(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if len(shape) != len(self.axes):
             raise LayoutError(
                 f"the layout {self} is of {len(self.axes)} dimensions, the shape {tuple(shape)}"

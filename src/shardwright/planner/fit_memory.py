@@ -130,7 +130,8 @@ class _Draft:
         needed: bytes of a device of each stage, at least, whatever is recomputed.
         recomputes: whether it has to, by an estimate or because that was measured.
         fit: what finds out how much; None as long as that is only estimated.
-        fits: whether that is done.
+        sure: whether an estimate is enough to say that it can fit.
+        fits: whether it is known how much.
         depth: of the module tree, at which its blocks cannot be enough, by an estimate.
     """
 
@@ -139,6 +140,7 @@ class _Draft:
     needed: Sequence[int]
     recomputes: bool = False
     fit: RecomputeFit | None = None
+    sure: bool = True
     fits: bool = False
     depth: int | None = None
 
@@ -210,12 +212,15 @@ class _Search:
         return None
 
     def known_to_fit(self) -> list[Candidate]:
-        """What waits and fits: with as much recomputed as it needs, or with all that can be."""
+        """What waits and fits: with as much recomputed as it needs, or with all that can be. If
+        that was found of nothing yet, it is found out of the first that may."""
         drafts = [what for *_, what in self.waiting if isinstance(what, _Draft)]
         known = [draft.candidate for draft in drafts if draft.fits]
         for draft in drafts:
-            if draft.fit is not None and not draft.fits:
-                least = draft.fit.least
+            if draft.fit is None or draft.fits or (known and not draft.fit.is_measured):
+                continue
+            least = draft.fit.least
+            if least.memory.peak <= (self.limit or 0):
                 fitted = replace(draft.candidate, decisions=least.decisions, measured=least.memory)
                 known.append(fitted)
         return known
@@ -287,6 +292,9 @@ class _Search:
         if draft.fit is not None:
             found = draft.fit.run()
             log.info("%s: %s of %s", attempt, binary(found.memory.peak), binary(self.limit))
+            if found.memory.peak > self.limit:
+                self.add(bound, replace(draft, fit=None, sure=False))
+                return None
             fitted = replace(candidate, decisions=found.decisions, measured=found.memory)
             self.add(bound, replace(draft, candidate=fitted, fits=True), fitted.seconds)
             return None
@@ -341,7 +349,8 @@ class _Search:
                 fit = self._begun(draft, depth)
                 if fit.can_fit:
                     fits.append(fit)
-                outside = max(outside, fit.outside)
+                else:
+                    outside = max(outside, fit.outside)
             if fits:
                 return fits
         return []
@@ -351,7 +360,7 @@ class _Search:
         candidate = draft.candidate
         stages = self._ladders(candidate).at(depth)
         parts = candidate.decisions, candidate.memory, self.limit or 0, draft.needed
-        fit = RecomputeFit(stages, *parts)
+        fit = RecomputeFit(stages, *parts, draft.sure)
         if not fit.can_fit:
             self._failed(fit.least, draft.attempt)
         return fit
@@ -371,7 +380,8 @@ class _Search:
             if self.least is not None and max(draft.needed) >= self.least[0].peak:
                 break
             if draft.depth is not None:
-                if (fit := self._begun(draft, draft.depth)).can_fit:
+                fit = self._begun(replace(draft, sure=False), draft.depth)
+                if fit.can_fit:
                     self.add(0.0, replace(draft, fit=fit), draft.candidate.seconds)
             elif draft.attempt.recompute:
                 self.dropped.extend(self._at_depths(draft))
