@@ -3,7 +3,7 @@
 Where they share the cores of one CPU they take in turn the CPU time of all: a step lasts as long as
 all of them work, whoever waits. So what is measured is the CPU time of small programs that are like
 those of a plan: operators of a block of a transformer, collectives between them, forward and
-backward, and passes of a pipeline of two stages.
+backward, and passes of a pipeline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B
 from torch.multiprocessing.spawn import spawn
 
 from shardwright.cost.cluster import (
@@ -32,6 +31,7 @@ from shardwright.cost.cluster import (
     cluster_to_yaml,
     read_cluster,
 )
+from shardwright.cost.small_pipeline import MICRO_BATCHES, SmallPipeline
 from shardwright.errors import ConfigError
 from shardwright.rules.rule import Function
 from shardwright.runtime.accelerator import (
@@ -50,8 +50,6 @@ from shardwright.runtime.collectives import (
 )
 from shardwright.runtime.devices import Group
 from shardwright.text_files import read_text
-from shardwright.torch_internals.distributed import group_named
-from shardwright.torch_internals.pipelining import pipeline_stage
 
 MATRIX, STREAM = 768, 1 << 23
 """Rows of the matrices and elements of the vectors that are timed."""
@@ -67,9 +65,6 @@ OPERATORS = 22 + 38
 
 LARGE_MESSAGE = 1 << 20
 """Elements (float32) of the large all-reduces that are timed."""
-
-MICRO_BATCHES = 8
-"""Of the pipeline that is timed."""
 
 CORES = os.cpu_count() or 1
 
@@ -105,12 +100,13 @@ def _measure(rank: int, processes: int, result: Path) -> None:
     *rates, bandwidth, overhead, short, long, pair, passes = mean.tolist()
     if rank == 0:
         link = link_of(processes, short, long, pair)
+        alone = (passes - link.call - link.latency) / processes
         device = replace(
             device,
             rates=dict(zip(device.rates, rates, strict=True)),
             memory_bandwidth=bandwidth,
             overhead=overhead,
-            pass_overhead=max(0.0, passes - (link.call + link.latency) / 2) / processes,
+            pass_overhead=max(0.0, alone - SmallPipeline.OPERATORS * overhead),
         )
         result.write_text(cluster_to_yaml(Cluster(LOCAL, device, (link,))), encoding="utf-8")
     dist.barrier()
@@ -128,6 +124,11 @@ class Clock:
     processes: int = 1
     together: Callable[[], object] = lambda: None
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the processes share cores."""
+        return self.processes > CORES
+
     def seconds(self, work: Callable[[], object]) -> float:
         """The median time of `work` when all processes do it, after one round that is not counted;
         each round begins `together`.
@@ -136,7 +137,7 @@ class Clock:
         what else the machine does.
         """
         clock, share = time.perf_counter, 1.0
-        if self.processes > CORES:
+        if self.takes_turns:
             clock, share = time.process_time, self.processes / CORES
         times = []
         for _ in range(REPEATS + 1):
@@ -227,15 +228,13 @@ def _rotated(x: Tensor) -> Tensor:
 
 def _communication(clock: Clock) -> tuple[float, float, float, float]:
     """Seconds of a small collective and of a large all-reduce of all processes, of a small
-    collective of each two, and of a pass of a pipeline of two stages; the last two 0 where the
-    processes are odd in number."""
+    collective of each two, which is 0 where the processes are odd in number, and of a pass of a
+    pipeline of all processes."""
     every, network = _group(clock.processes), SmallTransformer(CPU)
     short = _collective(every, network, clock)
     long = clock.seconds(partial(all_reduce(every), torch.zeros(LARGE_MESSAGE)))
-    if clock.processes % 2:
-        return short, long, 0.0, 0.0
-    pairs = _group(2)
-    return short, long, _collective(pairs, network, clock), _pass(pairs, clock)
+    pair = 0.0 if clock.processes % 2 else _collective(_group(2), network, clock)
+    return short, long, pair, _pass(clock)
 
 
 def _group(size: int) -> Group:
@@ -253,36 +252,13 @@ def _collective(group: Group, network: SmallTransformer, clock: Clock) -> float:
     return max(0.0, with_them - clock.seconds(network.train)) / (8 * BLOCKS)
 
 
-class _Stage(nn.Module):
-    """A stage of two that computes next to nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(ROWS, WIDTH))
-
-    def forward(self, *arrived: Tensor, number: Tensor) -> Tensor:
-        return (arrived[0] * self.weight).sum() if arrived else 2 * self.weight
-
-
-def _pass(pair: Group, clock: Clock) -> float:
-    """Seconds of a pass of one stage for one micro-batch, with its half of sending what crosses."""
-    group = group_named(pair.name)
-    stage, module = dist.get_rank(group), _Stage()
-    crosses = (torch.empty(ROWS, WIDTH, device="meta", requires_grad=True),)
-    loss = (torch.empty((), device="meta", requires_grad=True),)
-    like = ((), crosses) if stage == 0 else (crosses, loss)
-    schedule = Schedule1F1B(
-        pipeline_stage(module, stage, 2, CPU, like[0], like[1], group, None),
-        MICRO_BATCHES,
-        lambda loss, _: loss,
-    )
-    numbers = torch.arange(MICRO_BATCHES)
-
-    def step() -> None:
-        schedule.step(number=numbers, target=numbers, losses=[], return_outputs=False)
-        module.weight.grad = None
-
-    return clock.seconds(step) / (2 * MICRO_BATCHES)
+def _pass(clock: Clock) -> float:
+    """Seconds of a pass of one stage for one micro-batch, with sending what it made."""
+    passes = 2 * MICRO_BATCHES
+    if not clock.takes_turns:
+        # While the pipeline fills and drains, stages wait.
+        passes += 2 * (clock.processes - 1)
+    return clock.seconds(SmallPipeline(clock.processes, CPU).train) / passes
 
 
 def link_of(processes: int, short: float, long: float, pair: float) -> LinkLevel:
