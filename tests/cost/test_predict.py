@@ -70,6 +70,16 @@ def test_each_pass_of_a_stage_takes_its_overhead(plan: sw.Plan) -> None:
     assert seconds == pytest.approx(predict(plan.partitioned, quick).seconds + passes + 2, rel=0.01)
 
 
+def test_each_step_of_a_pipeline_takes_its_overhead_once(plan: sw.Plan) -> None:
+    quick = load_cluster("h100")
+    for at_full_rate, times in ((None, 1), (1, plan.devices)):
+        device = replace(quick.device, at_full_rate=at_full_rate)
+        before = predict(plan.partitioned, replace(quick, device=device)).seconds
+        device = replace(device, step_overhead=1.0)
+        after = predict(plan.partitioned, replace(quick, device=device)).seconds
+        assert after == pytest.approx(before + times)
+
+
 class Tied(nn.Module):
     """The table of the embedding is read by the last layer too."""
 

@@ -81,6 +81,7 @@ class Device:
         overhead: seconds that each operator takes at least.
         pass_overhead: seconds that a pipeline stage takes for each pass of a chunk beside its
             operators.
+        step_overhead: seconds that it takes for each step beside its passes.
         at_full_rate: how many devices can compute at the full rate at once (processes on the cores
             of one CPU); None: all of them.
     """
@@ -95,6 +96,7 @@ class Device:
     overlap_slowdown: float = 0.0
     overhead: float = 0.0
     pass_overhead: float = 0.0
+    step_overhead: float = 0.0
     at_full_rate: int | None = None
 
     def peak(self, dtype: torch.dtype) -> float:
@@ -135,6 +137,7 @@ class Device:
             memory_bandwidth=self.memory_bandwidth * share,
             overhead=self.overhead / share,
             pass_overhead=self.pass_overhead / share,
+            step_overhead=self.step_overhead / share,
         )
 
 
@@ -343,7 +346,7 @@ def _device(entries: _Entries) -> Device:
     entries.only(
         *("memory", "rates", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"),
         *("attention_efficiency", "matrix_half", "overlap_slowdown", "overhead"),
-        *("pass_overhead", "at_full_rate"),
+        *("pass_overhead", "step_overhead", "at_full_rate"),
     )
     rates = _Entries(entries.needed("rates"), entries.where, f"{entries.prefix}rates.")
     for dtype in rates.mapping:
@@ -366,6 +369,7 @@ def _device(entries: _Entries) -> Device:
         overlap_slowdown=entries.share("overlap_slowdown", 0.0),
         overhead=entries.number("overhead", SECONDS, 0.0, zero=True),
         pass_overhead=entries.number("pass_overhead", SECONDS, 0.0, zero=True),
+        step_overhead=entries.number("step_overhead", SECONDS, 0.0, zero=True),
         at_full_rate=entries.count("at_full_rate"),
     )
 

@@ -31,7 +31,7 @@ from shardwright.cost.cluster import (
     cluster_to_yaml,
     read_cluster,
 )
-from shardwright.cost.small_pipeline import MICRO_BATCHES, SmallPipeline
+from shardwright.cost.small_pipeline import SmallPipeline
 from shardwright.errors import ConfigError
 from shardwright.rules.rule import Function
 from shardwright.runtime.accelerator import (
@@ -66,6 +66,9 @@ OPERATORS = 22 + 38
 LARGE_MESSAGE = 1 << 20
 """Elements (float32) of the large all-reduces that are timed."""
 
+FEW, MANY = 2, 8
+"""Micro-batches of the pipelines that are timed."""
+
 CORES = os.cpu_count() or 1
 
 REPEATS = 7
@@ -95,18 +98,20 @@ def _measure(rank: int, processes: int, result: Path) -> None:
     clock = Clock(processes, dist.barrier)
     device = measure_device(clock)
     figures = [*device.rates.values(), device.memory_bandwidth, device.overhead]
-    mean = torch.tensor([*figures, *_communication(clock)], dtype=torch.float64) / processes
+    figures += [*_communication(clock), *_passes(clock)]
+    mean = torch.tensor(figures, dtype=torch.float64) / processes
     dist.all_reduce(mean)
-    *rates, bandwidth, overhead, short, long, pair, passes = mean.tolist()
+    *rates, bandwidth, overhead, short, long, pair, once, step = mean.tolist()
     if rank == 0:
         link = link_of(processes, short, long, pair)
-        alone = (passes - link.call - link.latency) / processes
+        alone = (once - link.call - link.latency) / processes
         device = replace(
             device,
             rates=dict(zip(device.rates, rates, strict=True)),
             memory_bandwidth=bandwidth,
             overhead=overhead,
             pass_overhead=max(0.0, alone - SmallPipeline.OPERATORS * overhead),
+            step_overhead=step / processes,
         )
         result.write_text(cluster_to_yaml(Cluster(LOCAL, device, (link,))), encoding="utf-8")
     dist.barrier()
@@ -226,15 +231,14 @@ def _rotated(x: Tensor) -> Tensor:
     return x * 0.6 + torch.cat([-x[..., half:], x[..., :half]], -1) * 0.8
 
 
-def _communication(clock: Clock) -> tuple[float, float, float, float]:
-    """Seconds of a small collective and of a large all-reduce of all processes, of a small
-    collective of each two, which is 0 where the processes are odd in number, and of a pass of a
-    pipeline of all processes."""
+def _communication(clock: Clock) -> tuple[float, float, float]:
+    """Seconds of a small collective and of a large all-reduce of all processes, and of a small
+    collective of each two, which is 0 where the processes are odd in number."""
     every, network = _group(clock.processes), SmallTransformer(CPU)
     short = _collective(every, network, clock)
     long = clock.seconds(partial(all_reduce(every), torch.zeros(LARGE_MESSAGE)))
     pair = 0.0 if clock.processes % 2 else _collective(_group(2), network, clock)
-    return short, long, pair, _pass(clock)
+    return short, long, pair
 
 
 def _group(size: int) -> Group:
@@ -252,13 +256,16 @@ def _collective(group: Group, network: SmallTransformer, clock: Clock) -> float:
     return max(0.0, with_them - clock.seconds(network.train)) / (8 * BLOCKS)
 
 
-def _pass(clock: Clock) -> float:
-    """Seconds of a pass of one stage for one micro-batch, with sending what it made."""
-    passes = 2 * MICRO_BATCHES
-    if not clock.takes_turns:
-        # While the pipeline fills and drains, stages wait.
-        passes += 2 * (clock.processes - 1)
-    return clock.seconds(SmallPipeline(clock.processes, CPU).train) / passes
+def _passes(clock: Clock) -> tuple[float, float]:
+    """Seconds of a pass of one stage for one micro-batch, with sending what it made, and of all
+    that a step takes beside its passes."""
+    few, many = (
+        clock.seconds(SmallPipeline(clock.processes, CPU, number).train) for number in (FEW, MANY)
+    )
+    once = max(0.0, many - few) / (2 * (MANY - FEW))
+    # While the pipeline fills and drains stages wait, unless they take turns.
+    waits = 0 if clock.takes_turns else clock.processes - 1
+    return once, max(0.0, few - 2 * (FEW + waits) * once)
 
 
 def link_of(processes: int, short: float, long: float, pair: float) -> LinkLevel:

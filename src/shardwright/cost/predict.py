@@ -136,6 +136,7 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
     after = _sums_between_stages(partitioned, model)
     for chunk, step in zip(chunks, steps, strict=True):
         after[chunk.stage] += step.exposed + step.update
+    after = [seconds + model.device.step_overhead for seconds in after]
     if model.shared:
         busy = (1 - stages.bubble) * stages.seconds
         sent = 2 * pipeline.micro_batches * sum(seconds.send for _, seconds in times)

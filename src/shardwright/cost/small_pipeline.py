@@ -1,4 +1,4 @@
-"""A small pipeline, to measure what a pass of a stage takes beside its operators."""
+"""A small pipeline, to measure what its passes and steps take beside operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.runtime.devices import Devices
 
-ROWS, WIDTH, MICRO_BATCHES = 8, 64, 8
+ROWS, WIDTH = 8, 64
+"""Of each layer and micro-batch."""
 
 
 class SmallPipeline:
@@ -25,31 +26,33 @@ class SmallPipeline:
 
     Args:
         stages: processes of the running process group.
+        micro_batches: of each step.
     """
 
     OPERATORS = 2
     """Of a pass of a stage on average, as the time model counts them: one forward, and gradients of
     inputs and of weights."""
 
-    def __init__(self, stages: int, device: torch.device) -> None:
+    def __init__(self, stages: int, device: torch.device, micro_batches: int) -> None:
         # All processes are given the same batch.
         torch.manual_seed(0)
-        graph = capture(_Layers(stages), self._batch(1))
+        graph = capture(_Layers(stages), _batch(1))
         mesh = Layout((1,), ("dp",))
         decisions = Decisions({}, storage_as_used(graph, mesh, {}))
-        partitioned = Partitioned(graph, mesh, decisions, _pipeline(graph, stages))
+        partitioned = Partitioned(graph, mesh, decisions, _pipeline(graph, stages, micro_batches))
         devices = Devices.of_process(mesh, device, stages, dtensor_axes(partitioned))
         self._module = parallel_module(_Layers(stages), partitioned, devices)
-        self._whole = self._batch(MICRO_BATCHES)
+        self._whole = _batch(micro_batches)
 
     def train(self) -> None:
         """Forward and backward through all stages, of all micro-batches."""
         self._module.train_step(*self._whole)
         self._module.zero_grad()
 
-    def _batch(self, micro_batches: int) -> tuple[Tensor, Tensor]:
-        rows = micro_batches * ROWS
-        return torch.ones(rows, WIDTH), torch.zeros(rows, dtype=torch.int64)
+
+def _batch(micro_batches: int) -> tuple[Tensor, Tensor]:
+    rows = micro_batches * ROWS
+    return torch.ones(rows, WIDTH), torch.zeros(rows, dtype=torch.int64)
 
 
 class _Layers(nn.Module):
@@ -63,6 +66,6 @@ class _Layers(nn.Module):
         return nn.functional.cross_entropy(x, labels)
 
 
-def _pipeline(graph: Graph, stages: int) -> PipelineSpec:
+def _pipeline(graph: Graph, stages: int, micro_batches: int) -> PipelineSpec:
     numbers = {op.name: int(op.module.removeprefix("layers.")) for op in graph.ops if op.module}
-    return PipelineSpec(stages, MICRO_BATCHES, chunk_of=assign_neighbors(graph, numbers))
+    return PipelineSpec(stages, micro_batches, chunk_of=assign_neighbors(graph, numbers))
