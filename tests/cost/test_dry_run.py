@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 import shardwright as sw
 from sample_models import llama
 from shardwright.cost import dry_run
-from shardwright.cost.dry_run import DryRun, DryRunCache, Phase, chunk_key, dry_run_chunk
+from shardwright.cost.dry_run import DryRun, DryRunCache, Phase, dry_run_chunk
 from shardwright.cost.memory import memory
-from shardwright.partition.decisions import Recompute
 from shardwright.partition.schedules import SCHEDULES
 
 NET, ARGS, KWARGS = llama(layers=8)
@@ -67,25 +65,6 @@ def test_the_middle_stages_of_equal_layers_run_once(
     before = len(made)
     assert again.memory_with("sgd").peak < by_itself.peak
     assert len(made) == before, "nothing runs for another optimizer"
-
-
-def test_chunks_that_differ_in_one_decision_are_not_alike() -> None:
-    plan = planned()
-    middle = plan.partitioned.chunks[1]
-    ops = [op.name for op in middle.graph.ops if op.inputs]
-    name = random.Random(0).choice(ops)
-    weight = middle.graph.parameters[0].name
-    decisions = middle.decisions
-    others = [
-        replace(decisions, recompute={name: Recompute("a")}),
-        replace(decisions, recompute={name: Recompute("a", communication=False)}),
-        replace(decisions, storage={**decisions.storage, weight: ((0, 0), ())}),
-        replace(decisions, bucket_bytes=1),
-        replace(decisions, cuts={**decisions.cuts, name: {"b": (0,)}}),
-        replace(decisions, sharding=None),
-    ]
-    keys = {chunk_key(replace(middle, decisions=each)) for each in (decisions, *others)}
-    assert len(keys) == len(others) + 1
 
 
 def test_arguments_that_are_no_tensors_may_stand_between_those_that_are() -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.collectives import messages
-from shardwright.cost.dry_run import chunk_key
 from shardwright.cost.flops import work_of
 from shardwright.cost.pipeline_timeline import ChunkSeconds, Timeline, timeline
 from shardwright.cost.step_time import StepTime, TimeModel, step_time
 from shardwright.partition.chunk import Chunk
+from shardwright.partition.chunk_key import chunk_key
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
 

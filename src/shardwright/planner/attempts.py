@@ -1,12 +1,13 @@
-"""What is tried so that a plan fits into memory, and in which order."""
+"""What is tried so that a plan fits into memory, in which order, and what is said if none does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from shardwright.cost.memory import Memory, StageMemory, binary
 from shardwright.cost.pipeline_timeline import check_pipelining
-from shardwright.errors import PlanError
+from shardwright.errors import MemoryLimitError, PlanError
 from shardwright.partition.decisions import LEVELS, OptimizerParallel
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.planner.options import AUTO_RECOMPUTE, PlanOptions
@@ -88,3 +89,25 @@ def _more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
             except PlanError:
                 continue
             yield replace(options, stages=stages)
+
+
+def too_large(attempt: Attempt, limit: int, needs: Memory) -> MemoryLimitError:
+    """The error that no plan fits into `limit` bytes, of which `attempt` needs least."""
+    stage = max(needs.stages, key=lambda each: each.peak)
+    where = f" on stage {stage.stage}" if len(needs.stages) > 1 else ""
+    options = attempt.options
+    stages = ""
+    if options.cluster is not None and options.stages == 1 < options.num_micro_batches:
+        stages = ", or stages='auto'"
+    text = (
+        f"no plan for {options.devices} devices fits into memory_limit="
+        f"{binary(limit)}; the smallest one needs {binary(needs.peak)}"
+        f" ({needs.peak:,} bytes){where}, with {attempt}: {_breakdown(stage)}; set a larger"
+        f" limit, or use more devices or more micro-batches{stages}"
+    )
+    return MemoryLimitError(text, needs.peak)
+
+
+def _breakdown(stage: StageMemory) -> str:
+    sizes = ((kind, getattr(stage, kind)) for kind in StageMemory.NAMES)
+    return ", ".join(f"{kind} {binary(size)}" for kind, size in sizes if size)

@@ -10,16 +10,15 @@ from itertools import count, zip_longest
 
 import torch
 
-from shardwright.cost.memory import Memory, StageMemory, binary, least_memory
+from shardwright.cost.memory import Memory, binary, least_memory
 from shardwright.errors import (
-    MemoryLimitError,
     PlanError,
     PlanInterrupted,
     ShardwrightError,
     StrategyError,
 )
 from shardwright.plan.ranked import LeftOut, PlanKind
-from shardwright.planner.attempts import Attempt, Groups, phases
+from shardwright.planner.attempts import Attempt, Groups, phases, too_large
 from shardwright.planner.candidate import Candidate, Decide
 from shardwright.planner.options import PlanOptions
 from shardwright.planner.ranking import Ranking, requested_kind
@@ -400,7 +399,7 @@ class _Search:
         if self.least is None:
             return self.errors[0][1]
         needs, attempt = self.least
-        return MemoryLimitError(_too_large(attempt, self.limit or 0, needs), needs.peak)
+        return too_large(attempt, self.limit or 0, needs)
 
 
 def _needed_by(candidate: Candidate, attempt: Attempt) -> object:
@@ -414,23 +413,3 @@ def _needed_by(candidate: Candidate, attempt: Attempt) -> object:
 
 def _hashable(cuts: Mapping[str, Cuts]) -> object:
     return tuple((name, tuple(cut.items())) for name, cut in cuts.items())
-
-
-def _too_large(attempt: Attempt, limit: int, needs: Memory) -> str:
-    stage = max(needs.stages, key=lambda each: each.peak)
-    where = f" on stage {stage.stage}" if len(needs.stages) > 1 else ""
-    options = attempt.options
-    stages = ""
-    if options.cluster is not None and options.stages == 1 < options.num_micro_batches:
-        stages = ", or stages='auto'"
-    return (
-        f"no plan for {options.devices} devices fits into memory_limit="
-        f"{binary(limit)}; the smallest one needs {binary(needs.peak)}"
-        f" ({needs.peak:,} bytes){where}, with {attempt}: {_breakdown(stage)}; set a larger"
-        f" limit, or use more devices or more micro-batches{stages}"
-    )
-
-
-def _breakdown(stage: StageMemory) -> str:
-    sizes = ((kind, getattr(stage, kind)) for kind in StageMemory.NAMES)
-    return ", ".join(f"{kind} {binary(size)}" for kind, size in sizes if size)
