@@ -116,6 +116,11 @@ class Candidate:
             known.append((decided, found))
         return found
 
+    @cached_property
+    def parameter_axes(self) -> int:
+        """How many axes the mesh of DTensors has."""
+        return len(dtensor_axes(self.partitioned))
+
     @property
     def shards_storage(self) -> bool:
         """Whether parameters are stored otherwise than they are used."""
@@ -262,7 +267,7 @@ def _aligned(candidate: Candidate, pinned: Mapping[str, Cuts]) -> Candidate:
     """The same with operators that divide axes in the same places, where the parameters' mesh has
     many axes, gets fewer, and no step is predicted to take longer."""
     model, mesh, options = candidate.model, candidate.mesh, candidate.options
-    if len(dtensor_axes(candidate.partitioned)) <= MANY_AXES:
+    if candidate.parameter_axes <= MANY_AXES:
         return candidate
     levels = TimeModel(options.known_cluster, mesh, candidate.pipeline.stages).links.levels
     best = candidate
@@ -274,7 +279,7 @@ def _aligned(candidate: Candidate, pinned: Mapping[str, Cuts]) -> Candidate:
             others.append(replace(best, decisions=decisions))
         best = min(
             (other for other in others if other.seconds <= best.seconds),
-            key=lambda one: (len(dtensor_axes(one.partitioned)), one.seconds),
+            key=lambda one: (one.parameter_axes, one.seconds),
         )
     return best
 
