@@ -105,6 +105,24 @@ def test_views_are_reshapes_with_known_sizes() -> None:
                 assert tuple(op.args[1]) == op.output.shape
 
 
+def strided(net: Any, x: Tensor) -> Tensor:
+    turned = (x @ net.weight).T.contiguous()
+    return turned.as_strided((3, 2), (4, 3), 1) * turned.T[0, 1]
+
+
+def pairs_as_complex(net: Any, x: Tensor) -> Tensor:
+    return torch.view_as_complex((x @ net.weight).view(4, 2, 2).mT.contiguous()).abs()
+
+
+def bits_of_pairs(net: Any, x: Tensor) -> Tensor:
+    return (x @ net.weight) * (x.T.contiguous().view(torch.int32).sum(1) % 7)
+
+
+@pytest.mark.parametrize("read", [strided, pairs_as_complex, bits_of_pairs])
+def test_what_reads_memory_finds_neighbors_as_during_capture(read: Any) -> None:
+    assert_equal(Function(read), (x(),), {})
+
+
 def test_no_operator_is_bound_to_a_device() -> None:
     for op in capture(*models.llama()).ops:
         assert not {"device", "layout", "pin_memory"} & set(op.kwargs), op

@@ -73,6 +73,11 @@ class Diagonal(nn.Module):
         return (x * 2).fill_diagonal_(1, wrap=True)
 
 
+class Beyond(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2)[1].as_strided((3, 2), (4, 1), 0)
+
+
 class Raising(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise ValueError("no such head")
@@ -112,6 +117,7 @@ def test_numbers_that_forward_draws_outside_of_torch_are_refused(draw: Callable[
             "return (x * 2).fill_diagonal_(1, wrap=True)",
             "Compute the result with `torch.where`",
         ),
+        (Beyond(), "return (x * 2)[1].as_strided((3, 2), (4, 1), 0)", "Use `unfold`, slices"),
         (Raising(), 'raise ValueError("no such head")', "ValueError: no such head"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",

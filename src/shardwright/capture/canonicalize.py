@@ -140,15 +140,22 @@ def _copy(node: fx.Node) -> fx.Node:
     return _first(node)
 
 
-@rewrites(aten.view_as_real.default, aten.view.dtype)
-def _bits(node: fx.Node) -> fx.Node | None:
-    """Kernels may return a conjugated view where fake tensors are none, and what made a copy of it
-    is gone."""
-    source = _first(node)
-    if source.target is aten.resolve_conj.default or not tensor(source).is_complex():
-        return None
-    resolved = insert(node, aten.resolve_conj.default, (source,))
-    return insert(node, node.target, (resolved, *node.args[1:]))  # type: ignore[arg-type]
+@rewrites(
+    aten.view_as_real.default,
+    aten.view_as_complex.default,
+    aten.view.dtype,
+    aten.as_strided.default,
+)
+def _memory(node: fx.Node) -> fx.Node:
+    """What reads memory needs neighbors side by side, and no conjugated view: kernels may return
+    one where fake tensors are none. What made a copy is gone."""
+    source, *others = node.args
+    assert isinstance(source, fx.Node)
+    if tensor(source).is_complex() and source.target is not aten.resolve_conj.default:
+        source = insert(node, aten.resolve_conj.default, (source,))
+    if node.target is not aten.view_as_real.default:
+        source = insert(node, aten.contiguous.default, (source,))
+    return insert(node, node.target, (source, *others))  # type: ignore[arg-type]
 
 
 @rewrites(

@@ -46,6 +46,7 @@ from shardwright.capture.signature import (
 )
 from shardwright.capture.unflatten import move_flattening_down
 from shardwright.capture.value_guards import PassedGuards
+from shardwright.capture.views import read_strides_of_elements
 from shardwright.errors import CaptureError, StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.progress import OnProgress, silent
@@ -150,6 +151,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     module, signature, graph = call.module, traced.signature, traced.graph
     decompose(graph)
     keep_rows_of_targets(graph)
+    read_strides_of_elements(graph)
     calls = call_tags(graph)
     check_static(graph, hint_of_experts(module))
     tied = merge_tied(module, graph, signature)

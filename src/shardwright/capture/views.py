@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwright.capture.fx_nodes import call, is_tensor, node_arguments, node_shape, tensor
+from shardwright.capture.fx_nodes import (
+    call,
+    insert,
+    is_tensor,
+    node_arguments,
+    node_shape,
+    tensor,
+)
 from shardwright.capture.naming import line_of
 from shardwright.errors import CaptureError
 from shardwright.torch_internals.tensors import storage_id
@@ -68,6 +75,43 @@ _SELF_INVERSE = frozenset(
         aten.numpy_T.default,
     }
 )
+
+
+_BY_STRIDES = frozenset(
+    {
+        aten.as_strided.default,
+        aten.as_strided_copy.default,
+        aten.as_strided_.default,
+        aten.as_strided_scatter.default,
+    }
+)
+"""Operators that read memory, by strides, and not the elements of a tensor."""
+
+
+def read_strides_of_elements(graph: fx.Graph) -> None:
+    """Lets `as_strided` read the elements of its input in the order in which they lie in memory
+    during capture: what is captured may lie there otherwise, and shards do.
+
+    Raises:
+        CaptureError: if it reads anything else, or writes.
+    """
+    for node in [node for node in graph.nodes if node.target in _BY_STRIDES]:
+        source, arguments = node.args[0], node_arguments(node)
+        x = tensor(source)
+        size, stride, start = arguments["size"], arguments["stride"], arguments["storage_offset"]
+        first = 0 if start is None else start - x.storage_offset()
+        last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        order = sorted(range(x.ndim), key=lambda dim: (x.stride(dim), x.shape[dim]), reverse=True)
+        dense = x.permute(order).is_contiguous() and first >= 0 and last < max(x.numel(), 1)
+        if not dense or node.target not in (aten.as_strided.default, aten.as_strided_copy.default):
+            raise CaptureError(
+                f"{line_of(node)}: `{node.target}` reads or writes memory beside the elements of "
+                "its input, or in another order. Use `unfold`, slices or an index."
+            )
+        moved = insert(node, aten.permute.default, (source, order))
+        flat = insert(node, aten.reshape.default, (moved, [-1]))
+        rest = insert(node, aten.slice.Tensor, (flat, 0, first, x.numel()))
+        node.target, node.args, node.kwargs = aten.as_strided.default, (rest, size, stride), {}
 
 
 def view_base(node: fx.Node) -> fx.Node | None:
