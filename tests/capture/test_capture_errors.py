@@ -147,6 +147,12 @@ def test_a_lazy_parameter_must_be_initialized_first() -> None:
         capture(nn.LazyLinear(4), (x(),))
 
 
+def test_a_scripted_part_is_named() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(CaptureError, match=r"1 is scripted .* Use the module of which it was made"):
+        capture(net.double(), (x(),))
+
+
 def test_a_module_that_cannot_be_copied_is_named() -> None:
     net = nn.Linear(4, 4)
     net.stream = (i for i in range(3))  # type: ignore[assignment]

@@ -45,9 +45,15 @@ def fake_copy(
         compute_dtype: the dtype of the copies of single-precision parameters and arguments.
 
     Raises:
-        CaptureError: if the module has uninitialized (lazy) or sparse parameters, or cannot be
-            deep-copied.
+        CaptureError: if the module has uninitialized (lazy) or sparse parameters or scripted parts,
+            or cannot be deep-copied.
     """
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path or 'the model'} is scripted or traced by `torch.jit`, and has no Python "
+                "code to capture. Use the module of which it was made."
+            )
     mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     cast = cast_parameters(module, compute_dtype)
