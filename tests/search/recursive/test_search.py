@@ -372,6 +372,14 @@ def test_a_model_without_products_whose_batch_does_not_divide_is_an_error() -> N
         search_recursively(SearchRequest(net.build(), prime_mesh(8)))
 
 
+def test_an_inputs_first_dimension_that_no_product_has_is_not_said_to_be_indivisible() -> None:
+    net = GraphBuilder()
+    net.input("x", 8, 3)
+    net.linear("dense", net.input("y", 3, 15), 9)
+    with pytest.raises(StrategyError, match=r"dim 0 of the inputs \(8\).*the batch come first"):
+        search_recursively(SearchRequest(net.build(), prime_mesh(8)))
+
+
 def test_operators_without_any_rule_are_named_as_the_reason() -> None:
     net = GraphBuilder()
     net.op("unknown", lambda x: x, net.input("x", 8, 8))

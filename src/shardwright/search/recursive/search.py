@@ -242,6 +242,11 @@ def _nothing_divides(indexed: IndexedGraph, mesh: Layout) -> StrategyError:
         return IndivisibleError(
             f"{where}: {others}, and the model has no tensor input with a batch dimension"
         )
+    if indexed.batch_size % devices == 0:
+        return IndivisibleError(
+            f"{where}: {others}; dim 0 of the inputs ({indexed.batch_size}) would do, but those"
+            " operators have none of that size: let the batch come first, or use fewer devices"
+        )
     valid = " or ".join(map(str, nearest_multiples(indexed.batch_size, devices)))
     return IndivisibleError(
         f"{where}: the batch size {indexed.batch_size} is not divisible, and {others};"
