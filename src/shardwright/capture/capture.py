@@ -35,6 +35,7 @@ from shardwright.capture.hooks import check_hooks, observe_forward_hooks
 from shardwright.capture.inline_regions import inline_regions
 from shardwright.capture.layer_progress import report_layers
 from shardwright.capture.naming import line_of, line_of_error
+from shardwright.capture.shared_memory import check_memory
 from shardwright.capture.signature import (
     Signature,
     add_updates,
@@ -169,6 +170,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     move_flattening_down(graph)
     remove_dead(graph)
     captured = build_graph(call, graph, signature, sources)
+    check_memory(module, captured)
     read = {value.name for value in (*captured.parameters, *captured.buffers)}
     tied = {name: first for name, first in tied.items() if first in read}
     return replace(
