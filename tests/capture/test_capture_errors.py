@@ -147,6 +147,33 @@ def test_a_lazy_parameter_must_be_initialized_first() -> None:
         capture(nn.LazyLinear(4), (x(),))
 
 
+@torch.library.custom_op("capture_errors::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class WithoutFake(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return doubled(x)
+
+
+class Mapped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row, column: row @ column, in_dims=(0, 1))(x, x + 1)
+
+
+@pytest.mark.parametrize(
+    ("net", "advice"),
+    [
+        (WithoutFake(), r"return doubled\(x\).*needs a fake implementation.*register_fake"),
+        (Mapped(), r"return torch\.vmap.*cannot be captured.*for the whole batch"),
+    ],
+)
+def test_what_tracing_lacks_is_said_with_the_line(net: nn.Module, advice: str) -> None:
+    with pytest.raises(CaptureError, match=advice):
+        capture(net, (x(),))
+
+
 def test_a_scripted_part_is_named() -> None:
     net = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
     with pytest.raises(CaptureError, match=r"1 is scripted .* Use the module of which it was made"):

@@ -138,6 +138,8 @@ def trace(
         CaptureError, StrategyError: as `capture`.
     """
     exported, attributes, autocast_on = _export(call, compute_dtype, varying, on_progress)
+    for node in exported.graph.nodes:
+        _check_kind(node)
     signature = Signature.of(exported)
     inline_regions(exported.graph_module)
     return Trace(exported.graph, signature, attributes, autocast_on, compute_dtype)
@@ -265,6 +267,11 @@ def _explain(error: Exception, hint: str) -> str:
             f"{line}: `forward` returns an object that may hold tensors: "
             f"{text.split(' in out')[0]}; return tensors, numbers, tuples, lists or dicts; call a "
             "model of `transformers` without `use_cache=True`"
+        )
+    if "UnsupportedOperator" in type(error).__name__ or "no fake impl" in text:
+        return (
+            f"{line}: capture needs a fake implementation of this operator ({text.splitlines()[0]})"
+            ": register one by `torch.library.register_fake`"
         )
     first = (text.splitlines()[0] if text else "").removesuffix(".")
     return (

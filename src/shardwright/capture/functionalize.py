@@ -209,7 +209,8 @@ class _Program:
         if target is None:
             raise CaptureError(
                 f"{line_of(node)}: cannot capture `{node.target}`, which works in place and has no "
-                f"variant that returns a new tensor. Compute the result with `torch.where`."
+                f"variant that returns a new tensor. Compute the result with `torch.where`, or let "
+                f"an operator of your own return it."
             )
         new = call(self.graph, target, (old, *arguments), kwargs, like=node)
         return self._fit(new, old, node)
