@@ -63,3 +63,43 @@ def frozen_data(net: Autoencoder) -> None:
 @pytest.mark.parametrize("tie", [one_parameter, columns_of_one_tensor, frozen_data])
 def test_others_are_captured(tie: Callable[[Autoencoder], None]) -> None:
     assert capture(Autoencoder(tie), (torch.randn(8, 4),)).loss is not None
+
+
+class Scaled(nn.Module):
+    def __init__(self, hold: Callable[[Scaled], None]) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.rescale = self.scaled
+        hold(self)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rescale(self.layer(x)).square().mean()
+
+
+def in_a_lambda(net: Scaled) -> None:
+    net.rescale = lambda x: x * net.scale
+
+
+def in_a_hook(net: Scaled) -> None:
+    net.layer.register_forward_hook(lambda module, args, output: output + net.scale)
+
+
+def as_a_view_in_an_attribute(net: Scaled) -> None:
+    net.view = net.scale.data[:2]
+    net.rescale = lambda x: x[:, :2] * net.view
+
+
+@pytest.mark.parametrize("hold", [in_a_lambda, in_a_hook, as_a_view_in_an_attribute])
+def test_a_parameter_that_would_become_a_constant_is_refused_by_name(
+    hold: Callable[[Scaled], None],
+) -> None:
+    with pytest.raises(CaptureError, match=r"'scale' is also read otherwise.*through `self`"):
+        capture(Scaled(hold), (torch.randn(8, 4),))
+
+
+def test_a_method_in_an_attribute_reads_parameters() -> None:
+    graph = capture(Scaled(lambda net: None), (torch.randn(8, 4),))
+    assert {value.name for value in graph.parameters} == {"layer.weight", "layer.bias", "scale"}

@@ -35,7 +35,7 @@ from shardwright.capture.hooks import check_hooks, observe_forward_hooks
 from shardwright.capture.inline_regions import inline_regions
 from shardwright.capture.layer_progress import report_layers
 from shardwright.capture.naming import line_of, line_of_error
-from shardwright.capture.shared_memory import check_memory
+from shardwright.capture.shared_memory import check_constants, check_memory
 from shardwright.capture.signature import (
     Signature,
     add_updates,
@@ -152,6 +152,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
         CaptureError: as `capture`.
     """
     module, signature, graph = call.module, traced.signature, traced.graph
+    check_constants(module, signature.constants.values())
     decompose(graph)
     keep_rows_of_targets(graph)
     read_strides_of_elements(graph)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from itertools import chain, combinations
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.deferred import copies_of_attributes
 from shardwright.errors import CaptureError
 from shardwright.graph.graph import Graph
 from shardwright.torch_internals.tensors import storage_id
@@ -31,6 +33,27 @@ def check_memory(module: nn.Module, graph: Graph) -> None:
                 f"{one!r} and {other!r} are two tensors in the same memory: a step that changes one"
                 " would change both in the module, but not on shards. Give both names one"
                 " parameter, compute one from the other in `forward`, or `clone()` it"
+            )
+
+
+def check_constants(module: nn.Module, constants: Collection[Tensor]) -> None:
+    """Raises:
+    CaptureError: if what would be a constant of the graph, or a plain attribute, is a parameter
+        that is trained: read through a function that holds the model itself, or a view of it.
+    """
+    if not constants:
+        return
+    held: dict[int, list[Tensor]] = defaultdict(list)
+    for tensor in (*constants, *copies_of_attributes(module).values()):
+        held[storage_id(tensor)].append(tensor)
+    for name, parameter in module.named_parameters():
+        sharing = held.get(storage_id(parameter), ()) if parameter.requires_grad else ()
+        if any(_overlap(parameter, tensor) for tensor in sharing):
+            raise CaptureError(
+                f"{name!r} is also read otherwise than as a parameter of its module: in a lambda or"
+                " hook that holds the model itself, or as a view of its data in an attribute. A"
+                " captured model would keep its first values there, without a gradient. Read it in"
+                " a method, through `self`; in a hook, through the module that it is passed"
             )
 
 
