@@ -221,7 +221,8 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
         model.searched[key] = answers, time.perf_counter() - started
     answers, seconds = model.searched[key]
     found = []
-    for number, cuts in enumerate(answers):
+    # Without a cluster nothing says which answer is the best.
+    for number, cuts in enumerate(answers if options.cluster is not None else answers[:1]):
         divided = pipeline
         if pipeline.stages > 1 and options.stage_config is None:
             division = key, number, pipeline.num_chunks

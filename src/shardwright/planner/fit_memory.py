@@ -271,7 +271,7 @@ class _Search:
                 raise
             self.errors.append((options, error))
             return
-        for candidate in decided if options.cluster is not None else decided[:1]:
+        for candidate in decided:
             same = _needed_by(candidate, attempt)
             if same in self.seen:
                 continue

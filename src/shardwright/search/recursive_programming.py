@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from shardwright.errors import IndivisibleError
 from shardwright.search.by_time.search import searches_by_time
+from shardwright.search.cut_followers import with_cut_followers
 from shardwright.search.recursive.search import search_recursively
 from shardwright.search.request import CutsOfGraph, SearchMode, SearchRequest
 
@@ -27,7 +28,7 @@ class RecursiveProgramming(SearchMode):
         if request.pricing is not None:
             return searches_by_time(request)
         try:
-            return [search_recursively(request)]
+            return with_cut_followers(request, search_recursively(request))
         except IndivisibleError as error:
             # A plan that works on any number of devices, as the search by time finds it.
             logger.warning("every device computes the whole: %s", error)

@@ -8,111 +8,24 @@ where it sums would best be cut anyhow, and no weight would be cut for the price
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice, product
 from math import prod
 
 from shardwright.graph.graph import Op
 from shardwright.layout.axes import Axes
 from shardwright.layout.layout import Layout, TensorLayout
-from shardwright.layout.redistribution import RedistributionStep, redistribution_steps
-from shardwright.partition.communication import InnerReduction
-from shardwright.rules.rule import Cuts, Dims, ShardingRule
+from shardwright.rules.rule import Cuts, ShardingRule
 from shardwright.search.cut_moves import CutMoves, SharedTensor, alike_axes, factor_of_axis
+from shardwright.search.decided_layouts import Between, TensorContext, bare, inner_reductions
 
 CANDIDATES = 512
 """At most so many cuts are tried at once for one operator; one-axis changes of the best follow."""
 
 LocalCost = tuple[int, int]
 """Bytes of redistribution, then of memory on one device."""
-
-Between = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
-"""A redistribution: its source, its target, and other targets that may share its first steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorContext:
-    """What is decided about one tensor of an operator that is still to be decided.
-
-    Args:
-        dims: the factors that it carries in the operator's rule.
-        stored: whether it is a parameter, which is stored as it is used.
-        source: the layout in which it reaches the operator; None if that is not decided, and for
-            the operator's outputs.
-        reads: the layouts in which decided operators read it.
-    """
-
-    dims: Dims
-    shape: tuple[int, ...]
-    itemsize: int
-    differentiable: bool
-    stored: bool = False
-    source: TensorLayout | None = None
-    reads: tuple[TensorLayout, ...] = ()
-
-    @property
-    def decided(self) -> tuple[TensorLayout, ...]:
-        return self.reads if self.source is None else (self.source, *self.reads)
-
-    def redistribution(
-        self, source: TensorLayout, target: TensorLayout, others: Sequence[TensorLayout]
-    ) -> int:
-        """Bytes from `source` to `target`, once partial sums are summed up, as `traffic`."""
-        bare = [_bare(layout) for layout in others]
-        return self.traffic(_bare(source), _bare(target), bare)
-
-    def traffic(
-        self, source: TensorLayout, target: TensorLayout, others: Sequence[TensorLayout]
-    ) -> int:
-        """Bytes from `source` to `target` of the steps that no path to one of `others` shares."""
-        path, sizes = self._priced(source, target)
-        if not path:
-            return 0
-        shared = max((_common(path, self._priced(source, o)[0]) for o in others), default=0)
-        return sum(sizes[shared:])
-
-    def _priced(
-        self, source: TensorLayout, target: TensorLayout
-    ) -> tuple[tuple[RedistributionStep, ...], tuple[int, ...]]:
-        return _priced(source, target, self.shape, self.itemsize, self.differentiable)
-
-    def local_bytes(self, layout: TensorLayout) -> int:
-        return prod(self.shape) * self.itemsize // prod(layout.shard_counts)
-
-
-@lru_cache(maxsize=1 << 14)
-def _bare(layout: TensorLayout) -> TensorLayout:
-    """Only where the tensor is cut, partial sums summed up."""
-    return replace(layout, partial=frozenset(), varying=frozenset())
-
-
-@lru_cache(maxsize=1 << 16)
-def _priced(
-    source: TensorLayout,
-    target: TensorLayout,
-    shape: tuple[int, ...],
-    itemsize: int,
-    differentiable: bool,
-) -> tuple[tuple[RedistributionStep, ...], tuple[int, ...]]:
-    """The steps of a redistribution, and the bytes that one device sends for each, both forward and
-    backward."""
-    path = redistribution_steps(source, target, shape, differentiable)
-    return path, tuple(
-        step.forward_bytes(shape, itemsize)
-        + (step.backward_bytes(shape, itemsize) if differentiable else 0)
-        for step in path
-    )
-
-
-def _common(one: Sequence[RedistributionStep], other: Sequence[RedistributionStep]) -> int:
-    length = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,14 +105,15 @@ class LocalProblem:
     def traffic(self, cuts: Cuts) -> int:
         """All bytes that cutting the operator so sends, for gradients of parameters too."""
         read, left = self.rule.layouts(self.mesh, cuts)
-        sent = self._inside(cuts)
+        inner = inner_reductions(self.op, self.rule, self.mesh, cuts)
+        sent = sum(size for _, size in inner)
         for context, between in chain(self._entering(read), self._leaving(left)):
             sent += context.traffic(*between)
         return sent
 
     def _entering(self, read: tuple[TensorLayout, ...]) -> Iterator[tuple[TensorContext, Between]]:
         for context, layout in zip(self.inputs, read, strict=True):
-            source = _bare(layout) if context.stored else context.source
+            source = bare(layout) if context.stored else context.source
             if source is not None:
                 yield context, (source, layout, context.reads)
 
@@ -207,15 +121,6 @@ class LocalProblem:
         for context, layout in zip(self.outputs, left, strict=True):
             for place, target in enumerate(context.reads):
                 yield context, (layout, target, context.reads[:place])
-
-    def _inside(self, cuts: Cuts) -> int:
-        """Bytes of the collectives inside the operator."""
-        differentiable = any(context.differentiable for context in self.outputs)
-        num_bytes = 0
-        for reduction in self.rule.reductions(self.op, self.rule.shard_counts(self.mesh, cuts)):
-            axes = tuple(axis for factor in reduction.factors for axis in cuts.get(factor, ()))
-            num_bytes += sum(InnerReduction(reduction, axes).bytes(self.mesh, differentiable))
-        return num_bytes
 
     def candidates(self) -> Iterator[dict[str, Axes]]:
         """Cuts to try: axes that all neighbors treat alike cut the same factor, or none.

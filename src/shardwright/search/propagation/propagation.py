@@ -13,20 +13,19 @@ from different pins the redistribution comes to lie where it is cheapest.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from shardwright.errors import StrategyError
-from shardwright.graph.graph import Graph, Kind, Op, Value
+from shardwright.graph.graph import Graph, Op, Value
 from shardwright.layout.axes import Axes
-from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.layout.layout import Layout
 from shardwright.partition.decisions import Outputs
-from shardwright.rules import rule_of as rule_of
-from shardwright.rules.rule import Cuts, Dims
+from shardwright.rules.rule import Cuts
 from shardwright.search.baselines import semi_auto
-from shardwright.search.cut_moves import layouts_of
-from shardwright.search.indexed_graph import whole_outputs
-from shardwright.search.propagation.local_choice import LocalProblem, TensorContext
+from shardwright.search.cut_followers import with_cut_followers
+from shardwright.search.decided_layouts import DecidedLayouts, tensor_context
+from shardwright.search.propagation.local_choice import LocalProblem
 from shardwright.search.request import CutsOfGraph, SearchMode, SearchRequest
 
 
@@ -66,45 +65,23 @@ class ShardingPropagation(SearchMode):
     name: ClassVar[str] = "sharding_propagation"
 
     def search(self, request: SearchRequest) -> CutsOfGraph:
-        return propagate(request)
+        return self.searches(request)[0]
+
+    def searches(self, request: SearchRequest) -> Sequence[CutsOfGraph]:
+        return with_cut_followers(request, propagate(request))
 
 
 ROUNDS = 4
 """At most so many times all operators are decided again, forward and backward."""
 
 
-class _Propagation:
-    """The decisions so far, with the layout of each value at its source and at its readers."""
+class _Propagation(DecidedLayouts):
+    """What is decided from the pinned operators outwards."""
 
     def __init__(self, graph: Graph, mesh: Layout, outputs: Outputs) -> None:
-        self.graph = graph
-        self.mesh = mesh
-        self.outputs = outputs
-        self.cuts: CutsOfGraph = {}
-        self.rules = {op.name: rule_of(op) for op in graph.ops}
+        super().__init__(graph, mesh, outputs)
         self.data = _of_inputs(graph)
-        arriving = (*graph.input_values, *graph.buffers, *graph.constants)
-        self.sources = {value: mesh.replicated(len(value.shape)) for value in arriving}
-        self.reads: dict[Value, dict[tuple[str, int], TensorLayout]] = {
-            value: {} for value in graph.values()
-        }
-        self._returned()
         self._known: dict[tuple[object, ...], dict[str, Axes]] = {}
-
-    def _returned(self) -> None:
-        """Counts what the model returns whole, and new values of buffers, as read so."""
-        updates = (value for _, value in self.graph.updates)
-        for value in (*whole_outputs(self.graph), *updates):
-            self.reads[value]["", 0] = self.mesh.replicated(len(value.shape))
-
-    def decide(self, op: Op, cuts: Cuts) -> None:
-        self.cuts[op.name] = {factor: tuple(axes) for factor, axes in cuts.items() if axes}
-        reads, outputs = layouts_of(op, self.rules[op.name], self.mesh, self.cuts[op.name])
-        for index, (value, layout) in enumerate(zip(op.inputs, reads, strict=True)):
-            self.reads[value][op.name, index] = layout
-        fixed = self.outputs.get(op.name, (None,) * len(outputs))
-        for value, layout, axes in zip(op.outputs, outputs, fixed, strict=True):
-            self.sources[value] = layout if axes is None else TensorLayout(self.mesh, axes)
 
     def spread(self) -> None:
         """Decides operator after operator, breadth first.
@@ -124,17 +101,9 @@ class _Propagation:
                 self._enqueue(op, near, far)
 
     def _enqueue(self, op: Op, near: deque[Op], far: deque[Op]) -> None:
-        for value, other in self._neighbors(op):
+        for value, other in self.neighbors(op):
             if other.name not in self.cuts:
                 (near if value.requires_grad and value in self.data else far).append(other)
-
-    def _neighbors(self, op: Op) -> Iterator[tuple[Value, Op]]:
-        for value in op.inputs:
-            if value in self.graph.producer:
-                yield value, self.graph.producer[value]
-        for value in op.outputs:
-            for consumer, _ in self.graph.consumers[value]:
-                yield value, consumer
 
     def settle(self, pinned: Mapping[str, Cuts]) -> None:
         """Decides operators again that redistribute, until that no longer makes it less."""
@@ -152,14 +121,11 @@ class _Propagation:
             before = now
 
     def _redistribution(self) -> int:
-        total = 0
-        for value, layouts in self.reads.items():
-            if value in self.sources:
-                context = _context(value, ())
-                reads = tuple(dict.fromkeys(layouts.values()))
-                for place, target in enumerate(reads):
-                    total += context.redistribution(self.sources[value], target, reads[:place])
-        return total
+        return sum(
+            tensor_context(value, ()).redistribution(*path)
+            for value in self.reads
+            for path in self.paths(value)
+        )
 
     def _cheapest(self, op: Op) -> dict[str, Axes]:
         problem = self._problem(op)
@@ -193,33 +159,14 @@ class _Propagation:
         if rule is None or not rule.factors:
             return None
         inputs = tuple(
-            _context(value, dims, self.sources.get(value), self._others(op, value))
+            tensor_context(value, dims, self.sources.get(value), self.others(op, value))
             for value, dims in zip(op.inputs, rule.inputs, strict=True)
         )
         outputs = tuple(
-            _context(value, dims, None, self._others(op, value))
+            tensor_context(value, dims, None, self.others(op, value))
             for value, dims in zip(op.outputs, rule.outputs, strict=True)
         )
         return LocalProblem(op, rule, self.mesh, inputs, outputs)
-
-    def _others(self, op: Op, value: Value) -> tuple[TensorLayout, ...]:
-        """The layouts in which others than `op` read `value`; a parameter is no tie to them."""
-        if value.kind is Kind.PARAMETER:
-            return ()
-        reads = self.reads[value].items()
-        return tuple(dict.fromkeys(layout for (name, _), layout in reads if name != op.name))
-
-
-def _context(
-    value: Value,
-    dims: Dims,
-    source: TensorLayout | None = None,
-    reads: tuple[TensorLayout, ...] = (),
-) -> TensorContext:
-    stored = value.kind is Kind.PARAMETER
-    return TensorContext(
-        dims, value.shape, value.itemsize, value.requires_grad, stored, source, reads
-    )
 
 
 def _of_inputs(graph: Graph) -> set[Value]:
