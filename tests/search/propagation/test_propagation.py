@@ -117,6 +117,28 @@ def test_case_f_with_biases_communicates_less_than_published() -> None:
     assert (found.bytes, flow(graph, EIGHT, published).bytes) == (704_704, 704_960)
 
 
+def chain(*features: int) -> Graph:
+    """Products behind each other, batch 32."""
+    net = GraphBuilder()
+    x = net.input("x", 32, features[0])
+    for i, size in enumerate(features[1:], start=1):
+        x = net.linear(f"layer{i}", x, size)
+    return net.build()
+
+
+def test_an_operators_own_all_reduce_counts_between_cuts_that_redistribute_alike() -> None:
+    """Before a product that reads a whole input: summing up its own terms would save memory."""
+    pins: Pins = {"layer2": {"j": (0, 1, 2)}}
+    cuts = propagate(SearchRequest(chain(512, 512, 512), EIGHT, pins))
+    assert "k" not in cuts.get("layer1", {})
+
+
+def test_an_operators_own_all_reduce_does_not_count_against_redistribution() -> None:
+    """Behind a product whose output is cut: only one that sums over that reads it as it is."""
+    cuts = propagate(SearchRequest(chain(512, 512, 512), EIGHT, {"layer1": {"j": (0, 1, 2)}}))
+    assert cuts["layer2"] == {"k": (0, 1, 2)}
+
+
 def test_pinned_operators_are_kept_as_they_are() -> None:
     pins: Pins = {"layer2": {"k": (2, 0)}, "relu1": {}, "layer4": {"b": (1,), "j": (2, 0)}}
     cuts = propagate(SearchRequest(case_f(bias=True), EIGHT, pins))

@@ -2,9 +2,10 @@
 
 Breadth first from the pinned operators, over the tensors that operators share, in both directions.
 Each next operator takes the cut with the least redistribution to what is decided already: bytes
-sent for the tensors that it shares, forward and backward. Of equal ones it takes the one
-with the least memory (bytes of its tensors on one device), then with the least communication of any
-kind, gradients of parameters included, then the first in a fixed order.
+sent for the tensors that it shares, forward and backward. Of equal ones it takes the one whose own
+partial sums take the fewest bytes to sum up, then that with the least memory (bytes of its tensors
+on one device), then with the least communication of any kind, gradients of parameters included,
+then the first in a fixed order.
 
 Then operators are decided again with all their neighbors known, so that between regions that grew
 from different pins the redistribution comes to lie where it is cheapest.
