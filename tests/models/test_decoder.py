@@ -103,3 +103,14 @@ def test_no_mask_is_made_and_each_norm_is_one_operator() -> None:
     largest = max(v.numel for v in graph.values() if not v.requires_grad)
     assert largest <= 8 * 16
     assert sum(op.target is torch.ops.aten.rms_norm.default for op in graph.ops) == 5
+
+
+def test_glm_with_explicit_attention_is_exact_with_and_without_a_split() -> None:
+    """As in MindFormers' files with `use_flash_attention: False`."""
+    fused, explicit = (build(FAMILIES["glm"], attention=kind) for kind in ("fused", "explicit"))
+    explicit.load_state_dict(fused.state_dict())
+    ids = torch.randint(0, FAMILIES["glm"].vocab_size, (8, 16))
+    torch.testing.assert_close(explicit(ids, ids), fused(ids, ids))
+    plan = sw.plan(explicit, (ids, ids), devices=8, mem_coeff=16)
+    assert any("matmul" in name for name in plan.cuts)
+    assert sw.check(explicit, (ids, ids), {}, plan).passes(1e-9)
