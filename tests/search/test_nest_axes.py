@@ -14,6 +14,7 @@ from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.partition.communication import storage_as_used
 from shardwright.partition.decisions import Decisions
 from shardwright.partition.partitioned import Partitioned
+from shardwright.search.cut_followers import cut_followers
 from shardwright.search.nest_axes import nest_axes
 from shardwright.search.recursive.search import search_recursively
 from shardwright.search.request import SearchRequest
@@ -34,7 +35,8 @@ MODELS: dict[str, Callable[[], Model]] = {
 def test_plans_send_no_more_and_operators_are_cut_in_as_many_parts(name: str, devices: int) -> None:
     net, args, kwargs = MODELS[name]()
     graph, mesh = sw.capture(net, args, kwargs), prime_mesh(devices)
-    cuts = search_recursively(SearchRequest(graph, mesh))
+    request = SearchRequest(graph, mesh)
+    cuts = cut_followers(request, search_recursively(request))
     plan = sw.plan(graph, devices=devices)
     decided = Decisions(cuts, storage_as_used(graph, mesh, cuts))
     assert plan.bytes <= max(map(sum, Partitioned(graph, mesh, decided).step_bytes))
