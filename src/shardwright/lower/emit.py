@@ -10,7 +10,7 @@ from __future__ import annotations
 import keyword
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,6 +170,10 @@ def nested(
         call: what runs a function and lets the backward pass run it again.
     """
     last = {line.segment: number for number, line in enumerate(lines)}
+    readers: dict[str, set[str | None]] = {n: {None} for n in outputs}
+    for line in lines:
+        for n in line.reads:
+            readers.setdefault(n, set()).add(line.segment)
     result: list[Line] = []
     position = 0
     while position < len(lines):
@@ -179,9 +183,8 @@ def nested(
             position += 1
             continue
         before, inside, after = _apart(lines[position : last[segment] + 1], segment)
-        read = {n for line in lines if line.segment != segment for n in line.reads}
         function = name(f"compute_{segment}")
-        result += [*before, _joined(inside, read | set(outputs), function, call), *after]
+        result += [*before, _joined(inside, readers, function, call), *after]
         position = last[segment] + 1
     return result
 
@@ -205,11 +208,19 @@ def _apart(lines: Sequence[Line], segment: str) -> tuple[list[Line], list[Line],
     return before, inside, after
 
 
-def _joined(inside: Sequence[Line], read: Collection[str], function: str, call: str) -> Line:
+def _joined(
+    inside: Sequence[Line], readers: Mapping[str, set[str | None]], function: str, call: str
+) -> Line:
+    """One line that calls a function of all those inside.
+
+    Args:
+        readers: by variable the segments that read it, None for what is in none.
+    """
+    own = {inside[0].segment}
     assigned = dict.fromkeys(n for line in inside for n in line.names)
     inputs = tuple(dict.fromkeys(n for line in inside for n in line.reads if n not in assigned))
     return Line(
-        names=tuple(n for n in assigned if n in read),
+        names=tuple(n for n in assigned if readers.get(n, own) - own),
         expression=f"{call}({', '.join([function, *inputs])})",
         reads=inputs,
         comment=f"{inside[0].segment}: recomputed in the backward pass",

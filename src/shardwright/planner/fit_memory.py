@@ -33,6 +33,9 @@ NEAR = 0.97
 """A larger `mem_coeff` may have a step that is predicted to take so much of that of a smaller one:
 what the search weighs is simpler than the prediction."""
 
+NEARLY_EXPECTED = 0.99
+"""What fits may have a step that takes so much of what is expected from estimates."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -300,7 +303,7 @@ class _Search:
         if draft.recomputes:
             for fit in self._recomputing(draft):
                 expected = replace(candidate, decisions=fit.expected())
-                self.add(bound, replace(draft, fit=fit), NEAR * expected.seconds)
+                self.add(bound, replace(draft, fit=fit), NEARLY_EXPECTED * expected.seconds)
             return None
         ladders = self._ladders(candidate) if attempt.recompute else None
         plain = ladders is None or ladders.may_fit_plain(draft.needed, self.limit)
@@ -309,7 +312,7 @@ class _Search:
         if ladders is not None:
             decisions = ladders.expected(candidate.decisions, draft.needed, self.limit)
             expected = replace(candidate, decisions=decisions)
-            self.add(bound, replace(draft, recomputes=True), NEAR * expected.seconds)
+            self.add(bound, replace(draft, recomputes=True), NEARLY_EXPECTED * expected.seconds)
         return None
 
     def _measured(self, draft: _Draft) -> Memory:

@@ -269,6 +269,11 @@ def find_rule_maker(target: Any) -> RuleMaker | None:
     return _RULES.get(target) or _RULES.get(str(target))
 
 
+def num_rules() -> int:
+    """How many operators (or their names) have a rule."""
+    return len(_RULES)
+
+
 def registry() -> Mapping[Any, RuleMaker]:
     """All operators (or their names) that have a rule."""
     return MappingProxyType(_RULES)

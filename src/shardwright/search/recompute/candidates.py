@@ -185,12 +185,14 @@ class RecomputeCandidates:
             freed: dict[tuple[int, str], int] = {}
             for name, block in block_of.items():
                 freed[block] = freed.get(block, 0) + plain.get(name, 0) - kept.get(name, 0)
+            of_blocks: dict[tuple[int, str], dict[str, Recompute]] = {}
+            for name, mark in marks.items():
+                of_blocks.setdefault(block_of[name], {})[name] = mark
             work = self._work(flow, block_of)
             for block, size in freed.items():
-                of_block = {n: mark for n, mark in marks.items() if block_of[n] == block}
-                if size > 0 and of_block:
+                if size > 0 and block in of_blocks:
                     item = KnapsackItem(size, work.get(block, 0.0))
-                    options.setdefault(block, {})[option] = (item, of_block)
+                    options.setdefault(block, {})[option] = (item, of_blocks[block])
         return tuple(RecomputeBlock(*block, by_name) for block, by_name in options.items())
 
     def _flow(self, marks: Marks) -> Communication:
