@@ -67,6 +67,16 @@ def qwen_3() -> nn.Module:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
+def gpt_oss() -> nn.Module:
+    """GPT-OSS 120B."""
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig())
+
+
+def olmoe() -> nn.Module:
+    """OLMoE-1B-7B."""
+    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(intermediate_size=1024))
+
+
 def deepseek() -> nn.Module:
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config())
 

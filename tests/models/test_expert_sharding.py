@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import shardwright as sw
 from shardwright.errors import ConfigError
@@ -67,6 +68,34 @@ def test_context_parallel_equals_one_device(model: str, attention: Attention) ->
     pin_expert(net, data_parallel=2, model_parallel=2, context_parallel=2, seq_parallel=True)
     plan = sw.plan(net, batch, devices=8, mode="sharding_propagation")
     assert sw.check(net, batch, {}, plan).passes()
+
+
+def test_experts_with_biases_and_interleaved_gates_are_cut_as_others() -> None:
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attn_implementation="eager",
+    )
+    net = transformers.GptOssForCausalLM(config).eval()
+    nn.init.normal_(net.model.layers[0].mlp.experts.gate_up_proj_bias)
+    nn.init.normal_(net.model.layers[0].mlp.experts.down_proj_bias)
+    pin_expert(net, data_parallel=2, model_parallel=2, expert_parallel=2)
+    ids = torch.randint(0, 64, (4, 8))
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    plan = sw.plan(net, (), batch, devices=4, mode="sharding_propagation")
+    assert plan.strategies["model.layers.0.mlp.experts"][3:] == (
+        *((2, 2, 1, 1), (2, 1, 2)),
+        *((2, 2, 1), (2, 1)),
+    )
+    assert sw.check(net, (), batch, plan).passes()
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,8 @@ def pin_expert(
         elif name in ROW:
             shard(_linear(module), (lay("dp", "cp", "mp"), lay("None", "mp")), (output,))
             has_row_layers = True
-        elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-            tokens = experts("dp", "cp", "None")
-            gate_up, down = experts("ep", "None", "mp", "None"), experts("ep", "None", "mp")
-            shard(module, (tokens, None, None, gate_up, down))
+        elif isinstance(getattr(module, "down_proj", None), nn.Parameter):
+            shard(module, _of_experts(module, experts))
         elif name in NORM and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
             # Others are composed of several operators, which follow their neighbors.
             shard(module, (output, *(None for _ in module.parameters())))
@@ -95,6 +93,15 @@ def pin_expert(
             f"{type(net).__name__} has no layers named {' or '.join(ROW)}, so there is no expert"
             " strategy for it"
         )
+
+
+def _of_experts(module: nn.Module, lay: Layout) -> tuple[TensorLayout | None, ...]:
+    """Of tokens, choices, weights, both projections, and biases where there are any."""
+    inner = ("None", "mp") if getattr(module, "is_concatenated", True) else ("mp", "None")
+    projections = lay("ep", *inner, "None"), lay("ep", "None", "mp")
+    biases = lay("ep", *inner), lay("ep", "None")
+    has_biases = getattr(module, "has_bias", False)
+    return lay("dp", "cp", "None"), None, None, *projections, *(biases if has_biases else ())
 
 
 def _read(net: nn.Module, path: str, lay: Layout) -> TensorLayout:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from itertools import combinations
 
 from shardwright.errors import StrategyError
-from shardwright.graph.graph import Graph, Kind, Value
+from shardwright.graph.graph import Graph, Value
 from shardwright.layout.axes import Axes
 from shardwright.layout.layout import Layout
 from shardwright.partition.decisions import CutAxes, OptimizerParallel, Storage
@@ -58,14 +58,11 @@ def sharded_storage(
 def _cut_axes(graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts]) -> dict[Value, frozenset[int]]:
     """The axes over which any operator reads a parameter cut."""
     axes_of: dict[Value, frozenset[int]] = {value: frozenset() for value in graph.parameters}
-    for op in graph.ops:
-        rule = rule_of(op)
-        if rule is None or not any(value.kind is Kind.PARAMETER for value in op.inputs):
-            continue
-        inputs, _ = rule.layouts(mesh, cuts.get(op.name, {}))
-        for value, layout in zip(op.inputs, inputs, strict=True):
-            if value.kind is Kind.PARAMETER:
-                axes_of[value] |= layout.sharded
+    for value in graph.parameters:
+        for op, index in graph.consumers[value]:
+            if (rule := rule_of(op)) is not None:
+                inputs, _ = rule.layouts(mesh, cuts.get(op.name, {}))
+                axes_of[value] |= inputs[index].sharded
     return axes_of
 
 
