@@ -30,6 +30,7 @@ from shardwright.capture.fake_copy import (
     isolate_capture,
     warn_of_packing,
 )
+from shardwright.capture.foreach import expand_foreach
 from shardwright.capture.functionalize import functionalize
 from shardwright.capture.hooks import check_hooks, observe_forward_hooks
 from shardwright.capture.inline_regions import inline_regions
@@ -153,6 +154,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     """
     module, signature, graph = call.module, traced.signature, traced.graph
     check_constants(module, signature.constants.values())
+    expand_foreach(graph)
     decompose(graph)
     keep_rows_of_targets(graph)
     read_strides_of_elements(graph)
