@@ -34,6 +34,7 @@ from shardwright.capture.foreach import expand_foreach
 from shardwright.capture.functionalize import functionalize
 from shardwright.capture.hooks import check_hooks, observe_forward_hooks
 from shardwright.capture.inline_regions import inline_regions
+from shardwright.capture.known_values import KnownValues
 from shardwright.capture.layer_progress import report_layers
 from shardwright.capture.naming import line_of, line_of_error
 from shardwright.capture.shared_memory import check_constants, check_memory
@@ -211,6 +212,7 @@ def _export(
         with (
             traced_autocast(call.autocast) as regions,
             preserve_tags(),
+            KnownValues(),
             RecordedEffects(),
             PassedGuards(),
             losses,

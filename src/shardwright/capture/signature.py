@@ -52,13 +52,26 @@ class Signature:
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 signature.constants[name] = _real(nodes[name], exported.constants[target])
             else:
-                raise CaptureError(f"{target}: cannot capture a model with a {spec.kind.name}.")
+                raise CaptureError(_foreign(nodes[name], exported.constants.get(target, target)))
         return signature
 
     def copy(self) -> Signature:
         """Another one, of which names may be taken out."""
         parameters, buffers = dict(self.parameters), dict(self.buffers)
         return Signature(self.out_spec, parameters, buffers, self.inputs, self.constants)
+
+
+def _foreign(node: fx.Node, thing: object) -> str:
+    reader = next(iter(node.users), node)
+    if isinstance(thing, torch.Generator):
+        return (
+            f"{line_of(reader)}: this draws from a `torch.Generator`, whose state a captured model "
+            "would not advance. Draw without it, after `torch.manual_seed`."
+        )
+    return (
+        f"{line_of(reader)}: an operator reads an object of class {type(thing).__name__}, which a "
+        "program for many devices cannot. Pass tensors and numbers."
+    )
 
 
 def _real(node: fx.Node, constant: Any) -> torch.Tensor:

@@ -1,0 +1,178 @@
+"""Values of tensors that depend on no argument, parameter or buffer, such as of the mask
+`~torch.eye(n).bool()`: where shapes or branches depend on them alone, they are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwright.torch_internals import pytree
+from shardwright.torch_internals.dispatch import without_dispatch_modes, without_torch_function
+from shardwright.torch_internals.tensors import version
+
+_READING = {
+    *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item),
+    *(Tensor.tolist, Tensor.equal, Tensor.allclose, torch.equal, torch.allclose),
+    *(Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.argwhere, torch.combinations),
+    *(Tensor.unique, torch.unique, Tensor.unique_consecutive, torch.unique_consecutive),
+}
+"""Functions whose result, or its shape, depends on values."""
+
+_LIKE = {
+    *(torch.ones_like, torch.zeros_like, torch.full_like),
+    *(Tensor.new_ones, Tensor.new_zeros, Tensor.new_full, Tensor.new_tensor),
+}
+"""Those that read no value of their first argument."""
+
+_SELECTED = {torch.masked_select, Tensor.masked_select}
+
+
+class _UnknownError(Exception):
+    """A value that is drawn, or that cannot be computed without the model."""
+
+
+@dataclass(eq=False)
+class _Recipe:
+    """How a tensor was made.
+
+    Args:
+        arguments: positional and named ones of `function`, with recipes in the place of tensors.
+        place: of the tensor among the results; None if it is the first argument, changed in place.
+    """
+
+    function: Callable[..., Any]
+    arguments: Any
+    place: int | None = 0
+
+    @cached_property
+    def value(self) -> Tensor:
+        result = self.result()
+        value = result if self.place is None else pytree.tree_leaves(result)[self.place]
+        if type(value) is not Tensor or not value.is_cpu:
+            raise _UnknownError
+        return value
+
+    def result(self) -> Any:
+        """What the function returns, or the first argument that it changes.
+
+        Raises:
+            _UnknownError: if it draws random numbers, or fails.
+        """
+        args, kwargs = pytree.tree_map_only(_Recipe, lambda r: r.value, self.arguments)
+        drawn = torch.get_rng_state()
+        try:
+            with without_dispatch_modes(), without_torch_function(), torch.no_grad():
+                if self.place is None:
+                    args = (args[0].clone(), *args[1:])
+                result = self.function(*args, **kwargs)
+        except Exception as error:
+            raise _UnknownError from error
+        if not torch.equal(drawn, torch.get_rng_state()):
+            torch.set_rng_state(drawn)
+            raise _UnknownError
+        return args[0] if self.place is None else result
+
+
+def _held(tensor: Tensor, seen: int) -> Tensor:
+    """A tensor that was there before the call, if it is what it was."""
+    if version(tensor) != seen:
+        raise _UnknownError
+    return tensor
+
+
+def _empty(like: Tensor) -> _Recipe:
+    """A tensor of that shape and dtype."""
+    return _Recipe(torch.empty, ((tuple(like.shape),), {"dtype": like.dtype}))
+
+
+def _is_several(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+class KnownValues(TorchFunctionMode):
+    """A context in which shapes and branches may depend on known values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recipes: Any = WeakTensorKeyDictionary()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            if func in _READING or (func is torch.where and len(args) == 1):
+                return _Recipe(func, self._known((args, kwargs))).result()
+        except _UnknownError:
+            pass
+        if func is Tensor.__getitem__ or (func is Tensor.__setitem__ and _is_several(args[2])):
+            args = (args[0], self._index(args[1]), *args[2:])
+        elif func in _SELECTED and len(args) == 2 and args[0].shape == args[1].shape:
+            return args[0][self._index(args[1])]
+        return self._recorded(func, args, kwargs)
+
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function, and notes how its results were made."""
+        if torch.is_inference_mode_enabled():
+            return func(*args, **kwargs)  # Changes of its tensors are not counted.
+        try:
+            read = (_empty(args[0]), *args[1:]) if func in _LIKE and args else args
+            known = self._known((read, kwargs))
+        except _UnknownError:
+            return func(*args, **kwargs)
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        before = 0 if first is None else version(first)
+        result = func(*args, **kwargs)
+        if first is not None and version(first) != before:
+            self._recipes[first] = version(first), _Recipe(func, known, None)
+            return result
+        for place, leaf in enumerate(pytree.tree_leaves(result)):
+            if isinstance(leaf, Tensor):
+                self._recipes[leaf] = version(leaf), _Recipe(func, known, place)
+        return result
+
+    def _known(self, arguments: Any) -> Any:
+        """Arguments with recipes in the place of tensors."""
+        return pytree.tree_map(self._recipe, arguments)
+
+    def _recipe(self, leaf: Any) -> Any:
+        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
+            raise _UnknownError
+        if not isinstance(leaf, Tensor):
+            return leaf
+        seen, recipe = self._recipes.get(leaf, (None, None))
+        if recipe is not None and seen == version(leaf):
+            return recipe
+        if type(leaf) is Tensor and not (leaf.requires_grad or leaf.is_inference()):
+            return _Recipe(_held, ((leaf, version(leaf)), {}))
+        raise _UnknownError
+
+    def _index(self, index: Any) -> Any:
+        """An index with the places that its known masks select."""
+        parts = index if isinstance(index, tuple) else (index,)
+        masks = [p for p in parts if isinstance(p, Tensor) and p.dtype is torch.bool and p.ndim]
+        if not masks:
+            return index
+        return tuple(place for part in parts for place in self._places(part))
+
+    def _places(self, mask: Any) -> tuple[Any, ...]:
+        """The indices of what a mask selects, one for each of its dimensions; if they are not
+        known, or it is none, itself."""
+        if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or not mask.ndim:
+            return (mask,)
+        try:
+            found = _Recipe(torch.nonzero, self._known(((mask,), {"as_tuple": True}))).result()
+        except _UnknownError:
+            return (mask,)
+        return tuple(found)
