@@ -16,6 +16,8 @@ import shardwright as sw
 from shardwright.api.check import TOLERANCE
 from shardwright.parallel.simulate_ranks import Outcome, simulate
 
+SEEDED = torch.Tag.nondeterministic_seeded
+
 
 class Program(nn.Module):
     """A linear layer, an embedding, and what `function` makes of them."""
@@ -213,3 +215,47 @@ def test_what_rounding_explains_is_no_difference() -> None:
     assert TOLERANCE < check.gradient_difference < 100 * check.rounding
     assert check.passes() and not check.cause
     assert not replace(check, loss_difference=1e-3).passes()
+
+
+@torch.library.custom_op("check::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+@torch.library.custom_op("check::said_noisy", mutates_args=(), tags=(SEEDED,))
+def said_noisy(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+@torch.library.custom_op("check::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return torch.cat([x, x], 1)
+
+
+for op in (noisy, said_noisy):
+    op.register_fake(torch.empty_like)
+    op.register_autograd(lambda context, gradient: gradient)
+doubled.register_fake(lambda x: x.new_empty(x.shape[0]))
+doubled.register_autograd(lambda context, gradient: gradient[:, :8] + gradient[:, 8:])
+
+
+def test_an_operator_that_does_not_say_that_it_draws_random_numbers_is_refused_by_name() -> None:
+    with pytest.raises(sw.PlanError, match=r"draws random .* check.noisy.default, .*tags=torch"):
+        checked(Program(lambda net, x: noisy(net.linear(x)).square().mean()))
+    assert checked(Program(lambda net, x: said_noisy(net.linear(x)).mean())).passes()
+
+
+def test_a_fake_implementation_that_says_another_shape_is_refused_with_both() -> None:
+    with pytest.raises(
+        sw.CaptureError, match=r"check.doubled.default.*returns \(8,\), but it returns \(8, 16\)"
+    ):
+        checked(Program(lambda net, x: doubled(net.linear(x)).sin().mean()))
+
+
+def test_an_operator_without_float64_is_said_not_to_be_checked() -> None:
+    def rounded(net: Program, x: Tensor) -> Tensor:
+        scale, zero = torch.full((8,), 0.1), torch.zeros(8, dtype=torch.int32)
+        return torch.fake_quantize_per_channel_affine(net.linear(x), scale, zero, 1, 0, 9).mean()
+
+    with pytest.raises(sw.PlanError, match=r"module itself fails in float64.*Scale must be Float"):
+        checked(Program(rounded))

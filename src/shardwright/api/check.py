@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
@@ -20,8 +21,9 @@ from shardwright.api.trained_steps import (
     train_program,
 )
 from shardwright.capture.capture import capture
+from shardwright.capture.naming import line_of_error
 from shardwright.deferred import values_of
-from shardwright.errors import PlanError
+from shardwright.errors import CaptureError, PlanError
 from shardwright.graph.float64 import (
     float64_by_default,
     graph_in_float64,
@@ -135,8 +137,9 @@ def check(
     planned, or set dropout to 0.
 
     Raises:
-        PlanError: if the plan is for another model, parameters have no values, or a process group
-            is running.
+        PlanError: if the plan is for another model, parameters have no values, a process group
+            is running, the module itself fails in float64, or an operator draws random numbers
+            without saying so.
     """
     net = net.net if isinstance(net, Pipeline) else net
     captured = plan.graph if plan.graph is not None else _captured(net, args, kwargs, plan)
@@ -146,13 +149,29 @@ def check(
     with float64_by_default(), torch.random.fork_rng():
         module = module_in_float64(net, values)
         piece = micro_batch(leaves, 0, plan.pipeline.micro_batches)
-        twin = capture(copy.deepcopy(module), *pytree.tree_unflatten(piece, captured.in_spec))
+        with _in_float64():
+            twin = capture(copy.deepcopy(module), *pytree.tree_unflatten(piece, captured.in_spec))
         if not paired_operators(captured, twin):
             # In another mode, or changed since.
             plan.check_fits(_captured(net, args, kwargs, plan))
         partitioned = plan.partition(graph_in_float64(captured, twin))
         state = {name: in_float64(tensor) for name, tensor in values.items()}
         return _compared(partitioned, module, state, leaves)
+
+
+@contextmanager
+def _in_float64() -> Iterator[None]:
+    """Says of errors of the module itself that they are its own."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except Exception as error:
+        where = "" if isinstance(error, CaptureError) else f"{line_of_error(error)}: "
+        raise PlanError(
+            "the module itself fails in float64, in which `check` computes it (an operator without "
+            f"float64 can be trained, but not checked): {where}{error}"
+        ) from error
 
 
 def _compared(
@@ -167,8 +186,9 @@ def _compared(
         if pipeline.loss_reduction == "mean":
             weights = LossWeights(graph, Devices.of_rank(partitioned.mesh, 0))(pieces)
     eager = EagerTraining(module, graph, pieces, weights)
-    draws = _random_operators(eager)
-    wanted, starts = eager.run()
+    with _in_float64():
+        draws = _random_operators(eager)
+        wanted, starts = eager.run()
     outcomes: list[Outcome] = []
 
     def planned(mine: Mapping[str, Tensor]) -> Outcome:
@@ -195,6 +215,13 @@ def _compared(
     )
     if draws or found.largest <= TOLERANCE:
         return result
+    own = {str(op.target) for op in graph.ops if not _is_known(op)}
+    if own and _differ(eager, 0, 1) and not _differ(eager, 0, 0):
+        raise PlanError(
+            f"the module draws random numbers in {' or '.join(sorted(own))}, which does not say so:"
+            " ranks would each draw their own. Define it with"
+            " `tags=torch.Tag.nondeterministic_seeded`"
+        )
     one_device = interpreted(graph, pieces, weights, starts)
     witness = train_program(one_device, graph, state)
     with Rounding():
@@ -241,14 +268,23 @@ def _random_operators(eager: EagerTraining) -> tuple[str, ...]:
     names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _is_seeded(op))
     if not names:
         return ()
-    one, other = (_trained(eager, seed) for seed in range(2))
-    return names if Differences.between(one, other).largest > TOLERANCE else ()
+    return names if _differ(eager, 0, 1) else ()
+
+
+def _differ(eager: EagerTraining, *seeds: int) -> bool:
+    """Whether what is compared differs between two trainings with these seeds."""
+    one, other = (_trained(eager, seed) for seed in seeds)
+    return Differences.between(one, other).largest > TOLERANCE
 
 
 def _trained(eager: EagerTraining, seed: int) -> TrainedSteps:
     torch.manual_seed(seed)
     steps, _ = replace(eager, module=copy.deepcopy(eager.module)).run()
     return steps
+
+
+def _is_known(op: Op) -> bool:
+    return getattr(op.target, "namespace", "aten") in ("aten", "shardwright")
 
 
 def _is_seeded(op: Op) -> bool:

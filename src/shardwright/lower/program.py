@@ -30,6 +30,7 @@ from shardwright.rules import is_random, rule_of
 from shardwright.rules.rule import Cuts, ShardingRule, TwoPhaseKernel
 from shardwright.runtime.buckets import BoundBucket
 from shardwright.runtime.devices import Devices
+from shardwright.runtime.fake_implementations import AsFaked
 from shardwright.runtime.overlap import delayed_linear
 from shardwright.runtime.random import (
     Seeded,
@@ -347,7 +348,11 @@ class _Lowering:
         if function is op.target and isinstance(function, OpOverload):
             if function.namespace == "aten":
                 return str(function)
-            return f"torch.ops.{function}"
+            if function.namespace == "shardwright":
+                return f"torch.ops.{function}"
+            layouts = ((v, self.flow.initial_layouts[v]) for v in op.outputs)
+            shapes = tuple(layout.shard_shape(value.shape) for value, layout in layouts)
+            return self.source.refer(f"own_{short_name(op)}", AsFaked(function, shapes))
         return self.source.refer(
             f"local_{short_name(op)}" if function is not op.target else short_name(op), function
         )
