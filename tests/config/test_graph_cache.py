@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -41,6 +41,24 @@ def test_a_graph_is_captured_once() -> None:
     assert again.fingerprint == first.fingerprint
     assert again.capture_seconds == first.capture_seconds
     assert [op.target for op in again.ops] == [op.target for op in first.ops]
+
+
+class Pair(NamedTuple):
+    loss: torch.Tensor
+    hidden: torch.Tensor
+
+
+class Named(nn.Module):
+    def forward(self, x: torch.Tensor) -> Pair:
+        return Pair(x.mean(), x)
+
+
+def test_a_graph_with_a_class_that_no_file_can_name_is_not_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "shardwright.capture"):
+        assert cached_graph("one", lambda: capture(Named(), (torch.zeros(2, 4),))).outputs
+    assert "not cached" in caplog.text
 
 
 def test_another_description_is_captured_anew() -> None:

@@ -22,6 +22,7 @@ from shardwright.capture.canonicalize import canonicalize
 from shardwright.capture.causal_masks import fold_causal_masks
 from shardwright.capture.composed import decompose
 from shardwright.capture.ctc import keep_rows_of_targets
+from shardwright.capture.cumulative_averages import average_on_tensors
 from shardwright.capture.experts import hint_of_experts
 from shardwright.capture.fake_copy import (
     LossesInSinglePrecision,
@@ -201,8 +202,10 @@ def _export(
     module = call.module
     check_hooks(module)
     twin, fake_args, fake_kwargs = fake_copy(module, call.args, call.kwargs, compute_dtype)
+    average_on_tensors(twin)
     attributes = TracedAttributes(twin)
     observe_forward_hooks(twin)
+    twin.register_forward_hook(lambda _, args, result: pytree.register_dataclasses(result))
     trace_tags(twin)
     report_layers(twin, on_progress)
     call_in_autocast(twin, call.autocast)
@@ -270,8 +273,21 @@ def _explain(error: Exception, hint: str) -> str:
     if "in output, which is not a known type" in text:
         return (
             f"{line}: `forward` returns an object that may hold tensors: "
-            f"{text.split(' in out')[0]}; return tensors, numbers, tuples, lists or dicts; call a "
-            "model of `transformers` without `use_cache=True`"
+            f"{text.split(' in out')[0]}; return tensors, numbers, tuples, lists, dicts or "
+            "dataclasses that are made of their fields alone; call a model of `transformers` "
+            "without `use_cache=True`"
+        )
+    if "Creating a new Tensor subclass" in text:
+        return (
+            f"{line}: this makes a tensor of a class of its own, {text.split()[5]}, which cannot be"
+            " captured. Use an ordinary one: instead of a `CausalBias`, as of `causal_lower_right`,"
+            " the mask `torch.ones(n, m, dtype=torch.bool).tril(m - n)`"
+        )
+    if "Unsupported input type" in text:
+        kind = text.partition("input type ")[2].partition(">. ")[0]
+        return (
+            f"an argument is an object ({kind}>): pass its fields, or tensors, numbers, tuples, "
+            "lists and dicts"
         )
     if "UnsupportedOperator" in type(error).__name__ or "no fake impl" in text:
         return (

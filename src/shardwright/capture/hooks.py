@@ -20,7 +20,7 @@ from shardwright.torch_internals.hooks import (
 )
 
 _IN_PLACE = ("__setitem__", "__set__")
-_LIBRARIES = ("torch", "transformers")
+_LIBRARIES = ("shardwright", "torch", "transformers")
 """Their hooks keep nothing that outlives a call."""
 
 

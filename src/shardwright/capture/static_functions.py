@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwright.capture.ctc import static_ctc_loss
+from shardwright.errors import CaptureError
+from shardwright.torch_internals.operators import pack_padded_sequence
 
 
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
@@ -47,9 +49,48 @@ def gaussian_nll_loss(
     return loss.sum() if reduction == "sum" else loss
 
 
+def cov(
+    input: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Tensor:
+    """`torch.cov` without its warning of weights that sum to nothing."""
+    weighted = fweights is not None or aweights is not None
+    if weighted or input.ndim > 2 or not (input.is_floating_point() or input.is_complex()):
+        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
+    rows = input if input.ndim == 2 else input.reshape(1, -1)
+    rows = rows - rows.mean(1, keepdim=True)
+    return (rows @ rows.t().conj() / max(rows.shape[1] - correction, 0)).squeeze()
+
+
+def corrcoef(input: Tensor) -> Tensor:
+    """`torch.corrcoef`, by the above."""
+    products = cov(input)
+    if input.is_complex() or products.ndim < 2:
+        return torch.corrcoef(input)
+    deviations = products.diag().sqrt()
+    return (products / deviations[:, None] / deviations).clip(-1, 1)
+
+
+def refuse_packing(*_: Any) -> Tensor:
+    """Raises CaptureError for `pack_padded_sequence`."""
+    raise CaptureError(
+        "`pack_padded_sequence` makes a tensor whose size depends on the lengths, which are unknown"
+        " during capture. Run the padded sequences: in one direction what stands before the padding"
+        " is the same. Take the last output of each by `gather`, and multiply the loss by a mask"
+    )
+
+
 STATIC: Mapping[Any, Callable[..., Tensor]] = {
     torch.bincount: bincount,
     Tensor.bincount: bincount,
+    pack_padded_sequence: refuse_packing,
+    torch.cov: cov,
+    Tensor.cov: cov,
+    torch.corrcoef: corrcoef,
+    Tensor.corrcoef: corrcoef,
     functional.ctc_loss: static_ctc_loss,
     functional.gaussian_nll_loss: gaussian_nll_loss,
 }

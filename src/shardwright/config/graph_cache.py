@@ -93,7 +93,7 @@ def _write(path: Path, graph: Graph) -> None:
         )
         for old in newest_first[MAX_GRAPHS:]:
             old.unlink(missing_ok=True)
-    except (OSError, TypeError) as error:
+    except (OSError, TypeError, NotImplementedError) as error:
         logger.warning("the captured graph is not cached: %s", error)
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "operator_name",
     "operators_of_several_tensors",
     "overload_name",
+    "pack_padded_sequence",
     "schema_of",
     "unregister",
 ]
@@ -24,6 +25,9 @@ __all__ = [
 
 assert_tensor = torch._assert
 """`assert` as a function, which modes for functions see."""
+
+pack_padded_sequence = torch._pack_padded_sequence
+"""What `torch.nn.utils.rnn.pack_padded_sequence` and `pack_sequence` call."""
 
 
 def schema_of(overload: OpOverload) -> FunctionSchema:

@@ -55,6 +55,7 @@ OPERATORS = (
         "all operators, so that each says why a DTensor does not mix with an ordinary tensor",
     ),
     PrivateName("torch._assert", "tells a test that only guards from others", "`assert`"),
+    PrivateName("torch._pack_padded_sequence", "what modes for functions see of packed sequences"),
     PrivateName("torch._ops.OpOverload", "the type of an operator in a graph"),
     PrivateName("torch._ops.HigherOrderOperator", "the type of one that holds a sub-graph"),
     PrivateName(

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch.utils import _pytree
 from torch.utils._pytree import (
     SequenceKey,
@@ -28,6 +30,7 @@ __all__ = [
     "SequenceKey",
     "TreeSpec",
     "keystr",
+    "register_dataclasses",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -75,3 +78,24 @@ def _check_names(structure: dict[str, Any]) -> None:
 def _check_enumeration(context: dict[str, Any]) -> None:
     if "__enum__" in context and context["fqn"].partition(":")[0] not in sys.modules:
         raise ValueError(f"it refers to the enumeration {context['fqn']}")
+
+
+def register_dataclasses(value: Any) -> None:
+    """Lets structures tell the fields of the dataclasses that are in `value`, as PyTorch itself
+    does once `torch.export.register_dataclass` was called. Those that hold something else when they
+    are made anew of their fields stay leaves."""
+    for leaf in tree_leaves(value):
+        kind = type(leaf)
+        if is_dataclass(kind):
+            parts = {field.name: getattr(leaf, field.name, None) for field in fields(kind)}
+            if _is_made_of(kind, parts) and getattr(leaf, "__dict__", {}).keys() <= parts.keys():
+                torch.export.register_dataclass(kind)
+                register_dataclasses(parts)
+
+
+def _is_made_of(kind: type, parts: dict[str, Any]) -> bool:
+    try:
+        made = kind(**parts)
+    except Exception:  # Whatever its own code raises.
+        return False
+    return all(getattr(made, name) is part for name, part in parts.items())

@@ -1,0 +1,84 @@
+"""Dataclasses, which `forward` returns without having told PyTorch of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from random_plans import check_random_plan, random_plan
+from shardwright.capture.capture import capture
+from shardwright.errors import CaptureError
+from shardwright.graph.interpreter import interpret
+from shardwright.torch_internals import pytree
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    hidden: Any = None
+    steps: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    values: Tensor
+
+
+@dataclass
+class Further(Output):
+    parts: Any = None
+
+
+@dataclass
+class Doubled:
+    loss: Tensor
+
+    def __post_init__(self) -> None:
+        self.loss = self.loss * 2
+
+
+class Net(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda h: Output(h.square().mean(), h),
+        lambda h: (Output(h.square().mean()), [Inner(h.sin())]),
+        lambda h: Further(h.square().mean(), parts={"inner": Inner(h.cos())}),
+    ],
+)
+def test_dataclasses_are_returned_as_they_are_made(make: Callable[[Tensor], Any]) -> None:
+    net, args = Net(make), (torch.randn(8, 8),)
+    graph = capture(net, args)
+    check_random_plan(net, args, {}, graph, random_plan(graph, 4, 0))
+    result, _ = interpret(graph, dict(net.named_parameters()), {}, args)
+    blank, wanted = (pytree.tree_map_only(Tensor, type, each) for each in (result, net(*args)))
+    assert blank == wanted
+
+
+def test_the_loss_of_a_dataclass_is_that_of_its_name() -> None:
+    graph = capture(Net(lambda h: Further(h.mean(), parts=h.sum())), (torch.randn(8, 8),))
+    assert graph.loss is graph.output_values[0]
+
+
+def test_a_dataclass_that_computes_when_it_is_made_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"Doubled.*made of their fields alone"):
+        capture(Net(lambda h: Doubled(h.mean())), (torch.randn(8, 8),))
+
+
+def test_an_argument_that_is_an_object_is_refused_with_what_to_pass() -> None:
+    with pytest.raises(CaptureError, match=r"an argument is an object \(<class.*Doubled'>\): pass"):
+        capture(nn.Identity(), (Doubled(torch.randn(2)),))
