@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from capture.test_capture import Function, x
 from shardwright.capture.capture import capture
@@ -131,6 +132,15 @@ def test_the_error_names_the_users_line_and_what_to_change(
     assert "test_capture_errors.py:" in message
     assert f"`{line}`" in message
     assert advice in message
+
+
+def test_flex_attention_is_refused_with_what_to_use() -> None:
+    def attention(net: nn.Module, x: Tensor) -> Tensor:
+        q = (x @ net.weight)[None, None]
+        return flex_attention(q, q, q)  # type: ignore[return-value]
+
+    with pytest.raises(CaptureError, match=r"return flex_attention.*Use `scaled_dot_product"):
+        capture(Function(attention), (x(),))
 
 
 def test_data_cannot_become_a_tensor_of_another_shape() -> None:

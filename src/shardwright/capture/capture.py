@@ -283,6 +283,11 @@ def _explain(error: Exception, hint: str) -> str:
             " captured. Use an ordinary one: instead of a `CausalBias`, as of `causal_lower_right`,"
             " the mask `torch.ones(n, m, dtype=torch.bool).tril(m - n)`"
         )
+    if "FlexAttention" in text:
+        return (
+            f"{line}: `flex_attention` cannot be captured. Use `scaled_dot_product_attention` with "
+            "`is_causal=True` or a mask: that of a window is not held"
+        )
     if "Unsupported input type" in text:
         kind = text.partition("input type ")[2].partition(">. ")[0]
         return (
