@@ -31,6 +31,15 @@ _LIKE = {
 }
 """Those that read no value of their first argument."""
 
+_METADATA = {
+    *(Tensor.size, Tensor.stride, Tensor.storage_offset, Tensor.untyped_storage, Tensor.numel),
+    *(Tensor.dim, Tensor._is_view, Tensor.is_inference, Tensor.is_conj, Tensor.is_neg),
+    *(getattr(Tensor, name).__get__ for name in ("layout", "dtype", "shape", "device", "ndim")),
+    *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_nested", "is_quantized")),
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "is_mkldnn")),
+}
+"""What tracing asks of every tensor, over and over; no result is a tensor."""
+
 _SELECTED = {torch.masked_select, Tensor.masked_select}
 
 
@@ -111,6 +120,8 @@ class KnownValues(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _METADATA:
+            return func(*args, **kwargs)
         try:
             if func in _READING or (func is torch.where and len(args) == 1):
                 return _Recipe(func, self._known((args, kwargs))).result()
