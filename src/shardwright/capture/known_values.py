@@ -33,7 +33,7 @@ _LIKE = {
 
 _METADATA = {
     *(Tensor.size, Tensor.stride, Tensor.storage_offset, Tensor.untyped_storage, Tensor.numel),
-    *(Tensor.dim, Tensor._is_view, Tensor.is_inference, Tensor.is_conj, Tensor.is_neg),
+    *(Tensor.dim, Tensor.is_inference, Tensor.is_conj, Tensor.is_neg),
     *(getattr(Tensor, name).__get__ for name in ("layout", "dtype", "shape", "device", "ndim")),
     *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_nested", "is_quantized")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "is_mkldnn")),
