@@ -75,7 +75,7 @@ class _Recipe:
             _UnknownError: if it draws random numbers, or fails.
         """
         args, kwargs = pytree.tree_map_only(_Recipe, lambda r: r.value, self.arguments)
-        drawn = torch.get_rng_state()
+        drawn = torch.default_generator.get_state()
         try:
             with without_dispatch_modes(), without_torch_function(), torch.no_grad():
                 if self.place is None:
@@ -83,8 +83,8 @@ class _Recipe:
                 result = self.function(*args, **kwargs)
         except Exception as error:
             raise _UnknownError from error
-        if not torch.equal(drawn, torch.get_rng_state()):
-            torch.set_rng_state(drawn)
+        if not torch.equal(drawn, torch.default_generator.get_state()):
+            torch.default_generator.set_state(drawn)
             raise _UnknownError
         return args[0] if self.place is None else result
 
@@ -130,7 +130,9 @@ class KnownValues(TorchFunctionMode):
         if func is Tensor.__getitem__ or (func is Tensor.__setitem__ and _is_several(args[2])):
             args = (args[0], self._index(args[1]), *args[2:])
         elif func in _SELECTED and len(args) == 2 and args[0].shape == args[1].shape:
-            return args[0][self._index(args[1])]
+            places = self._places(args[1])
+            if places[0] is not args[1]:
+                return args[0][places]
         return self._recorded(func, args, kwargs)
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
