@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import transformers
@@ -70,31 +72,57 @@ def test_context_parallel_equals_one_device(model: str, attention: Attention) ->
     assert sw.check(net, batch, {}, plan).passes()
 
 
-def test_experts_with_biases_and_interleaved_gates_are_cut_as_others() -> None:
-    torch.manual_seed(0)
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def with_biases_and_interleaved_gates() -> nn.Module:
     config = transformers.GptOssConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        attn_implementation="eager",
+        **SMALL, num_hidden_layers=1, num_local_experts=4, attn_implementation="eager"
     )
-    net = transformers.GptOssForCausalLM(config).eval()
+    net = transformers.GptOssForCausalLM(config)
     nn.init.normal_(net.model.layers[0].mlp.experts.gate_up_proj_bias)
     nn.init.normal_(net.model.layers[0].mlp.experts.down_proj_bias)
+    return net
+
+
+def without_gates() -> nn.Module:
+    groups = {"n_group": 1, "topk_group": 1, "mamba_num_heads": 2, "mamba_head_dim": 8}
+    config = transformers.NemotronHConfig(
+        **{**SMALL, **groups},
+        layers_block_type=["attention", "moe"],
+        n_routed_experts=4,
+        moe_intermediate_size=12,
+        moe_shared_expert_intermediate_size=12,
+    )
+    return transformers.NemotronHForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("build", "cut"),
+    [
+        (with_biases_and_interleaved_gates, ((2, 2, 1, 1), (2, 1, 2), (2, 2, 1), (2, 1))),
+        (without_gates, ((2, 1, 2, 1), (2, 1, 2))),
+    ],
+)
+def test_experts_of_every_form_are_cut_as_others(
+    build: Callable[[], nn.Module], cut: tuple[tuple[int, ...], ...]
+) -> None:
+    torch.manual_seed(0)
+    net = build().eval()
     pin_expert(net, data_parallel=2, model_parallel=2, expert_parallel=2)
     ids = torch.randint(0, 64, (4, 8))
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     plan = sw.plan(net, (), batch, devices=4, mode="sharding_propagation")
-    assert plan.strategies["model.layers.0.mlp.experts"][3:] == (
-        *((2, 2, 1, 1), (2, 1, 2)),
-        *((2, 2, 1), (2, 1)),
-    )
+    (experts,) = (cuts for name, cuts in plan.strategies.items() if name.endswith(".experts"))
+    assert experts[3:] == cut
     assert sw.check(net, (), batch, plan).passes()
 
 

@@ -76,7 +76,7 @@ def pin_expert(
         elif name in ROW:
             shard(_linear(module), (lay("dp", "cp", "mp"), lay("None", "mp")), (output,))
             has_row_layers = True
-        elif isinstance(getattr(module, "down_proj", None), nn.Parameter):
+        elif _holds_experts(module):
             shard(module, _of_experts(module, experts))
         elif name in NORM and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
             # Others are composed of several operators, which follow their neighbors.
@@ -93,6 +93,12 @@ def pin_expert(
             f"{type(net).__name__} has no layers named {' or '.join(ROW)}, so there is no expert"
             " strategy for it"
         )
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """Whether its projections are parameters: with gates, or without."""
+    up = getattr(module, "gate_up_proj", getattr(module, "up_proj", None))
+    return isinstance(up, nn.Parameter)
 
 
 def _of_experts(module: nn.Module, lay: Layout) -> tuple[TensorLayout | None, ...]:
