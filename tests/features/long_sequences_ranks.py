@@ -13,7 +13,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardwright as sw
-from features.test_long_sequences import Packed, WindowedAttention
+from features.test_long_sequences import Attention, Packed, WindowedAttention
 from shardwright.capture import causal_masks
 from shardwright.graph.custom_ops import masked_attention, windowed_attention
 from shardwright.layout.layout import Layout
@@ -23,11 +23,11 @@ from shardwright.plan import make_plan
 from torchrun import run_checks
 
 
-def check(whole: nn.Module, *args: torch.Tensor, compiled: bool = False) -> None:
+def check(whole: nn.Module, *args: torch.Tensor, compiled: bool = False, factor: str = "s") -> None:
     """Blocks of six positions, in an order unlike the ranks'."""
     net: Any = copy.deepcopy(whole)
     graph = sw.capture(net, args)
-    cuts = {op.name: {"s": (1, 0)} for op in graph.ops if op.target in ATTENTION}
+    cuts = {op.name: {factor: (1, 0)} for op in graph.ops if op.target in ATTENTION}
     assert len(cuts) == 2
     whole_parameters = {value.name: ((),) * len(value.shape) for value in graph.parameters}
     parts = Partitioned(graph, Layout((2, 2), ("a", "b")), Decisions(cuts, whole_parameters))
@@ -42,7 +42,11 @@ def check(whole: nn.Module, *args: torch.Tensor, compiled: bool = False) -> None
         torch.testing.assert_close(net.get_parameter(name).grad.full_tensor(), parameter.grad)
 
 
-ATTENTION = (windowed_attention, masked_attention)
+ATTENTION = (
+    windowed_attention,
+    masked_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
 
 
 def check_windows(compiled: bool = False) -> None:
@@ -76,7 +80,24 @@ def check_compiled_documents() -> None:
     check_documents(compiled=True)
 
 
-CHECKS = (check_windows, check_compiled_windows, check_documents, check_compiled_documents)
+def check_rings(compiled: bool = False) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Attention(), Attention())
+    check(net, torch.randn(1, 24, 16), compiled=compiled, factor="ring")
+
+
+def check_compiled_rings() -> None:
+    check_rings(compiled=True)
+
+
+CHECKS = (
+    check_windows,
+    check_compiled_windows,
+    check_documents,
+    check_compiled_documents,
+    check_rings,
+    check_compiled_rings,
+)
 
 if __name__ == "__main__":
     run_checks(CHECKS)

@@ -192,7 +192,15 @@ def output() -> str:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "check", ["windows", "compiled_windows", "documents", "compiled_documents"]
+    "check",
+    [
+        "windows",
+        "compiled_windows",
+        "documents",
+        "compiled_documents",
+        "rings",
+        "compiled_rings",
+    ],
 )
 def test_processes_that_share_a_sequence_compute_what_one_does(check: str, output: str) -> None:
     assert f"passed check_{check}" in output, output

@@ -24,7 +24,16 @@ from torch.utils import _pytree as pytree
 from shardwright.graph.graph import Op, Value
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.rules import rule_of
-from shardwright.rules.rule import MIRROR, PREVIOUS, Cuts, Local, Reduce, Reduction, ShardingRule
+from shardwright.rules.rule import (
+    MIRROR,
+    PREVIOUS,
+    RING,
+    Cuts,
+    Local,
+    Reduce,
+    Reduction,
+    ShardingRule,
+)
 
 Index = Callable[[str], int | torch.SymInt]
 Reduces = tuple[Reduce, ...]
@@ -70,8 +79,10 @@ def cuts_of(found: ShardingRule) -> Iterator[tuple[Layout, Cuts]]:
             if found.capacity[factor] % mesh.size(axes) == 0:
                 yield mesh, {factor: axes}
     for first, second in combinations(found.factors, 2):
-        if found.capacity[first] % 2 == 0 and found.capacity[second] % 2 == 0:
-            yield square, {first: (0,), second: (1,)}
+        cuts = {first: (0,), second: (1,)}
+        halves = found.capacity[first] % 2 == 0 and found.capacity[second] % 2 == 0
+        if halves and not found.too_many(square, cuts):
+            yield square, cuts
 
 
 @dataclass
@@ -263,7 +274,7 @@ def _collective(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
     axes = {axis for factor in reduction.factors for axis in cuts.get(factor, ())}
     if mesh.size(frozenset(axes)) == 1:
         return lambda tensor: tensor
-    if reduction.kind in (MIRROR, PREVIOUS):
+    if reduction.kind in (MIRROR, PREVIOUS, RING):
         return _exchange(mesh, cuts, reduction)
     ranks = [
         rank

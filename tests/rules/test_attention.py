@@ -28,10 +28,10 @@ def test_causal_queries_may_be_cut(keys) -> None:
     found = check(
         attend, heads(2, 2, 6, 4), heads(2, 2, keys, 4), heads(2, 2, keys, 3), is_causal=True
     )
-    assert found.factors == ("b", "h", "s")
-    assert found.inputs[1] == ("b", "h", None, None)
+    assert found.factors[:3] == ("b", "h", "s")
+    assert found.inputs[1] == ("b", "h", None if keys == 8 else "ring", None)
     assert found.main is not None
-    assert "s" in found.main.labels
+    assert list(found.main.labels) == ["b", "h", "s"]
 
 
 def test_causal_queries_beyond_the_last_key_stay_whole() -> None:

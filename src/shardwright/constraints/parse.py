@@ -77,8 +77,47 @@ class StrategyParser:
                 raise self._disagreement(factor, first, request)
             if first.axes is None:
                 requests[factor] = replace(first, axes=request.axes)
+        requests = self._apart(requests)
         self._check_total(requests)
         return self._axes(requests)
+
+    def _apart(self, requests: Mapping[str, _DimRequest]) -> dict[str, _DimRequest]:
+        """What is left to a factor that cuts further what another one cuts that is joined with it.
+
+        Raises:
+            StrategyError: if the other one is to cut its own dimensions otherwise.
+        """
+        left = dict(requests)
+        for factor, other in self.rule.joined.items():
+            own, both = left.get(factor), left.get(other)
+            if own is not None and both is not None:
+                parts = self._further(own, both)
+                if parts is None:
+                    raise self._disagreement(factor, both, own)
+                left[factor], left[other] = parts
+        return left
+
+    def _are_joined(self, requests: Mapping[str, _DimRequest]) -> bool:
+        """Whether `_apart` raises no error."""
+        pairs = [[requests.get(f) for f in pair] for pair in self.rule.joined.items()]
+        return all(not own or not both or self._further(own, both) for own, both in pairs)
+
+    def _further(
+        self, own: _DimRequest, both: _DimRequest
+    ) -> tuple[_DimRequest, _DimRequest] | None:
+        """The shards of a factor's own dimensions, and those of another one that cuts further what
+        the two cut together; None if these are cut otherwise."""
+        if both.num_shards % own.num_shards:
+            return None
+        rest = replace(both, num_shards=both.num_shards // own.num_shards)
+        if both.axes is None:
+            return own, rest
+        lengths = range(len(both.axes) + 1)
+        first = next((n for n in lengths if self.mesh.size(both.axes[:n]) == own.num_shards), 0)
+        axes, others = both.axes[:first], both.axes[first:]
+        if self.mesh.size(axes) != own.num_shards or own.axes not in (None, axes):
+            return None
+        return replace(own, axes=axes), replace(rest, axes=others)
 
     def named(self, axes: Iterable[int]) -> str:
         """Axes of the mesh, as the strategy's layouts call those that they are of; nothing if it
@@ -203,8 +242,9 @@ class StrategyParser:
                 _agree(requests.setdefault(f, request), request)
                 for request, f in parser._requests()
             )
+            agree = agree and parser._are_joined(requests)
             if agree:
-                parser._check_total(requests)
+                parser._check_total(parser._apart(requests))
         except StrategyError:
             return False
         return agree

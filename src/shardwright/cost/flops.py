@@ -174,7 +174,8 @@ def _tensors(
     """Bytes and factors of the inputs and of the outputs."""
 
     def tensor(value: Value, dims: tuple[str | None, ...]) -> tuple[int, frozenset[str]]:
-        return value.numel * value.itemsize, frozenset(d for d in dims if d is not None)
+        factors = rule.carried(dims) if rule is not None else frozenset[str]()
+        return value.numel * value.itemsize, factors
 
     none: tuple[tuple[str | None, ...], ...] = ((),) * max(len(op.inputs), len(op.outputs))
     ins = rule.inputs if rule is not None else none[: len(op.inputs)]

@@ -36,7 +36,7 @@ from shardwright.partition.overlap import Overlap
 from shardwright.partition.parameter_buckets import Bucket
 from shardwright.partition.transfer import Transfer
 from shardwright.rules import rule_of
-from shardwright.rules.rule import Cuts, Reduction
+from shardwright.rules.rule import RING, Cuts, Reduction
 
 UPDATE_PASSES = 7
 """How often AdamW moves each stored parameter: it reads parameter, gradient and two moments, and
@@ -46,6 +46,9 @@ PARAMETER_OPERATORS = 20
 """Of each trained parameter in a step on a CPU: the dozen with which AdamW updates one after the
 other, and what joins its gradient with others and takes it out again. Accelerators update all at
 once."""
+
+RING_OPERATORS = 20
+"""Of each step of attention round a ring: two parts of it, and what merges each with the others."""
 
 ComputeAndExposed = tuple[float, float]
 """Forward and backward."""
@@ -221,12 +224,31 @@ class TimeModel:
         there, back = self._steps[key]
         return there, back if differentiable else 0.0
 
-    def inside(self, reduction: Reduction, axes: Axes, differentiable: bool) -> ComputeAndExposed:
-        """One collective inside an operator, forward and backward."""
+    def inside(
+        self,
+        reduction: Reduction,
+        axes: Axes,
+        differentiable: bool,
+        beside: ComputeAndExposed = (0.0, 0.0),
+    ) -> ComputeAndExposed:
+        """What is waited for one collective inside an operator, forward and backward.
+
+        Args:
+            beside: computation of the operator. Round a ring goes what it computes with next.
+        """
         num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
         once = self.links.seconds(reduction.collective, axes, num_bytes)
-        back = reduction.varying and reduction.differentiable and differentiable
-        return once, once if back else 0.0
+        group, gained = self.mesh.size(axes), 1 - self.slowdown
+        times = reduction.times(group, differentiable)
+        if reduction.kind != RING:
+            return times[0] * once, times[1] * once
+        launches = (group - 1) * RING_OPERATORS * self.device.overhead
+        hides = (seconds * (group - 1) / group for seconds in beside)
+        there, back = (
+            count * once - gained * min(count * once, most) + (launches if count else 0.0)
+            for count, most in zip(times, hides, strict=True)
+        )
+        return there, back
 
     def _collective(self, kind: str | None, step: RedistributionStep, num_bytes: int) -> float:
         return 0.0 if kind is None else self.links.seconds(kind, step.axes, num_bytes)
@@ -299,7 +321,7 @@ def step_time(
     forward, backward = _summed(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
     again = [op for op in graph.ops if op.name in flow.computed_again]
     backward += sum(model.operator(op, cuts.get(op.name, {}))[0] for op in again)
-    there, back = _summed(seconds for *_, seconds in activation_seconds(graph, flow, model))
+    there, back = _summed(seconds for *_, seconds in activation_seconds(graph, flow, cuts, model))
     hidden = _summed(hidden_seconds(beside, cuts, model).values()) if beside else (0.0, 0.0)
     buckets: dict[tuple[bool, int], float] = defaultdict(float)
     for _, _, once, way, seconds in bucket_seconds(flow, model):
@@ -358,14 +380,15 @@ def hidden_seconds(
 
 
 def activation_seconds(
-    graph: Graph, flow: Communication, model: TimeModel
+    graph: Graph, flow: Communication, cuts: Mapping[str, Cuts], model: TimeModel
 ) -> Iterator[tuple[Transfer | None, Axes, ComputeAndExposed]]:
     """Each redistribution of an activation, and each collective inside an operator (None), with its
     axes and its seconds in one micro-batch, forward and backward."""
     for name, inner in flow.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
+        beside = model.operator(graph.by_name[name], cuts.get(name, {}))
         for one in inner:
-            there, back = model.inside(one.reduction, one.axes, differentiable)
+            there, back = model.inside(one.reduction, one.axes, differentiable, beside)
             again = there if name in flow.computed_again else 0.0
             yield None, tuple(one.axes), (there, back + again)
     bucketed = {id(t) for b in flow.buckets for member in b.members for t in member.transfers}

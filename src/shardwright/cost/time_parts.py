@@ -94,8 +94,9 @@ def _of_chunk(
             yield "recomputation", (), times * forward, 0.0
     yield "optimizer", (), time.update, 0.0
     gained = 1 - time.slowdown
-    beside = hidden_seconds(chunk.overlaps, chunk.decisions.cuts, model)
-    for transfer, axes, both_ways in activation_seconds(chunk.graph, flow, model):
+    cuts = chunk.decisions.cuts
+    beside = hidden_seconds(chunk.overlaps, cuts, model)
+    for transfer, axes, both_ways in activation_seconds(chunk.graph, flow, cuts, model):
         stored = transfer is not None and transfer.value.kind is Kind.PARAMETER
         kinds = COMMUNICATION[1:] if stored else COMMUNICATION[:1] * 2
         hides = (0.0, 0.0) if transfer is None else beside.get(transfer, (0.0, 0.0))

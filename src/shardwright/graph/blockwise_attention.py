@@ -184,6 +184,11 @@ def _in_sequence(tensors: Sequence[Tensor], first_key: int) -> list[Tensor]:
 def _has_flash(tensors: Sequence[Tensor], causal: bool, window: int | None, terms: str) -> bool:
     """Whether PyTorch's flash kernel, which knows windows, takes these."""
     query, _, value = tensors
+    return has_flash(query, value) and causal and window is not None and not terms
+
+
+def has_flash(query: Tensor, value: Tensor) -> bool:
+    """Whether PyTorch has a flash kernel for such tensors that gives the log-sum-exp of scores."""
     size = query.shape[-1]
     return (
         query.device.type == "cuda"
@@ -192,7 +197,6 @@ def _has_flash(tensors: Sequence[Tensor], causal: bool, window: int | None, term
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and size == value.shape[-1] <= 256
         and size % 8 == 0
-        and (causal and window is not None and not terms)
     )
 
 

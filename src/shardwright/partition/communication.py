@@ -42,10 +42,11 @@ class InnerReduction:
 
     def bytes(self, mesh: Layout, differentiable: bool) -> tuple[int, int]:
         """Bytes that one device sends, forward and backward."""
-        num_bytes = prod(self.reduction.shape) * self.reduction.dtype.itemsize
-        once = COLLECTIVES[self.reduction.collective].sent(num_bytes, mesh.size(self.axes))
-        back = self.reduction.varying and self.reduction.differentiable and differentiable
-        return once, once if back else 0
+        reduction, group = self.reduction, mesh.size(self.axes)
+        num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
+        once = COLLECTIVES[reduction.collective].sent(num_bytes, group)
+        forward, backward = reduction.times(group, differentiable)
+        return forward * once, backward * once
 
 
 @dataclass

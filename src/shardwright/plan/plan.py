@@ -149,6 +149,8 @@ def _misfits(plan: Plan, graph: Graph) -> Iterator[str]:
                     f"operator {op.name!r}: {mesh.size(axes)} shards of {factor!r} do not divide"
                     f" {rule.capacity[factor]}"
                 )
+        if rule is not None and rule.too_many(mesh, plan.cuts.get(op.name, {})):
+            yield f"operator {op.name!r} is cut by two factors that together do not divide it"
         for axes_of_each, value in zip(plan.outputs.get(op.name, ()), op.outputs, strict=False):
             if axes_of_each is not None and len(axes_of_each) != len(value.shape):
                 yield f"the output of operator {op.name!r} has {len(value.shape)} dimensions"

@@ -36,6 +36,7 @@ from shardwright.search.modes import MODES, check_takes_pins
 from shardwright.search.nest_axes import nest_axes
 from shardwright.search.optimizer_sharding import sharded_storage
 from shardwright.search.request import SearchRequest
+from shardwright.search.ring_cuts import ring_cuts
 
 log = logging.getLogger("shardwright.search")
 
@@ -222,7 +223,11 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
     answers, seconds = model.searched[key]
     found = []
     # Without a cluster nothing says which answer is the best.
-    for number, cuts in enumerate(answers if options.cluster is not None else answers[:1]):
+    answers = answers if options.cluster is not None else answers[:1]
+    if options.cluster is not None and options.limit is not None:
+        rings = (ring_cuts(graph, fixed.mesh, cuts, fixed.cuts) for cuts in answers)
+        answers = [*answers, *(cuts for cuts in rings if cuts is not None)]
+    for number, cuts in enumerate(answers):
         divided = pipeline
         if pipeline.stages > 1 and options.stage_config is None:
             division = key, number, pipeline.num_chunks

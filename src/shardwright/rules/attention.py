@@ -1,4 +1,7 @@
-"""Scaled dot product attention: `b h s _, b h _ _, b h _ _ -> b h s _`.
+"""Scaled dot product attention: `b h s/ring _, b h ring _, b h ring _ -> b h s/ring _`.
+
+Cut by `s`, a block of queries reads all keys, which are gathered; cut by `ring`, the blocks of keys
+and values go round (`rules/ring_attention.py`).
 
 Each causal query reads one key more than the one before, so blocks of them are unequal work. Of n
 devices the one with block i exchanges the second half of its queries with the one with block
@@ -18,6 +21,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from shardwright.graph.graph import Op, Value
 from shardwright.rules.notation import binder, call_arguments, input_dims, sharding_rule
+from shardwright.rules.ring_attention import has_ring, positions, ring_kernel, ring_reductions
 from shardwright.rules.rule import (
     MIRROR,
     Dims,
@@ -46,36 +50,49 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
         return None
     causal = arguments["is_causal"]
     queries = None if causal and query.shape[-2] > key.shape[-2] else "s"
+    keys = "ring" if has_ring(arguments) else None
     batch = _batch(ndim)
     output: Dims = (*batch, queries, None)
     dims: dict[str, Dims] = {
         "query": (*batch, queries, None),
-        "key": (*batch, None, None),
-        "value": (*batch, None, None),
+        "key": (*batch, keys, None),
+        "value": (*batch, keys, None),
     }
     if mask is not None:
         dims["attn_mask"] = (*batch, queries, None)[ndim - len(mask.shape) :]
     grouped = arguments["enable_gqa"] and key.shape[-3] > 1
+    capacity = {batch[-1]: key.shape[-3]} if grouped else {}
+    if keys:
+        capacity[keys] = positions(arguments)
     letters = {"b": "I", **dict.fromkeys(batch[1:], "H"), "s": "S"}
     return sharding_rule(
         op,
         input_dims(op, dims),
         (output,),
-        capacity={batch[-1]: key.shape[-3]} if grouped else None,
+        capacity=capacity,
         main=Main({name: letters[name] for name in output if name is not None}, weight=None),
-        kernel=_causal_block if causal else None,
-        reductions=_halves if causal and queries else no_reductions,
+        kernel=_kernel if causal or keys else None,
+        reductions=_reductions if (causal and queries) or keys else no_reductions,
         random=arguments["dropout_p"] > 0,
+        joined={keys: "s"} if keys and queries else {},
     )
+
+
+def _kernel(op: Op, local: Local) -> Callable[..., Any]:
+    if local.shard_counts.get("ring", 1) > 1:
+        return ring_kernel(op, local)
+    return _causal_block(op, local) if call_arguments(op)["is_causal"] else op.target
+
+
+def _reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    if shard_counts.get("ring", 1) > 1:
+        return ring_reductions(op, shard_counts)
+    return exchanged_halves(op, shard_counts) if call_arguments(op)["is_causal"] else ()
 
 
 def _batch(ndim: int) -> tuple[str, ...]:
     """The factors of all dimensions but positions and features."""
     return ("b", "h", *(f"h{i}" for i in range(2, ndim - 2)))[: ndim - 2]
-
-
-def _halves(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    return exchanged_halves(op, shard_counts)
 
 
 def exchanged_halves(

@@ -37,6 +37,7 @@ class RuleOptions(TypedDict, total=False):
     reductions: Callable[[Op, Mapping[str, int]], tuple[Reduction, ...]]
     sizes: int | None
     random: bool
+    joined: Mapping[str, str]
 
 
 def from_notation(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shardwright.errors import StrategyError
 from shardwright.graph.graph import Op
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.torch_internals import pytree
@@ -47,7 +48,7 @@ class Main:
     exclusive: tuple[tuple[str, str], ...] = ()
 
 
-MIRROR, PREVIOUS = "mirror", "previous"
+MIRROR, PREVIOUS, RING = "mirror", "previous", "ring"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class Reduction:
         factors: it is over all axes that cut these factors.
         kind: `"sum"`, `"max"`, or an exchange: `"mirror"`, in which each device gets the tensor of
             the one whose shard is as far from the last as its own is from the first, or
-            `"previous"`, that of the one with the shard before, and the first that of the last.
+            `"previous"`, that of the one with the shard before, and the first that of the last; or
+            `"ring"`: the same until each tensor has been on all devices, beside the computation,
+            and again in the backward pass, with its gradient.
         varying: whether the gradient is sent likewise, because different shards read the result.
         differentiable: whether a gradient passes.
         shape, dtype: of the reduced tensor on one device.
@@ -75,12 +78,23 @@ class Reduction:
     @property
     def ordered(self) -> bool:
         """Whether the order of the axes matters, of which the first counts most."""
-        return self.kind == PREVIOUS
+        return self.kind in (PREVIOUS, RING)
 
     @property
     def collective(self) -> str:
         """Its kind of `COLLECTIVES`."""
-        return "permute" if self.kind in (MIRROR, PREVIOUS) else "all_reduce"
+        return "permute" if self.kind in (MIRROR, PREVIOUS, RING) else "all_reduce"
+
+    def times(self, group: int, differentiable: bool) -> tuple[int, int]:
+        """How often that collective runs in a group of so many devices, forward and backward.
+
+        Args:
+            differentiable: whether a gradient comes back to the operator.
+        """
+        forward = group - 1 if self.kind == RING else 1
+        back = self.varying and self.differentiable and differentiable
+        # Round a ring the gradient of each tensor follows it.
+        return forward, (2 if self.kind == RING else 1) * forward if back else 0
 
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -93,11 +107,13 @@ class Reduce:
     Args:
         run: all of it, with its gradient.
         start, end: launch and wait, for a reduction without gradient; other work can run between.
+        place: where in the program it is called, for errors in the backward pass.
     """
 
     run: Function
     start: Function
     end: Function
+    place: Callable[[], object] = lambda: None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.run(x)
@@ -171,6 +187,8 @@ class ShardingRule:
         sizes: index of the argument with the sizes of the output (`view`, `expand`), which is
             replaced by the local sizes.
         random: whether the operator draws random numbers, which the plan then seeds.
+        joined: for a factor that cuts also the dimensions of another, that other, which cuts them
+            further if an operator is cut by both. Searches cut by one of the two.
     """
 
     inputs: tuple[Dims, ...]
@@ -183,6 +201,7 @@ class ShardingRule:
     reductions: Callable[[Op, Mapping[str, int]], tuple[Reduction, ...]] = no_reductions
     sizes: int | None = None
     random: bool = False
+    joined: Mapping[str, str] = field(default_factory=dict)
     factors: tuple[str, ...] = field(init=False)
     _layouts: dict[object, OperatorLayouts] = field(
         init=False, compare=False, repr=False, default_factory=dict
@@ -193,10 +212,12 @@ class ShardingRule:
         object.__setattr__(self, "factors", tuple(f for f in named if self.may_cut(f)))
 
     def __str__(self) -> str:
-        """The rule in notation: `b s k, j k -> b s j`; `_` is never cut, `()` is a scalar."""
+        """The rule in notation: `b s k, j k -> b s j`; `_` is never cut, `()` is a scalar,
+        and `s/ring` is cut by both."""
 
         def text(tensors: tuple[Dims, ...]) -> str:
-            return ", ".join(" ".join(d or "_" for d in dims) or "()" for dims in tensors)
+            named = ([self.cutting(d) or "_" for d in dims] for dims in tensors)
+            return ", ".join(" ".join(map("/".join, dims)) or "()" for dims in named)
 
         return f"{text(self.inputs)} -> {text(self.outputs)}".lstrip()
 
@@ -206,10 +227,32 @@ class ShardingRule:
         if self.capacity.get(factor, 1) < 2:
             return False
         summed = self.reduced | self.complete
-        return factor in summed or all(factor in dims for dims in self.outputs)
+        return factor in summed or all(factor in self.carried(dims) for dims in self.outputs)
+
+    def cutting(self, name: str | None) -> tuple[str, ...]:
+        """The factors that cut a dimension of this name: its own, and those joined with it."""
+        if name is None:
+            return ()
+        return (name, *(factor for factor, other in self.joined.items() if other == name))
+
+    def carried(self, dims: Dims) -> frozenset[str]:
+        """The factors that cut a tensor."""
+        return frozenset(factor for name in dims for factor in self.cutting(name))
+
+    def too_many(self, mesh: Layout, cuts: Cuts) -> str | None:
+        """A factor that does not divide further what others that are joined with it have left."""
+        for factor in self.joined.values():
+            shards = prod(mesh.size(cuts.get(each, ())) for each in self.cutting(factor))
+            if self.capacity[factor] % shards:
+                return factor
+        return None
 
     def layouts(self, mesh: Layout, cuts: Cuts) -> OperatorLayouts:
-        """Those of an operator that is cut by `cuts`."""
+        """Those of an operator that is cut by `cuts`.
+
+        Raises:
+            StrategyError: if two factors cut the same dimension, which the two do not divide.
+        """
         key = mesh, tuple(cuts.items())
         if key not in self._layouts:
             self._layouts[key] = self._layouts_of(mesh, cuts)
@@ -217,12 +260,21 @@ class ShardingRule:
 
     def _layouts_of(self, mesh: Layout, cuts: Cuts) -> OperatorLayouts:
         cut_axes = {axis: factor for factor, axes in cuts.items() for axis in axes}
+        factor = self.too_many(mesh, cuts)
+        if factor is not None:
+            size, shards = self.capacity[factor], " and ".join(self.cutting(factor))
+            raise StrategyError(f"`{self}`: the shards of {shards} together do not divide {size}")
 
         def axes_of(dims: Dims) -> tuple[tuple[int, ...], ...]:
-            return tuple(cuts.get(f, ()) if f is not None else () for f in dims)
+            # What cuts further dimensions too is the more significant.
+            return tuple(
+                tuple(axis for f in reversed(self.cutting(name)) for axis in cuts.get(f, ()))
+                for name in dims
+            )
 
         def lacking(dims: Dims) -> frozenset[int]:
-            return frozenset(axis for axis, factor in cut_axes.items() if factor not in dims)
+            carried = self.carried(dims)
+            return frozenset(axis for axis, factor in cut_axes.items() if factor not in carried)
 
         inputs = tuple(
             TensorLayout(mesh, axes_of(dims), varying=lacking(dims)) for dims in self.inputs

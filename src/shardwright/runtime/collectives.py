@@ -27,7 +27,7 @@ from torch import Tensor
 from shardwright.layout.axes import Axes
 from shardwright.layout.collective_spec import CellExchange, cell_exchange
 from shardwright.layout.redistribution import RedistributionStep
-from shardwright.rules.rule import MIRROR, PREVIOUS, Function, Reduce
+from shardwright.rules.rule import MIRROR, PREVIOUS, RING, Function, Reduce
 from shardwright.runtime.collective_errors import program_line
 from shardwright.runtime.devices import Devices, Group, Index, block
 from shardwright.runtime.exposed_communication import Waits
@@ -133,9 +133,15 @@ def slice_block(x: Tensor, dim: int, index: Index, parts: int) -> Tensor:
 def exchange(x: Tensor, send: list[Index], receive: list[Index], group: Group) -> Tensor:
     """Sends this rank's whole block to one rank and takes another's; `send[i]` is 1 for that rank,
     `receive[i]` for the one it comes from, else 0."""
-    flat = sendable(x.contiguous().view(1, -1))
-    out = c10d.all_to_all_single(flat, receive, send, group.name)
+    out = start_exchange(x, send, receive, group)
     return complete(out, x.dtype, group).view(x.shape)
+
+
+def start_exchange(x: Tensor, send: list[Index], receive: list[Index], group: Group) -> Tensor:
+    """Likewise, not waited for; what comes is in one row."""
+    flat = sendable(x.contiguous().view(1, -1))
+    out: Tensor = c10d.all_to_all_single(flat, receive, send, group.name)
+    return out
 
 
 def split_cells(x: Tensor, cuts: Sequence[int]) -> Tensor:
@@ -273,14 +279,21 @@ def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective
 
 def _permute(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
     """From each position of the group, in the order of the mesh, a whole block to another."""
-    group = devices.group(tuple(sorted(axes)))
-    came_from = [to.index(position) for position in range(group.size)]
-    send = [_one_where(devices, group, source) for source in came_from]
-    receive = [_one_where(devices, group, target) for target in to]
+    group, send, receive = _ways(to, axes, devices)
     return BoundCollective(
         at_once(lambda x: exchange(x, send, receive, group)),
         at_once(lambda g: exchange(g, receive, send, group)),
     )
+
+
+def _ways(
+    to: Sequence[int], axes: Axes, devices: Devices
+) -> tuple[Group, list[Index], list[Index]]:
+    """The group, and for each of its ranks whether this one sends to it, and receives from it."""
+    group = devices.group(tuple(sorted(axes)))
+    came_from = [to.index(position) for position in range(group.size)]
+    send = [_one_where(devices, group, source) for source in came_from]
+    return group, send, [_one_where(devices, group, target) for target in to]
 
 
 def _bind_all_to_all_v(step: RedistributionStep, devices: Devices) -> BoundCollective:
@@ -339,14 +352,23 @@ BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = 
 def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> Reduce:
     """A collective inside a kernel; its gradient is sent likewise if it is `varying`."""
     group = devices.group(axes)
-    if kind in (MIRROR, PREVIOUS):
+    if kind in (MIRROR, PREVIOUS, RING):
         blocks = range(group.size)
         to = dict(
             zip(blocks, reversed(blocks) if kind == MIRROR else (*blocks[1:], 0), strict=True)
         )
         placed = {group.order[block]: group.order[to[block]] for block in blocks}
-        exchanged = _permute([placed[position] for position in blocks], axes, devices)
-        return Reduce(exchanged, exchanged.forward.start, identity)
+        targets = [placed[position] for position in blocks]
+        exchanged = _permute(targets, axes, devices)
+        if kind != RING:
+            return Reduce(exchanged, exchanged.forward.start, identity)
+        group, send, receive = _ways(targets, axes, devices)
+        return Reduce(
+            exchanged,
+            lambda x: start_exchange(x, send, receive, group),
+            lambda pending: wait(pending, group.waits),
+            program_line,
+        )
 
     def start(x: Tensor) -> Tensor:
         return c10d.all_reduce(x.detach().contiguous(), kind, group.name)  # type: ignore[no-any-return]

@@ -124,8 +124,8 @@ def around_reduction(reduce: Reduce, reduction: Reduction, axes: Axes, layout: L
 
     if isinstance(whole, BoundCollective):
         back = kind if reduction.varying else None
-        return Reduce(around_both(whole, kind, back, axes, layout), start, end)
-    return Reduce(lambda x: end(start(x)), start, end)
+        return Reduce(around_both(whole, kind, back, axes, layout), start, end, reduce.place)
+    return Reduce(lambda x: end(start(x)), start, end, reduce.place)
 
 
 def in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -83,7 +83,7 @@ def _multiply_adds(op: Op) -> int:
     sizes: dict[str, int] = {}
     for dims, value in zip((*rule.inputs, *rule.outputs), (*op.inputs, *op.outputs), strict=True):
         for factor, size in zip(dims, value.shape, strict=True):
-            if factor is not None:
+            if factor is not None and factor not in rule.joined:
                 sizes[factor] = max(sizes.get(factor, 1), size)
     return prod(sizes.values())
 

@@ -119,6 +119,9 @@ def _moves(kind: OpKind, cuts: Cuts, mesh: Layout, axis: int) -> Iterator[tuple[
     yield "", axes_of_factors(rest)
     for factor, limit in zip(kind.factors, kind.limits, strict=True):
         moved = axes_of_factors({**rest, axis: factor})
+        pairs = ({kind.factors[n] for n in pair} for pair in kind.joined)
+        if any(pair <= {*moved} for pair in pairs):
+            continue
         if limit % mesh.size(moved[factor]) == 0:
             yield factor, cuts if current.get(axis) == factor else moved
 

@@ -19,7 +19,13 @@ from shardwright.layout.axes import Axes
 from shardwright.layout.collective_spec import COLLECTIVES
 from shardwright.layout.layout import TensorLayout
 from shardwright.rules.rule import Cuts, ShardingRule
-from shardwright.search.cut_moves import CutMoves, FactorOfAxis, SharedTensor, factor_of_axis
+from shardwright.search.cut_moves import (
+    CutMoves,
+    FactorOfAxis,
+    SharedTensor,
+    factor_of_axis,
+    least_sent,
+)
 from shardwright.search.decided_layouts import (
     DecidedLayouts,
     bare,
@@ -183,7 +189,7 @@ class _Followers(DecidedLayouts):
         free = [a for a in axes if a not in taken and any(a in self.cut[name] for name in near)]
         if rule is None or not free:
             return
-        limits = {factor: rule.capacity[factor] for factor in rule.factors}
+        limits = least_sent(rule)
         for tensor in self._shared(op, rule):
             moves = CutMoves(self.mesh, limits, (tensor,))
             (move,) = moves.followed()

@@ -7,7 +7,7 @@ tensor as a neighbor does, or change one axis, both as far as the operator's siz
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from shardwright.graph.graph import Op
@@ -41,11 +41,14 @@ class CutMoves:
     Args:
         limits: for each factor that may be cut the number that its number of shards must divide.
         shared: the tensors that it shares with neighbors.
+        joined: for factors that cut also the dimensions of another, that other; a move cuts one of
+            the two.
     """
 
     mesh: Layout
     limits: Mapping[str, int]
     shared: Sequence[SharedTensor]
+    joined: Mapping[str, str] = field(default_factory=dict)
 
     def followed(self) -> Iterator[dict[int, str]]:
         """For each shared tensor the move that lays it out as the neighbor does."""
@@ -58,11 +61,17 @@ class CutMoves:
             }
 
     def changed(self, factors: FactorOfAxis, axes: Iterable[int]) -> Iterator[dict[int, str]]:
-        """`factors` with one of `axes` moved to another factor, or to none."""
+        """`factors` with one of `axes` moved to another factor, or to none; of factors that are
+        joined all axes move."""
         for axis in axes:
             for factor in (*self.limits, None):
                 if factor != factors.get(axis):
                     others = {a: f for a, f in factors.items() if a != axis}
+                    if factor is not None:
+                        pairs = [{*pair} for pair in self.joined.items() if factor in pair]
+                        others = {
+                            a: factor if {f, factor} in pairs else f for a, f in others.items()
+                        }
                     yield others if factor is None else {**others, axis: factor}
 
     def divisible(
@@ -76,7 +85,7 @@ class CutMoves:
         cuts: dict[str, Axes] = {}
         moved = axes_of_factors(factors)
         for factor, limit in self.limits.items():
-            if factor not in moved:
+            if factor not in moved or self.joined.get(factor) in moved:
                 continue
             axes = [axis for axis in preferred.get(factor, ()) if axis in moved[factor]]
             axes += [axis for axis in moved[factor] if axis not in axes]
@@ -87,6 +96,12 @@ class CutMoves:
             if taken:
                 cuts[factor] = taken
         return cuts
+
+
+def least_sent(rule: ShardingRule) -> dict[str, int]:
+    """The limits of factors for who counts bytes alone: a factor that is joined with another sends
+    more, beside computation."""
+    return {f: rule.capacity[f] for f in rule.factors if f not in rule.joined}
 
 
 OpLayouts = tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]

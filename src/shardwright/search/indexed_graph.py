@@ -38,13 +38,15 @@ class OpKind:
         factors: names of the factors that may be cut, and of those that a main operator would
             choose if they had size.
         limits: for each factor the number that its number of parts must divide.
-        inputs, outputs: for each tensor the factor of each dim, `NO_CUT` where it stays whole.
+        inputs, outputs: for each tensor the factor of each dim, `NO_CUT` where it stays whole; of
+            factors that are joined the other one.
         input_dims, output_dims: `input_dims[factor][i]` is the dim of input i that cutting `factor`
             cuts, `NO_CUT` if none; the last row is that of no cut, which is `input_dims[NO_CUT]`.
         choices: factors that a main operator chooses among, in the order that breaks ties.
         labels: for each choice its name in the log.
         weight: index of the input that `mem_coeff` weighs.
-        exclusive: for each factor the factors that must be whole for it to be cut.
+        exclusive: for each factor the factors that must be whole for a main operator to choose it.
+        joined: pairs of factors that cut the same dims, of which only one may be cut.
         is_main: whether it is decided by cost.
         tensors: elements and factors of each tensor, inputs, then outputs.
         priced: the same as the cost of the operator counts them. Indices that look up rows count
@@ -63,6 +65,7 @@ class OpKind:
     labels: tuple[str, ...] = ()
     weight: int | None = None
     exclusive: tuple[tuple[int, ...], ...] = ()
+    joined: tuple[tuple[int, int], ...] = ()
     is_main: bool = False
     priced: tuple[PricedTensor, ...] = ()
 
@@ -73,7 +76,10 @@ class OpKind:
 
     def divides(self, factor: int, parts: Sequence[int], axis_size: int) -> bool:
         """Whether `factor`, in `parts` already, can be cut once more by `axis_size`."""
-        return self.limits[factor] % (parts[factor] * axis_size) == 0
+        if self.limits[factor] % (parts[factor] * axis_size):
+            return False
+        pairs = (pair for pair in self.joined if factor in pair)
+        return all(parts[one] == 1 for pair in pairs for one in pair if one != factor)
 
 
 def op_kind(rule: ShardingRule | None, op: Op) -> OpKind:
@@ -90,15 +96,15 @@ def op_kind(rule: ShardingRule | None, op: Op) -> OpKind:
     index = {factor: i for i, factor in enumerate(factors)}
 
     def numbered(dims: Dims) -> tuple[int, ...]:
-        return tuple(index.get(f, NO_CUT) if f is not None else NO_CUT for f in dims)
+        return tuple(
+            NO_CUT if f is None or f in rule.joined else index.get(f, NO_CUT) for f in dims
+        )
 
-    inputs = tuple(numbered(dims) for dims in rule.inputs)
-    outputs = tuple(numbered(dims) for dims in rule.outputs)
     tensors = tuple(
-        PricedTensor(value.numel, frozenset(dims) - {NO_CUT})
-        for value, dims in zip(values, (*inputs, *outputs), strict=True)
+        PricedTensor(value.numel, frozenset(index[f] for f in rule.carried(dims) if f in index))
+        for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True)
     )
-    rows = (*range(len(index)), None)
+    rows = (*factors, None)
     barred: list[list[int]] = [[] for _ in index]
     for one, other in main.exclusive if main is not None else ():
         barred[index[one]].append(index[other])
@@ -106,22 +112,25 @@ def op_kind(rule: ShardingRule | None, op: Op) -> OpKind:
     return OpKind(
         factors=factors,
         limits=_limits(rule, factors, values),
-        inputs=inputs,
-        outputs=outputs,
-        input_dims=tuple(tuple(_dim_of(row, dims) for dims in inputs) for row in rows),
-        output_dims=tuple(tuple(_dim_of(row, dims) for dims in outputs) for row in rows),
+        inputs=tuple(numbered(dims) for dims in rule.inputs),
+        outputs=tuple(numbered(dims) for dims in rule.outputs),
+        input_dims=tuple(tuple(_dim_of(rule, row, dims) for dims in rule.inputs) for row in rows),
+        output_dims=tuple(tuple(_dim_of(rule, row, dims) for dims in rule.outputs) for row in rows),
         tensors=tensors,
         choices=tuple(index[f] for f in labels),
         labels=_axis_names(labels),
         weight=main.weight if main is not None else None,
         exclusive=tuple(tuple(others) for others in barred),
+        joined=tuple((index[f], index[o]) for f, o in rule.joined.items() if {f, o} <= {*index}),
         is_main=main is not None,
         priced=_priced(rule, tensors, index),
     )
 
 
-def _dim_of(factor: int | None, dims: tuple[int, ...]) -> int:
-    return dims.index(factor) if factor is not None and factor in dims else NO_CUT
+def _dim_of(rule: ShardingRule, factor: str | None, dims: Dims) -> int:
+    """The dim that cutting `factor` cuts."""
+    cut = (dim for dim, name in enumerate(dims) if factor in rule.cutting(name))
+    return next(cut, NO_CUT)
 
 
 def _priced(
@@ -147,8 +156,8 @@ def _limits(rule: ShardingRule, factors: Sequence[str], values: Sequence[Value])
     """For each factor the greatest number that divides its capacity and every dim that has it."""
     limits = {f: rule.capacity[f] if rule.may_cut(f) else 1 for f in factors}
     for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True):
-        for size, factor in zip(value.shape, dims, strict=True):
-            if factor in limits:
+        for size, name in zip(value.shape, dims, strict=True):
+            for factor in filter(limits.__contains__, rule.cutting(name)):
                 limits[factor] = gcd(limits[factor], size)
     return tuple(limits.values())
 

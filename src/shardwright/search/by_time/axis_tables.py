@@ -186,7 +186,9 @@ class AxisTables:
         if rule is not None and rule.reductions is not no_reductions and choice != NO_CUT:
             for reduction in rule.reductions(variable.op, named):
                 if kind.factors[choice] in reduction.factors:
-                    inside = self.model.inside(reduction, (self.axis,), variable.differentiable)
+                    inside = self.model.inside(
+                        reduction, (self.axis,), variable.differentiable, (forward, backward)
+                    )
                     cost += weights.redistributions * sum(inside)
         for place in variable.own:
             cost += self._parameter(variable, place, choice, after)
@@ -194,13 +196,13 @@ class AxisTables:
 
     def _parameter(self, variable: OpVariable, place: int, choice: int, parts: list[int]) -> float:
         """A parameter that only this operator reads is stored as it is read."""
-        value, dims = variable.op.inputs[place], variable.kind.inputs[place]
-        shared = prod(parts[factor] for factor in dims if factor != NO_CUT)
+        value, carried = variable.op.inputs[place], variable.kind.tensors[place].factors
+        shared = prod(parts[factor] for factor in carried)
         kept = value.numel * value.stored_dtype.itemsize / shared
         cost = self.weights.kept * kept
         if value.requires_grad:
             cost += self.model.update_of(kept, shared)
-            if choice == NO_CUT or choice not in dims:
+            if choice not in carried:
                 sent = value.numel * value.itemsize / shared
                 varies = choice != NO_CUT and variable.differentiable
                 here = (self.axis,)

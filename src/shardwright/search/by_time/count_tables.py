@@ -131,6 +131,10 @@ class CountTables:
         ways = ways_to_cut(self.kinds, variable.kind.limits, MOST_WAYS)
         if ways is None:
             raise TooManyWaysError
+        # Of two factors that cut the same dimensions one is whole.
+        for pair in variable.kind.joined:
+            cut = np.stack([ways[:, factor].any(axis=1) for factor in pair])
+            ways = ways[~cut.all(axis=0)]
         return ways
 
     def _counted(self, variable: OpVariable, cuts: Cuts) -> Counts:
@@ -167,7 +171,9 @@ class CountTables:
             for reduction in rule.reductions(variable.op, named[row]):
                 cut = [kind.factors.index(f) for f in reduction.factors if f in kind.factors]
                 axes = some_axes(self.kinds, way[cut].sum(0))
-                inside = self.model.inside(reduction, axes, variable.differentiable)
+                inside = self.model.inside(
+                    reduction, axes, variable.differentiable, tuple(seconds[row])
+                )
                 cost[number] += weights.redistributions * sum(inside)
         return cost
 

@@ -152,6 +152,8 @@ class _Joint:
             cuts = axes_of_factors(
                 {axis: names[f] for axis, f in zip(axes, choice, strict=True) if f != NO_CUT}
             )
+            if any({names[n] for n in pair} <= {*cuts} for pair in variable.kind.joined):
+                continue
             if all(limits[names.index(f)] % self.model.mesh.size(a) == 0 for f, a in cuts.items()):
                 states.append(cuts)
         return states

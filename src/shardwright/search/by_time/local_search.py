@@ -152,9 +152,10 @@ class _Neighborhood:
             for own in edge.ends()
             if own.variable == self.number
         ]
-        kind = self.variable.kind
+        kind, rule = self.variable.kind, self.variable.rule
         limits = dict(zip(kind.factors, kind.limits, strict=True))
-        return CutMoves(self.objective.model.mesh, limits, shared)
+        joined = rule.joined if rule is not None else {}
+        return CutMoves(self.objective.model.mesh, limits, shared, joined)
 
     def _dims(self, end: EdgeEnd) -> Dims:
         rule = self.variable.rule

@@ -98,7 +98,8 @@ class Objective:
             parts = variable.rule.shard_counts(self.model.mesh, cuts)
             for reduction in variable.rule.reductions(variable.op, parts):
                 axes = tuple(axis for f in reduction.factors for axis in cuts.get(f, ()))
-                inside += sum(self.model.inside(reduction, axes, variable.differentiable))
+                beside = forward, backward
+                inside += sum(self.model.inside(reduction, axes, variable.differentiable, beside))
         total = ObjectiveCost(forward, backward, inside)
         read, _ = self.layouts(variable, cuts)
         for place in variable.own:

@@ -21,7 +21,13 @@ from shardwright.graph.graph import Op
 from shardwright.layout.axes import Axes
 from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.rules.rule import Cuts, ShardingRule
-from shardwright.search.cut_moves import CutMoves, SharedTensor, alike_axes, factor_of_axis
+from shardwright.search.cut_moves import (
+    CutMoves,
+    SharedTensor,
+    alike_axes,
+    factor_of_axis,
+    least_sent,
+)
 from shardwright.search.decided_layouts import Between, TensorContext, bare, inner_reductions
 
 CANDIDATES = 512
@@ -138,7 +144,7 @@ class LocalProblem:
         layouts = dict.fromkeys(tensor.layout for tensor in self.moves.shared)
         groups = alike_axes(self.mesh, [_uses(layout) for layout in layouts])
         followed = [self._followed(group) for group in groups]
-        every = [(*f, *(n for n in self.rule.factors if n not in f)) for f in followed]
+        every = [(*f, *(n for n in self.moves.limits if n not in f)) for f in followed]
         options = every if prod(map(len, every)) <= CANDIDATES else followed
         known = set()
         for chosen in islice(product(*options), CANDIDATES):
@@ -163,8 +169,7 @@ class LocalProblem:
             for context in (*self.inputs, *self.outputs)
             for layout in context.decided
         )
-        limits = {factor: self.rule.capacity[factor] for factor in self.rule.factors}
-        return CutMoves(self.mesh, limits, shared)
+        return CutMoves(self.mesh, least_sent(self.rule), shared)
 
     def _followed(self, group: Axes) -> tuple[str | None, ...]:
         """The factors that neighbors cut on the axes of `group`, then none."""
