@@ -16,6 +16,8 @@ from random_plans import random_plan
 from shardwright.capture import causal_masks
 from shardwright.graph import blockwise_attention
 from shardwright.graph.custom_ops import masked_attention, windowed_attention
+from shardwright.layout.layout import Layout
+from shardwright.partition.decisions import Decisions, adapt_decisions
 from shardwright.planner.options import bytes_of
 from torchrun import torchrun
 
@@ -164,7 +166,71 @@ def test_one_long_sequence_is_divided_among_all_devices() -> None:
     for op in plan.partitioned.graph.ops:
         if op.target is ATTENTION:
             cuts = plan.cuts[op.name]
-            assert plan.mesh.size(cuts["s"]) * plan.mesh.size(cuts.get("h", ())) == 16
+            assert plan.mesh.size([*cuts["s"], *cuts.get("h", ())]) == 16
+
+
+def test_keys_go_round_a_ring_where_all_of_them_do_not_fit() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(**sizes, **heads, vocab_size=1024)
+        net = transformers.LlamaForCausalLM(config).bfloat16()
+        tokens = torch.zeros(1, 1 << 17, dtype=torch.long)
+    graph = sw.capture(net, (), {"input_ids": tokens, "labels": tokens})
+    free = sw.plan(graph, devices=16, cluster="h100")
+    limited = sw.plan(graph, devices=16, cluster="h100", memory_limit=free.memory.peak - 1)
+    for op in graph.ops:
+        if op.target is ATTENTION:
+            assert "s" in free.cuts[op.name]
+            assert "ring" in limited.cuts[op.name]
+    assert limited.step_time is not None and free.step_time is not None
+    assert free.step_time < limited.step_time < 1.05 * free.step_time
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "cuts"),
+    [
+        ((1, 1, 8, 1), (1, 1, 8, 1), {"ring": 8}),
+        ((1, 1, 8, 1), (1, 1, 1, 1), {"s": 8}),
+        ((1, 1, 8, 1), (1, 1, 4, 1), {"s": 2, "ring": 4}),
+        ((1, 2, 4, 1), (1, 2, 2, 1), {"h": 2, "s": 2, "ring": 2}),
+    ],
+)
+def test_a_strategy_says_how_far_keys_go_round(
+    queries: tuple[int, ...], keys: tuple[int, ...], cuts: dict[str, int]
+) -> None:
+    attention = sw.shard(F.scaled_dot_product_attention, (queries, keys, keys))
+
+    class Pinned(Attention):
+        def attended(self, x: Tensor, mask: Tensor | None) -> Tensor:
+            q, k = (layer(x).unflatten(-1, (4, 4)).transpose(1, 2) for layer in (self.q, self.kv))
+            y = attention(q, k[:, :2], k[:, 2:], is_causal=True, enable_gqa=True)
+            return x + self.out(y.transpose(1, 2).flatten(2))
+
+    net, x = Pinned(), torch.randn(1, 32, 16)
+    plan = sw.plan(net, (x,), devices=8, cluster="h100")
+    (op,) = (op for op in sw.capture(net, (x,)).ops if op.target is ATTENTION)
+    assert {f: plan.mesh.size(axes) for f, axes in plan.cuts[op.name].items()} == cuts
+    assert plan.strategies[op.name][:2] == (queries, keys)
+    result = sw.check(net, (x,), {}, plan)
+    assert result.passes(1e-9), result
+
+
+def test_a_ring_of_another_sequence_goes_on_as_far_as_that_is_divided() -> None:
+    net, x = Attention(), torch.randn(1, 24, 16)
+    graph = sw.capture(net, (x,))
+    (op,) = (op for op in graph.ops if op.target is ATTENTION)
+    mesh = Layout((2, 2, 2), ("a", "b", "c"))
+    decisions = Decisions({op.name: {"ring": (0, 1), "s": (2,)}}, {})
+    for length, kept in (
+        (24, {"ring": (0, 1), "s": (2,)}),
+        (12, {"ring": (0, 1)}),
+        (6, {"ring": (0,)}),
+    ):
+        other = sw.capture(net, (x[:, :length],))
+        found = adapt_decisions(decisions, other, mesh).cuts[op.name]
+        assert {factor: axes for factor, axes in found.items() if axes} == kept
 
 
 @pytest.mark.slow

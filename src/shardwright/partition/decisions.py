@@ -129,11 +129,13 @@ def _adapted_cuts(
     for op in graph.ops:
         rule = rule_of(op)
         if rule is not None and op.name in cuts:
-            result[op.name] = {
+            kept = {
                 factor: _dividing(mesh, axes, rule.capacity[factor])
                 for factor, axes in cuts[op.name].items()
                 if factor in rule.factors
             }
+            further = rule.too_many(mesh, kept)
+            result[op.name] = {f: axes for f, axes in kept.items() if f != further}
     return result
 
 

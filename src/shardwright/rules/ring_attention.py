@@ -3,8 +3,9 @@
 Each device has a block of positions. It computes what its queries get from its own keys and values
 while these are on their way to the next device, then what they get from those that came, until all
 have been everywhere; the results are merged. In the backward pass keys and values go round again,
-and the gradient of each block follows it home. No device holds more than two blocks (Liu, Zaharia
-and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023).
+and the gradient of each block follows it home. So a device holds a few blocks, however many there
+are (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
+Context", 2023).
 
 A causal query reads the keys before it, so blocks would be unequal work: devices exchange the
 second half of their block with the one whose block is as far from the last as their own is from the
@@ -204,7 +205,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         (query, pairs, out, lse), ring = ctx.saved_tensors, ctx.ring
         of_query = torch.zeros_like(query, dtype=lse.dtype)
-        own, held = torch.zeros_like(pairs), pairs
+        own = held = pairs
         coming: Callable[[], Tensor] | None = None
         followed: Callable[[], Tensor] | None = None
         for step in range(ring.devices):
@@ -217,14 +218,15 @@ class _RingAttention(torch.autograd.Function):
                 known = out[..., rows, :], lse[..., rows]
                 parts = partial_attention_backward(*mine, key, value, *known, diagonal, ring.scale)
                 of_query[..., rows, :] += parts[0]
-                found[..., read, :] += torch.cat(parts[1:], -1)
+                for sums, each in zip(ring.split(found, read), parts[1:], strict=True):
+                    sums += each
             if step == 0:
                 own = found
                 continue
             # The gradient of keys and values goes on with them, to where they came from.
-            found = found if followed is None else found + followed()
+            found = found if followed is None else found.add_(followed())
             followed = ring.sent(found)
-        own = own if followed is None else own + followed()
+        own = own if followed is None else own.add_(followed())
         return of_query.to(query.dtype), own, None
 
 
