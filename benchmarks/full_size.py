@@ -28,7 +28,7 @@ LLAMA_3: dict[str, dict[str, int]] = {
 }
 
 
-def llama_3(size: str) -> nn.Module:
+def llama_3(size: str, **changed: int) -> nn.Module:
     sizes = {
         "hidden_size": 4096,
         "intermediate_size": 14336,
@@ -38,6 +38,7 @@ def llama_3(size: str) -> nn.Module:
         "vocab_size": 128256,
         "max_position_embeddings": 2**20,
         **LLAMA_3[size],
+        **changed,
     }
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 
