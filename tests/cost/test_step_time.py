@@ -16,7 +16,7 @@ from shardwright.graph.graph import Graph
 from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.partition.communication import communication, storage_as_used
 from shardwright.partition.decisions import Decisions
-from shardwright.rules.rule import Cuts
+from shardwright.rules.rule import RING, Cuts, Reduction
 from shardwright.search.baselines import data_parallel
 
 DEVICE = Device(
@@ -159,3 +159,21 @@ def test_a_cpu_updates_parameters_one_by_one() -> None:
     mesh = prime_mesh(2)
     one_by_one = TimeModel(processes, mesh).update(100.0, 3)
     assert one_by_one == TimeModel(accelerators, mesh).update(100.0, 3) + 3 * 20 * 0.5
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.4, 1.0])
+def test_a_part_computes_while_the_next_goes_round_a_ring(slowdown: float) -> None:
+    device = replace(DEVICE, overlap_slowdown=slowdown)
+    model = TimeModel(replace(CLUSTER, device=device), prime_mesh(4))
+    ring = Reduction(("ring",), RING, (1, 1, 25, 10), torch.float32, varying=True)
+    sent, launched = 3 * (0.001 + 1000 / 1e4), 3 * 20 * 0.01
+    long, none = (100.0, 100.0), (0.0, 0.0)
+    there, back = model.inside(ring, (0, 1), True, long)
+    assert there == pytest.approx(slowdown * sent + launched)
+    assert back == pytest.approx(2 * slowdown * sent + launched)
+    there, back = model.inside(ring, (0, 1), True, none)
+    assert (there, back) == pytest.approx((sent + launched, 2 * sent + launched))
+    # Of the four parts the last is computed when nothing is on its way.
+    there, _ = model.inside(ring, (0, 1), True, (0.04, 0.0))
+    assert there == pytest.approx(sent - (1 - slowdown) * 0.03 + launched)
+    assert model.inside(ring, (0, 1), False, long)[1] == 0

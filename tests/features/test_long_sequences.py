@@ -18,6 +18,7 @@ from shardwright.graph import blockwise_attention
 from shardwright.graph.custom_ops import masked_attention, windowed_attention
 from shardwright.layout.layout import Layout
 from shardwright.partition.decisions import Decisions, adapt_decisions
+from shardwright.planner import candidate
 from shardwright.planner.options import bytes_of
 from torchrun import torchrun
 
@@ -169,23 +170,31 @@ def test_one_long_sequence_is_divided_among_all_devices() -> None:
             assert plan.mesh.size([*cuts["s"], *cuts.get("h", ())]) == 16
 
 
-def test_keys_go_round_a_ring_where_all_of_them_do_not_fit() -> None:
+def test_keys_go_round_a_ring_where_all_of_them_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     with torch.device("meta"):
         config = transformers.LlamaConfig(**sizes, **heads, vocab_size=1024)
         net = transformers.LlamaForCausalLM(config).bfloat16()
-        tokens = torch.zeros(1, 1 << 17, dtype=torch.long)
+        tokens = torch.zeros(1, 1 << 18, dtype=torch.long)
     graph = sw.capture(net, (), {"input_ids": tokens, "labels": tokens})
     free = sw.plan(graph, devices=16, cluster="h100")
-    limited = sw.plan(graph, devices=16, cluster="h100", memory_limit=free.memory.peak - 1)
+    limit = 7 * free.memory.peak // 10
+    limited = sw.plan(graph, devices=16, cluster="h100", memory_limit=limit)
     for op in graph.ops:
         if op.target is ATTENTION:
             assert "s" in free.cuts[op.name]
             assert "ring" in limited.cuts[op.name]
-    assert limited.step_time is not None and free.step_time is not None
-    assert free.step_time < limited.step_time < 1.05 * free.step_time
+    monkeypatch.setattr(candidate, "ring_cuts", lambda *_: None)
+    assert limited.step_time is not None
+    try:
+        gathered = sw.plan(graph, devices=16, cluster="h100", memory_limit=limit)
+    except sw.MemoryLimitError:
+        return
+    assert gathered.step_time is not None and gathered.step_time > limited.step_time
 
 
 @pytest.mark.parametrize(

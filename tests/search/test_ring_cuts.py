@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwright.capture.capture import capture
+from shardwright.graph.graph import Graph
+from shardwright.layout.layout import Layout
+from shardwright.search.ring_cuts import ring_cuts
+
+MESH = Layout((2, 3), ("a", "b"))
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return F.scaled_dot_product_attention(y, y, y, mask).square().mean()
+
+
+def graph(positions: int) -> Graph:
+    x, mask = torch.zeros(2, 2, positions, 4), torch.ones(positions, positions, dtype=torch.bool)
+    return capture(Twice(), (x, mask))
+
+
+ATTENTION = ("scaled_dot_product_attention", "scaled_dot_product_attention_1")
+
+
+def test_attention_along_the_sequence_goes_round_a_ring_where_it_may() -> None:
+    cuts = {name: {"h": (0,), "s": (1,)} for name in ATTENTION}
+    changed = ring_cuts(graph(6), MESH, cuts, ())
+    assert changed == {ATTENTION[0]: {"h": (0,), "ring": (1,)}, ATTENTION[1]: cuts[ATTENTION[1]]}
+
+
+@pytest.mark.parametrize("pinned", [(), ATTENTION])
+def test_nothing_changes_where_nothing_is_cut_along_the_sequence_or_all_is_pinned(pinned) -> None:
+    factor = "s" if pinned else "h"
+    cuts = {name: {factor: (0,)} for name in ATTENTION}
+    assert ring_cuts(graph(6), MESH, cuts, pinned) is None
