@@ -55,7 +55,8 @@ def test_stages_that_share_a_processor_leave_it_to_each_other_where_they_wait(
     found = predict(plan.partitioned, shared)
     assert found.timeline is not None and found.bubble > 0.1
     link, micro_batches = apart.levels[0], plan.pipeline.micro_batches
-    sending = 2 * micro_batches * (link.latency + 4096 * 1024 * 4 / 4 / link.rate)
+    # Each message waits for the turn of who sends it.
+    sending = 2 * micro_batches * (2 * link.latency + 4096 * 1024 * 4 / 4 / link.rate)
     busy = sum(chunk.computation for chunk in found.chunks)
     assert found.seconds == pytest.approx((busy + sending) / 2)
     assert found.seconds > predict(plan.partitioned, apart).computation

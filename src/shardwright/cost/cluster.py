@@ -40,8 +40,9 @@ class LinkLevel:
     Args:
         name: what joins the devices: `node`, `network`.
         bandwidth: bytes per second that each device sends, all devices sending at once.
-        latency: seconds from the start of a message to its arrival.
-        call: seconds that each collective takes beside its messages.
+        latency: seconds from the start of a message to its arrival; of processes that share a
+            processor, as if each had it for itself.
+        call: likewise, that each collective takes beside its messages.
         devices: how many devices one group of this level joins; None: any number.
         efficiency: the share of the bandwidth that collectives of large tensors reach.
         collectives: `trees`: a group of p devices needs ⌈log₂ p⌉ messages one after the other;
@@ -127,7 +128,7 @@ class Device:
         return self.at_full_rate is not None and devices > self.at_full_rate
 
     def among(self, devices: int) -> Device:
-        """The device as it is when `devices` of them compute at once."""
+        """The device as it is when `devices` of them compute at once, as `Cluster.among` has it."""
         if self.at_full_rate is None or not self.shared(devices):
             return self
         share = self.at_full_rate / devices
@@ -148,6 +149,18 @@ class Cluster:
     name: str
     device: Device
     levels: tuple[LinkLevel, ...]
+
+    def among(self, devices: int) -> Cluster:
+        """The cluster as it is when `devices` compute at once. If these are processes that share a
+        processor, the others run while one waits for its turn: also to send."""
+        if self.device.at_full_rate is None or not self.device.shared(devices):
+            return self
+        turns = devices / self.device.at_full_rate
+        levels = tuple(
+            replace(level, latency=turns * level.latency, call=turns * level.call)
+            for level in self.levels
+        )
+        return replace(self, device=self.device.among(devices), levels=levels)
 
     def servers(self, devices: int) -> int:
         """How many nodes so many devices fill; a cluster of one level is one node."""

@@ -32,7 +32,7 @@ class Links:
 
     def __init__(self, cluster: Cluster, mesh: Layout, stages: int = 1) -> None:
         starts = tuple(stage * mesh.num_devices for stage in range(stages))
-        self.cluster = cluster
+        self.cluster = cluster.among(mesh.num_devices * stages)
         self.mesh = mesh
         self.levels = cluster.levels_of(mesh, starts)
 

@@ -104,7 +104,7 @@ def _measure(rank: int, processes: int, result: Path) -> None:
     *rates, bandwidth, overhead, short, long, pair, once, step = mean.tolist()
     if rank == 0:
         link = link_of(processes, short, long, pair)
-        alone = (once - link.call - link.latency) / processes
+        alone = once / processes - link.call - link.latency
         device = replace(
             device,
             rates=dict(zip(device.rates, rates, strict=True)),
@@ -269,7 +269,7 @@ def _passes(clock: Clock) -> tuple[float, float]:
 
 
 def link_of(processes: int, short: float, long: float, pair: float) -> LinkLevel:
-    """The link on which collectives take so long.
+    """The link on which collectives of so many processes take so long.
 
     Args:
         short: seconds of a small one of all processes, on average of gathers and reductions that
@@ -285,4 +285,5 @@ def link_of(processes: int, short: float, long: float, pair: float) -> LinkLevel
         call = max(0.0, pair - 1.5 * latency)
     moving = max(long - call - 2 * (processes - 1) * latency, 1e-9)
     sent = 2 * (processes - 1) / processes * 4 * LARGE_MESSAGE
-    return LinkLevel("processes", sent / moving, latency, call=call, collectives=GLOO)
+    alone = latency / processes, call / processes
+    return LinkLevel("processes", sent / moving, alone[0], call=alone[1], collectives=GLOO)

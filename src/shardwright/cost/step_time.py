@@ -171,7 +171,7 @@ class TimeModel:
         self.parameter_weight = parameter_weight
         self.links = Links(cluster, mesh, stages)
         devices = mesh.num_devices * stages
-        self.device = cluster.device.among(devices)
+        self.device = self.links.cluster.device
         self.shared = cluster.device.shared(devices)
         self.slowdown = 1.0 if self.shared else self.device.overlap_slowdown
         self.sharing = sharing
