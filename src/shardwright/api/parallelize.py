@@ -17,6 +17,7 @@ from shardwright.capture.capture import capture
 from shardwright.errors import PlanError, ShardwrightError
 from shardwright.graph.graph import Graph
 from shardwright.parallel.module import parallel_module
+from shardwright.parallel.original import OriginalModel
 from shardwright.partition.fold_axes import dtensor_axes
 from shardwright.plan import Plan
 from shardwright.planner.pipeline import Pipeline
@@ -75,7 +76,10 @@ def parallelize(
         if sync and devices.several:
             take_state_of_rank_0(net, where)
         parallel = parallel_module(net, partitioned, devices, release=release)
-    return parallel if parallel.training == net.training else parallel.train(net.training)
+    if parallel.training != net.training:
+        parallel.train(net.training)
+    parallel.execution.original = OriginalModel(net, graph.attributes)
+    return parallel
 
 
 def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:

@@ -19,6 +19,7 @@ from shardwright.deferred import copies_of_attributes
 from shardwright.graph.graph import Graph, Value
 from shardwright.lower.program import Program, lower
 from shardwright.parallel.call import PlannedCall, key_of
+from shardwright.parallel.original import OriginalModel
 from shardwright.parallel.output_tensor import in_parts
 from shardwright.parallel.planned_parameters import PlannedParameters
 from shardwright.parallel.python_state import PythonState
@@ -147,6 +148,8 @@ class Execution:
         set as its `forward`."""
         self.random_seed = devices.common_seed()
         self.random_step = 0
+        self.original: OriginalModel | None = None
+        """The model that `module` is a copy of."""
         self._compiler: Callable[[Program], Program] | None = None
         graph = partitioned.graph
         self._parameters_as_planned = PlannedParameters(module, graph.frozen)
@@ -252,7 +255,7 @@ class Execution:
         """What runs the calls of `module`, a copy of this one's that `memo` is of: the same
         programs, on its tensors. It communicates nothing."""
         result, graph = copy.copy(self), self.partitioned.graph
-        result.module = module
+        result.module, result.original = module, None
         result.template, result.inside = copy.deepcopy((self.template, self.inside), memo)
         result._parameters_as_planned = PlannedParameters(module, graph.frozen)
         result._guard = BatchGuard(self.devices, graph, self.partitioned.decisions.arrivals)
@@ -342,6 +345,8 @@ class Execution:
         Raises:
             PlanError: for a parameter, a hook or a submodule that is not what was planned.
         """
+        if self.original is not None:
+            self.original.look(self.module)
         return *self._module_state(), spec, tuple(leaves)
 
     def _module_state(self) -> tuple[Hashable, Hashable, Hashable]:

@@ -1,38 +1,63 @@
-"""Optimizers that were made before their model was parallelized."""
+"""Optimizers that were made before their model was parallelized, or over the parameters of the one
+that `parallelize` was given instead of those of what it returned."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.errors import PlanError
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Origin:
-    """One parameter of a user's model. The parameters that it becomes bear it too: an object says
-    no more than that they are the same, and keeps no tensor alive."""
+    """One parameter of a user's model. The parameters that it becomes bear it too, so that it tells
+    that they are the same; it keeps no tensor alive.
+
+    Args:
+        name: of the parameter in the model.
+        models: the model and what `parallelize` made of it.
+        trained_apart: whether an optimizer trains it in the model itself.
+    """
 
     name: str
+    models: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    trained_apart: bool = False
+
+    def bearers(self) -> Iterator[nn.Parameter]:
+        """The parameters that bear it."""
+        for model in self.models:
+            path, _, leaf = self.name.rpartition(".")
+            held = getattr(model.get_submodule(path), leaf, None)
+            if isinstance(held, nn.Parameter) and _origin(held) is self:
+                yield held
 
 
 def remember(
-    originals: Mapping[str, nn.Parameter], replacements: Mapping[str, nn.Parameter]
+    module: nn.Module, planned: nn.Module, replacements: Mapping[str, nn.Parameter]
 ) -> None:
-    """Notes at the `replacements`, by name, which of the `originals` they stand for."""
+    """Notes at the `replacements` in `planned`, by name, which parameters of `module` they stand
+    for."""
+    originals = dict(module.named_parameters())
     origins = {name: _origin(parameter) or Origin(name) for name, parameter in originals.items()}
     for name, parameter in originals.items():
         parameter.origin = origins[name]  # type: ignore[attr-defined]
+        origins[name].models.update((module, planned))
     family = frozenset(origins.values())
     for name, parameter in replacements.items():
         parameter.origin = origins[name]  # type: ignore[attr-defined]
         parameter.family = family  # type: ignore[attr-defined]
+    _refuse_steps_of_others()
 
 
 def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
@@ -81,3 +106,60 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
 
 def _origin(parameter: Tensor) -> Origin | None:
     return getattr(parameter, "origin", None)
+
+
+def is_trained_apart(parameter: Tensor) -> bool:
+    """Whether a parameter of a model that was given to `parallelize` is trained in that itself."""
+    origin = _origin(parameter)
+    return parameter.grad is not None or (origin is not None and origin.trained_apart)
+
+
+def _is_planned(parameter: Tensor) -> bool:
+    return hasattr(parameter, "family")
+
+
+@cache
+def _refuse_steps_of_others() -> None:
+    """Lets optimizers of this process refuse to step over parameters without gradients where those
+    that they were taken for have some.
+
+    Raises:
+        PlanError: before such a step.
+    """
+
+    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # The first is itself.
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        first = next(parameters, None)
+        if closure is not None or first is None or _origin(first) is None:
+            return
+        _check_gradients(type(optimizer).__name__, [first, *parameters])
+
+    register_optimizer_step_pre_hook(before_step)
+
+
+def _check_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
+    ours = [(parameter, origin) for parameter in parameters if (origin := _origin(parameter))]
+    is_planned = _is_planned(ours[0][0])
+    if any(parameter.grad is not None for parameter, _ in ours):
+        for parameter, origin in ours if not is_planned else ():
+            origin.trained_apart = origin.trained_apart or parameter.grad is not None
+        return
+    for _, origin in ours:
+        others = (other for other in origin.bearers() if _is_planned(other) != is_planned)
+        if any(other.grad is not None for other in others):
+            raise PlanError(_ours_and_theirs(optimizer, origin.name, is_planned))
+
+
+def _ours_and_theirs(optimizer: str, name: str, is_planned: bool) -> str:
+    given, returned = "the model that was given to `parallelize`", "what `parallelize` returned"
+    if is_planned:
+        return (
+            f"no parameter of this {optimizer}, made over those of {returned}, has a gradient, but "
+            f"{name!r} of {given} has: call {returned}, and not the model that it was made from"
+        )
+    return (
+        f"no parameter of this {optimizer}, made over those of {given}, has a gradient, but "
+        f"{name!r} of {returned} has, which are other tensors: make the optimizer over the "
+        f"`parameters()` of {returned}, or let `sw.adopt(optimizer, net)` point it at them"
+    )

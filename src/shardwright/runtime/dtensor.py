@@ -129,8 +129,8 @@ def with_stored_parameters(
             memo[id(tensor)] = stored_tensors[name]
     parameters = dict(module.named_parameters())
     replacements = {name: memo[id(p)] for name, p in parameters.items() if name not in left_out}
-    remember(parameters, replacements)
     result = copy.deepcopy(module, memo)
+    remember(module, result, replacements)
     if devices.mesh is not None:
         result.register_load_state_dict_pre_hook(_cut_whole_tensors)  # type: ignore[no-untyped-call]
     return result
