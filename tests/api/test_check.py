@@ -102,10 +102,7 @@ def test_a_plan_equals_the_eager_module(name: str) -> None:
     ("function", "message"),
     [
         (lambda net, x: net.table(x.argmax(-1)).mean(), "sparse gradients .* `sparse=False`"),
-        (
-            lambda net, x: torch.vmap(lambda row: net.linear(row))(x).mean(),
-            "`torch.vmap` .* cannot",
-        ),
+        (lambda net, x: torch.func.linearize(net.linear, x)[1](x), "Use .*`jvp`.*`linearize`"),
         (lambda net, x: (net.linear(x).to_sparse() * 2).to_dense().mean(), "sparse tensor"),
     ],
 )

@@ -48,6 +48,7 @@ from shardwright.capture.signature import (
     merge_tied,
     take_as_buffers,
 )
+from shardwright.capture.transforms import as_operators
 from shardwright.capture.unflatten import move_flattening_down
 from shardwright.capture.value_guards import PassedGuards
 from shardwright.capture.views import read_strides_of_elements
@@ -56,6 +57,7 @@ from shardwright.graph.graph import Graph
 from shardwright.progress import OnProgress, silent
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.operators import OpOverload, schema_of
+from shardwright.torch_internals.transforms import transforms_called_by
 
 
 def capture(
@@ -215,6 +217,7 @@ def _export(
         with (
             traced_autocast(call.autocast) as regions,
             preserve_tags(),
+            transforms_called_by(as_operators),
             KnownValues(),
             RecordedEffects(),
             PassedGuards(),
@@ -342,8 +345,8 @@ def _check_kind(node: fx.Node) -> None:
     module = str(getattr(node.target, "__module__", ""))
     if module.startswith(("torch._functorch", "torch._C._functorch")):
         raise CaptureError(
-            f"{line_of(node)}: `torch.vmap` and other transforms of functions cannot be captured. "
-            f"Write the operators for the whole batch, or make a `torch.library.custom_op` of it."
+            f"{line_of(node)}: this transform of functions cannot be captured. Use `torch.vmap`, "
+            "or `jvp`, `vjp` and `grad` of `torch.func`, instead of `forward_ad` and `linearize`."
         )
     if isinstance(node.target, OpOverload):
         names = [argument.name for argument in schema_of(node.target).arguments]

@@ -25,6 +25,7 @@ from shardwright.capture.annotations import tagging_checkpoint
 from shardwright.capture.autograd_functions import traced
 from shardwright.capture.experts import dispatch_in_one_operator, dispatched, mixture_of_experts
 from shardwright.capture.hooks import refuse_autograd, refuse_saved_tensor_hooks
+from shardwright.capture.inner_gradients import gradients
 from shardwright.capture.static_functions import STATIC
 from shardwright.deferred import copies_of_attributes
 from shardwright.errors import CaptureError
@@ -225,8 +226,8 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> frozenset[i
 
 class RecordedEffects(TorchFunctionMode):
     """A context in which tracing sees what is read from and written to `tensor.data`: a detached
-    tensor, and a copy into it. Hooks and gradients of tensors are refused. Functions that look at
-    values do not, and a mixture of experts is one operator."""
+    tensor, and a copy into it; and gradients, as operators. Hooks of tensors are refused.
+    Functions that look at values do not, and a mixture of experts is one operator."""
 
     def __torch_function__(
         self,
@@ -236,6 +237,8 @@ class RecordedEffects(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         refuse_autograd(func, args)
+        if func is torch.autograd.grad:
+            return gradients(*args, **(kwargs or {}))
         if (static := STATIC.get(func)) is not None:
             return static(*args, **(kwargs or {}))
         if func is mixture_of_experts:

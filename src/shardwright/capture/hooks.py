@@ -91,14 +91,14 @@ class _Changes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_BACKWARD = (torch.autograd.backward, Tensor.backward)
 _OF_TENSORS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, grad_fn_getter)
 
 
-def refuse_autograd(func: Any, args: tuple[Any, ...]) -> None:
+def refuse_hooks(func: Any, args: tuple[Any, ...]) -> None:
     """Raises:
-    CaptureError: if `func`, called while a model is traced, registers a hook of a tensor, hands out
-        the node of autograd where one could be registered, or computes gradients.
+    CaptureError: if `func`, called while a model is traced, registers a hook of a tensor, or hands
+        out the node of autograd where one could be registered.
     """
     if func in _OF_TENSORS and not (func == grad_fn_getter and args[0].is_leaf):
         raise CaptureError(
@@ -106,11 +106,18 @@ def refuse_autograd(func: Any, args: tuple[Any, ...]) -> None:
             "by a captured model. Write the change of its gradient as a custom operator "
             "(`torch.library.custom_op` with `register_autograd`)"
         )
-    if func in _GRADIENTS:
+
+
+def refuse_autograd(func: Any, args: tuple[Any, ...]) -> None:
+    """Raises:
+    CaptureError: as `refuse_hooks`, and if `func` runs a backward pass.
+    """
+    refuse_hooks(func, args)
+    if func in _BACKWARD:
         raise CaptureError(
-            "`forward` computes gradients (`torch.autograd.grad`, `backward`, `torch.func.grad`, "
-            "`jacrev`), which cannot be captured. Write them as operators, compute them outside of "
-            "the model, or make a `torch.library.custom_op` of it"
+            "`forward` runs a backward pass (`backward`), whose gradients are added to `.grad`, "
+            "which cannot be captured. Take them by `torch.autograd.grad` or `torch.func.grad`, or "
+            "run it outside of the model"
         )
 
 

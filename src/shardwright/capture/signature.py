@@ -213,7 +213,17 @@ _CONSTANT = frozenset(
 )
 """Operators with a floating-point result through which no gradient flows to their inputs."""
 
-_DIFFERENTIABLE_RESULTS = {"batch_norm_train": 1, "instance_norm_train": 1}
+_DIFFERENTIABLE_RESULTS = {
+    "batch_norm_train": 1,
+    "instance_norm_train": 1,
+    "native_batch_norm": 1,
+    "native_layer_norm": 1,
+    "nll_loss_forward": 1,
+    "nll_loss2d_forward": 1,
+}
+
+_STATISTICS = {"mean", "rstd", "save_mean", "save_invstd", "total_weight"}
+"""What backward operators read of a forward operator, whose own gradient does not come this way."""
 
 
 def nodes_with_gradients(
@@ -269,6 +279,7 @@ def _passes(node: fx.Node, source: fx.Node, no_grad: bool = False) -> bool:
         and _is_floating(node)
         and _is_floating(source)
         and not _is_statistic(node)
+        and not _reads_statistic(node, source)
     )
 
 
@@ -284,6 +295,16 @@ def _is_statistic(node: fx.Node) -> bool:
     result, index = node.args
     assert isinstance(result, fx.Node) and isinstance(index, int)
     return index >= _DIFFERENTIABLE_RESULTS.get(_name(result), index + 1)
+
+
+def _reads_statistic(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a backward operator reads `source` as a number that it is not differentiated by."""
+    if not isinstance(node.target, OpOverload) or "backward" not in _name(node):
+        return False
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    read_as = {name for name, value in given.items() if value is source}
+    return bool(read_as) and read_as <= _STATISTICS
 
 
 def _is_floating(node: fx.Node) -> bool:

@@ -65,3 +65,17 @@ def returns_many(op: Op) -> bool:
         returns = schema_of(op.target).returns
         return len(returns) > 1 or str(returns[0].type) == "List[Tensor]"
     return len(op.outputs) > 1
+
+
+def leaves_out_results(op: Op) -> bool:
+    """Whether it returns None in the place of a tensor, as a backward operator does for an input
+    that needs no gradient."""
+    if not isinstance(op.target, OpOverload):
+        return False
+    returns = schema_of(op.target).returns
+    return all(str(r.type) == "Tensor" for r in returns) and len(returns) != len(op.outputs)
+
+
+def made_results(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """What it returns besides None."""
+    return tuple(result for result in function(*args, **kwargs) if result is not None)

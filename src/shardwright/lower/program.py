@@ -20,7 +20,13 @@ from shardwright.graph.saved_tensors import saved_before_update
 from shardwright.lower.emit import NAMED_RANGE, Source, expression, write_body
 from shardwright.lower.emit_buckets import BucketLines
 from shardwright.lower.emit_transfers import TransferLines
-from shardwright.lower.kernels import Kernels, returns_many, short_name
+from shardwright.lower.kernels import (
+    Kernels,
+    leaves_out_results,
+    made_results,
+    returns_many,
+    short_name,
+)
 from shardwright.lower.regions import Compiler, compile_regions
 from shardwright.partition.chunk import Chunk
 from shardwright.partition.communication import Communication
@@ -346,6 +352,9 @@ class _Lowering:
             function = Seeded(function, number_of(op.name), self.devices.index(axes))
             return self.source.refer(f"seeded_{short_name(op)}", function)
         if function is op.target and isinstance(function, OpOverload):
+            if leaves_out_results(op):
+                name = f"results_of_{short_name(op)}"
+                return self.source.refer(name, partial(made_results, function))
             if function.namespace == "aten":
                 return str(function)
             if function.namespace == "shardwright":

@@ -45,7 +45,7 @@ from shardwright.runtime.dtensor import (
 )
 from shardwright.runtime.micro_batches import micro_batch, most_micro_batches, whole_leaves
 from shardwright.torch_internals import pytree
-from shardwright.torch_internals.hooks import HooksOfModules
+from shardwright.torch_internals.hooks import HooksOfModules, without_saved_tensor_hooks
 from shardwright.torch_internals.tensors import copy_all_
 
 log = logging.getLogger(__name__)
@@ -372,7 +372,7 @@ class Execution:
         for name, parameter, *_ in self._parameters_as_planned.all:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
         # Where the user's code keeps what autograd saves, it shall not see what capture does.
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        with without_saved_tensor_hooks():
             graph = self._captures.graph(call, planned.graph.compute_dtype, self._module_state())
         self._state.watch(graph.attributes)
         log.info(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.autograd import forward_ad
 from torch.library import Library
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -31,6 +32,7 @@ __all__ = [
     "region_of",
     "set_region",
     "without_dispatch_modes",
+    "without_function_modes",
     "without_torch_dispatch",
     "without_torch_function",
     "without_torch_function_of_subclasses",
@@ -50,6 +52,16 @@ without_torch_function_of_subclasses = torch._C.DisableTorchFunctionSubclass
 
 without_dispatch_modes = _disable_current_modes
 """A context in which no `__torch_dispatch__` of a mode is called; those of subclasses are."""
+
+
+@contextmanager
+def without_function_modes() -> Iterator[None]:
+    """A context in which the modes for functions that are entered now see nothing; those that are
+    entered in it do."""
+    with ExitStack() as popped:
+        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            popped.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:

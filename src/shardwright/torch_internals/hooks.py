@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
@@ -68,3 +70,18 @@ def accumulation_hooks(parameter: Tensor) -> Mapping[int, Callable[..., Any]]:
 def hooks_registered() -> int:
     """How many hooks of any kind were registered so far, in the whole process."""
     return RemovableHandle.next_id
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """A context in which nothing packs what autograd saves, as transforms of functions need it."""
+    autograd: Any = torch._C._autograd
+    popped = []
+    while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        popped.append(hooks)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for hooks in reversed(popped):
+            autograd._push_saved_tensors_default_hooks(*hooks)

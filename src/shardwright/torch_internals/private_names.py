@@ -115,6 +115,28 @@ DISPATCH = (
         "torch._C._functorch.peek_interpreter_stack",
         "refuses transforms of a planned model, whose collectives are differentiable once",
     ),
+    PrivateName(
+        "torch._functorch.apis.vmap_impl",
+        "captures what a transform of a function computes, as operators",
+        "`make_fx`, which cannot take its place where a model calls it",
+    ),
+    PrivateName("torch._functorch.vmap.vmap_impl", "the same"),
+    PrivateName("torch._functorch.eager_transforms.grad_impl", "the same"),
+    PrivateName("torch._functorch.eager_transforms.grad_and_value_impl", "the same"),
+    PrivateName("torch._functorch.eager_transforms._jvp_with_argnums", "the same"),
+    PrivateName("torch._functorch.eager_transforms._vjp_with_argnums", "the same"),
+    PrivateName(
+        "torch.overrides._get_current_function_mode_stack",
+        "traces such a function apart from the model around it",
+    ),
+    PrivateName("torch.overrides._pop_mode_temporarily", "the same"),
+    PrivateName(
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "captures where a call packs what autograd saves",
+        "`saved_tensors_hooks` that change nothing, under which `torch.func.grad` fails",
+    ),
+    PrivateName("torch._C._autograd._pop_saved_tensors_default_hooks", "the same"),
+    PrivateName("torch._C._autograd._push_saved_tensors_default_hooks", "the same"),
     PrivateName("torch.autograd.forward_ad._current_level", "the same for forward mode"),
     PrivateName("torch._C._get_tracing_state", "the same for `torch.jit.trace`"),
     PrivateName(

@@ -1,0 +1,80 @@
+"""Transforms of functions (`torch.func`), replaced where models are traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch._functorch import apis, eager_transforms, vmap
+
+_vmap: Callable[..., Any] = vmap.vmap_impl
+_grad: Callable[..., Any] = eager_transforms.grad_impl
+_grad_and_value: Callable[..., Any] = eager_transforms.grad_and_value_impl
+_jvp: Callable[..., Any] = eager_transforms._jvp_with_argnums
+_vjp: Callable[..., Any] = eager_transforms._vjp_with_argnums
+
+Calling = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a function with arguments."""
+
+
+@contextmanager
+def transforms_called_by(call: Calling) -> Iterator[None]:
+    """A context in which `call` calls what `vmap`, `grad`, `grad_and_value`, `jvp`, `vjp` and those
+    made of them make of a function; transforms in the midst of that are PyTorch's."""
+    inside = False
+
+    def outermost(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return function(*args, **kwargs)
+        inside = True
+        try:
+            return call(function, args, kwargs)
+        finally:
+            inside = False
+
+    def mapped(
+        f: Any, in_dims: Any, out_dims: Any, random: str, size: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return outermost(
+            lambda *a, **k: _vmap(f, in_dims, out_dims, random, size, *a, **k), *args, **kwargs
+        )
+
+    def grad(f: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
+        return outermost(lambda *a, **k: _grad(f, argnums, has_aux, a, k), *args, **kwargs)
+
+    def grad_and_value(f: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
+        return outermost(
+            lambda *a, **k: _grad_and_value(f, argnums, has_aux, a, k), *args, **kwargs
+        )
+
+    def jvp(f: Any, primals: Any, tangents: Any, argnums: Any, **options: Any) -> Any:
+        return outermost(lambda p, t: _jvp(f, p, t, argnums, **options), primals, tangents)
+
+    def vjp(f: Any, *primals: Any, **options: Any) -> Any:
+        """What it returns has the function's operators again, of which those in excess are dead."""
+        if inside:
+            return _vjp(f, *primals, **options)
+
+        def values(*primals: Any) -> Any:
+            value, _, *aux = _vjp(f, *primals, **options)
+            return value, aux
+
+        def pullback(cotangents: Any, *_: Any, **__: Any) -> Any:
+            return outermost(lambda p, c: _vjp(f, *p, **options)[1](c), primals, cotangents)
+
+        value, aux = outermost(values, *primals)
+        return value, pullback, *aux
+
+    with ExitStack() as patches:
+        for room, name, function in (
+            (apis, "vmap_impl", mapped),
+            (eager_transforms, "grad_impl", grad),
+            (eager_transforms, "grad_and_value_impl", grad_and_value),
+            (eager_transforms, "_jvp_with_argnums", jvp),
+            (eager_transforms, "_vjp_with_argnums", vjp),
+        ):
+            patches.enter_context(patch.object(room, name, function))
+        yield
