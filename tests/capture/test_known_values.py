@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shardwright as sw
 from random_plans import check_random_plan, random_plan
 from shardwright.capture.capture import capture
-from shardwright.errors import CaptureError
+from shardwright.errors import CaptureError, PlanError
 
 
 class Net(nn.Module):
@@ -105,23 +106,60 @@ def through_a_view(net: Net, x: Tensor) -> Tensor:
     return net.linear(x)[:4][half].mean()
 
 
-def of_a_buffer(net: Net, x: Tensor) -> Tensor:
-    return net.linear(x)[net.mask].mean()
-
-
 def in_a_slice(net: Net, x: Tensor) -> Tensor:
     start: Any = x.sum().long().abs()
     return net.linear(x)[net.places[start:] > 2].mean()
 
 
-@pytest.mark.parametrize(
-    "function", [drawn, drawn_in_place, permuted, through_a_view, of_a_buffer, in_a_slice]
-)
+@pytest.mark.parametrize("function", [drawn, drawn_in_place, permuted, through_a_view, in_a_slice])
 def test_values_that_are_drawn_or_depend_on_inputs_or_state_are_not_known(
     function: Callable[[Net, Tensor], Tensor],
 ) -> None:
     with pytest.raises(CaptureError, match="unknown during capture"):
         capture(Net(function), (torch.randn(8, 8),))
+
+
+def selected_by_buffers(net: Net, x: Tensor) -> Tensor:
+    if net.mask[:4].any():
+        x = x * 2
+    chosen = net.linear(x)[:, ~net.mask | (net.places < 1)]
+    first = x[:, : int(net.mask.sum()) // 2].sum(1, keepdim=True)
+    return (chosen.sin() + first).mean() + x.masked_select(net.mask).mean()
+
+
+def test_what_depends_on_the_values_of_buffers_is_another_program_when_they_change() -> None:
+    net, x = Net(selected_by_buffers), torch.randn(8, 8)
+    graph = capture(net, (x,))
+    check_random_plan(net, (x,), {}, graph, random_plan(graph, 4, 0))
+    plan, wanted = sw.plan(net, (x,), devices=1), net(x)
+    planned = sw.parallelize(net, plan)
+    torch.testing.assert_close(planned(x), wanted)
+    for change in (lambda m: m.roll(1), lambda m: m, lambda m: m[torch.arange(8) ^ 1]):
+        for each in (net, planned):
+            each.mask.copy_(change(each.mask))
+        torch.testing.assert_close(planned(x), net(x))
+    assert len(planned.execution._forwards) == 3  # Equal values are one program.
+    state = {name: t.flip(0) if name == "mask" else t for name, t in net.state_dict().items()}
+    for each in (net, planned):
+        each.load_state_dict(state)
+        each.mask = each.mask.clone()
+    torch.testing.assert_close(planned(x), net(x))
+    with pytest.raises(PlanError, match="made for another model"):
+        net.mask.fill_(True)
+        sw.parallelize(net, plan)
+
+
+def test_buffers_that_forward_updates_or_that_have_no_values_are_not_known() -> None:
+    def counting(net: Net, x: Tensor) -> Tensor:
+        if net.mask.any():
+            x = net.linear(x)
+        net.mask[0] = True
+        return x.mean()
+
+    with pytest.raises(CaptureError, match="updates the buffer 'mask', and a shape or a branch"):
+        capture(Net(counting), (torch.randn(8, 8),))
+    with pytest.raises(CaptureError, match="unknown during capture"):
+        capture(Net(selected_by_buffers).to("meta"), (torch.randn(8, 8),))
 
 
 def test_the_generator_is_as_it_was() -> None:

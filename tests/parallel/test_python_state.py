@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright.capture.attributes import BUFFERS, state_text
 from shardwright.errors import CaptureError, PlanError
 from shardwright.parallel.python_state import PythonState
 
@@ -317,3 +318,19 @@ def test_what_is_kept_does_not_grow_with_changes_back_and_forth() -> None:
             blocks.append(sys.getallocatedblocks())
     assert len(keys) == 2
     assert blocks[3] - blocks[1] < 500
+
+
+def test_buffers_whose_values_were_read_are_told_when_they_have_changed() -> None:
+    net = nn.Module()
+    net.register_buffer("mask", torch.ones(4))
+    place = (BUFFERS, "mask", state_text(BUFFERS, net.mask))
+    state = PythonState(net, [place], {})
+    before = state.key()
+    net.mask = net.mask.clone()
+    assert state.key() is before
+    assert not state.changed_buffers
+    net.mask[0] = 0
+    assert state.key() is not before
+    assert state.changed_buffers == ["mask"]
+    net.mask = None  # As in another pipeline stage.
+    assert state.key().texts == before.texts

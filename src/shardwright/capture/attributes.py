@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from shardwright.capture.global_variables import GLOBALS, globals_of, globals_read
 from shardwright.errors import CaptureError
 from shardwright.torch_internals.hooks import forward_hooks
-from shardwright.torch_internals.tensors import version
+from shardwright.torch_internals.modules import own_buffers
+from shardwright.torch_internals.tensors import storage_id, version
 
 MISSING = "<no such attribute>"
 """What is read of an attribute that a module does not have, as by `getattr` with a default."""
@@ -34,6 +36,9 @@ CLASSES = "classes of submodules"
 """The name of the entry that tells a model from one that is put together of other modules."""
 
 OF_MODULES = frozenset((HOOKS, CLASSES))
+
+BUFFERS = "buffers of "
+"""Where a buffer stands whose values were read: this and the path of its module."""
 
 _OWN = {
     *(vars(nn.Module()) | vars(nn.Module)).keys() - {"training"},
@@ -52,7 +57,7 @@ def content(value: Any) -> Hashable:
     if isinstance(value, nn.Parameter):
         return "parameter", id(value)
     if isinstance(value, Tensor):
-        return "tensor", id(value), version(value)
+        return "tensor", id(value), version(value), storage_id(value)
     if isinstance(value, np.ndarray):
         return "array", id(value), value.tobytes()
     if isinstance(value, _GENERATORS):
@@ -86,15 +91,21 @@ def _only_completed(before: Any, after: Any) -> bool:
 
 
 def variables_at(modules: Mapping[str, nn.Module], path: str) -> dict[str, Any]:
-    """The attributes of a module's own, or the variables of a file."""
-    return globals_of(path) if path.startswith(GLOBALS) else vars(modules[path])
+    """The attributes of a module's own, its buffers, or the variables of a file."""
+    if path.startswith(GLOBALS):
+        return globals_of(path)
+    if path.startswith(BUFFERS):
+        bearer = modules.get(path.removeprefix(BUFFERS))
+        held: dict[str, Any] = {} if bearer is None else own_buffers(bearer)
+        return held
+    return vars(modules[path])
 
 
 def variable(modules: Mapping[str, nn.Module], path: str, name: str) -> Any:
     """The value of an attribute or a global variable; of an attribute that only the class has, if
     it is a number or a text; else `MISSING`."""
     own = variables_at(modules, path)
-    if name in own or path.startswith(GLOBALS):
+    if name in own or path.startswith((GLOBALS, BUFFERS)):
         return own.get(name, MISSING)
     of_class = getattr(type(modules[path]), name, MISSING)
     return of_class if isinstance(of_class, (*_PLAIN, tuple)) else MISSING
@@ -104,6 +115,15 @@ def plain_text(value: Any) -> str:
     """A number, a text, None, or a tuple of them as text, `""` for anything else."""
     parts = value if isinstance(value, tuple) else (value,)
     return repr(value) if all(isinstance(part, _PLAIN) for part in parts) else ""
+
+
+def state_text(path: str, value: Any) -> str:
+    """The same, and of a buffer a hash of its values."""
+    if not path.startswith(BUFFERS) or not isinstance(value, Tensor) or value.is_meta:
+        return plain_text(value)
+    held = value.detach().cpu().contiguous()
+    digest = hashlib.sha256(held.flatten().view(torch.uint8).numpy().tobytes())
+    return f"{held.dtype} {tuple(held.shape)} {digest.hexdigest()[:16]}"
 
 
 def attribute_texts(
@@ -122,10 +142,10 @@ def attribute_texts(
         (
             path,
             name,
-            plain_text(variable(modules, path, name)),
+            state_text(path, variable(modules, path, name)),
         )
         for path, name in read
-        if path in modules or path.startswith(GLOBALS)
+        if path in modules or path.startswith((GLOBALS, BUFFERS))
     )
     structure = ("", CLASSES, hashlib.sha256(classes.encode()).hexdigest()[:16])
     return (*attributes, *((*place, SET) for place in written), *hooks, structure)

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.export import Dim, ShapesCollection
 
 from shardwright.capture.annotations import call_tags, module_tags, preserve_tags, trace_tags
-from shardwright.capture.attributes import TracedAttributes, attribute_texts
+from shardwright.capture.attributes import BUFFERS, TracedAttributes, attribute_texts
 from shardwright.capture.autocast import ON_CPU, Autocast, call_in_autocast, traced_autocast
 from shardwright.capture.build_graph import CapturedCall, build_graph
 from shardwright.capture.canonicalize import canonicalize
@@ -48,6 +48,7 @@ from shardwright.capture.signature import (
     merge_tied,
     take_as_buffers,
 )
+from shardwright.capture.static_modules import make_static
 from shardwright.capture.transforms import as_operators
 from shardwright.capture.unflatten import move_flattening_down
 from shardwright.capture.value_guards import PassedGuards
@@ -180,6 +181,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     remove_dead(graph)
     captured = build_graph(call, graph, signature, sources)
     check_memory(module, captured)
+    _check_buffers(module, captured, traced.attributes)
     read = {value.name for value in (*captured.parameters, *captured.buffers)}
     tied = {name: first for name, first in tied.items() if first in read}
     return replace(
@@ -205,6 +207,7 @@ def _export(
     check_hooks(module)
     twin, fake_args, fake_kwargs = fake_copy(module, call.args, call.kwargs, compute_dtype)
     average_on_tensors(twin)
+    make_static(module, twin)
     attributes = TracedAttributes(twin)
     observe_forward_hooks(twin)
     twin.register_forward_hook(lambda _, args, result: pytree.register_dataclasses(result))
@@ -218,7 +221,7 @@ def _export(
             traced_autocast(call.autocast) as regions,
             preserve_tags(),
             transforms_called_by(as_operators),
-            KnownValues(),
+            KnownValues(module, twin) as known,
             RecordedEffects(),
             PassedGuards(),
             losses,
@@ -234,6 +237,7 @@ def _export(
         raise
     except Exception as error:
         raise CaptureError(_explain(error, hint_of_experts(module))) from error
+    attributes.reads |= {(BUFFERS + path, name): None for path, name in known.read}
     if _random_states() != drawn:
         raise CaptureError(
             f"the `forward` of {type(module).__name__}, or what it calls, draws from Python's "
@@ -256,6 +260,22 @@ def _dynamic_shapes(
     for number in {leaf for leaf, _ in varying}:
         shapes[leaves[number]] = {dim: Dim.AUTO for leaf, dim in varying if leaf == number}
     return shapes.dynamic_shapes(module, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def _check_buffers(module: nn.Module, graph: Graph, attributes: TracedAttributes) -> None:
+    """Raises:
+    CaptureError: if `forward` updates a buffer whose values shapes or branches depend on.
+    """
+    named = dict(module.named_buffers(remove_duplicate=False))
+    updated = {id(named[buffer.name]) for buffer, _ in graph.updates if buffer.name in named}
+    for path, name in attributes.reads:
+        buffer = f"{path.removeprefix(BUFFERS)}.{name}".removeprefix(".")
+        if path.startswith(BUFFERS) and id(named[buffer]) in updated:
+            raise CaptureError(
+                f"`forward` updates the buffer {buffer!r}, and a shape or a branch depends on its "
+                "values, which would be another in each step. Use `torch.where` on tensors instead,"
+                " or keep it as a Python number that is set between steps"
+            )
 
 
 def _random_states() -> tuple[Any, ...]:

@@ -1,5 +1,9 @@
-"""Values of tensors that depend on no argument, parameter or buffer, such as of the mask
-`~torch.eye(n).bool()`: where shapes or branches depend on them alone, they are known."""
+"""Values of tensors that depend on no argument or parameter, such as of the mask
+`~torch.eye(n).bool()`: where shapes or branches depend on them alone, they are known.
+
+Those of a buffer are what it holds at capture. That one was read is part of what was captured, as
+of an attribute: other values are another program.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.dispatch import without_dispatch_modes, without_torch_function
+from shardwright.torch_internals.modules import own_buffers
 from shardwright.torch_internals.tensors import version
 
 _READING = {
@@ -96,6 +101,22 @@ def _held(tensor: Tensor, seen: int) -> Tensor:
     return tensor
 
 
+@dataclass(frozen=True, eq=False)
+class _HeldBuffer:
+    """A buffer at the start of `forward`.
+
+    Args:
+        fake: what stands for it in the trace.
+        seen: the version of that.
+        held: the buffer of the model.
+    """
+
+    place: tuple[str, str]
+    fake: Tensor
+    seen: int
+    held: Tensor
+
+
 def _empty(like: Tensor) -> _Recipe:
     """A tensor of that shape and dtype."""
     return _Recipe(torch.empty, ((tuple(like.shape),), {"dtype": like.dtype}))
@@ -106,11 +127,36 @@ def _is_several(value: Any) -> bool:
 
 
 class KnownValues(TorchFunctionMode):
-    """A context in which shapes and branches may depend on known values."""
+    """A context in which shapes and branches may depend on known values.
 
-    def __init__(self) -> None:
+    Args:
+        module: whose buffers have values.
+        twin: the copy of it that is traced.
+
+    Attributes:
+        read: path of the module and name of each buffer whose values were read.
+    """
+
+    def __init__(self, module: nn.Module, twin: nn.Module) -> None:
         super().__init__()
         self._recipes: Any = WeakTensorKeyDictionary()
+        self._buffers: dict[int, _HeldBuffer] = {}
+        self.read: dict[tuple[str, str], None] = {}
+        twin.register_forward_pre_hook(lambda *_: self._find_buffers(module, twin))
+
+    def _find_buffers(self, module: nn.Module, twin: nn.Module) -> None:
+        """`torch.export` may have put others in the place of the twin's."""
+        held = dict(module.named_modules())
+        for path, part in twin.named_modules():
+            for name, fake in own_buffers(part).items():
+                buffer = own_buffers(held[path])[name] if path in held else None
+                if fake is not None and type(buffer) is Tensor and not buffer.is_meta:
+                    place = (path, name)
+                    self._buffers[id(fake)] = _HeldBuffer(place, fake, version(fake), buffer)
+
+    def _values(self, buffer: _HeldBuffer) -> Tensor:
+        self.read[buffer.place] = None
+        return buffer.held.detach().cpu()
 
     def __torch_function__(
         self,
@@ -129,10 +175,12 @@ class KnownValues(TorchFunctionMode):
             pass
         if func is Tensor.__getitem__ or (func is Tensor.__setitem__ and _is_several(args[2])):
             args = (args[0], self._index(args[1]), *args[2:])
-        elif func in _SELECTED and len(args) == 2 and args[0].shape == args[1].shape:
-            places = self._places(args[1])
-            if places[0] is not args[1]:
-                return args[0][places]
+        elif func in _SELECTED and len(args) == 2:
+            shape: Any = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+            mask = self._recorded(Tensor.expand, (args[1], shape), {})
+            places = self._places(mask)
+            if places[0] is not mask:
+                return args[0].expand(shape)[places]
         return self._recorded(func, args, kwargs)
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,6 +215,9 @@ class KnownValues(TorchFunctionMode):
         seen, recipe = self._recipes.get(leaf, (None, None))
         if recipe is not None and seen == version(leaf):
             return recipe
+        buffer = self._buffers.get(id(leaf))
+        if buffer is not None and buffer.fake is leaf and buffer.seen == version(leaf):
+            return _Recipe(self._values, ((buffer,), {}))
         if type(leaf) is Tensor and not (leaf.requires_grad or leaf.is_inference()):
             return _Recipe(_held, ((leaf, version(leaf)), {}))
         raise _UnknownError

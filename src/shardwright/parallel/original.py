@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.capture.attributes import OF_MODULES, SET, content, variable
+from shardwright.capture.attributes import BUFFERS, OF_MODULES, SET, content, variable
 from shardwright.capture.global_variables import GLOBALS
 from shardwright.runtime.adopt_optimizer import is_trained_apart
 from shardwright.torch_internals.modules import own_modules, own_parameters
@@ -46,7 +46,7 @@ class OriginalModel:
         self._read: list[WatchedPlace] = [
             (path, name)
             for path, name, text in attributes
-            if name not in OF_MODULES and text != SET and not path.startswith(GLOBALS)
+            if name not in OF_MODULES and text != SET and not path.startswith((GLOBALS, BUFFERS))
         ]
         self._calls, self._training = 0, net.training
         self._seen = dict(self._state(net))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -81,6 +81,16 @@ class PipelineExecution(Execution):
         stages = self._train_steps[(*self._planned_situation, count)].step
         assert isinstance(stages, RankStages)
         return stages
+
+    def _module_state(self) -> tuple[Hashable, Hashable, Hashable]:
+        state = super()._module_state()
+        if self._state.changed_buffers:
+            raise PlanError(
+                f"buffer {self._state.changed_buffers[0]!r}, on whose values shapes or branches of "
+                "the model depend, has changed since the model was planned, which other pipeline "
+                "stages do not see: plan and parallelize the model again"
+            )
+        return state
 
     def _bind_planned(self) -> None:
         key = (*self._planned_situation, self.partitioned.pipeline.micro_batches)

@@ -17,11 +17,13 @@ import numpy as np
 from torch import Tensor, nn
 
 from shardwright.capture.attributes import (
+    BUFFERS,
     MISSING,
     OF_MODULES,
     SET,
     content,
     plain_text,
+    state_text,
     variable,
     variables_at,
 )
@@ -35,7 +37,7 @@ from shardwright.torch_internals.hooks import (
     forward_hooks,
     hooks_registered,
 )
-from shardwright.torch_internals.modules import own_modules
+from shardwright.torch_internals.modules import own_buffers, own_modules
 
 Attributes = Iterable[tuple[str, str, str]]
 """Path, name and text of attributes, as a graph has them."""
@@ -93,7 +95,12 @@ class PythonState:
             call had its value.
         hooks: the forward hooks of the model that `module` is a copy of, whose handles remove them
             there.
+
+    Attributes:
+        changed_buffers: names of those whose values differ from what was captured first.
     """
+
+    changed_buffers: list[str]
 
     def __init__(self, module: nn.Module, attributes: Attributes, hooks: HooksOfModules) -> None:
         self._by_path = dict(module.named_modules())
@@ -104,7 +111,7 @@ class PythonState:
             if of_model
         ]
         self._find_children()
-        self._names: dict[tuple[str, str], None] = {}
+        self._names: dict[tuple[str, str], str] = {}
         self._keys: dict[Hashable, StateKey] = {}
         self._kept: dict[int, Any] = {}
         self._hooks = self._hook_counts()
@@ -150,7 +157,7 @@ class PythonState:
             if text == SET:
                 self._by_path[path].__dict__[name] = SetByForward(path, name)
             else:
-                self._names[path, name] = None
+                self._names[path, name] = text
         self._see()
 
     def key(self) -> StateKey:
@@ -178,7 +185,7 @@ class PythonState:
     def copy_to(self, template: nn.Module) -> None:
         """Gives another copy of the captured model the attributes that this one has."""
         copies = dict(template.named_modules())
-        of_modules = (place for place in self._names if not place[0].startswith(GLOBALS))
+        of_modules = (p for p in self._names if not p[0].startswith((GLOBALS, BUFFERS)))
         for path, name in of_modules:
             mine, other = self._by_path[path].__dict__, copies[path].__dict__
             if name not in mine:
@@ -191,6 +198,9 @@ class PythonState:
                 del theirs[number]
         for path, child in copies.items():
             child.training = self._by_path[path].training
+            buffers = own_buffers(self._by_path[path])
+            # Shapes and branches may depend on their values.
+            own_buffers(child).update({n: b for n, b in buffers.items() if b is not None})
 
     def _refuse_replaced(self) -> None:
         for (path, children), planned in zip(
@@ -214,12 +224,18 @@ class PythonState:
         self._missing: tuple[list[dict[str, Any]], list[str]] = ([], [])
         seen: list[Hashable] = []
         texts = []
-        for path, name in self._names:
+        self.changed_buffers = []
+        for (path, name), captured in self._names.items():
             own, value = variables_at(self._by_path, path), variable(self._by_path, path, name)
-            seen.append((path, name, content(value)))
-            texts.append(plain_text(value))
+            of_buffer = path.startswith(BUFFERS)
+            # Another stage holds what is None here.
+            text = captured if of_buffer and value is None else state_text(path, value)
+            seen.append((path, name, text if of_buffer else content(value)))
+            texts.append(text)
+            if of_buffer and text != captured:
+                self.changed_buffers.append(f"{path.removeprefix(BUFFERS)}.{name}".lstrip("."))
             is_plain = bool(plain_text(value))
-            if not is_plain:
+            if not is_plain and not of_buffer:
                 self._kept[id(value)] = value
             if name not in own:
                 self._missing[0].append(own)

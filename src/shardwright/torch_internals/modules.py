@@ -20,6 +20,11 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Those that it bears itself by their names, as the module holds them."""
+    return module._buffers
+
+
 def share_state(wrapper: nn.Module, module: nn.Module) -> None:
     """Lets `wrapper` bear the parameters, buffers and submodules of `module` under their own names:
     what is registered or replaced in one is so in the other, hooks of state dicts too."""
