@@ -229,6 +229,18 @@ def doubled(x: Tensor) -> Tensor:
     return torch.cat([x, x], 1)
 
 
+@torch.library.custom_op("check::signs", mutates_args=())
+def signs(x: Tensor) -> Tensor:
+    return x.sign().long()
+
+
+@torch.library.custom_op("check::rounded", mutates_args=())
+def rounded_to_half(x: Tensor) -> Tensor:
+    return x.half()
+
+
+signs.register_fake(lambda x: torch.empty_like(x, dtype=torch.int32))
+rounded_to_half.register_fake(torch.empty_like)
 for op in (noisy, said_noisy):
     op.register_fake(torch.empty_like)
     op.register_autograd(lambda context, gradient: gradient)
@@ -247,6 +259,17 @@ def test_a_fake_implementation_that_says_another_shape_is_refused_with_both() ->
         sw.CaptureError, match=r"check.doubled.default.*returns \(8,\), but it returns \(8, 16\)"
     ):
         checked(Program(lambda net, x: doubled(net.linear(x)).sin().mean()))
+
+
+def test_a_fake_implementation_that_says_another_dtype_is_refused_with_both() -> None:
+    net = Program(lambda net, x: (net.linear(x) * signs(x)).mean())
+    with pytest.raises(sw.CaptureError, match=r"check.signs.*torch.int32, but it returns .*int64"):
+        checked(net)
+    x = torch.randn(8, 8)
+    net = Program(lambda net, x: (net.linear(x) * rounded_to_half(x)).mean())
+    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1))
+    with pytest.raises(sw.CaptureError, match=r"torch.float32, but it returns torch.float16"):
+        planned(x)
 
 
 def test_an_operator_without_float64_is_said_not_to_be_checked() -> None:

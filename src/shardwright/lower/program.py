@@ -360,8 +360,8 @@ class _Lowering:
             if function.namespace == "shardwright":
                 return f"torch.ops.{function}"
             layouts = ((v, self.flow.initial_layouts[v]) for v in op.outputs)
-            shapes = tuple(layout.shard_shape(value.shape) for value, layout in layouts)
-            return self.source.refer(f"own_{short_name(op)}", AsFaked(function, shapes))
+            said = tuple((layout.shard_shape(v.shape), v.dtype) for v, layout in layouts)
+            return self.source.refer(f"own_{short_name(op)}", AsFaked(function, said))
         return self.source.refer(
             f"local_{short_name(op)}" if function is not op.target else short_name(op), function
         )

@@ -1,4 +1,5 @@
-"""Operators of users, whose results must have the shapes that their fake implementations say."""
+"""Operators of users, whose results must have the shapes and dtypes that their fake implementations
+say."""
 
 from __future__ import annotations
 
@@ -6,36 +7,52 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwright.errors import CaptureError
 
-Shapes = tuple[tuple[int, ...], ...]
+FakeResults = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""The shape and dtype of each tensor."""
 
 
 @dataclass(frozen=True)
 class AsFaked:
-    """An operator with the shapes of its results on this rank.
+    """An operator with the shapes of its results on this rank, and their dtypes.
 
     Raises:
         CaptureError: if it returns others.
     """
 
     function: Callable[..., Any]
-    shapes: Shapes
+    said: FakeResults
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.function(*args, **kwargs)
         parts = result if isinstance(result, (tuple, list)) else (result,)
-        shapes = tuple(tuple(part.shape) for part in parts if isinstance(part, Tensor))
-        if shapes != self.shapes:
+        returned = tuple((tuple(p.shape), p.dtype) for p in parts if isinstance(p, Tensor))
+        if returned != self.said and not self._is_in_float64(returned):
             raise CaptureError(
                 f"the fake implementation of `{self.function}` says that it returns"
-                f" {_text(self.shapes)}, but it returns {_text(shapes)}: give"
-                " `torch.library.register_fake` the shapes that the operator returns"
+                f" {_text(self.said, returned)}, but it returns {_text(returned, self.said)}: give"
+                " `torch.library.register_fake` the shapes and dtypes that the operator returns"
             )
         return result
 
+    def _is_in_float64(self, returned: FakeResults) -> bool:
+        """Whether results differ only as an operator that computes in one dtype does where all
+        others are computed in float64."""
+        if [shape for shape, _ in returned] != [shape for shape, _ in self.said]:
+            return False
+        pairs = zip(returned, self.said, strict=True)
+        return all(
+            mine == said or (said is torch.float64 and mine.is_floating_point)
+            for (_, mine), (_, said) in pairs
+        )
 
-def _text(shapes: Shapes) -> str:
-    return " and ".join(map(str, shapes))
+
+def _text(results: FakeResults, others: FakeResults) -> str:
+    """The shapes, or where these are those of the others the dtypes."""
+    shapes = [str(shape) for shape, _ in results]
+    differ = shapes != [str(shape) for shape, _ in others]
+    return " and ".join(shapes if differ else [str(dtype) for _, dtype in results])
