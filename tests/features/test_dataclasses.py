@@ -42,6 +42,23 @@ class Doubled:
         self.loss = self.loss * 2
 
 
+@dataclass
+class DoubledInPlace:
+    hidden: Tensor
+
+    def __post_init__(self) -> None:
+        self.hidden.mul_(2)
+
+
+@dataclass
+class Counted:
+    hidden: Tensor
+    steps: list[int]
+
+    def __post_init__(self) -> None:
+        self.steps.append(len(self.steps))
+
+
 class Net(nn.Module):
     def __init__(self, make: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -77,6 +94,14 @@ def test_the_loss_of_a_dataclass_is_that_of_its_name() -> None:
 def test_a_dataclass_that_computes_when_it_is_made_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"Doubled.*made of their fields alone"):
         capture(Net(lambda h: Doubled(h.mean())), (torch.randn(8, 8),))
+
+
+@pytest.mark.parametrize("make", [DoubledInPlace, lambda h: Counted(h, [0])])
+def test_a_dataclass_that_changes_its_fields_when_it_is_made_is_refused(
+    make: Callable[[Tensor], Any],
+) -> None:
+    with pytest.raises(CaptureError, match=r"Doubled|Counted.*made of their fields alone"):
+        capture(Net(make), (torch.randn(8, 8),))
 
 
 def test_an_argument_that_is_an_object_is_refused_with_what_to_pass() -> None:

@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree
 from torch.utils._pytree import (
     SequenceKey,
@@ -25,6 +26,8 @@ from torch.utils._pytree import (
     tree_unflatten,
     treespec_dumps,
 )
+
+from shardwright.torch_internals.tensors import version
 
 __all__ = [
     "SequenceKey",
@@ -94,8 +97,16 @@ def register_dataclasses(value: Any) -> None:
 
 
 def _is_made_of(kind: type, parts: dict[str, Any]) -> bool:
+    before = _seen(parts)
     try:
         made = kind(**parts)
     except Exception:  # Whatever its own code raises.
         return False
-    return all(getattr(made, name) is part for name, part in parts.items())
+    kept = all(getattr(made, name) is part for name, part in parts.items())
+    return kept and _seen(parts) == before
+
+
+def _seen(parts: dict[str, Any]) -> list[tuple[int, int]]:
+    """What differs once a tensor or a container is changed in place."""
+    leaves = tree_leaves(parts)
+    return [(id(leaf), version(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves]
