@@ -140,7 +140,7 @@ class KnownValues(TorchFunctionMode):
     def __init__(self, module: nn.Module, twin: nn.Module) -> None:
         super().__init__()
         self._recipes: Any = WeakTensorKeyDictionary()
-        self._buffers: dict[int, _HeldBuffer] = {}
+        self._held: dict[int, _HeldBuffer] = {}
         self.read: dict[tuple[str, str], None] = {}
         twin.register_forward_pre_hook(lambda *_: self._find_buffers(module, twin))
 
@@ -152,7 +152,7 @@ class KnownValues(TorchFunctionMode):
                 buffer = own_buffers(held[path])[name] if path in held else None
                 if fake is not None and type(buffer) is Tensor and not buffer.is_meta:
                     place = (path, name)
-                    self._buffers[id(fake)] = _HeldBuffer(place, fake, version(fake), buffer)
+                    self._held[id(fake)] = _HeldBuffer(place, fake, version(fake), buffer)
 
     def _values(self, buffer: _HeldBuffer) -> Tensor:
         self.read[buffer.place] = None
@@ -215,7 +215,7 @@ class KnownValues(TorchFunctionMode):
         seen, recipe = self._recipes.get(leaf, (None, None))
         if recipe is not None and seen == version(leaf):
             return recipe
-        buffer = self._buffers.get(id(leaf))
+        buffer = self._held.get(id(leaf))
         if buffer is not None and buffer.fake is leaf and buffer.seen == version(leaf):
             return _Recipe(self._values, ((buffer,), {}))
         if type(leaf) is Tensor and not (leaf.requires_grad or leaf.is_inference()):

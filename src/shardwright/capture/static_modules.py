@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.errors import CaptureError
+from shardwright.torch_internals.modules import AdaptiveSoftmaxOutput
 
 
 def make_static(module: nn.Module, twin: nn.Module) -> None:
@@ -54,5 +55,4 @@ def _adaptive_log_softmax(
         place = torch.where(inside, self.shortlist_size + number, place)
     head = functional.log_softmax(self.head(rows), dim=1)
     output = output + head.gather(1, place[:, None])[:, 0]
-    made: Any = sys.modules[nn.AdaptiveLogSoftmaxWithLoss.__module__]
-    return made._ASMoutput(output.reshape(target_.shape), -output.mean())  # type: ignore[no-any-return]
+    return AdaptiveSoftmaxOutput(output.reshape(target_.shape), -output.mean())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.modules import transformer
+from torch.nn.modules import adaptive, transformer
+
+AdaptiveSoftmaxOutput = adaptive._ASMoutput
+"""What an adaptive softmax returns: a named tuple of the output and the loss."""
 
 detects_causal_mask = transformer._detect_is_causal_mask.__code__
 """What tests in the transformers of PyTorch whether a mask is causal and need not be read."""

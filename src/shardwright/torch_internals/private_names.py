@@ -210,6 +210,9 @@ MODULES = (
     PrivateName(
         "torch.nn.modules.transformer._detect_is_causal_mask", "its test of a mask is passed"
     ),
+    PrivateName(
+        "torch.nn.modules.adaptive._ASMoutput", "what an adaptive softmax without branches returns"
+    ),
     PrivateName("torch.Tensor._post_accumulate_grad_hooks", "finds hooks, which are moved"),
     PrivateName(
         "torch.nn.RNNBase._flat_weight_refs", "weak references, which keep tensors from a swap"
