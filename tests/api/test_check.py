@@ -87,6 +87,10 @@ EXACT: dict[str, Callable[[Program, Tensor], Any]] = {
         x.to(torch.cfloat) @ net.phase,
     ),
     "a mask as an output": lambda net, x: (net.linear(x).sum(), net.linear(x) > 0),
+    "whole numbers become floats": lambda net, x: torch.conv1d(
+        (x.long().float() + (x > 0).to(torch.float32) + (x < 1).half())[:, None],
+        *(net.linear.weight[:, None], net.linear.bias),
+    ).mean(),
     "no loss": lambda net, x: (net.linear(x), net.linear.weight),
 }
 

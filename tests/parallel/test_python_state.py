@@ -334,3 +334,26 @@ def test_buffers_whose_values_were_read_are_told_when_they_have_changed() -> Non
     assert state.changed_buffers == ["mask"]
     net.mask = None  # As in another pipeline stage.
     assert state.key().texts == before.texts
+
+
+class Causal(nn.Module):
+    """Keeps the mask of the last length, as a tutorial of PyTorch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None or len(self.mask) != len(x):
+            self.mask = torch.ones(len(x), len(x)).tril()
+        return (self.mask @ self.linear(x)).square().mean()
+
+
+def test_what_a_model_makes_once_of_shapes_is_to_be_there_before_it_is_planned() -> None:
+    net = Causal()
+    with pytest.raises(CaptureError, match=r"changes the attribute 'mask'.*called before `plan`"):
+        sw.plan(net, (BATCH,), devices=1)
+    wanted = net(BATCH)
+    planned = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    torch.testing.assert_close(planned(BATCH), wanted)

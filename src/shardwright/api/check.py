@@ -25,6 +25,7 @@ from shardwright.capture.naming import line_of_error
 from shardwright.deferred import values_of
 from shardwright.errors import CaptureError, PlanError
 from shardwright.graph.float64 import (
+    CastsToFloat64,
     float64_by_default,
     graph_in_float64,
     in_float64,
@@ -149,7 +150,7 @@ def check(
     with float64_by_default(), torch.random.fork_rng():
         module = module_in_float64(net, values)
         piece = micro_batch(leaves, 0, plan.pipeline.micro_batches)
-        with _in_float64():
+        with _in_float64(), CastsToFloat64():
             twin = capture(copy.deepcopy(module), *pytree.tree_unflatten(piece, captured.in_spec))
         if not paired_operators(captured, twin):
             # In another mode, or changed since.

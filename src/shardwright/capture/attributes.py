@@ -241,7 +241,8 @@ class TracedAttributes:
         return CaptureError(
             f"`forward` changes the {what}, which the next call reads: a captured model would keep "
             "its first value. Register it as a buffer (`register_buffer`) and change that in place,"
-            " or set it between steps"
+            " or set it between steps; what is made once of shapes alone, such as a mask, is there "
+            "if the model was called before `plan`, with the longest input"
         )
 
     @staticmethod

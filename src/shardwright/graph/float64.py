@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardwright.deferred import deferred_attributes, value_of
 from shardwright.graph.graph import Graph, Op, Value
@@ -135,6 +136,27 @@ class EverythingInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func == torch.ops.aten.lift_fresh.default:
             return result.to(_double_dtype(result.dtype))
         return result
+
+
+class CastsToFloat64(TorchFunctionMode):
+    """The same for the functions that a model calls while it is traced."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _CASTS:
+            to = _double_dtype(_CASTS[func])
+            return args[0].to(to, *args[1:], **(kwargs or {}))
+        args, kwargs = pytree.tree_map_only(torch.dtype, _double_dtype, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_CASTS = {
+    Tensor.float: torch.float32,
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+    Tensor.cfloat: torch.complex64,  # type: ignore[attr-defined]
+}
 
 
 def in_float64(tensor: Tensor) -> Tensor:
