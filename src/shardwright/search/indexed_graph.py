@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
+from weakref import WeakKeyDictionary
 
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.rules import rule_of as rule_of
-from shardwright.rules.rule import Dims, ShardingRule
+from shardwright.rules.rule import Dims, ShardingRule, num_rules
 
 NO_CUT = -1
 """The choice of an operator that is not cut on an axis, and the dim of a tensor that is whole."""
@@ -215,6 +216,17 @@ def whole_outputs(graph: Graph) -> frozenset[Value]:
 
 def index_graph(graph: Graph) -> IndexedGraph:
     """Numbers the operators and values of `graph` and looks up the rules."""
+    rules, known = num_rules(), _KNOWN.get(graph)
+    if known is None or known[0] != rules:
+        known = _KNOWN[graph] = rules, _indexed(graph)
+    return known[1]
+
+
+_KNOWN: WeakKeyDictionary[Graph, tuple[int, IndexedGraph]] = WeakKeyDictionary()
+"""Graphs in numbers, each with the number of rules that were registered when it was read."""
+
+
+def _indexed(graph: Graph) -> IndexedGraph:
     number: dict[Value, int] = {value: i for i, value in enumerate(graph.values())}
     inputs = tuple(tuple(number[v] for v in op.inputs) for op in graph.ops)
     outputs = tuple(tuple(number[v] for v in op.outputs) for op in graph.ops)
