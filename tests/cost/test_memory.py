@@ -133,6 +133,13 @@ def test_gpipe_keeps_more_than_1f1b_and_the_first_stage_more_than_the_last() -> 
     assert found["1f1b"][0].activations > 1.5 * found["1f1b"][1].activations
 
 
+def test_one_stage_can_be_asked_for() -> None:
+    plan = sw.plan(*llama(**SIZES), devices=2, mode="stand_alone", stages=2, micro_batches=2)
+    every = of_plan(plan)
+    one = memory(plan.partitioned, stages={1})
+    assert one.stages == every.stages[1:] and one.optimizer == every.optimizer
+
+
 def test_a_model_without_a_loss_is_predicted_from_its_outputs() -> None:
     net = torch.nn.Linear(64, 32, bias=False)
     found = of_plan(sw.plan(net, (torch.zeros(16, 64),), devices=1, mode="stand_alone"), "sgd")

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from sample_models import Stack
+from shardwright.cost.memory import least_memory
 from shardwright.errors import MemoryLimitError, PlanInterrupted
 from shardwright.models import Dimensions, build
 from shardwright.partition.decisions import LEVELS
+from shardwright.planner import candidate
+from shardwright.planner.candidate import Candidate
 from shardwright.search.recompute import fit
 from shardwright.search.recompute.fit import RecomputeFit
 
@@ -276,6 +279,21 @@ def test_estimates_that_are_wrong_about_what_can_fit_change_nothing(
 
     # All that may fit is believed to, or nothing is.
     assert planned(0.0) == planned(float("inf"))
+
+
+def test_only_what_may_fit_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"mode": "recursive_programming", "cluster": "ascend910b"}
+    aligned: list[Candidate] = []
+    monkeypatch.setattr(candidate, "MANY_AXES", 0)
+    monkeypatch.setattr(candidate, "_aligned", lambda one: aligned.append(one) or one)
+    with pytest.raises(MemoryLimitError) as error:
+        plan(**options, memory_limit=1)
+    assert aligned, "what needs least is, before it is measured"
+    aligned.clear()
+    limit = error.value.needed
+    assert plan(**options, memory_limit=limit).memory.peak <= limit
+    floors = [max(least_memory(one.partitioned, "adamw")) for one in aligned]
+    assert floors and max(floors) <= limit < max(least_memory(plan().partitioned, "adamw"))
 
 
 def test_what_is_known_to_fit_is_offered_when_the_search_is_stopped(

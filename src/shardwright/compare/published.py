@@ -363,7 +363,8 @@ class PlannedRun:
             hsdp=None if level is None else {"level": level},
         )
         names = tuple(name for name, _ in net.named_modules())
-        candidate = candidates(CapturedModel(graph, pins_of(graph), names, True), options)[0]
+        decided = candidates(CapturedModel(graph, pins_of(graph), names, True), options)
+        candidate = decided[0].aligned
         if run.recompute != "selective":
             return candidate
         marks = dict(_selective(graph, blocks))

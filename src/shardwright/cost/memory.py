@@ -12,7 +12,7 @@ is held besides (`BorderBytes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from math import prod
@@ -111,7 +111,7 @@ class Memory:
     """What each device needs at most in a training step.
 
     Args:
-        stages: one each; all devices of a stage need the same.
+        stages: one each, of those that were asked for; all devices of a stage need the same.
         optimizer: the one that is assumed.
     """
 
@@ -160,6 +160,7 @@ def memory(
     optimizer: str | torch.optim.Optimizer = "adamw",
     dry_runs: DryRunCache | None = None,
     on_share: OnShare = unheard,
+    stages: Container[int] | None = None,
 ) -> Memory:
     """What each device needs at most in a training step.
 
@@ -167,13 +168,16 @@ def memory(
         optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer like the one to be used.
         dry_runs: that were made before.
         on_share: of the stages.
+        stages: that are asked for; by default all.
 
     Raises:
         PlanError: if there is no such schedule or optimizer.
     """
     pipeline, dry_runs = partitioned.pipeline, dry_runs or DryRunCache()
-    stages = []
+    found = []
     for number, order in enumerate(actions(pipeline)):
+        if stages is not None and number not in stages:
+            continue
         chunks = partitioned.chunks_of(number)
         kinds = tuple(dict.fromkeys(action.kind for action in order))
         here = part_of(on_share, number, pipeline.stages)
@@ -184,8 +188,8 @@ def memory(
         borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
         state = optimizer_bytes(optimizer, _trained(chunks))
         moments = _moments(order, needs, borders, state, pipeline.micro_batches)
-        stages.append(_stage(number, list(moments), state, chunks))
-    return Memory(tuple(stages), optimizer_name(optimizer))
+        found.append(_stage(number, list(moments), state, chunks))
+    return Memory(tuple(found), optimizer_name(optimizer))
 
 
 def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimizer) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -83,6 +83,7 @@ class Candidate:
     Args:
         mesh: the device matrix of one stage, with an axis for each prime factor.
         measured: what each device needs, where that was found out.
+        pinned: cuts that are fixed.
     """
 
     model: CapturedModel
@@ -92,6 +93,7 @@ class Candidate:
     pipeline: PipelineSpec
     search_seconds: float
     measured: Memory | None = None
+    pinned: Mapping[str, Cuts] = field(default_factory=dict)
 
     @cached_property
     def partitioned(self) -> Partitioned:
@@ -122,6 +124,14 @@ class Candidate:
         """How many axes the mesh of DTensors has."""
         return len(dtensor_axes(self.partitioned))
 
+    @cached_property
+    def aligned(self) -> Candidate:
+        """On a cluster the same with operators that divide axes in the same places, where the
+        parameters' mesh has many axes, gets fewer, and no step is predicted to take longer. It
+        takes many predictions, so it is for those that ask."""
+        many = self.options.cluster is not None and self.parameter_axes > MANY_AXES
+        return _aligned(self) if many else self
+
     @property
     def shards_storage(self) -> bool:
         """Whether parameters are stored otherwise than they are used."""
@@ -138,13 +148,16 @@ class Candidate:
         """Of a step; 0 if no cluster was named."""
         return 0.0 if self.predicted is None else self.predicted.seconds
 
-    def memory(self, decisions: Decisions | None = None) -> Memory:
-        """What each device needs, with these decisions or with others."""
+    def memory(
+        self, decisions: Decisions | None = None, stages: Container[int] | None = None
+    ) -> Memory:
+        """What each device needs, with these decisions or with others; of some stages or of all."""
         self._report("memory")
         partitioned = self.partitioned
         if decisions is not None:
             partitioned = replace(partitioned, decisions=decisions)
-        return memory(partitioned, self.options.optimizer, self.model.dry_runs)
+        optimizer, known = self.options.optimizer, self.model.dry_runs
+        return memory(partitioned, optimizer, known, stages=stages)
 
     def _report(self, doing: str) -> None:
         self.options.on_progress(f"{doing}: {self.options.in_words()}")
@@ -243,9 +256,9 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
             bucket_bytes=int(options.bucket_mb * MB),
             recompute=model.recompute,
         )
-        candidate = Candidate(model, options, fixed.mesh, decisions, divided, seconds)
-        better = _nested if options.cluster is None else _aligned
-        found.append(better(candidate, fixed.cuts))
+        parts = model, options, fixed.mesh, decisions, divided, seconds
+        candidate = Candidate(*parts, pinned=fixed.cuts)
+        found.append(_nested(candidate) if options.cluster is None else candidate)
     return found
 
 
@@ -269,17 +282,14 @@ MANY_AXES = 4
 further axis about six times as long."""
 
 
-def _aligned(candidate: Candidate, pinned: Mapping[str, Cuts]) -> Candidate:
-    """The same with operators that divide axes in the same places, where the parameters' mesh has
-    many axes, gets fewer, and no step is predicted to take longer."""
+def _aligned(candidate: Candidate) -> Candidate:
+    """The same with operators that divide axes in the same places, if that is better."""
     model, mesh, options = candidate.model, candidate.mesh, candidate.options
-    if candidate.parameter_axes <= MANY_AXES:
-        return candidate
     levels = TimeModel(options.known_cluster, mesh, candidate.pipeline.stages).links.levels
     best = candidate
     for axes in alike_axes(mesh, [dict(enumerate(levels)), dict(enumerate(mesh.device_matrix))]):
         others = [best]
-        for cuts in aligned_breaks(model.graph, mesh, best.decisions.cuts, pinned, axes):
+        for cuts in aligned_breaks(model.graph, mesh, best.decisions.cuts, best.pinned, axes):
             storage = _storage(model, mesh, cuts, options)
             decisions = replace(best.decisions, cuts=cuts, storage=storage)
             others.append(replace(best, decisions=decisions))
@@ -290,11 +300,11 @@ def _aligned(candidate: Candidate, pinned: Mapping[str, Cuts]) -> Candidate:
     return best
 
 
-def _nested(candidate: Candidate, pinned: Mapping[str, Cuts]) -> Candidate:
+def _nested(candidate: Candidate) -> Candidate:
     """The same with its axes dealt out anew, if that sends no more: without a cluster all links are
     alike."""
     model, mesh, decisions = candidate.model, candidate.mesh, candidate.decisions
-    cuts = nest_axes(model.graph, mesh, decisions.cuts, pinned)
+    cuts = nest_axes(model.graph, mesh, decisions.cuts, candidate.pinned)
     if cuts == decisions.cuts:
         return candidate
     storage = _storage(model, mesh, cuts, candidate.options)

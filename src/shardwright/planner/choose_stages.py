@@ -59,7 +59,7 @@ def with_best_stages(
             if ranking is not None:
                 ranking.leave_out(requested_kind(way), LeftOut.because(str(error)))
             continue
-        ways.append(Way(way, min(candidate.seconds for candidate in decided)))
+        ways.append(Way(way, min(candidate.aligned.seconds for candidate in decided)))
         log.info("%s: at least %.4g s per step", _named(way), ways[-1].bound)
     if not ways and best is None:
         raise errors[0]

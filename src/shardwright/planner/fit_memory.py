@@ -134,7 +134,9 @@ class _Draft:
         fit: what finds out how much; None as long as that is only estimated.
         sure: whether an estimate is enough to say that it can fit.
         fits: whether it is known how much.
-        depth: of the module tree, at which its blocks cannot be enough, by an estimate.
+        depth: of the module tree, at which its blocks cannot be enough, by an estimate or because
+            that was measured.
+        least: bytes that a device needs then, at least.
     """
 
     attempt: Attempt
@@ -145,6 +147,12 @@ class _Draft:
     sure: bool = True
     fits: bool = False
     depth: int | None = None
+    least: int = 0
+
+    @property
+    def floor(self) -> int:
+        """Bytes that a device needs at least."""
+        return max(self.least, *self.needed)
 
 
 @dataclass
@@ -239,7 +247,7 @@ class _Search:
             ranking.leave_out(kind, LeftOut.larger(peak))
         for draft in self.dropped:
             kind = requested_kind(draft.attempt.options)
-            ranking.leave_out(kind, LeftOut.larger(max(draft.needed)))
+            ranking.leave_out(kind, LeftOut.larger(draft.floor))
         for options, error in self.errors:
             ranking.leave_out(requested_kind(options), LeftOut.because(str(error)))
 
@@ -275,16 +283,32 @@ class _Search:
             self.errors.append((options, error))
             return
         for candidate in decided:
-            same = _needed_by(candidate, attempt)
-            if same in self.seen:
+            draft = self._fresh(candidate, attempt)
+            if draft is not None and self._may_fit(draft):
+                draft = self._aligned(draft)
+            if draft is None:
                 continue
-            self.seen.add(same)
-            needed = least_memory(candidate.partitioned, options.optimizer)
-            draft = _Draft(attempt, candidate, needed)
-            if self.limit is None or max(needed) <= self.limit:
+            if self._may_fit(draft):
                 yield draft
             else:
                 self.dropped.append(draft)
+
+    def _may_fit(self, draft: _Draft) -> bool:
+        return self.limit is None or max(draft.needed) <= self.limit
+
+    def _fresh(self, candidate: Candidate, attempt: Attempt) -> _Draft | None:
+        """A draft; None if there was one like it."""
+        same = _needed_by(candidate, attempt)
+        if same in self.seen:
+            return None
+        self.seen.add(same)
+        needed = least_memory(candidate.partitioned, attempt.options.optimizer)
+        return _Draft(attempt, candidate, needed)
+
+    def _aligned(self, draft: _Draft) -> _Draft | None:
+        """The same, aligned; None if there was one like it."""
+        aligned = draft.candidate.aligned
+        return draft if aligned is draft.candidate else self._fresh(aligned, draft.attempt)
 
     def _fitted(self, draft: _Draft, bound: float) -> Candidate | None:
         """A draft that fits; else it is added again with more recomputed, if that may do."""
@@ -346,13 +370,18 @@ class _Search:
             for depth in depths:
                 least = [max(size, outside) for size in ladders.least(depth, draft.needed)]
                 if max(least) > (self.limit or 0):
-                    self.dropped.append(replace(draft, needed=least, depth=depth))
+                    self.dropped.append(replace(draft, depth=depth, least=max(least)))
                     continue
                 fit = self._begun(draft, depth)
                 if fit.can_fit:
                     fits.append(fit)
+                    continue
+                outside = max(outside, fit.outside)
+                if fit.is_measured:
+                    self._failed(fit.least, draft.attempt)
                 else:
-                    outside = max(outside, fit.outside)
+                    short = replace(draft, depth=depth, least=fit.largest.peak)
+                    self.dropped.append(short)
             if fits:
                 return fits
         return []
@@ -362,10 +391,7 @@ class _Search:
         candidate = draft.candidate
         stages = self._ladders(candidate).at(depth)
         parts = candidate.decisions, candidate.memory, self.limit or 0, draft.needed
-        fit = RecomputeFit(stages, *parts, draft.sure)
-        if not fit.can_fit:
-            self._failed(fit.least, draft.attempt)
-        return fit
+        return RecomputeFit(stages, *parts, draft.sure)
 
     def _failed(self, fit: MemoryFit, attempt: Attempt) -> None:
         kind = requested_kind(attempt.options)
@@ -377,25 +403,36 @@ class _Search:
         """Finds what needs least of all that was left out for what it needs at least. What fits
         although an estimate said otherwise is added again."""
         while self.dropped:
-            draft = min(self.dropped, key=lambda draft: max(draft.needed))
+            draft = min(self.dropped, key=lambda draft: draft.floor)
             self.dropped.remove(draft)
-            if self.least is not None and max(draft.needed) >= self.least[0].peak:
+            if not self._may_be_least(draft.floor):
                 break
             if draft.depth is not None:
-                fit = self._begun(replace(draft, sure=False), draft.depth)
-                if fit.can_fit:
-                    self.add(0.0, replace(draft, fit=fit), draft.candidate.seconds)
+                self._measure_recomputing(draft, draft.depth)
+            elif (aligned := self._aligned(draft)) is None:
+                continue
             elif draft.attempt.recompute:
-                self.dropped.extend(self._at_depths(draft))
+                self.dropped.extend(self._at_depths(aligned))
             else:
-                self._measured(draft)
+                self._measured(aligned)
+
+    def _may_be_least(self, size: int) -> bool:
+        return self.least is None or size < self.least[0].peak
+
+    def _measure_recomputing(self, draft: _Draft, depth: int) -> None:
+        """What a draft needs that recomputes all that it can; of what cannot be the least only the
+        stage that needs most."""
+        fit = self._begun(replace(draft, sure=False), depth)
+        if fit.can_fit:
+            self.add(0.0, replace(draft, fit=fit), draft.candidate.seconds)
+        elif self._may_be_least(fit.largest.peak):
+            self._failed(fit.least, draft.attempt)
 
     def _at_depths(self, draft: _Draft) -> Iterator[_Draft]:
         """A draft with all blocks recomputed, for each depth that these may have."""
         ladders = self._ladders(draft.candidate)
         for depth in (depth for depths in ladders.depths for depth in depths):
-            least = ladders.least(depth, draft.needed)
-            yield replace(draft, needed=least, depth=depth)
+            yield replace(draft, depth=depth, least=max(ladders.least(depth, draft.needed)))
 
     def error(self) -> ShardwrightError:
         """That nothing fits, with what needs least; or why there was nothing."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Container
 from dataclasses import replace
+from functools import partial
 
 import torch
 import transformers
@@ -19,25 +20,23 @@ from shardwright.partition.communication import communication
 from shardwright.partition.decisions import Decisions, Recompute
 from shardwright.partition.partitioned import Partitioned
 from shardwright.search.recompute.candidates import RecomputeCandidates, RecomputePrices
-from shardwright.search.recompute.fit import MemoryFit, RecomputeFit, RecomputeLadders
+from shardwright.search.recompute.fit import Measure, MemoryFit, RecomputeFit, RecomputeLadders
 
 NET, ARGS, KWARGS = llama(layers=3)
 GRAPH = sw.capture(NET, ARGS, KWARGS)
 
 
-def measured(plan: sw.Plan, decisions: Decisions) -> Memory:
-    return memory(Partitioned(GRAPH, plan.mesh, decisions, plan.pipeline))
+def measured(plan: sw.Plan, decisions: Decisions, stages: Container[int] | None = None) -> Memory:
+    return memory(Partitioned(GRAPH, plan.mesh, decisions, plan.pipeline), stages=stages)
 
 
 def fitted(plan: sw.Plan, limit: int) -> MemoryFit:
-    return fit_by_recomputation(GRAPH, plan, limit, lambda d: measured(plan, d))
+    return fit_by_recomputation(GRAPH, plan, limit, partial(measured, plan))
 
 
-def fit_by_recomputation(
-    graph: Graph, plan: sw.Plan, limit: int, measure: Callable[[Decisions], Memory]
-) -> MemoryFit:
+def fit_by_recomputation(graph: Graph, plan: sw.Plan, limit: int, measure: Measure) -> MemoryFit:
     """Decisions that fit into `limit` bytes of a device; else those that need least."""
-    plain = MemoryFit(plan.decisions, measure(plan.decisions))
+    plain = MemoryFit(plan.decisions, measure(plan.decisions, None))
     if plain.memory.peak <= limit:
         return plain
     ladders = RecomputeLadders(graph, plan.mesh, plan.decisions, plan.pipeline)
@@ -153,8 +152,8 @@ def test_no_more_is_recomputed_than_the_limit_requires() -> None:
     graph = sw.capture(net, args, kwargs)
     plan = sw.plan(graph, devices=2)
 
-    def needs(decisions: Decisions) -> Memory:
-        return memory(Partitioned(graph, plan.mesh, decisions, plan.pipeline))
+    def needs(decisions: Decisions, stages: Container[int] | None = None) -> Memory:
+        return memory(Partitioned(graph, plan.mesh, decisions, plan.pipeline), stages=stages)
 
     def fit(limit: int) -> int:
         fitted = fit_by_recomputation(graph, plan, limit, needs)
@@ -164,3 +163,24 @@ def test_no_more_is_recomputed_than_the_limit_requires() -> None:
     for share in (0.3, 0.7):
         limit = int(least + share * (most - least))
         assert limit - 0.1 * (most - least) <= fit(limit) <= limit
+
+
+def test_of_what_cannot_fit_only_the_stage_that_needs_most_is_measured() -> None:
+    net, args, kwargs = llama(layers=4)
+    plan = sw.plan(net, args, kwargs, devices=4, stages=2, micro_batches=2)
+    graph = plan.graph
+    assert graph is not None
+    asked: list[Container[int] | None] = []
+
+    def needs(decisions: Decisions, stages: Container[int] | None = None) -> Memory:
+        asked.append(stages)
+        return memory(Partitioned(graph, plan.mesh, decisions, plan.pipeline), stages=stages)
+
+    ladders = RecomputeLadders(graph, plan.mesh, plan.decisions, plan.pipeline)
+    parts = ladders.at(ladders.depths[0][0]), plan.decisions, needs, 1
+    fit = RecomputeFit(*parts, least_memory(plan.partitioned, "adamw"))
+    assert not fit.can_fit
+    assert asked == [{fit.largest.stage}]
+    least = fit.least.memory
+    assert fit.largest == least.stages[fit.largest.stage]
+    assert fit.largest.peak >= 0.95 * least.peak

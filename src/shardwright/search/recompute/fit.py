@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwright.cost.memory import Memory
+from shardwright.cost.memory import Memory, StageMemory
 from shardwright.cost.pipeline_timeline import actions, alive
 from shardwright.graph.graph import Graph, Op
 from shardwright.layout.layout import Layout
@@ -40,8 +40,8 @@ WHOLE = ("kept", "again")
 BY_HAND = ("lean", "cheap", *WHOLE)
 """What is tried besides: what is done by hand, in all blocks the same."""
 
-Measure = Callable[[Decisions], Memory]
-"""What every device needs at most under a plan."""
+Measure = Callable[[Decisions, Container[int] | None], Memory]
+"""What every device needs at most under a plan, of some stages or (None) of all."""
 
 Rungs = tuple[int, ...]
 """How much each stage recomputes, as the number of a step of its own."""
@@ -104,7 +104,15 @@ class StageLadder:
         Args:
             others: bytes that it needs besides.
         """
-        return SURE * (others + self.kept[1] + self._again)
+        return SURE * self.most(others)
+
+    def most(self, others: int) -> int:
+        """Bytes that the stage needs if it recomputes all that it can: an estimate.
+
+        Args:
+            others: bytes that it needs besides.
+        """
+        return others + self.kept[1] + self._again
 
     def least(self, others: int, together: bool) -> int:
         """Bytes that the stage hardly ever falls short of, whatever it recomputes: an estimate.
@@ -113,7 +121,7 @@ class StageLadder:
             others: bytes that it needs besides.
             together: whether all of them at that time.
         """
-        kept = self.kept[1] + self._again
+        kept = self.most(0)
         return int(max(CERTAIN * (others + kept), others + CERTAIN_OF_KEPT * kept * together))
 
     def expected(self, others: int, limit: int, certain: float = 1.0) -> int:
@@ -258,7 +266,7 @@ class RecomputeFit:
 
     Args:
         ladders: of its stages.
-        measure: what every device needs with certain decisions.
+        measure: what devices need with certain decisions.
         others: bytes that each stage needs besides what it keeps for backward passes.
         sure: whether an estimate is enough to say that it fits with all recomputed that can be.
     """
@@ -282,23 +290,40 @@ class RecomputeFit:
     @cached_property
     def least(self) -> MemoryFit:
         """With all recomputed that can be."""
-        return self._try(tuple(ladder.top for ladder in self._ladders))
+        return self._try(self._tops)
+
+    @property
+    def _tops(self) -> Rungs:
+        return tuple(ladder.top for ladder in self._ladders)
+
+    @cached_property
+    def largest(self) -> StageMemory:
+        """With all recomputed that can be, of the stage that by an estimate needs most then."""
+        sizes = [
+            ladder.most(size) for ladder, size in zip(self._ladders, self._others, strict=True)
+        ]
+        number = sizes.index(max(sizes))
+        (stage,) = self._measure(self._decided(self._tops), {number}).stages
+        return stage
 
     @property
     def can_fit(self) -> bool:
-        """Whether it fits with all recomputed that can be; by an estimate where that is sure."""
-        return self._sure or self.least.memory.peak <= self._limit
+        """Whether it fits with all recomputed that can be; by an estimate where that is sure. Where
+        the stage that needs most does not, others are not measured."""
+        fits = self._sure or self.largest.peak <= self._limit
+        return fits and (self._sure or self.least.memory.peak <= self._limit)
 
     @property
     def is_measured(self) -> bool:
-        """Whether it is known if it can fit."""
+        """Whether it is known what all stages need if all is recomputed that can be."""
         return "least" in vars(self)
 
     @property
     def outside(self) -> int:
         """Bytes that a device needs outside of forward and backward passes, if that is where it
-        needs most with all recomputed that can be: blocks at other depths change nothing of it."""
-        stages = self.least.memory.stages
+        needs most with all recomputed that can be: blocks at other depths change nothing of it. Of
+        the stages that were measured."""
+        stages = self.least.memory.stages if self.is_measured else (self.largest,)
         return max((stage.peak for stage in stages if not stage.in_a_pass), default=0)
 
     def expected(self) -> Decisions:
@@ -307,20 +332,19 @@ class RecomputeFit:
 
     def run(self) -> MemoryFit:
         """What fits, if it can; else all that can be is recomputed."""
-        tops = [ladder.top for ladder in self._ladders]
         while True:
-            measured = zip(tops, self._peaks, strict=True)
+            measured = zip(self._tops, self._peaks, strict=True)
             if any(peaks.get(top, 0) > self._limit for top, peaks in measured):
                 return self.least
             rungs = tuple(map(self._guess, range(len(self._ladders))))
             if all(rung in peaks for rung, peaks in zip(rungs, self._peaks, strict=True)):
                 decisions = self._decided(rungs)
-                return MemoryFit(decisions, self._measure(decisions))
+                return MemoryFit(decisions, self._measure(decisions, None))
             self._try(rungs)
 
     def _try(self, rungs: Rungs) -> MemoryFit:
         decisions = self._decided(rungs)
-        needs = self._measure(decisions)
+        needs = self._measure(decisions, None)
         for number, (rung, stage) in enumerate(zip(rungs, needs.stages, strict=True)):
             self._peaks[number][rung] = stage.peak
             self._measured[self._ladders[number].alike].add(rung)
