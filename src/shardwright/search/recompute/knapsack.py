@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 MOST_STATES = 4000
 """So many states of the exact search; with more, choices are made by their ratio."""
 
@@ -23,11 +26,19 @@ class KnapsackItem:
     cost: float
 
 
-class _State(NamedTuple):
-    freed: int
-    cost: float
-    before: _State | None
-    chosen: int
+class _States(NamedTuple):
+    """Sums that are worth keeping, the one that frees most first.
+
+    Args:
+        freed, cost: of each.
+        before: the state of the blocks before that it was made of.
+        chosen: of the last block the index of the option, or -1.
+    """
+
+    freed: npt.NDArray[np.int64]
+    cost: npt.NDArray[np.float64]
+    before: npt.NDArray[np.intp]
+    chosen: npt.NDArray[np.intp]
 
 
 def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int] | None:
@@ -43,33 +54,31 @@ def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]
     most = sum(max((option.freed for option in block), default=0) for block in blocks)
     if most < needed:
         return None
-    states = [_State(0, 0.0, None, -1)]
+    none = np.full(1, -1)
+    states = [_States(np.zeros(1, np.int64), np.zeros(1), none, none)]
     for block in blocks:
-        states = _extended(states, block, needed)
-        if len(states) > MOST_STATES:
+        states.append(_extended(states[-1], block, needed))
+        if len(states[-1].freed) > MOST_STATES:
             return _by_ratio(blocks, needed)
-    best: _State | None = min((s for s in states if s.freed >= needed), key=lambda s: s.cost)
-    chosen = []
-    while best is not None and best.before is not None:
-        chosen.append(best.chosen)
-        best = best.before
+    # Of those that free enough only the cheapest was kept.
+    here, chosen = 0, []
+    for each in reversed(states[1:]):
+        chosen.append(int(each.chosen[here]))
+        here = int(each.before[here])
     return chosen[::-1]
 
 
-def _extended(states: list[_State], block: Sequence[KnapsackItem], needed: int) -> list[_State]:
+def _extended(states: _States, block: Sequence[KnapsackItem], needed: int) -> _States:
     """The sums with one block more that are worth keeping, the one that frees most first."""
-    sums = [_State(state.freed, state.cost, state, -1) for state in states]
-    for index, option in enumerate(block):
-        sums += [
-            _State(min(needed, s.freed + option.freed), s.cost + option.cost, s, index)
-            for s in states
-        ]
-    sums.sort(key=lambda state: (-state.freed, state.cost))
-    efficient: list[_State] = []
-    for state in sums:
-        if not efficient or state.cost < efficient[-1].cost:
-            efficient.append(state)
-    return efficient
+    freed = np.array([0, *(option.freed for option in block)], np.int64)[:, None] + states.freed
+    cost = np.array([0.0, *(option.cost for option in block)])[:, None] + states.cost
+    freed, cost = np.minimum(freed, needed).reshape(-1), cost.reshape(-1)
+    order = np.lexsort((cost, -freed))
+    freed, cost = freed[order], cost[order]
+    cheapest_before = np.minimum.accumulate(np.concatenate(([np.inf], cost[:-1])))
+    kept = np.flatnonzero(cost < cheapest_before)
+    options, before = np.divmod(order[kept], len(states.freed))
+    return _States(freed[kept], cost[kept], before, options - 1)
 
 
 def _by_ratio(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]:
