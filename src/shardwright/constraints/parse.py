@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from math import gcd, prod
 
@@ -353,7 +354,7 @@ def mesh_of(
         with suppress(LayoutError):
             sizes = common_axes(*matrices, (devices // together, together))
             matrices.append((devices // together, together))
-    mesh = Layout(sizes, tuple(islice(axis_names(), len(sizes))))
+    mesh = _mesh(sizes)
     for where, layout in named:
         axes_on_mesh(where, layout, mesh)
     return mesh
@@ -387,3 +388,9 @@ def first_axes(num_shards: int, free: list[int], mesh: Layout) -> Axes | None:
         free.remove(axis)
         chosen.append(axis)
     return tuple(sorted(chosen))
+
+
+@cache
+def _mesh(sizes: tuple[int, ...]) -> Layout:
+    """Equal device matrices are one object: what is compared very often is the same then."""
+    return Layout(sizes, tuple(islice(axis_names(), len(sizes))))

@@ -180,12 +180,13 @@ class TimeModel:
 
     def operator(self, op: Op, cuts: Cuts) -> ComputeAndExposed:
         """Computation of one device's shard of `op`, forward and backward."""
-        work, rule = work_of(op), rule_of(op)
-        counts = rule.shard_counts(self.mesh, cuts) if rule is not None else {}
-        key = (id(work), tuple(counts.values()))
-        if key not in self._operators:
-            self._operators[key] = self.work(work, counts)
-        return self._operators[key]
+        work = work_of(op)
+        key = (id(work), *cuts.items())
+        if (known := self._operators.get(key)) is None:
+            rule = rule_of(op)
+            counts = rule.shard_counts(self.mesh, cuts) if rule is not None else {}
+            known = self._operators[key] = self.work(work, counts)
+        return known
 
     def work(self, work: Work, shard_counts: Mapping[str, int]) -> ComputeAndExposed:
         """Seconds of `work` on one device, where each factor is cut into so many shards."""

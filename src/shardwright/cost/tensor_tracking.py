@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime.collective_errors import PROGRAM
-from shardwright.torch_internals.dispatch import TorchDispatchMode
+from shardwright.torch_internals.dispatch import PlainDispatchMode, TorchDispatchMode
 from shardwright.torch_internals.distributed import functional_collectives, is_collective
 from shardwright.torch_internals.operators import schema_of, unregister
 from shardwright.torch_internals.tensors import storage_id
@@ -119,13 +119,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = self.run(func, args, kwargs or {})
+        self.returned(out, args)
+        return out
+
+    def returned(self, out: Any, args: tuple[Any, ...]) -> None:
+        """Counts what an operator returns that was called with `args`."""
         if isinstance(out, Tensor):
             self._made(out, args)
         elif isinstance(out, list | tuple):
             for each in out:
                 if isinstance(each, Tensor):
                     self._made(each, args)
-        return out
 
     def _made(self, out: Tensor, args: tuple[Any, ...]) -> None:
         if storage_id(out) not in self._held:
@@ -133,13 +137,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _from_weights(self, args: tuple[Any, ...]) -> bool:
         """Whether parameters alone go in."""
-        kinds = {
-            self._held[key][1].kind if (key := storage_id(each)) in self._held else ""
-            for argument in args
-            for each in (argument if isinstance(argument, list | tuple) else (argument,))
-            if isinstance(each, Tensor)
-        }
-        return bool(kinds) and kinds <= {PARAMETERS, WEIGHTS}
+        found = False
+        for argument in args:
+            for each in argument if isinstance(argument, list | tuple) else (argument,):
+                if isinstance(each, Tensor):
+                    known = self._held.get(storage_id(each))
+                    if known is None or known[1].kind not in (PARAMETERS, WEIGHTS):
+                        return False
+                    found = True
+        return found
 
     def _see(self, tensor: Tensor, kind: str) -> None:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
@@ -173,12 +179,17 @@ _DEEPEST = 16
 
 META = torch.device("meta")
 
-_PLAIN = int | float | str | torch.dtype | torch.device | torch.layout | torch.memory_format
+_PLAIN = frozenset(
+    {
+        *(int, float, bool, str, type(None)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    }
+)
 _LONGEST = 64
 """Of lists among the arguments of operators that are looked up."""
 
 
-class DryRunMode(LiveBytes):  # type: ignore[no-untyped-call]
+class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
     """Counts bytes on the meta device. An operator is run once for each shape of its tensors; then
     only results like those are made: so a model whose blocks repeat runs fast.
 
@@ -193,13 +204,20 @@ class DryRunMode(LiveBytes):  # type: ignore[no-untyped-call]
         self._known = known
         self._sent: dict[int, list[Tensor]] = {}
 
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = self.run(func, args, kwargs or {})
+        self.returned(out, args)
+        return out
+
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_collective(func):
-            return self._communicate(func, args, kwargs)
         if not _returns_new_tensors(func):
+            if is_collective(func):
+                return self._communicate(func, args, kwargs)
             return func(*args, **kwargs)
         try:
-            key = (func, _described(args), *(_described(pair) for pair in kwargs.items()))
+            key = (func, *map(_described, args), *map(_described, kwargs.items()))
         except _NotPlainError:
             return func(*args, **kwargs)
         if key in self._known:
@@ -243,24 +261,20 @@ def _described(argument: Any) -> Any:
     Raises:
         _NotPlainError: if that cannot be said.
     """
+    if (kind := type(argument)) in _PLAIN:
+        return kind, argument
     if isinstance(argument, Tensor):
-        return _Like(argument)
-    if argument is None or isinstance(argument, _PLAIN):
-        return type(argument), argument
+        # A number among tensors is a tensor of the CPU, and promotes dtypes in its own way.
+        return _Like((argument.shape, argument.stride(), argument.dtype, argument.is_meta))
     if isinstance(argument, list | tuple) and len(argument) <= _LONGEST:
         return tuple(map(_described, argument))
     raise _NotPlainError
 
 
 class _Like(tuple[Any, ...]):
-    """A tensor without numbers."""
+    """A tensor without numbers: its shape, strides and dtype, and whether it is on META."""
 
     __slots__ = ()
-
-    def __new__(cls, tensor: Tensor) -> _Like:
-        # A number among tensors is a tensor of the CPU, and promotes dtypes in its own way.
-        of = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_meta)
-        return super().__new__(cls, of)
 
 
 def _like(described: Any) -> Any:

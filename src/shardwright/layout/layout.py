@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -409,3 +409,15 @@ def _agrees(coarse: Layout, fine: Layout, pieces: tuple[Axes, ...]) -> bool:
         return False
     joined = TensorLayout(fine, pieces)
     return all(joined.block(rank) == coarse.coordinates(rank) for rank in fine.ranks)
+
+
+@lru_cache(maxsize=1 << 16)
+def one_layout(
+    layout: Layout,
+    axes: tuple[Axes, ...],
+    partial: frozenset[int] = frozenset(),
+    varying: frozenset[int] = frozenset(),
+) -> TensorLayout:
+    """A `TensorLayout`, equal ones as one object: searches look up what they know of layouts very
+    often, and objects that are the same need no comparison. Raises: as `TensorLayout`."""
+    return TensorLayout(layout, axes, partial, varying)

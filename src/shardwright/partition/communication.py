@@ -10,14 +10,14 @@ buckets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.layout.collective_spec import COLLECTIVES
-from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.layout.layout import Layout, TensorLayout, one_layout
 from shardwright.layout.redistribution import RedistributionStep, redistribution_steps
 from shardwright.partition.decisions import Decisions, Recompute, Storage
 from shardwright.partition.join_transfers import join_transfers
@@ -30,7 +30,7 @@ from shardwright.partition.recompute_segments import (
 )
 from shardwright.partition.transfer import Transfer
 from shardwright.rules import rule_of
-from shardwright.rules.rule import Cuts, Reduction
+from shardwright.rules.rule import Cuts, Reduction, ShardingRule, no_reductions
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communica
 def initial_layout(value: Value, mesh: Layout, decisions: Decisions) -> TensorLayout:
     """How a parameter is stored, and how an input, a buffer or a constant arrives."""
     axes = decisions.storage if value.kind is Kind.PARAMETER else decisions.arrivals
-    return TensorLayout(mesh, tuple(axes.get(value.name, ((),) * len(value.shape))))
+    return one_layout(mesh, tuple(axes.get(value.name, ((),) * len(value.shape))))
 
 
 def storage_as_used(graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts]) -> Storage:
@@ -203,13 +203,8 @@ def _operator(
         outputs = tuple(mesh.replicated(len(value.shape)) for value in op.outputs)
     else:
         inputs, outputs = rule.layouts(mesh, cuts)
-        inner = []
-        for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
-            axes = tuple(a for f in reduction.factors for a in cuts.get(f, ()))
-            axes = axes if reduction.ordered else tuple(sorted(axes))
-            inner.append(InnerReduction(reduction, axes))
-        if inner:
-            result.reductions[op.name] = tuple(inner)
+        if rule.reductions is not no_reductions and (inner := tuple(_inner(rule, op, mesh, cuts))):
+            result.reductions[op.name] = inner
     result.input_layouts[op.name] = inputs
     for value, layout in zip(op.outputs, outputs, strict=True):
         result.initial_layouts[value] = layout
@@ -218,6 +213,12 @@ def _operator(
     for index, (value, layout) in enumerate(zip(op.inputs, inputs, strict=True)):
         route = _route(result, value, layout, shared, differentiable, trained)
         result.routes[op.name, index] = route
+
+
+def _inner(rule: ShardingRule, op: Op, mesh: Layout, cuts: Cuts) -> Iterator[InnerReduction]:
+    for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
+        axes = tuple(a for f in reduction.factors for a in cuts.get(f, ()))
+        yield InnerReduction(reduction, axes if reduction.ordered else tuple(sorted(axes)))
 
 
 def _route(
@@ -235,8 +236,12 @@ def _route(
     """
     differentiable = differentiable and value.differentiable
     trained = trained and value.requires_grad
-    path = redistribution_steps(result.layout(value), target, value.shape, differentiable)
-    route = list(result.leading_transfers.get(value, ()))
+    leading, source = result.leading_transfers.get(value, ()), result.layout(value)
+    if source is target and not target.varying:
+        target.shard_shape(value.shape)
+        return leading
+    path = redistribution_steps(source, target, value.shape, differentiable)
+    route = list(leading)
     for length, step in enumerate(path, start=1):
         key = (value, path[:length])
         if key not in shared:

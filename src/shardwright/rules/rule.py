@@ -19,7 +19,7 @@ import torch
 
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Op
-from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.layout.layout import Layout, TensorLayout, one_layout
 from shardwright.torch_internals import pytree
 
 Dims = tuple[str | None, ...]
@@ -277,11 +277,11 @@ class ShardingRule:
             return frozenset(axis for axis, factor in cut_axes.items() if factor not in carried)
 
         inputs = tuple(
-            TensorLayout(mesh, axes_of(dims), varying=lacking(dims)) for dims in self.inputs
+            one_layout(mesh, axes_of(dims), varying=lacking(dims)) for dims in self.inputs
         )
         complete = {axis for axis, factor in cut_axes.items() if factor in self.complete}
         outputs = tuple(
-            TensorLayout(mesh, axes_of(dims), partial=lacking(dims) - complete)
+            one_layout(mesh, axes_of(dims), partial=lacking(dims) - complete)
             for dims in self.outputs
         )
         return inputs, outputs

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import (
 from shardwright.torch_internals.operators import unregister
 
 __all__ = [
+    "PlainDispatchMode",
     "Region",
     "TorchDispatchMode",
     "autocast_kernels",
@@ -62,6 +63,16 @@ def without_function_modes() -> Iterator[None]:
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             popped.enter_context(_pop_mode_temporarily())
         yield
+
+
+class PlainDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode for code that is not compiled: PyTorch calls what its subclasses do with an operator
+    as it is, and not through a function that keeps `torch.compile` away, which takes as long as
+    the operator itself on the meta device."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:

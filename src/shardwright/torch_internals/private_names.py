@@ -84,6 +84,10 @@ DISPATCH = (
         "sees every operator: counts bytes, records what initializes parameters",
     ),
     PrivateName(
+        "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
+        "dry runs call it without what keeps `torch.compile` away; without it they take longer",
+    ),
+    PrivateName(
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
         "whether `no_init_parameters` is open already",
     ),
