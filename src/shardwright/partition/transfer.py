@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwright.graph.graph import Value
 from shardwright.layout.redistribution import RedistributionStep
@@ -26,7 +27,7 @@ class Transfer:
     segment: str | None = None
     again: bool = False
 
-    @property
+    @cached_property
     def forward_bytes(self) -> int:
         """Bytes that one device sends in the forward pass."""
         return self.step.forward_bytes(self.value.shape, self.value.itemsize)

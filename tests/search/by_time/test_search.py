@@ -240,3 +240,14 @@ def test_a_search_reports_growing_shares_that_end_at_the_whole(language_model: G
     by_time(language_model, prime_mesh(64), cluster, on_share=shares.append)
     assert shares == sorted(shares) and shares[0] == 0.0 and shares[-1] == 1.0
     assert len(set(shares)) > 20
+
+
+def test_searches_of_one_graph_share_the_problem_as_long_as_nothing_is_pinned_otherwise() -> None:
+    graph = captured(llama, layers=2)
+    problem = search_problem(graph, {})
+    assert search_problem(graph, {}) is problem
+    name = graph.ops[0].name
+    pinned = search_problem(graph, {name: {}})
+    assert pinned is not problem
+    assert [variable.op.name for variable in pinned.variables if variable.pinned == {}] == [name]
+    assert search_problem(graph, {}).variables[0].pinned is None

@@ -7,8 +7,9 @@ Operators that blocks repeat are one `OpVariable`, values that are made and read
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -16,8 +17,10 @@ from shardwright.cost.flops import Work, work_of
 from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.partition.decisions import NO_OUTPUTS, CutAxes, Outputs
 from shardwright.rules import rule_of
-from shardwright.rules.rule import Cuts, ShardingRule
+from shardwright.rules.rule import Cuts, ShardingRule, num_rules
+from shardwright.search.by_time.elimination import Elimination
 from shardwright.search.indexed_graph import IndexedGraph, OpKind, index_graph, whole_outputs
+from shardwright.search.recursive.axis_level import AxisLevel
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,12 +97,30 @@ class TensorEdge:
 
 @dataclass(frozen=True, eq=False)
 class SearchProblem:
-    """Variables, the edges between them, and for each operator of the graph its variable."""
+    """Variables, the edges between them, and for each operator of the graph its variable.
+
+    Args:
+        eliminations: of variables, by what is connected; all searches on the problem share them.
+    """
 
     variables: tuple[OpVariable, ...]
     edges: tuple[TensorEdge, ...]
     variable_of: tuple[int, ...]
     indexed: IndexedGraph
+    eliminations: dict[object, Elimination] = field(default_factory=dict, repr=False)
+    _along_batch: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
+
+    def along_batch(self, size: int) -> tuple[int, ...]:
+        """The choices of data parallel on an axis of so many devices, where no other is cut."""
+        if size not in self._along_batch:
+            parts = [(1,) * len(kind.factors) for kind in self.indexed.kinds]
+            level = AxisLevel(self.indexed, parts, size)
+            level.fill()
+            # Of the operators that a variable decides the first counts.
+            decided = dict(zip(reversed(self.variable_of), reversed(level.choice), strict=True))
+            choices = tuple(decided[number] for number in range(len(self.variables)))
+            self._along_batch[size] = choices
+        return self._along_batch[size]
 
     def edges_around(self) -> list[list[TensorEdge]]:
         """For each variable the edges that it makes or reads."""
@@ -125,6 +146,28 @@ def search_problem(
         arrivals: the axes of each model input that does not arrive whole.
         fold: whether blocks that repeat are decided once.
     """
+    pins = tuple((name, tuple(cuts.items())) for name, cuts in pinned.items())
+    arriving = tuple((arrivals or {}).items())
+    asked = num_rules(), pins, tuple(outputs.items()), arriving, fold
+    known = _KNOWN.get(graph)
+    if known is None or known[0] != asked:
+        found = _search_problem(graph, pinned, outputs, arrivals or {}, fold)
+        known = _KNOWN[graph] = asked, found
+    return known[1]
+
+
+_KNOWN: WeakKeyDictionary[Graph, tuple[object, SearchProblem]] = WeakKeyDictionary()
+"""What was searched last of each graph, with what it depends on: searches of one plan differ in
+what they weigh and in the devices."""
+
+
+def _search_problem(
+    graph: Graph,
+    pinned: Mapping[str, Cuts],
+    outputs: Outputs,
+    arrivals: Mapping[str, CutAxes],
+    fold: bool,
+) -> SearchProblem:
     indexed = index_graph(graph)
     works = [work_of(op) for op in graph.ops]
     alike = [_alike(op, work, pinned, outputs) for op, work in zip(graph.ops, works, strict=True)]
@@ -148,7 +191,7 @@ def search_problem(
         )
         for op, number in number_of.items()
     )
-    edges = _edges(graph, indexed, variable_of, variables, outputs, arrivals or {})
+    edges = _edges(graph, indexed, variable_of, variables, outputs, arrivals)
     return SearchProblem(variables, edges, variable_of, indexed)
 
 

@@ -25,14 +25,13 @@ from shardwright.graph.graph import Graph
 from shardwright.progress import OnShare, counted, part_of, unheard
 from shardwright.rules.rule import Cuts
 from shardwright.search.by_time.axis_tables import AxisTables, Choices, Weights
-from shardwright.search.by_time.elimination import Elimination, Table
+from shardwright.search.by_time.elimination import Table
 from shardwright.search.by_time.local_search import local_search
 from shardwright.search.by_time.log_costs import log_costs
 from shardwright.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.search.by_time.problem import SearchProblem, search_problem
 from shardwright.search.cut_moves import axes_of_factors
 from shardwright.search.indexed_graph import NO_CUT
-from shardwright.search.recursive.axis_level import AxisLevel
 from shardwright.search.request import CutsOfGraph, Pricing, SearchRequest
 
 ROUNDS = 4
@@ -104,7 +103,6 @@ class TimedSearch:
     model: TimeModel
     pricing: Pricing
     kept_byte: float
-    eliminations: dict[object, Elimination] = field(default_factory=dict)
     tables: dict[object, Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -192,21 +190,13 @@ class TimedSearch:
                 continue
             known.add(alike)
             columns = {tuple(row[other] for row in choices) for other in self.axes}
-            columns |= {self._along_batch(self.model.mesh.device_matrix[axis]), nothing}
+            columns |= {self.problem.along_batch(self.model.mesh.device_matrix[axis]), nothing}
             for column in sorted(columns - {tuple(row[axis] for row in choices)}):
                 changed = self._with_column(choices, axis, column)
                 total = self.total(self._cost(changed))
                 if total < best * (1 - GAIN):
                     choices[:], best = changed, total
         return best < before
-
-    def _along_batch(self, size: int) -> tuple[int, ...]:
-        """The choices of data parallel on an axis of so many devices."""
-        indexed = self.problem.indexed
-        level = AxisLevel(indexed, [(1,) * len(kind.factors) for kind in indexed.kinds], size)
-        level.fill()
-        decided = dict(zip(reversed(self.problem.variable_of), reversed(level.choice), strict=True))
-        return tuple(decided[number] for number in range(len(self.problem.variables)))
 
     def _with_column(self, choices: Choices, axis: int, column: Sequence[int]) -> Choices:
         """The choices with those of one axis in its place, where sizes allow."""
@@ -236,7 +226,7 @@ class TimedSearch:
     def _redecide(self, choices: Choices, axis: int, share: float) -> None:
         decisions = AxisTables(
             self.problem, self.model, axis, choices, self.weights(share), self.tables
-        ).decide(self.eliminations)
+        ).decide(self.problem.eliminations)
         for row, choice in zip(choices, decisions, strict=True):
             row[axis] = choice
 

@@ -101,6 +101,7 @@ class RecomputeCandidates:
         flow = self._plain_flow
         self._transfers = OperatorTransfers(graph, flow.routes, flow.reductions)
         self._free = [op for op in graph.ops if op.name not in decisions.recompute]
+        self._known: dict[object, float] = {}
 
     def blocks(self, depth: int) -> tuple[RecomputeBlock, ...]:
         """At a depth of the module tree; operators that the user has marked are in none."""
@@ -235,18 +236,19 @@ class RecomputeCandidates:
 
     def _operations(self, name: str) -> float:
         """What one device does for an operator in the forward pass."""
-        op = self.graph.by_name[name]
-        rule, work = rule_of(op), work_of(op)
-        parts = (
-            rule.shard_counts(self.mesh, self.decisions.cuts.get(name, {}))
-            if rule is not None
-            else {}
-        )
-        moved = sum(
-            size / prod(parts.get(factor, 1) for factor in factors)
-            for size, factors in work.forward_bytes
-        )
-        return work.forward_flops / prod(parts.values()) + self.prices.moved * moved
+        op, cuts = self.graph.by_name[name], self.decisions.cuts.get(name, {})
+        work = work_of(op)
+        key = (id(work), *cuts.items())
+        if key not in self._known:
+            rule = rule_of(op)
+            parts = rule.shard_counts(self.mesh, cuts) if rule is not None else {}
+            moved = sum(
+                size / prod(parts.get(factor, 1) for factor in factors)
+                for size, factors in work.forward_bytes
+            )
+            flops = work.forward_flops / prod(parts.values())
+            self._known[key] = flops + self.prices.moved * moved
+        return self._known[key]
 
 
 SavedBytes = dict[str, int]
