@@ -25,7 +25,7 @@ from shardwright.planner.ranking import Ranking, requested_kind
 from shardwright.progress import OnProgress, with_count
 from shardwright.rules.rule import Cuts
 from shardwright.search.recompute.candidates import DEFAULT_PRICES, RecomputePrices
-from shardwright.search.recompute.fit import MemoryFit, RecomputeFit, RecomputeLadders
+from shardwright.search.recompute.fit import MemoryFit, RecomputeFit, RecomputeLadders, surely
 
 log = logging.getLogger("shardwright.search")
 
@@ -170,6 +170,7 @@ class _Search:
         depths: of the module tree, at which that is, by the number of chunks.
         errors: of options with which the model cannot be planned.
         peaks: by kind the least that was measured of what does not fit.
+        excess: by stages, schedule and level how many times its estimate a stage has needed most.
         looked_at: how much of what waited was looked at.
     """
 
@@ -182,6 +183,7 @@ class _Search:
     depths: dict[int, Sequence[Sequence[int]]] = field(default_factory=dict)
     errors: list[tuple[PlanOptions, ShardwrightError]] = field(default_factory=list)
     peaks: dict[PlanKind, int] = field(default_factory=dict)
+    excess: dict[object, float] = field(default_factory=dict)
     seen: set[object] = field(default_factory=set)
     looked_at: int = 0
     waiting: list[tuple[float, float, int, _Draft | Groups]] = field(default_factory=list)
@@ -391,7 +393,14 @@ class _Search:
         candidate = draft.candidate
         stages = self._ladders(candidate).at(depth)
         parts = candidate.decisions, candidate.memory, self.limit or 0, draft.needed
-        return RecomputeFit(stages, *parts, draft.sure)
+        pipeline, sharding = candidate.pipeline, candidate.decisions.sharding
+        level = None if sharding is None else sharding.level
+        kind = pipeline.stages, pipeline.schedule, level
+        known = self.excess.get(kind)
+        fit = RecomputeFit(stages, *parts, surely(known) if draft.sure else None)
+        if not fit.is_sure:
+            self.excess[kind] = max(known or 0.0, fit.excess)
+        return fit
 
     def _failed(self, fit: MemoryFit, attempt: Attempt) -> None:
         kind = requested_kind(attempt.options)

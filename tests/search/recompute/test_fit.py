@@ -20,7 +20,13 @@ from shardwright.partition.communication import communication
 from shardwright.partition.decisions import Decisions, Recompute
 from shardwright.partition.partitioned import Partitioned
 from shardwright.search.recompute.candidates import RecomputeCandidates, RecomputePrices
-from shardwright.search.recompute.fit import Measure, MemoryFit, RecomputeFit, RecomputeLadders
+from shardwright.search.recompute.fit import (
+    Measure,
+    MemoryFit,
+    RecomputeFit,
+    RecomputeLadders,
+    surely,
+)
 
 NET, ARGS, KWARGS = llama(layers=3)
 GRAPH = sw.capture(NET, ARGS, KWARGS)
@@ -184,3 +190,23 @@ def test_of_what_cannot_fit_only_the_stage_that_needs_most_is_measured() -> None
     least = fit.least.memory
     assert fit.largest == least.stages[fit.largest.stage]
     assert fit.largest.peak >= 0.95 * least.peak
+
+
+def test_what_another_plan_of_its_kind_needs_makes_an_estimate_enough() -> None:
+    plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
+    asked: list[Decisions] = []
+
+    def needs(decisions: Decisions, stages: Container[int] | None = None) -> Memory:
+        asked.append(decisions)
+        return measured(plan, decisions, stages)
+
+    ladders = RecomputeLadders(GRAPH, plan.mesh, plan.decisions, plan.pipeline)
+    parts = ladders.at(ladders.depths[0][0]), plan.decisions, needs
+    others = least_memory(plan.partitioned, "adamw")
+    first = RecomputeFit(*parts, 1, others)
+    excess, limit = first.excess, int(1.1 * first.largest.peak)
+    asked.clear()
+    second = RecomputeFit(*parts, limit, others, surely(excess))
+    assert second.can_fit and not asked
+    assert second.run().memory.peak <= limit
+    assert not RecomputeFit(*parts, limit, others, surely(None)).is_sure

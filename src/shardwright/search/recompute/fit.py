@@ -31,8 +31,22 @@ SURE = 1.4
 """Estimates of what a device needs are hardly ever more than 40% below what a dry run finds; that
 much where gradients of whole parameters are reduced at the end of a step."""
 
+ALIKE = 1.05
+"""Of plans of one kind, what a dry run finds is hardly ever so much more of the estimate than what
+one has found of another."""
+
 CERTAIN_OF_KEPT = 0.75
 """Likewise of what is kept for backward passes alone, where that is little."""
+
+
+def surely(excess: float | None) -> float:
+    """How many times an estimate a device hardly ever exceeds.
+
+    Args:
+        excess: how many times its estimate another plan of the kind needs, if that was measured.
+    """
+    return SURE if excess is None else min(SURE, ALIKE * excess)
+
 
 WHOLE = ("kept", "again")
 """Options that recompute all of a block at once."""
@@ -97,14 +111,6 @@ class StageLadder:
     def above(self, share: float) -> int:
         """The first step that frees so much of all that can be freed."""
         return next((n for n in range(self.top) if self.share(n) >= share), self.top)
-
-    def surely(self, others: int) -> float:
-        """Bytes that the stage hardly ever exceeds if it recomputes all that it can: an estimate.
-
-        Args:
-            others: bytes that it needs besides.
-        """
-        return SURE * self.most(others)
 
     def most(self, others: int) -> int:
         """Bytes that the stage needs if it recomputes all that it can: an estimate.
@@ -268,7 +274,11 @@ class RecomputeFit:
         ladders: of its stages.
         measure: what devices need with certain decisions.
         others: bytes that each stage needs besides what it keeps for backward passes.
-        sure: whether an estimate is enough to say that it fits with all recomputed that can be.
+        sure: how many times the estimate is enough to say that it fits with all recomputed that can
+            be; if None, no estimate is.
+
+    Attributes:
+        is_sure: whether the estimate says so.
     """
 
     def __init__(
@@ -278,12 +288,12 @@ class RecomputeFit:
         measure: Measure,
         limit: int,
         others: Sequence[int],
-        sure: bool = False,
+        sure: float | None = None,
     ) -> None:
         self._ladders, self._plain, self._measure, self._limit = ladders, plain, measure, limit
         self._others = others
-        most = (ladder.surely(size) for ladder, size in zip(ladders, others, strict=True))
-        self._sure = sure and max(most) <= limit
+        self._most = [ladder.most(size) for ladder, size in zip(ladders, others, strict=True)]
+        self.is_sure = sure is not None and sure * max(self._most) <= limit
         self._peaks: list[dict[int, int]] = [{} for _ in ladders]
         self._measured: dict[object, set[int]] = {ladder.alike: set() for ladder in ladders}
 
@@ -310,13 +320,19 @@ class RecomputeFit:
     def can_fit(self) -> bool:
         """Whether it fits with all recomputed that can be; by an estimate where that is sure. Where
         the stage that needs most does not, others are not measured."""
-        fits = self._sure or self.largest.peak <= self._limit
-        return fits and (self._sure or self.least.memory.peak <= self._limit)
+        fits = self.is_sure or self.largest.peak <= self._limit
+        return fits and (self.is_sure or self.least.memory.peak <= self._limit)
 
     @property
     def is_measured(self) -> bool:
         """Whether it is known what all stages need if all is recomputed that can be."""
         return "least" in vars(self)
+
+    @property
+    def excess(self) -> float:
+        """How many times its estimate the stage needs that needs most by that, if all is recomputed
+        that can be."""
+        return self.largest.peak / max(self._most)
 
     @property
     def outside(self) -> int:
