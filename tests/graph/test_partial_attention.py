@@ -61,6 +61,16 @@ def test_queries_before_the_first_key_of_a_part_get_nothing() -> None:
     assert_close((out, lse), (expected, sums))
 
 
+@pytest.mark.parametrize("size", [8, 6])
+def test_what_is_no_number_stays_none(size: int) -> None:
+    query, key, value = tensors(torch.float32, 2, size, 600)
+    query[0, 0, 7] = torch.nan
+    for diagonal in (None, 0):
+        out, lse = partial_attention(query, key, value, diagonal, None)
+        assert out[0, 0, 7].isnan().all() and lse[0, 0, 7].isnan()
+        assert not out[1].isnan().any()
+
+
 def test_shapes_on_the_meta_device_are_those_of_results() -> None:
     given = tensors(torch.bfloat16, 2, 6, 300)
     out, lse = partial_attention(*given, 0, None)

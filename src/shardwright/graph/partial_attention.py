@@ -58,7 +58,8 @@ def partial_attention(
     outs, sums = [], []
     for _, scores in _scores(query, key, diagonal if causal else None, scale):
         lse = scores.logsumexp(-1, keepdim=True)
-        weights = (scores - lse).exp().nan_to_num(0.0)
+        # Minus infinity from itself, where no key is read, would be no number.
+        weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)).exp()
         outs.append((weights @ value.to(weights.dtype)).to(query.dtype))
         sums.append(lse.squeeze(-1))
     return torch.cat(outs, -2), torch.cat(sums, -1)
@@ -107,6 +108,7 @@ def _fused_backward(
     causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    lse = lse.contiguous()  # The kernels take the strides of a whole tensor for granted.
     if query.is_cpu:
         found: tuple[Tensor, Tensor, Tensor]
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
