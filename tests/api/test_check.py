@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from random_plans import check_random_plan, random_plan
 from shardwright.api.check import TOLERANCE
 from shardwright.parallel.simulate_ranks import Outcome, simulate
 
@@ -250,6 +251,14 @@ for op in (noisy, said_noisy):
     op.register_autograd(lambda context, gradient: gradient)
 doubled.register_fake(lambda x: x.new_empty(x.shape[0]))
 doubled.register_autograd(lambda context, gradient: gradient[:, :8] + gradient[:, 8:])
+
+
+def test_gradients_of_inputs_are_counted() -> None:
+    net = Program(lambda net, x: net.linear(net.linear(x).sin()).square().mean())
+    x = torch.randn(8, 8, requires_grad=True)
+    graph = sw.plan(net, (x,), devices=4).graph
+    assert graph is not None
+    check_random_plan(net, (x,), {}, graph, random_plan(graph, 4, 0))
 
 
 def test_an_operator_that_does_not_say_that_it_draws_random_numbers_is_refused_by_name() -> None:

@@ -139,7 +139,7 @@ class EverythingInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class CastsToFloat64(TorchFunctionMode):
-    """The same for the functions that a model calls while it is traced."""
+    """The same for the casts of tensors that a model calls while it is traced."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -147,8 +147,9 @@ class CastsToFloat64(TorchFunctionMode):
         if func in _CASTS:
             to = _double_dtype(_CASTS[func])
             return args[0].to(to, *args[1:], **(kwargs or {}))
-        args, kwargs = pytree.tree_map_only(torch.dtype, _double_dtype, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if func is Tensor.to:
+            args, kwargs = pytree.tree_map_only(torch.dtype, _double_dtype, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 _CASTS = {

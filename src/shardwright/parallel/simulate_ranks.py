@@ -208,6 +208,9 @@ def simulate(
         shards, state, leaves = ranks.place_all(parameters, buffers, inputs)
         for value in graph.parameters:
             shards[value.name].requires_grad_(value.differentiable)
+        for value, leaf in zip(graph.inputs, leaves, strict=True):
+            if isinstance(value, Value):
+                leaf.requires_grad_(value.differentiable)
         with ByteCounter() as forward:  # type: ignore[no-untyped-call]
             results, updates = program(shards, state, leaves, seed)
         ends = _ends(ranks, communication, results, starts)
