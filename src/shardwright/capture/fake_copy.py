@@ -26,6 +26,7 @@ from shardwright.capture.autograd_functions import traced
 from shardwright.capture.experts import dispatch_in_one_operator, dispatched, mixture_of_experts
 from shardwright.capture.hooks import refuse_autograd, refuse_saved_tensor_hooks
 from shardwright.capture.inner_gradients import gradients
+from shardwright.capture.known_values import filling_caches
 from shardwright.capture.static_functions import STATIC
 from shardwright.deferred import copies_of_attributes
 from shardwright.errors import CaptureError
@@ -119,6 +120,7 @@ def _fake(
 def isolate_capture() -> Iterator[None]:
     """A context in which the captured graph does not depend on modes that the caller has set."""
     with (
+        filling_caches(),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),

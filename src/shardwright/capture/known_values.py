@@ -7,20 +7,23 @@ of an attribute: other values are another program.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardwright.capture.filled_caches import fill
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.dispatch import without_dispatch_modes, without_torch_function
 from shardwright.torch_internals.modules import own_buffers
-from shardwright.torch_internals.tensors import version
+from shardwright.torch_internals.tensors import FakeTensor, version
 
 _READING = {
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item),
@@ -112,7 +115,7 @@ class _HeldBuffer:
     """
 
     place: tuple[str, str]
-    fake: Tensor
+    fake: ref[Tensor]
     seen: int
     held: Tensor
 
@@ -124,6 +127,22 @@ def _empty(like: Tensor) -> _Recipe:
 
 def _is_several(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
+
+
+_traces: list[KnownValues] = []
+"""Those of the capture that is under way."""
+
+
+@contextmanager
+def filling_caches() -> Iterator[None]:
+    """A context in which models are traced; at its end what the user's caches hold of known tensors
+    has values."""
+    try:
+        yield
+    finally:
+        kept = [pair for known in _traces for pair in known.kept()]
+        _traces.clear()
+        fill(kept)
 
 
 class KnownValues(TorchFunctionMode):
@@ -143,6 +162,17 @@ class KnownValues(TorchFunctionMode):
         self._held: dict[int, _HeldBuffer] = {}
         self.read: dict[tuple[str, str], None] = {}
         twin.register_forward_pre_hook(lambda *_: self._find_buffers(module, twin))
+        devices = {t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta}
+        self._device = next(iter(devices), torch.device("cpu"))
+        _traces.append(self)
+
+    def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The tensors that are alive and known, though their trace is over, with their values where
+        the model is."""
+        for tensor, (seen, recipe) in list(self._recipes.items()):
+            if isinstance(tensor, FakeTensor) and seen == version(tensor):
+                with suppress(_UnknownError):
+                    yield tensor, recipe.value.to(self._device)
 
     def _find_buffers(self, module: nn.Module, twin: nn.Module) -> None:
         """`torch.export` may have put others in the place of the twin's."""
@@ -152,7 +182,7 @@ class KnownValues(TorchFunctionMode):
                 buffer = own_buffers(held[path])[name] if path in held else None
                 if fake is not None and type(buffer) is Tensor and not buffer.is_meta:
                     place = (path, name)
-                    self._held[id(fake)] = _HeldBuffer(place, fake, version(fake), buffer)
+                    self._held[id(fake)] = _HeldBuffer(place, ref(fake), version(fake), buffer)
 
     def _values(self, buffer: _HeldBuffer) -> Tensor:
         self.read[buffer.place] = None
@@ -216,7 +246,7 @@ class KnownValues(TorchFunctionMode):
         if recipe is not None and seen == version(leaf):
             return recipe
         buffer = self._held.get(id(leaf))
-        if buffer is not None and buffer.fake is leaf and buffer.seen == version(leaf):
+        if buffer is not None and buffer.fake() is leaf and buffer.seen == version(leaf):
             return _Recipe(self._values, ((buffer,), {}))
         if type(leaf) is Tensor and not (leaf.requires_grad or leaf.is_inference()):
             return _Recipe(_held, ((leaf, version(leaf)), {}))
