@@ -399,3 +399,16 @@ def test_an_input_may_be_called_like_a_python_function_where_buffers_are_updated
     graph = capture(net, (torch.randn(6, 4),))
     assert [value.name for value in graph.input_values] == ["input"]
     assert len(graph.updates) == 3
+
+
+def test_actions_that_are_drawn_and_scored_are_captured() -> None:
+    def policy_gradient(net: nn.Module, x: Tensor) -> Tensor:
+        actions = torch.distributions.Categorical(logits=net.linear(x))  # type: ignore[operator]
+        drawn = actions.sample()  # type: ignore[no-untyped-call]
+        reward = (drawn == 0).float()
+        return -(actions.log_prob(drawn) * (reward - reward.mean())).mean()  # type: ignore[no-untyped-call]
+
+    net = Function(policy_gradient)
+    net.linear = nn.Linear(8, 4)
+    graph = capture(net, (torch.randn(8, 8),))
+    assert "aten.multinomial.default" in [str(op.target) for op in graph.ops]

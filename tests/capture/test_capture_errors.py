@@ -152,6 +152,16 @@ def test_data_cannot_become_a_tensor_of_another_shape() -> None:
         capture(Function(shrink), (x(),))
 
 
+def test_values_that_go_to_numpy_are_refused_with_the_line() -> None:
+    def sorted_by_numpy(net: nn.Module, x: Tensor) -> Tensor:
+        return x[torch.from_numpy(np.argsort(x[:, 0].detach().numpy()))]
+
+    with pytest.raises(
+        CaptureError, match=r"return x\[torch.from_numpy.*values of a tensor to numpy"
+    ):
+        capture(Function(sorted_by_numpy), (x(),))
+
+
 def test_a_lazy_parameter_must_be_initialized_first() -> None:
     with pytest.raises(CaptureError, match=r"weight: .* no shape yet\. Run the module once"):
         capture(nn.LazyLinear(4), (x(),))

@@ -33,6 +33,7 @@ from shardwright.capture.fake_copy import (
 )
 from shardwright.capture.foreach import expand_foreach
 from shardwright.capture.functionalize import functionalize
+from shardwright.capture.fx_nodes import restore_users
 from shardwright.capture.hooks import check_hooks, observe_forward_hooks
 from shardwright.capture.inline_regions import inline_regions
 from shardwright.capture.known_values import KnownValues
@@ -144,6 +145,7 @@ def trace(
         CaptureError, StrategyError: as `capture`.
     """
     exported, attributes, autocast_on = _export(call, compute_dtype, varying, on_progress)
+    restore_users(exported.graph_module)
     for node in exported.graph.nodes:
         _check_kind(node)
     signature = Signature.of(exported)
@@ -292,6 +294,12 @@ def _explain(error: Exception, hint: str) -> str:
         return (
             f"{line}: this depends on the value of a tensor, which is unknown during capture. Use "
             f"`torch.where` on tensors instead, or make it a Python constant.{hint}"
+        )
+    if "numpy() is not supported" in text:
+        return (
+            f"{line}: this gives the values of a tensor to numpy, and they are unknown during "
+            "capture. Compute it with operators of torch, outside of the model, or make a "
+            "`torch.library.custom_op` of it."
         )
     if "in output, which is not a known type" in text:
         return (

@@ -22,6 +22,15 @@ def tensor(node: fx.Node) -> torch.Tensor:
     return value
 
 
+def restore_users(module: fx.GraphModule) -> None:
+    """Lets each node know all nodes that read it, also in sub-graphs: `torch.export` drops a reader
+    of which it has rewritten one of two equal arguments."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            for read in node.all_input_nodes:
+                read.users.setdefault(node)
+
+
 def is_tensor(node: Any) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
