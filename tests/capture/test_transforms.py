@@ -72,6 +72,9 @@ COMPUTE: dict[str, Callable[[Net, Tensor], Tensor]] = {
     )(x, x.t()),
     "an ensemble": ensemble,
     "attention": lambda net, x: torch.vmap(lambda row: attention(net, row))(x),
+    "cosines": lambda net, x: torch.vmap(
+        lambda row: functional.cosine_similarity(net.linear(row), row, dim=0)
+    )(x),
     "in place": lambda net, x: torch.vmap(lambda row: net.linear(row).add_(1).relu_())(x),
     "detached": lambda net, x: func.grad(
         lambda x: (net.linear(x) * net.linear(x).detach()).tanh().sum()

@@ -110,6 +110,9 @@ class _UserCalls(TorchFunctionMode):
             raise CaptureError("`.data` is set inside of a transform: compute a new tensor")
         if (static := STATIC.get(func)) is not None:
             return static(*args, **kwargs)
+        if func is torch.cosine_similarity:
+            with self:
+                return _cosine_similarity(*args, **kwargs)
         if func in _DETACHING:
             with self._operators.detaching():
                 return func(*args, **kwargs)
@@ -118,6 +121,15 @@ class _UserCalls(TorchFunctionMode):
             with self._operators.detaching():
                 return pytree.tree_map_only(Tensor, Tensor.detach, result)
         return result
+
+
+def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """Without the change in place that autograd does not see of PyTorch's own."""
+    x1, x2 = torch.broadcast_tensors(x1, x2)  # type: ignore[no-untyped-call]
+    norms = [torch.linalg.vector_norm(x, dim=dim, keepdim=True) for x in (x1, x2)]
+    first, second = (norm + (norm.clamp(min=eps) - norm).detach() for norm in norms)
+    products: Tensor = (x1 / first) * (x2 / second)
+    return products.sum(dim)
 
 
 def operators_of(
