@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count, zip_longest
-
-import torch
 
 from shardwright.cost.memory import Memory, binary, least_memory
 from shardwright.errors import (
@@ -20,12 +18,11 @@ from shardwright.errors import (
 from shardwright.plan.ranked import LeftOut, PlanKind
 from shardwright.planner.attempts import Attempt, Groups, phases, too_large
 from shardwright.planner.candidate import Candidate, Decide
+from shardwright.planner.drafts import Draft, KnownRecomputation, needed_by
 from shardwright.planner.options import PlanOptions
 from shardwright.planner.ranking import Ranking, requested_kind
 from shardwright.progress import OnProgress, with_count
-from shardwright.rules.rule import Cuts
-from shardwright.search.recompute.candidates import DEFAULT_PRICES, RecomputePrices
-from shardwright.search.recompute.fit import MemoryFit, RecomputeFit, RecomputeLadders, surely
+from shardwright.search.recompute.fit import MemoryFit, RecomputeFit
 
 log = logging.getLogger("shardwright.search")
 
@@ -124,37 +121,6 @@ def _fastest(
     raise search.error()
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """A candidate that may have to recompute in order to fit.
-
-    Args:
-        needed: bytes of a device of each stage, at least, whatever is recomputed.
-        recomputes: whether it has to, by an estimate or because that was measured.
-        fit: what finds out how much; None as long as that is only estimated.
-        sure: whether an estimate is enough to say that it can fit.
-        fits: whether it is known how much.
-        depth: of the module tree, at which its blocks cannot be enough, by an estimate or because
-            that was measured.
-        least: bytes that a device needs then, at least.
-    """
-
-    attempt: Attempt
-    candidate: Candidate
-    needed: Sequence[int]
-    recomputes: bool = False
-    fit: RecomputeFit | None = None
-    sure: bool = True
-    fits: bool = False
-    depth: int | None = None
-    least: int = 0
-
-    @property
-    def floor(self) -> int:
-        """Bytes that a device needs at least."""
-        return max(self.least, *self.needed)
-
-
 @dataclass
 class _Search:
     """Best first: of all that is left what may take the least time is looked at next, and gets more
@@ -166,11 +132,9 @@ class _Search:
         strict: whether what is requested must be possible.
         least: what needed least memory of all that does not fit.
         dropped: what cannot fit whatever is recomputed, or not with blocks at a depth.
-        ladders: what candidates can recompute, by their cuts and stages.
-        depths: of the module tree, at which that is, by the number of chunks.
+        recomputing: what drafts can recompute.
         errors: of options with which the model cannot be planned.
         peaks: by kind the least that was measured of what does not fit.
-        excess: by stages, schedule and level how many times its estimate a stage has needed most.
         looked_at: how much of what waited was looked at.
     """
 
@@ -178,18 +142,16 @@ class _Search:
     decide: Decide
     strict: bool
     least: tuple[Memory, Attempt] | None = None
-    dropped: list[_Draft] = field(default_factory=list)
-    ladders: dict[object, RecomputeLadders] = field(default_factory=dict)
-    depths: dict[int, Sequence[Sequence[int]]] = field(default_factory=dict)
+    dropped: list[Draft] = field(default_factory=list)
+    recomputing: KnownRecomputation = field(default_factory=KnownRecomputation)
     errors: list[tuple[PlanOptions, ShardwrightError]] = field(default_factory=list)
     peaks: dict[PlanKind, int] = field(default_factory=dict)
-    excess: dict[object, float] = field(default_factory=dict)
     seen: set[object] = field(default_factory=set)
     looked_at: int = 0
-    waiting: list[tuple[float, float, int, _Draft | Groups]] = field(default_factory=list)
+    waiting: list[tuple[float, float, int, Draft | Groups]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
 
-    def add(self, bound: float, what: _Draft | Groups, seconds: float = 0.0) -> None:
+    def add(self, bound: float, what: Draft | Groups, seconds: float = 0.0) -> None:
         """Something that takes at least `bound` seconds.
 
         Args:
@@ -213,7 +175,7 @@ class _Search:
         while self.waiting and self.waiting[0][0] < below:
             bound, _, _, what = front = heappop(self.waiting)
             try:
-                if not isinstance(what, _Draft):
+                if not isinstance(what, Draft):
                     self._try(bound, what)
                 elif (fitted := self._fitted(what, bound)) is not None:
                     return fitted
@@ -226,7 +188,7 @@ class _Search:
     def known_to_fit(self) -> list[Candidate]:
         """What waits and fits: with as much recomputed as it needs, or with all that can be. If
         that was found of nothing yet, it is found out of the first that may."""
-        drafts = [what for *_, what in self.waiting if isinstance(what, _Draft)]
+        drafts = [what for *_, what in self.waiting if isinstance(what, Draft)]
         known = [draft.candidate for draft in drafts if draft.fits]
         for draft in drafts:
             if draft.fit is None or draft.fits or (known and not draft.fit.is_measured):
@@ -258,7 +220,7 @@ class _Search:
         for bound, _, _, what in self.waiting:
             attempts = (
                 [what.attempt]
-                if isinstance(what, _Draft)
+                if isinstance(what, Draft)
                 else [attempt for group in what for attempt in group]
             )
             for attempt in attempts:
@@ -274,7 +236,7 @@ class _Search:
         if len(groups) > 1:
             self.add(max(bound, NEAR * fastest), groups[1:])
 
-    def _drafts(self, attempt: Attempt) -> Iterator[_Draft]:
+    def _drafts(self, attempt: Attempt) -> Iterator[Draft]:
         """What was not tried before, and may fit."""
         options = attempt.options
         try:
@@ -295,24 +257,24 @@ class _Search:
             else:
                 self.dropped.append(draft)
 
-    def _may_fit(self, draft: _Draft) -> bool:
+    def _may_fit(self, draft: Draft) -> bool:
         return self.limit is None or max(draft.needed) <= self.limit
 
-    def _fresh(self, candidate: Candidate, attempt: Attempt) -> _Draft | None:
+    def _fresh(self, candidate: Candidate, attempt: Attempt) -> Draft | None:
         """A draft; None if there was one like it."""
-        same = _needed_by(candidate, attempt)
+        same = needed_by(candidate, attempt)
         if same in self.seen:
             return None
         self.seen.add(same)
         needed = least_memory(candidate.partitioned, attempt.options.optimizer)
-        return _Draft(attempt, candidate, needed)
+        return Draft(attempt, candidate, needed)
 
-    def _aligned(self, draft: _Draft) -> _Draft | None:
+    def _aligned(self, draft: Draft) -> Draft | None:
         """The same, aligned; None if there was one like it."""
         aligned = draft.candidate.aligned
         return draft if aligned is draft.candidate else self._fresh(aligned, draft.attempt)
 
-    def _fitted(self, draft: _Draft, bound: float) -> Candidate | None:
+    def _fitted(self, draft: Draft, bound: float) -> Candidate | None:
         """A draft that fits; else it is added again with more recomputed, if that may do."""
         if self.limit is None or draft.fits:
             return draft.candidate
@@ -331,7 +293,7 @@ class _Search:
                 expected = replace(candidate, decisions=fit.expected())
                 self.add(bound, replace(draft, fit=fit), NEARLY_EXPECTED * expected.seconds)
             return None
-        ladders = self._ladders(candidate) if attempt.recompute else None
+        ladders = self.recomputing.ladders(candidate) if attempt.recompute else None
         plain = ladders is None or ladders.may_fit_plain(draft.needed, self.limit)
         if plain and (needs := self._measured(draft)).peak <= self.limit:
             return replace(candidate, measured=needs)
@@ -341,32 +303,17 @@ class _Search:
             self.add(bound, replace(draft, recomputes=True), NEARLY_EXPECTED * expected.seconds)
         return None
 
-    def _measured(self, draft: _Draft) -> Memory:
+    def _measured(self, draft: Draft) -> Memory:
         """What a draft needs if it recomputes nothing."""
         needs = draft.candidate.memory()
         log.info("%s: %s of %s", draft.attempt, binary(needs.peak), binary(self.limit or 0))
         self._failed(MemoryFit(draft.candidate.decisions, needs), draft.attempt)
         return needs
 
-    def _ladders(self, candidate: Candidate) -> RecomputeLadders:
-        """What a candidate can recompute, which is estimated for all levels of sharding at once."""
-        graph, pipeline, cuts = candidate.model.graph, candidate.pipeline, candidate.decisions.cuts
-        key = candidate.mesh, _hashable(cuts), pipeline.stages, pipeline.schedule
-        if key not in self.ladders:
-            options, prices = candidate.options, DEFAULT_PRICES
-            if options.cluster is not None:
-                dtype = graph.compute_dtype or torch.float32
-                prices = RecomputePrices.on(options.known_cluster, dtype)
-            parts = graph, candidate.mesh, candidate.decisions, pipeline
-            ladders = RecomputeLadders(*parts, prices, self.depths.get(pipeline.num_chunks))
-            self.depths[pipeline.num_chunks] = ladders.depths
-            self.ladders[key] = ladders
-        return self.ladders[key]
-
-    def _recomputing(self, draft: _Draft) -> list[RecomputeFit]:
+    def _recomputing(self, draft: Draft) -> list[RecomputeFit]:
         """What finds out how much is recomputed, for blocks at each depth that competes; none if
         all that can be is not enough. The blocks are the smallest that do."""
-        ladders, outside = self._ladders(draft.candidate), 0
+        ladders, outside = self.recomputing.ladders(draft.candidate), 0
         for depths in ladders.depths:
             fits: list[RecomputeFit] = []
             for depth in depths:
@@ -374,7 +321,7 @@ class _Search:
                 if max(least) > (self.limit or 0):
                     self.dropped.append(replace(draft, depth=depth, least=max(least)))
                     continue
-                fit = self._begun(draft, depth)
+                fit = self.recomputing.fit(draft, depth, self.limit or 0)
                 if fit.can_fit:
                     fits.append(fit)
                     continue
@@ -387,20 +334,6 @@ class _Search:
             if fits:
                 return fits
         return []
-
-    def _begun(self, draft: _Draft, depth: int) -> RecomputeFit:
-        """What finds out how much is recomputed of blocks at a depth of the module tree."""
-        candidate = draft.candidate
-        stages = self._ladders(candidate).at(depth)
-        parts = candidate.decisions, candidate.memory, self.limit or 0, draft.needed
-        pipeline, sharding = candidate.pipeline, candidate.decisions.sharding
-        level = None if sharding is None else sharding.level
-        kind = pipeline.stages, pipeline.schedule, level
-        known = self.excess.get(kind)
-        fit = RecomputeFit(stages, *parts, surely(known) if draft.sure else None)
-        if not fit.is_sure:
-            self.excess[kind] = max(known or 0.0, fit.excess)
-        return fit
 
     def _failed(self, fit: MemoryFit, attempt: Attempt) -> None:
         kind = requested_kind(attempt.options)
@@ -428,18 +361,18 @@ class _Search:
     def _may_be_least(self, size: int) -> bool:
         return self.least is None or size < self.least[0].peak
 
-    def _measure_recomputing(self, draft: _Draft, depth: int) -> None:
+    def _measure_recomputing(self, draft: Draft, depth: int) -> None:
         """What a draft needs that recomputes all that it can; of what cannot be the least only the
         stage that needs most."""
-        fit = self._begun(replace(draft, sure=False), depth)
+        fit = self.recomputing.fit(replace(draft, sure=False), depth, self.limit or 0)
         if fit.can_fit:
             self.add(0.0, replace(draft, fit=fit), draft.candidate.seconds)
         elif self._may_be_least(fit.largest.peak):
             self._failed(fit.least, draft.attempt)
 
-    def _at_depths(self, draft: _Draft) -> Iterator[_Draft]:
+    def _at_depths(self, draft: Draft) -> Iterator[Draft]:
         """A draft with all blocks recomputed, for each depth that these may have."""
-        ladders = self._ladders(draft.candidate)
+        ladders = self.recomputing.ladders(draft.candidate)
         for depth in (depth for depths in ladders.depths for depth in depths):
             yield replace(draft, depth=depth, least=max(ladders.least(depth, draft.needed)))
 
@@ -449,16 +382,3 @@ class _Search:
             return self.errors[0][1]
         needs, attempt = self.least
         return too_large(attempt, self.limit or 0, needs)
-
-
-def _needed_by(candidate: Candidate, attempt: Attempt) -> object:
-    """What memory and time depend on; the level only where it shards anything."""
-    decisions = candidate.decisions
-    level = decisions.sharding if candidate.shards_storage else None
-    kept = tuple(sorted(decisions.storage.items())), level
-    pipeline = candidate.pipeline.stages, candidate.pipeline.schedule
-    return kept, _hashable(decisions.cuts), pipeline, attempt.recompute
-
-
-def _hashable(cuts: Mapping[str, Cuts]) -> object:
-    return tuple((name, tuple(cut.items())) for name, cut in cuts.items())
