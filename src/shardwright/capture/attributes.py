@@ -119,7 +119,7 @@ def plain_text(value: Any) -> str:
 
 def state_text(path: str, value: Any) -> str:
     """The same, and of a buffer a hash of its values."""
-    if not path.startswith(BUFFERS) or not isinstance(value, Tensor) or value.is_meta:
+    if not path.startswith(BUFFERS) or type(value) is not Tensor or value.is_meta:
         return plain_text(value)
     held = value.detach().cpu().contiguous()
     digest = hashlib.sha256(held.flatten().view(torch.uint8).numpy().tobytes())
