@@ -238,7 +238,7 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
     # Without a cluster nothing says which answer is the best.
     answers = answers if options.cluster is not None else answers[:1]
     if options.cluster is not None and options.limit is not None:
-        rings = (ring_cuts(graph, fixed.mesh, cuts, fixed.cuts) for cuts in answers)
+        rings = (ring_cuts(graph, fixed.mesh, c, fixed.cuts, options.limit) for c in answers)
         answers = [*answers, *(cuts for cuts in rings if cuts is not None)]
     for number, cuts in enumerate(answers):
         divided = pipeline
