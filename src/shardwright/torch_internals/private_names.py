@@ -374,6 +374,7 @@ ATEN_OPERATORS = (
     "_safe_softmax",
     "_scaled_dot_product_attention_math",
     "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
     "_softmax",
     "_to_copy",
     "_unsafe_index",
