@@ -8,7 +8,7 @@ each part is found by itself too, from the merged result and its log-sum-exp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -87,27 +87,20 @@ def partial_attention_backward(
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     heads = key.shape[1]
     key, value = _for_each_head(query, key, value)
+    tensors = gradient, query, key, value, out, lse
     causal = not _reads_all(key, diagonal)
     if _is_fused(query, key, value, diagonal if causal else None):
-        found = _fused_backward(gradient, query, key, value, out, lse, causal, scale)
+        found = _fused_backward(tensors, causal, scale)
     else:
-        found = _blocks_backward(
-            gradient, query, key, value, out, lse, diagonal if causal else None, scale
-        )
+        found = _blocks_backward(tensors, diagonal if causal else None, scale)
     of_query, of_key, of_value = found
     return of_query.contiguous(), _of_groups(of_key, heads), _of_groups(of_value, heads)
 
 
 def _fused_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float | None,
+    tensors: Sequence[Tensor], causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    gradient, query, key, value, out, lse = tensors
     lse = lse.contiguous()  # The kernels take the strides of a whole tensor for granted.
     if query.is_cpu:
         found: tuple[Tensor, Tensor, Tensor]
@@ -127,15 +120,9 @@ def _fused_backward(
 
 
 def _blocks_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    diagonal: int | None,
-    scale: float | None,
+    tensors: Sequence[Tensor], diagonal: int | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    gradient, query, key, value, out, lse = tensors
     precise = _precise(query.dtype)
     keys, values = key.to(precise), value.to(precise)
     of_query, of_key, of_value = [], torch.zeros_like(keys), torch.zeros_like(values)
