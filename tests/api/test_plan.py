@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import shardwright as sw
 from sample_models import llama, mlp
@@ -59,3 +62,16 @@ def test_an_unknown_cluster_is_an_error(model: Model) -> None:
     net, args, kwargs = model
     with pytest.raises(sw.ConfigError, match="the built-in clusters are local, a100"):
         sw.plan(net, args, kwargs, devices=4, cluster="z100")
+
+
+def test_arguments_that_do_not_stand_in_a_tuple_are_refused_wherever_a_call_is_given() -> None:
+    net, x, y = nn.Bilinear(4, 4, 4), torch.ones(8, 4), torch.ones(8, 4)
+    plan = sw.plan(net, (x, y), devices=2)
+    calls: list[Callable[[], object]] = [
+        lambda: sw.plan(net, x, y, devices=2),  # type: ignore[arg-type]
+        lambda: sw.check(net, (x,), y, plan),  # type: ignore[arg-type]
+        lambda: sw.rehearse(net, (x,), y, plan),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises(sw.errors.CaptureError, match=r"must be a (tuple|mapping of names)"):
+            call()

@@ -249,6 +249,7 @@ def test_a_layer_under_torch_compile_is_captured() -> None:
         (torch.ones(2, 3), None, "must be a tuple, and are a Tensor"),
         ([torch.ones(2, 3)], None, "must be a tuple, and are a list"),
         ((torch.ones(2, 3),), torch.ones(2), "must be a mapping of names, and are a Tensor"),
+        ((torch.ones(2, 3),), {3: torch.ones(2)}, "have names, not 3"),
     ],
 )
 def test_arguments_that_are_not_those_of_a_call_are_refused(

@@ -10,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwright.cli import app
-from shardwright.cost import calibrate
+from shardwright.compare import measure_processes
 from shardwright.cost.cluster import Cluster, LinkLevel
 from shardwright.cost.clusters import load_cluster
+from shardwright.cost.measure import measure_device
 
 MODEL = """
 from torch import nn
@@ -64,8 +65,8 @@ def test_calibrate_prints_and_keeps_what_it_measures(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     link = LinkLevel("processes", 3e9, 1e-4)
-    found = Cluster("local", calibrate.measure_device(), (link,))
-    monkeypatch.setattr(calibrate, "measure_cluster", lambda processes: found)
+    found = Cluster("local", measure_device(), (link,))
+    monkeypatch.setattr(measure_processes, "measure_cluster", lambda *_: found)
     result = CliRunner().invoke(app, ["calibrate"])
     assert result.exit_code == 0, result.output
     assert "bandwidth: 3000000000.0" in result.output

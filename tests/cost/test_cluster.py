@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.cost import calibrate
-from shardwright.cost.cluster import GLOO, Cluster, cluster_to_yaml, read_cluster
+from shardwright.cost import local_cluster
+from shardwright.cost.cluster import Cluster, cluster_to_yaml, read_cluster
 from shardwright.cost.clusters import built_in, load_cluster
 from shardwright.errors import ConfigError
 from shardwright.layout.layout import Layout
@@ -156,27 +156,8 @@ def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     first = load_cluster("local")
     assert first.name == "local"
     assert min(first.device.rates.values()) > 1e8
-    monkeypatch.setattr(calibrate, "measure_device", lambda: pytest.fail("measured again"))
+    monkeypatch.setattr(local_cluster, "measure_device", lambda: pytest.fail("measured again"))
     assert load_cluster("local") == first
-
-
-@pytest.mark.distributed
-def test_calibration_measures_links_between_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cluster = calibrate.calibrate(2)
-    assert cluster.levels[0] != calibrate.ASSUMED_LINK
-    assert cluster.levels[0].collectives == GLOO
-    assert 1e-6 < cluster.levels[0].latency < 1
-    assert 1e-8 < cluster.device.overhead < 1e-3
-    assert min(cluster.device.rates.values()) > 1e8
-    assert load_cluster("local") == cluster
-
-
-def test_one_process_alone_measures_no_links() -> None:
-    with pytest.raises(ValueError, match="at least 2 processes, not 1"):
-        calibrate.measure_cluster(1)
 
 
 @pytest.mark.parametrize("name", built_in())

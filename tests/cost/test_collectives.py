@@ -97,3 +97,16 @@ def test_each_collective_takes_the_time_of_a_call_beside_its_messages(kind: str)
     called = replace(CLUSTER, levels=tuple(replace(level, call=5.0) for level in CLUSTER.levels))
     once, with_call = (Links(c, prime_mesh(4)).seconds(kind, (1,), 800) for c in (CLUSTER, called))
     assert with_call == once + 5
+
+
+def test_processes_that_share_a_processor_send_no_empty_parts_round_a_ring() -> None:
+    device = replace(CLUSTER.device, at_full_rate=1)
+    level = LinkLevel("processes", 1e30, 1.0, collectives=GLOO)
+    shared = Links(Cluster("shared", device, (level,)), Layout((8,), ("all",)))
+    # 7 messages there and back, each after the turns of all 8.
+    many = shared.seconds("all_reduce", (0,), 4096)
+    assert many == pytest.approx(8 * 14)
+    assert shared.seconds("all_reduce", (0,), 4) == pytest.approx(many / 8)
+    assert shared.seconds("all_gather", (0,), 4) == pytest.approx(many / 2)
+    apart = Links(Cluster("apart", CLUSTER.device, (level,)), Layout((8,), ("all",)))
+    assert apart.seconds("all_reduce", (0,), 4) == pytest.approx(14)

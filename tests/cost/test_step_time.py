@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from sample_models import llama, mlp
 from shardwright.capture.capture import capture
 from shardwright.cost.cluster import Cluster, Device, LinkLevel
-from shardwright.cost.step_time import StepTime, TimeModel, step_time
+from shardwright.cost.step_time import (
+    AGAIN_OPERATORS,
+    MEMBER_OPERATORS,
+    PARAMETER_OPERATORS,
+    StepTime,
+    TimeModel,
+    step_time,
+)
 from shardwright.graph.graph import Graph
 from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.partition.communication import communication, storage_as_used
@@ -158,7 +165,29 @@ def test_a_cpu_updates_parameters_one_by_one() -> None:
     accelerators = replace(CLUSTER, device=device)
     mesh = prime_mesh(2)
     one_by_one = TimeModel(processes, mesh).update(100.0, 3)
-    assert one_by_one == TimeModel(accelerators, mesh).update(100.0, 3) + 3 * 20 * 0.5
+    assert (
+        one_by_one == TimeModel(accelerators, mesh).update(100.0, 3) + 3 * PARAMETER_OPERATORS * 0.5
+    )
+
+
+def test_a_cpu_puts_each_parameter_into_its_bucket_and_takes_it_out(graph: Graph) -> None:
+    cuts = data_parallel(graph, prime_mesh(2))
+    apart, slow = replace(DEVICE, at_full_rate=8), replace(DEVICE, at_full_rate=8, overhead=1.0)
+    before, after = (timed(graph, cuts, 2, replace(CLUSTER, device=d)) for d in (apart, slow))
+    joined = 2 * MEMBER_OPERATORS * (1.0 - DEVICE.overhead)
+    assert after.gradients == pytest.approx(before.gradients + joined)
+    accelerator = replace(CLUSTER, device=replace(DEVICE, overhead=1.0))
+    assert timed(graph, cuts, 2, accelerator).gradients == pytest.approx(
+        timed(graph, cuts, 2).gradients
+    )
+
+
+def test_a_cpu_keeps_what_is_computed_again_in_python(graph: Graph) -> None:
+    op = graph.by_name["one"]
+    for at_full_rate, kept in ((None, 0.0), (8, AGAIN_OPERATORS * DEVICE.overhead)):
+        device = replace(DEVICE, at_full_rate=at_full_rate)
+        model = TimeModel(replace(CLUSTER, device=device), prime_mesh(2))
+        assert model.again(op, {}) == pytest.approx(model.operator(op, {})[0] + kept)
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.4, 1.0])

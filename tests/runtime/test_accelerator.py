@@ -20,7 +20,7 @@ CALLS = re.compile(r"Stream|accelerator|get_device_module|[gs]et_rng_state|pin_m
 DATA = {
     "cost/cluster.py": "how a link's collectives go, a word of the cluster file",
     "cost/collectives.py": "the same, in the time model",
-    "cost/calibrate.py": "the same, of this machine's assumed link",
+    "cost/local_cluster.py": "the same, of this machine's assumed link",
     "cost/measure.py": "the same, of its measured link",
     "layout/collective_spec.py": "the same, of each collective",
     "capture/autocast.py": "whose autocast has which lists of operators",

@@ -20,7 +20,7 @@ from shardwright.api.trained_steps import (
     interpreted,
     train_program,
 )
-from shardwright.capture.capture import capture
+from shardwright.capture.capture import capture, check_arguments
 from shardwright.capture.naming import line_of_error
 from shardwright.deferred import values_of
 from shardwright.errors import CaptureError, PlanError
@@ -138,10 +138,12 @@ def check(
     planned, or set dropout to 0.
 
     Raises:
+        CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
         PlanError: if the plan is for another model, parameters have no values, a process group
             is running, the module itself fails in float64, or an operator draws random numbers
             without saying so.
     """
+    check_arguments(args, kwargs)
     net = net.net if isinstance(net, Pipeline) else net
     captured = plan.graph if plan.graph is not None else _captured(net, args, kwargs, plan)
     plan.check_fits(captured)

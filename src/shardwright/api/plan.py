@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwright.api.keywords import called_with
 from shardwright.api.shared_plan import are_all_ranks, shared_plan
 from shardwright.capture.autocast import Autocast
-from shardwright.capture.capture import capture
+from shardwright.capture.capture import capture, check_arguments
 from shardwright.constraints.shard import pins_of
 from shardwright.cost.cluster import LOCAL
 from shardwright.errors import StrategyError
@@ -83,6 +83,7 @@ def plan(call: PlanCall) -> Plan:
         CaptureError: if the model cannot be captured.
     """
     options = PlanOptions(**call.keywords(PlanOptions))
+    check_arguments(call.args, call.kwargs)
     do = plan_collectively if call.collective else plan_model
     return do(options, call.net, call.args, call.kwargs)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.api.parallelize import parallelize
+from shardwright.capture.capture import check_arguments
 from shardwright.cost.optimizer_state import KINDS
 from shardwright.errors import PlanError
 from shardwright.parallel.module import ParallelModule
@@ -51,9 +52,11 @@ def rehearse(
         clip_norm: maximum total norm of the gradients; None to leave them.
 
     Raises:
+        CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
         PlanError: there is no such rank or device, the plan is for another model, the model
             returns no loss, or a process group is running.
     """
+    check_arguments(args, kwargs)
     net = net.net if isinstance(net, Pipeline) else net
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
 

@@ -90,7 +90,7 @@ def capture(
             `args` is not a tuple, or `kwargs` not a mapping.
         StrategyError: if a module whose inputs and outputs are pinned has others than the pin.
     """
-    _check_arguments(args, kwargs)
+    check_arguments(args, kwargs)
     warn_of_packing(module, kwargs or {})
     started = time.perf_counter()
     call = CapturedCall(module, args, dict(kwargs or {}), autocast)
@@ -99,16 +99,25 @@ def capture(
     return replace(graph, capture_seconds=time.perf_counter() - started)
 
 
-def _check_arguments(args: object, kwargs: object) -> None:
+def check_arguments(args: object, kwargs: object) -> None:
+    """
+    Raises:
+        CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
+    """
     if not isinstance(args, tuple):
         raise CaptureError(
             f"the positional arguments of a call must be a tuple, and are a {type(args).__name__}: "
             "write `(x,)` for one argument"
         )
+    together = "positional ones stand together in a tuple, `(x, y)`"
     if not isinstance(kwargs, Mapping | None):
         raise CaptureError(
             "the keyword arguments of a call must be a mapping of names, and are a "
-            f"{type(kwargs).__name__}: positional ones stand together in a tuple, `(x, y)`"
+            f"{type(kwargs).__name__}: {together}"
+        )
+    if unnamed := [key for key in kwargs or {} if not isinstance(key, str)]:
+        raise CaptureError(
+            f"the keyword arguments of a call have names, not {unnamed[0]!r}: {together}"
         )
 
 

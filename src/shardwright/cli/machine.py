@@ -16,10 +16,11 @@ from shardwright.api.show_progress import show_progress
 from shardwright.cli.app import app
 from shardwright.cli.options import LOG_DIR, LogDirOption, ProgressOption, existing
 from shardwright.compare.fit_cluster import fit_cluster
+from shardwright.compare.measure_processes import calibrate
 from shardwright.compare.published_config import planned_runs
-from shardwright.cost.calibrate import cache_file, calibrate
 from shardwright.cost.cluster import cluster_to_yaml
 from shardwright.cost.clusters import load_cluster
+from shardwright.cost.local_cluster import cache_file
 from shardwright.errors import ConfigError
 from shardwright.models import MODELS, build
 from shardwright.train.folder_lock import lock_folders
@@ -97,7 +98,9 @@ def calibrate_command(
     if rows is None:
         if cluster is not None or out is not None:
             raise typer.BadParameter("--cluster and --out need --from")
-        typer.echo(cluster_to_yaml(calibrate(devices or 2)).rstrip())
+        with show_progress(progress) as on_progress:
+            measured = calibrate(devices or 2, on_progress)
+        typer.echo(cluster_to_yaml(measured).rstrip())
         typer.echo(f"# saved in {cache_file()}")
         return
     if out is None or devices is not None:

@@ -18,17 +18,17 @@ from shardwright.compare.alternatives import (
     TENSOR_PARALLEL,
     alternative_name,
 )
+from shardwright.compare.measure_processes import measure_cluster
 from shardwright.compare.predicted import GridComparison, expert_run
 from shardwright.compare.worker import MeasureOrder, tiny_run
 from shardwright.config.run import Run
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.clusters import load_cluster
-from shardwright.cost.measure import measure_cluster
 from shardwright.errors import ConfigError
 from shardwright.graph.graph import Graph
 from shardwright.graph.serialize import dumps
 from shardwright.plan import Plan
-from shardwright.progress import OnProgress, silent
+from shardwright.progress import OnProgress, silent, within
 from shardwright.train.launch import launch
 from shardwright.train.log_folder import LogFolder
 
@@ -129,8 +129,8 @@ def compare_measured(
     if rounds < 2:
         raise ConfigError(f"rounds={rounds}: must be at least 2, for quartiles")
     runs = [tiny_run(expert_run(file), devices) for file in experts]
-    on_progress("calibrating this machine")
-    machine = measure_cluster(devices) if cluster is None else load_cluster(cluster)
+    calibrating = within(on_progress, "calibrating this machine")
+    machine = measure_cluster(devices, calibrating) if cluster is None else load_cluster(cluster)
     logs.clear(devices)
     model_plans = []
     for run, file in zip(runs, experts, strict=True):

@@ -18,6 +18,9 @@ from shardwright.cost.cluster import GLOO, RINGS, Cluster, LinkLevel
 from shardwright.layout.collective_spec import COLLECTIVES
 from shardwright.layout.layout import Layout
 
+ELEMENT = 4
+"""Bytes of a number that is summed over devices: of a loss, or of a count."""
+
 
 class Links:
     """The links of a cluster under the axes of a device matrix.
@@ -35,6 +38,7 @@ class Links:
         self.cluster = cluster.among(mesh.num_devices * stages)
         self.mesh = mesh
         self.levels = cluster.levels_of(mesh, starts)
+        self.shared = cluster.device.shared(mesh.num_devices * stages)
 
     def seconds(self, collective: str, axes: Iterable[int], num_bytes: float) -> float:
         """Seconds of one collective over the joined `axes`.
@@ -63,9 +67,13 @@ class Links:
         seconds, left, behind = 0.0, num_bytes, prod(size for _, size in group)
         for level, size in group:
             link = self.cluster.levels[level]
-            hops = messages(link, size)
+            hops: float = messages(link, size)
             if link.collectives == RINGS and rounds(link, collective) == 1:
                 hops = behind - behind // size
+            if self.shared and collective == "all_reduce" and 0 < left < ELEMENT * size:
+                # The ring passes on one part for each device, and none for an empty part. Others
+                # wait no less for it, but leave the processor to those that send.
+                hops *= left / (ELEMENT * size)
             once = hops * link.latency + (size - 1) / size * left / link.rate
             seconds += link.call + rounds(link, collective) * once
             left, behind = left / size, behind // size

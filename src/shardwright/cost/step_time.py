@@ -42,10 +42,11 @@ UPDATE_PASSES = 7
 """How often AdamW moves each stored parameter: it reads parameter, gradient and two moments, and
 writes parameter and moments."""
 
-PARAMETER_OPERATORS = 20
-"""Of each trained parameter in a step on a CPU: the dozen with which AdamW updates one after the
-other, and what joins its gradient with others and takes it out again. Accelerators update all at
-once."""
+PARAMETER_OPERATORS, MEMBER_OPERATORS, AGAIN_OPERATORS = 4.5, 2.5, 1.7
+"""What takes a CPU as long as so many operators, and goes on beside the work of an accelerator:
+AdamW's update of a parameter; putting a parameter or its gradient into a bucket and taking it out
+again; what `torch.utils.checkpoint` keeps of an operator that is computed again. As measured with
+steps of a small model on 8 processes."""
 
 RING_OPERATORS = 20
 """Of each step of attention round a ring: two parts of it, and what merges each with the others."""
@@ -188,6 +189,15 @@ class TimeModel:
             known = self._operators[key] = self.work(work, counts)
         return known
 
+    def again(self, op: Op, cuts: Cuts) -> float:
+        """Computation of one device's shard of `op` once more, in the backward pass."""
+        count = AGAIN_OPERATORS if work_of(op).forward_bytes else 0
+        return self.operator(op, cuts)[0] + self.on_host(count)
+
+    def on_host(self, operators: float) -> float:
+        """Seconds of what takes a CPU as long as so many operators do at least."""
+        return 0.0 if self.device.at_full_rate is None else operators * self.device.overhead
+
     def work(self, work: Work, shard_counts: Mapping[str, int]) -> ComputeAndExposed:
         """Seconds of `work` on one device, where each factor is cut into so many shards."""
         share = 1 / prod(shard_counts.values())
@@ -280,8 +290,8 @@ class TimeModel:
 
     def update(self, num_bytes: float, count: int = 0) -> float:
         """The optimizer's step over so many stored parameters of together so many bytes."""
-        one_by_one = 0.0 if self.device.at_full_rate is None else PARAMETER_OPERATORS * count
-        return UPDATE_PASSES * num_bytes / self.device.stream + one_by_one * self.device.overhead
+        moving = UPDATE_PASSES * num_bytes / self.device.stream
+        return moving + self.on_host(PARAMETER_OPERATORS * count)
 
     def update_of(self, num_bytes: float, num_shards: int) -> float:
         """The optimizer's step over a parameter that is used in so many bytes, cut into
@@ -321,7 +331,7 @@ def step_time(
     """
     forward, backward = _summed(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
     again = [op for op in graph.ops if op.name in flow.computed_again]
-    backward += sum(model.operator(op, cuts.get(op.name, {}))[0] for op in again)
+    backward += sum(model.again(op, cuts.get(op.name, {})) for op in again)
     there, back = _summed(seconds for *_, seconds in activation_seconds(graph, flow, cuts, model))
     hidden = _summed(hidden_seconds(beside, cuts, model).values()) if beside else (0.0, 0.0)
     buckets: dict[tuple[bool, int], float] = defaultdict(float)
@@ -423,6 +433,7 @@ def _summed(pairs: Iterable[ComputeAndExposed]) -> ComputeAndExposed:
 def _bucket(bucket: Bucket, model: TimeModel) -> ComputeAndExposed:
     """Gathering a bucket once, and reducing its gradients once."""
     gather = reduce = 0.0
+    joining = model.on_host(MEMBER_OPERATORS * len(bucket.members))
     local = bucket.numel * bucket.members[0].value.itemsize
     for step in bucket.steps:
         if step.kind == "all_gather":
@@ -430,7 +441,7 @@ def _bucket(bucket: Bucket, model: TimeModel) -> ComputeAndExposed:
             gather += model.links.seconds("all_gather", step.axes, local)
         if step.backward is not None and bucket.trained:
             reduce += model.links.seconds(step.backward, step.axes, local)
-    return gather, reduce
+    return gather and gather + joining, reduce and reduce + joining
 
 
 def _stored_bytes(flow: Communication, value: Value) -> int:

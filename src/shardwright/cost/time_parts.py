@@ -88,15 +88,16 @@ def _of_chunk(
     """Kind, axes, seconds and hidden seconds of all that a chunk does in a step."""
     flow, times = chunk.communication, time.micro_batches
     for op in chunk.graph.ops:
-        forward, backward = model.operator(op, chunk.decisions.cuts.get(op.name, {}))
+        cuts = chunk.decisions.cuts.get(op.name, {})
+        forward, backward = model.operator(op, cuts)
         yield work_of(op).kind, (), times * (forward + backward), 0.0
         if op.name in flow.computed_again:
-            yield "recomputation", (), times * forward, 0.0
+            yield "recomputation", (), times * model.again(op, cuts), 0.0
     yield "optimizer", (), time.update, 0.0
     gained = 1 - time.slowdown
-    cuts = chunk.decisions.cuts
-    beside = hidden_seconds(chunk.overlaps, cuts, model)
-    for transfer, axes, both_ways in activation_seconds(chunk.graph, flow, cuts, model):
+    of_chunk = chunk.decisions.cuts
+    beside = hidden_seconds(chunk.overlaps, of_chunk, model)
+    for transfer, axes, both_ways in activation_seconds(chunk.graph, flow, of_chunk, model):
         stored = transfer is not None and transfer.value.kind is Kind.PARAMETER
         kinds = COMMUNICATION[1:] if stored else COMMUNICATION[:1] * 2
         hides = (0.0, 0.0) if transfer is None else beside.get(transfer, (0.0, 0.0))

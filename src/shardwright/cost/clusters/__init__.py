@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-from shardwright.cost.calibrate import local_cluster
 from shardwright.cost.cluster import LOCAL, Cluster, read_cluster
+from shardwright.cost.local_cluster import local_cluster
 from shardwright.errors import ConfigError
 from shardwright.text_files import read_text
 

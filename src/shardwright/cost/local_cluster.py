@@ -1,8 +1,8 @@
 """The cluster `local`: processes on this machine's CPU, measured and kept in the user's cache.
 
-`shardwright calibrate` measures everything, with as many processes as are asked for. Where it has
-not run, the CPU is measured by one process at first use, which takes some tenths of a second, and
-the links are assumed to be those of gloo on one machine.
+`shardwright calibrate` measures everything, with as many processes as are asked for
+(`compare/measure_processes.py`). Where it has not run, the CPU is measured by one process at first
+use, which takes some tenths of a second, and all else is assumed to be as on other machines.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from shardwright.cost.cluster import (
     cluster_to_yaml,
     read_cluster,
 )
-from shardwright.cost.measure import measure_cluster, measure_device
+from shardwright.cost.measure import measure_device
 from shardwright.errors import ConfigError
 from shardwright.text_files import read_text
 
 logger = logging.getLogger("shardwright.cost")
 
-ASSUMED_LINK = LinkLevel("processes", bandwidth=1e9, latency=2e-4, collectives=GLOO)
-"""gloo over loopback: in a program some 0.4 ms for each message of two processes, 0.8 of four, 1.5
-of eight on two cores."""
+ASSUMED_LINK = LinkLevel("processes", bandwidth=1e9, latency=8.5e-5, call=2.4e-4, collectives=GLOO)
+PASS_OVERHEAD = 7.5e-4
+"""gloo over loopback, and what a pass of a pipeline stage takes, as measured with 8 processes on
+two cores."""
 
 
 def cache_file() -> Path:
@@ -48,18 +49,8 @@ def local_cluster() -> Cluster:
     file = cache_file()
     if file.is_file():
         return read_cluster(read_text(file, ConfigError), str(file))
-    cluster = Cluster(LOCAL, measure_device(), (ASSUMED_LINK,))
-    save(cluster)
-    return cluster
-
-
-def calibrate(processes: int = 2) -> Cluster:
-    """Measures this machine's CPU and its links with so many processes; keeps the result.
-
-    Raises:
-        ValueError: if there are fewer than two processes.
-    """
-    cluster = measure_cluster(processes)
+    device = replace(measure_device(), pass_overhead=PASS_OVERHEAD)
+    cluster = Cluster(LOCAL, device, (ASSUMED_LINK,))
     save(cluster)
     return cluster
 
