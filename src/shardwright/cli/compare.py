@@ -134,7 +134,7 @@ def measured_table(comparison: RealComparison) -> Table:
         title_justify="left",
     )
     table.add_column("data · tensor · pipeline parallel", overflow="fold")
-    for name in ("predicted, ms", "measured, ms (quartiles)", "speedup (quartiles)"):
+    for name in ("predicted, ms", "measured, ms (quartiles)", "ratio", "speedup (quartiles)"):
         table.add_column(name, justify="right")
     for run in comparison.runs:
         low, _, high = quantiles(run.seconds, n=4)
@@ -143,6 +143,7 @@ def measured_table(comparison: RealComparison) -> Table:
             "\n".join(run.names),
             f"{1e3 * run.predicted:.1f}",
             f"{1e3 * run.median:.1f} ({1e3 * low:.1f}–{1e3 * high:.1f})",
+            f"{run.ratio:.2f}",
             f"{middle:.0%} ({slower:.0%}–{faster:.0%})",
         )
     return table

@@ -52,6 +52,11 @@ class MeasuredPlan:
         """Seconds of a step."""
         return statistics.median(self.seconds)
 
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured seconds."""
+        return self.predicted / self.median
+
 
 @dataclass(frozen=True)
 class RealComparison:
