@@ -261,6 +261,16 @@ def test_gradients_of_inputs_are_counted() -> None:
     check_random_plan(net, (x,), {}, graph, random_plan(graph, 4, 0))
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_of_inputs_are_counted_in_each_micro_batch(micro_batches: int) -> None:
+    net = Program(lambda net, x: net.linear(net.linear(x).sin()).square().mean())
+    batch = (torch.randn(8, 8, requires_grad=True),)
+    plan = sw.plan(net, batch, devices=4, mode="data_parallel", micro_batches=micro_batches)
+    assert plan.graph is not None and plan.graph.input_values[0].requires_grad
+    result = sw.check(net, batch, None, plan)
+    assert result.passes() and sum(result.counted_bytes) > 0, str(result)
+
+
 def test_an_operator_that_does_not_say_that_it_draws_random_numbers_is_refused_by_name() -> None:
     with pytest.raises(sw.PlanError, match=r"draws random .* check.noisy.default, .*tags=torch"):
         checked(Program(lambda net, x: noisy(net.linear(x)).square().mean()))

@@ -94,6 +94,19 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         r"dimension 0 of input 1 has 1 shard; valid is \(\(1,1\),\(1,8\)\)$",
     ),
     (
+        "a count that several entries must share and the devices cannot be divided by",
+        op_of(aten.scaled_dot_product_attention.default, *[of(2, 24, 24, 8)] * 3),
+        ((1, 8, 1, 1), (1, 3, 1, 1), (1, 3, 1, 1)),
+        r"8 shards, dimension 1 of input 1 has 3 shards;"
+        r" valid is \(\(1,8,1,1\),\(1,8,1,1\),\(1,8,1,1\)\)$",
+    ),
+    (
+        "two factors that disagree at once",
+        op_of(aten.scaled_dot_product_attention.default, *[of(2, 24, 24, 8)] * 3),
+        ((1, 2, 3, 1), (1, 4, 1, 1), (1, 1, 6, 1)),
+        r" valid is \(\(1,4,1,1\),\(1,4,1,1\),\(1,4,1,1\)\)$",
+    ),
+    (
         "layouts that cut a factor by different axes",
         linear(),
         (LAYOUT("None", "dp"), LAYOUT("None", "sp")),

@@ -159,3 +159,11 @@ def test_a_schedule_for_stages_that_cannot_be_is_an_error() -> None:
 def test_auto_and_named_stages_contradict_each_other() -> None:
     with pytest.raises(StrategyError, match="stages='auto', but stage_config names"):
         sw.plan(NET, X, devices=8, stages="auto", micro_batches=8, stage_config={"layers.0": 0})
+
+
+def test_stages_that_the_model_cannot_be_divided_into_are_left_out() -> None:
+    x = torch.empty(8, 8, device="meta", requires_grad=True)
+    options: dict[str, Any] = {"devices": 4, "micro_batches": 2, "mode": "data_parallel"}
+    with pytest.raises(sw.PlanError, match="'x' requires a gradient"):
+        sw.plan(Deep(2, 8), (x,), stages=2, **options)
+    assert sw.plan(Deep(2, 8), (x,), stages="auto", **options).pipeline.stages == 1

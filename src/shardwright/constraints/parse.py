@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from math import gcd, prod
 
 import torch
 
+from shardwright.constraints.corrections import with_equal_counts
 from shardwright.constraints.strategy import Entry, OperatorStrategy, entry_text
 from shardwright.errors import LayoutError, StrategyError
 from shardwright.graph.graph import Op, target_name
@@ -219,7 +220,14 @@ class StrategyParser:
         )
 
     def _corrections(self, first: _DimRequest, second: _DimRequest) -> Iterator[OperatorStrategy]:
-        """Valid strategies that differ from the given one in a single entry."""
+        """Valid strategies, first those that differ from the given one in a single entry."""
+        equal = with_equal_counts(self.rule, self.strategy.inputs, self.mesh.num_devices)
+        nearest = chain(self._with_another_entry(first, second), equal)
+        return (strategy for strategy in nearest if self._is_valid(strategy))
+
+    def _with_another_entry(
+        self, first: _DimRequest, second: _DimRequest
+    ) -> Iterator[OperatorStrategy]:
         inputs = self.strategy.inputs
         candidates: list[tuple[int, Entry]] = []
         weight = inputs[-1]
@@ -231,9 +239,7 @@ class StrategyParser:
                 changed = (*entry[: request.dim], num_shards, *entry[request.dim + 1 :])
                 candidates.append((request.input, changed))
         for index, entry in candidates:
-            strategy = OperatorStrategy((*inputs[:index], entry, *inputs[index + 1 :]))
-            if self._is_valid(strategy):
-                yield strategy
+            yield OperatorStrategy((*inputs[:index], entry, *inputs[index + 1 :]))
 
     def _is_valid(self, strategy: OperatorStrategy) -> bool:
         parser = StrategyParser(self.op, strategy, self.mesh)
@@ -299,11 +305,8 @@ def _shards(count: int) -> str:
     return "1 shard" if count == 1 else f"{count} shards"
 
 
-_OPS_WITH_BIAS = (
-    aten.linear.default,
-    aten.conv1d.default,
-    aten.conv2d.default,
-    aten.conv3d.default,
+_OPS_WITH_BIAS = tuple(
+    getattr(aten, name).default for name in ("linear", "conv1d", "conv2d", "conv3d")
 )
 
 

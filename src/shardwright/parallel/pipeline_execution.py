@@ -98,12 +98,6 @@ class PipelineExecution(Execution):
 
     def _make_step(self, partitioned: Partitioned) -> RankStages:
         stage = self.devices.stage
-        for value in partitioned.graph.input_values:
-            if value.differentiable:
-                raise PlanError(
-                    f"input {value.name!r} requires a gradient, which a model in pipeline stages"
-                    " does not give back: pass detach() of it, or plan without stages"
-                )
         for values in partitioned.tensors_of(stage):
             for name, parameter in TensorPlaces.of(self.module, values, ()).parameters.items():
                 if parameter is None:

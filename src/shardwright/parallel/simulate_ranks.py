@@ -122,7 +122,9 @@ class Ranks:
         shards = {v.name: self._placed(parameters[v.name], v) for v in graph.parameters}
         state = {v.name: self._placed(buffers[v.name], v) for v in graph.buffers}
         leaves = [
-            self._placed(leaf, value) if isinstance(value, Value) else leaf
+            self._placed(leaf, value).requires_grad_(value.differentiable)
+            if isinstance(value, Value)
+            else leaf
             for value, leaf in zip(graph.inputs, inputs, strict=True)
         ]
         return shards, state, leaves
@@ -208,9 +210,6 @@ def simulate(
         shards, state, leaves = ranks.place_all(parameters, buffers, inputs)
         for value in graph.parameters:
             shards[value.name].requires_grad_(value.differentiable)
-        for value, leaf in zip(graph.inputs, leaves, strict=True):
-            if isinstance(value, Value):
-                leaf.requires_grad_(value.differentiable)
         with ByteCounter() as forward:  # type: ignore[no-untyped-call]
             results, updates = program(shards, state, leaves, seed)
         ends = _ends(ranks, communication, results, starts)

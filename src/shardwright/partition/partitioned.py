@@ -51,6 +51,7 @@ class Partitioned:
         if self.pipeline.num_chunks == 1:
             outputs = tuple(dict.fromkeys(graph.output_values))
             return (Chunk(0, 0, graph, mesh, decisions, returned=outputs),)
+        self._check_inputs()
         pieces = split_graph(graph, self.pipeline.chunk_of, random_operators(graph))
         crossing = {
             value.name: self._crossing(value)
@@ -143,6 +144,19 @@ class Partitioned:
                     " autograd: it cannot be planned with several stages or micro-batches, or"
                     " optimizer parallel of level3; use one of each and level1 or level2, or make"
                     " the change after the optimizer's step"
+                )
+
+    def _check_inputs(self) -> None:
+        """Schedules keep the gradients of what arrives, but not of what a call gives.
+
+        Raises:
+            PlanError: if an input requires a gradient.
+        """
+        for value in self.graph.input_values:
+            if value.differentiable:
+                raise PlanError(
+                    f"input {value.name!r} requires a gradient, which a model in pipeline stages"
+                    " does not give back: pass detach() of it, or plan without stages"
                 )
 
     def _chunk(self, number: int, piece: GraphChunk, crossing: dict[str, CutAxes]) -> Chunk:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwright.errors import PlanInterrupted, StrategyError
+from shardwright.errors import PlanError, PlanInterrupted, StrategyError
 from shardwright.partition.decisions import OptimizerParallel
 from shardwright.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.partition.schedules import SCHEDULES
@@ -41,10 +41,10 @@ def with_best_stages(
 
     Raises:
         MemoryLimitError: if no number fits; the one that needs least says so.
-        StrategyError: if the model can be planned with no number of stages.
+        PlanError, StrategyError: if the model can be planned with no number of stages.
     """
     ways: list[Way] = []
-    errors: list[StrategyError] = []
+    errors: list[PlanError | StrategyError] = []
     every = list(_ways(options))
     asked = [way for way in every if best is None or not _is_way_of(way, best)]
     numbers = sorted({_stages(way) for way in every})
@@ -53,13 +53,14 @@ def with_best_stages(
         report = with_count(options.on_progress, number, len(asked))
         try:
             decided = decide(replace(_free_of_limits(way), on_progress=report))
-        except StrategyError as error:
+            bound = min(candidate.aligned.seconds for candidate in decided)
+        except (PlanError, StrategyError) as error:
             errors.append(error)
             log.info("%s: %s", _named(way), error)
             if ranking is not None:
                 ranking.leave_out(requested_kind(way), LeftOut.because(str(error)))
             continue
-        ways.append(Way(way, min(candidate.aligned.seconds for candidate in decided)))
+        ways.append(Way(way, bound))
         log.info("%s: at least %.4g s per step", _named(way), ways[-1].bound)
     if not ways and best is None:
         raise errors[0]

@@ -238,24 +238,23 @@ class _Search:
 
     def _drafts(self, attempt: Attempt) -> Iterator[Draft]:
         """What was not tried before, and may fit."""
-        options = attempt.options
+        options, is_first = attempt.options, not self.seen
         try:
-            decided = self.decide(options)
+            for candidate in self.decide(options):
+                draft = self._fresh(candidate, attempt)
+                if draft is not None and self._may_fit(draft):
+                    draft = self._aligned(draft)
+                if draft is None:
+                    continue
+                if self._may_fit(draft):
+                    yield draft
+                else:
+                    self.dropped.append(draft)
+        # Some stages are found not to be possible only when they are divided.
         except (PlanError, StrategyError) as error:
-            if self.strict and not self.seen:
+            if self.strict and is_first:
                 raise
             self.errors.append((options, error))
-            return
-        for candidate in decided:
-            draft = self._fresh(candidate, attempt)
-            if draft is not None and self._may_fit(draft):
-                draft = self._aligned(draft)
-            if draft is None:
-                continue
-            if self._may_fit(draft):
-                yield draft
-            else:
-                self.dropped.append(draft)
 
     def _may_fit(self, draft: Draft) -> bool:
         return self.limit is None or max(draft.needed) <= self.limit
