@@ -113,6 +113,40 @@ def test_what_is_legitimate_is_not_said(caplog: pytest.LogCaptureFixture) -> Non
     assert not warnings(caplog)
 
 
+def test_that_the_model_is_trained_instead_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    net = Net()
+    sw.parallelize(net, sw.plan(net, (X,), devices=1))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with caplog.at_level(logging.WARNING, "shardwright"):
+        for _ in range(4):
+            net(X).backward()
+            optimizer.step()
+    (message,) = warnings(caplog)
+    assert message.startswith("the Net that was given to `parallelize` is called for training")
+    assert "net = sw.parallelize(net, plan)" in message
+
+
+def test_a_teacher_and_a_reference_are_called_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "shardwright"):
+        for prepare in (lambda net: net.eval(), lambda net: net.requires_grad_(False)):
+            teacher, planned = pair()
+            for each in (teacher, planned):
+                prepare(each)
+            for _ in range(4):
+                teacher(X)
+        reference, planned = pair()
+        for _ in range(4):
+            with torch.no_grad():
+                reference(X)
+        planned(X).backward()
+        for _ in range(4):
+            reference(X).backward()
+            copy.deepcopy(reference)(X)
+    assert not warnings(caplog)
+
+
 def test_an_optimizer_over_the_parameters_of_the_other_model_is_refused() -> None:
     net, planned = pair()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)

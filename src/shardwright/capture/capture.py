@@ -328,6 +328,12 @@ def _explain(error: Exception, hint: str) -> str:
             f"{line}: `flex_attention` cannot be captured. Use `scaled_dot_product_attention` with "
             "`is_causal=True` or a mask: that of a window is not held"
         )
+    if "HigherOrderOp" in type(error).__name__:
+        return (
+            f"{line}: an operator that calls functions, such as `torch.cond`, `while_loop`, `scan` "
+            "or `map`, cannot be split. Compute both branches and choose by `torch.where`, loop in "
+            "Python as often as is known, and call `torch.vmap` in place of `map`"
+        )
     if "Unsupported input type" in text:
         kind = text.partition("input type ")[2].partition(">. ")[0]
         return (

@@ -1,8 +1,8 @@
-"""The model that was given to `parallelize`: it stays as it is, and its changes have no effect on
-what `parallelize` returned.
+"""The model that was given to `parallelize`: it stays as it is, and neither its changes nor its calls
+have an effect on what `parallelize` returned.
 
-Who changes it meant the other, as after `DistributedDataParallel(net)`, where both are one. It may
-also be a reference or a teacher, so this is a warning.
+Who changes or trains it meant the other, as after `DistributedDataParallel(net)`, where both are
+one. It may also be a reference or a teacher, so this is a warning.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from torch import Tensor, nn
 from shardwright.capture.attributes import BUFFERS, OF_MODULES, SET, content, variable
 from shardwright.capture.global_variables import GLOBALS
 from shardwright.runtime.adopt_optimizer import is_trained_apart
-from shardwright.torch_internals.modules import own_modules, own_parameters
+from shardwright.torch_internals.modules import observe_calls, own_modules, own_parameters
 from shardwright.torch_internals.tensors import version
 
 log = logging.getLogger("shardwright")
 
 FIRST_CALLS, PERIOD = 8, 256
 """All of it is looked at in so many first calls, and then once in so many; its mode in each."""
+
+CALLS = 2
+"""So often it is called for training before what `parallelize` returned is, and that is said: once
+may be a comparison."""
 
 SUBMODULES, PARAMETERS, VALUES = "submodules", "parameters", "values of parameters"
 TRAINED = "requires_grad of parameters"
@@ -51,9 +55,13 @@ class OriginalModel:
         self._calls, self._training = 0, net.training
         self._seen = dict(self._state(net))
         self._said: set[WatchedPlace] = set()
+        self._trained = 0
+        self._forget_calls = observe_calls(net, self._called)
 
     def look(self, planned: nn.Module) -> None:
-        """Warns, once for each place, if the model has changed where `planned` has not."""
+        """Warns, once for each place, if the model has changed where `planned` has not, which is
+        called."""
+        self._forget_calls()
         net = None if self._net is None else self._net()
         if net is None:
             self._net = None
@@ -66,6 +74,23 @@ class OriginalModel:
         ):
             self._training = net.training
             self._compare(net, planned)
+
+    def _called(self) -> None:
+        """Warns, once, if the model is trained and what `parallelize` returned is not called."""
+        net = None if self._net is None else self._net()
+        trains = net is not None and net.training and torch.is_grad_enabled()
+        if net is None or not trains or not any(p.requires_grad for p in net.parameters()):
+            return
+        self._trained += 1
+        if self._trained == CALLS:
+            self._forget_calls()
+            log.warning(
+                "the %s that was given to `parallelize` is called for training, on this device "
+                "alone, and what `parallelize` returned, a model of its own, is not called: go on "
+                "with that one, as in `net = sw.parallelize(net, plan)`; if you use both, as "
+                "teacher and student, all is well",
+                type(net).__name__,
+            )
 
     def _compare(self, net: nn.Module, planned: nn.Module) -> None:
         now = dict(self._state(net))

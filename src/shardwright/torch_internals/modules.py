@@ -1,6 +1,10 @@
-"""What modules keep their parameters in, and what PyTorch logs."""
+"""What modules keep their parameters in, how they are called, and what PyTorch logs."""
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,6 +54,30 @@ def forget_flat_weights(module: nn.RNNBase) -> None:
 def restore_flat_weights(module: nn.RNNBase) -> None:
     """Makes the list and the weak references of a recurrent module again, of its parameters."""
     module._init_flat_weights()
+
+
+def observe_calls(module: nn.Module, called: Callable[[], object]) -> Callable[[], None]:
+    """Lets each call of `module` call `called` first, of the module itself and not of its copies.
+    It is not a hook, which would be one of the model's.
+
+    Returns:
+        What ends that; it is called once.
+    """
+    itself, before = weakref.ref(module), module._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        called()
+        module = itself()
+        assert module is not None
+        return (before or module._call_impl)(*args, **kwargs)
+
+    def end() -> None:
+        module = itself()
+        if module is not None and module._compiled_call_impl is call:
+            module._compiled_call_impl = before
+
+    module._compiled_call_impl = call
+    return end
 
 
 def log_only(level: int) -> None:

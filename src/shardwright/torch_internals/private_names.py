@@ -130,6 +130,9 @@ DISPATCH = (
     PrivateName("torch._functorch.eager_transforms._jvp_with_argnums", "the same"),
     PrivateName("torch._functorch.eager_transforms._vjp_with_argnums", "the same"),
     PrivateName(
+        "torch._functorch.eager_transforms._wrap_all_tensors_to_functional", "refuses functionalize"
+    ),
+    PrivateName(
         "torch.overrides._get_current_function_mode_stack",
         "traces such a function apart from the model around it",
     ),
@@ -206,6 +209,12 @@ MODULES = (
     PrivateName("torch.nn.Module._state_dict_pre_hooks", "the same"),
     PrivateName("torch.nn.Module._load_state_dict_pre_hooks", "the same"),
     PrivateName("torch.nn.Module._load_state_dict_post_hooks", "the same"),
+    PrivateName(
+        "torch.nn.Module._compiled_call_impl",
+        "sees that a model is called, without a hook; copies leave it out",
+        "a forward pre-hook, which would be captured with the model",
+    ),
+    PrivateName("torch.nn.Module._call_impl", "what is called then"),
     PrivateName("torch.nn.Module._forward_pre_hooks", "finds hooks, which are captured"),
     PrivateName("torch.nn.Module._forward_hooks", "the same"),
     PrivateName("torch.nn.Module._backward_pre_hooks", "finds hooks, which are refused"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 from torch._functorch import apis, eager_transforms, vmap
+
+from shardwright.errors import CaptureError
 
 _vmap: Callable[..., Any] = vmap.vmap_impl
 _grad: Callable[..., Any] = eager_transforms.grad_impl
@@ -22,7 +24,8 @@ Calling = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 @contextmanager
 def transforms_called_by(call: Calling) -> Iterator[None]:
     """A context in which `call` calls what `vmap`, `grad`, `grad_and_value`, `jvp`, `vjp` and those
-    made of them make of a function; transforms in the midst of that are PyTorch's."""
+    made of them make of a function; transforms in the midst of that are PyTorch's. What
+    `functionalize` makes raises CaptureError."""
     inside = False
 
     def outermost(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -68,6 +71,12 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
         value, aux = outermost(values, *primals)
         return value, pullback, *aux
 
+    def functionalize(*_: Any) -> NoReturn:
+        raise CaptureError(
+            "`torch.func.functionalize` cannot be captured, and has no use here: call the function "
+            "itself, whose changes in place are captured as they are"
+        )
+
     with ExitStack() as patches:
         for room, name, function in (
             (apis, "vmap_impl", mapped),
@@ -75,6 +84,7 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
             (eager_transforms, "grad_and_value_impl", grad_and_value),
             (eager_transforms, "_jvp_with_argnums", jvp),
             (eager_transforms, "_vjp_with_argnums", vjp),
+            (eager_transforms, "_wrap_all_tensors_to_functional", functionalize),
         ):
             patches.enter_context(patch.object(room, name, function))
         yield
