@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
 from capture.test_capture import Function, x
@@ -141,6 +142,36 @@ def test_flex_attention_is_refused_with_what_to_use() -> None:
 
     with pytest.raises(CaptureError, match=r"return flex_attention.*Use `scaled_dot_product"):
         capture(Function(attention), (x(),))
+
+
+def functionalized(net: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = torch.func.functionalize(lambda x: (x @ net.weight).add_(1))(x)
+    return result
+
+
+def branched(net: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = torch.cond(x.sum() > 0, lambda x: x @ net.weight, lambda x: x.sin(), (x,))
+    return result
+
+
+def looped(net: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = while_loop(lambda x: x.sum() < 9, lambda x: (x @ net.weight,), (x,))[0]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [
+        (functionalized, "call the function itself"),
+        (branched, "Compute both branches and choose by `torch.where`"),
+        (looped, "loop in Python as often as is known"),
+    ],
+)
+def test_functions_of_functions_are_refused_with_what_to_use(
+    function: Callable[..., Tensor], advice: str
+) -> None:
+    with pytest.raises(CaptureError, match=f"test_capture_errors.py:.*{advice}"):
+        capture(Function(function), (x(),))
 
 
 def test_data_cannot_become_a_tensor_of_another_shape() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwright.capture.filled_modules import RegisteredTensors
 from shardwright.capture.global_variables import GLOBALS, globals_of, globals_read
 from shardwright.errors import CaptureError
 from shardwright.torch_internals.hooks import forward_hooks
@@ -215,12 +216,20 @@ class TracedAttributes:
 
         nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
         nn.Module.__setattr__ = write  # type: ignore[method-assign, assignment]
+        registered = RegisteredTensors(self._by_path)
+        root = self._by_path[""]
         # What is changed in place is seen before `torch.export` undoes it.
-        handle = self._by_path[""].register_forward_hook(lambda *_: self._check_unchanged())
+        handles = (
+            root.register_forward_pre_hook(lambda *_: registered.begin(), prepend=True),
+            root.register_forward_hook(lambda *_: registered.check()),
+            root.register_forward_hook(lambda *_: self._check_unchanged()),
+        )
         try:
             yield
         finally:
-            handle.remove()
+            registered.end()
+            for handle in handles:
+                handle.remove()
             del nn.Module.__getattribute__
             nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
 

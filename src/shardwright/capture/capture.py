@@ -285,7 +285,8 @@ def _check_buffers(module: nn.Module, graph: Graph, attributes: TracedAttributes
             raise CaptureError(
                 f"`forward` updates the buffer {buffer!r}, and a shape or a branch depends on its "
                 "values, which would be another in each step. Use `torch.where` on tensors instead,"
-                " or keep it as a Python number that is set between steps"
+                " or keep it as a Python number that is set between steps; a flag of the first call"
+                " is set if the model was called before `plan`"
             )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardwright.deferred import deferred_attributes, value_of
+from shardwright.deferred import copies_of_attributes
 from shardwright.graph.graph import Graph, Op, Value
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.dispatch import TorchDispatchMode
@@ -99,11 +99,7 @@ def module_in_float64(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Mod
         double = in_float64(values[name])
         memo[id(parameter)] = nn.Parameter(double, requires_grad=parameter.requires_grad)
     memo.update((id(buffer), in_float64(values[name])) for name, buffer in module.named_buffers())
-    memo.update((id(t), in_float64(value_of(t))) for t in deferred_attributes(module))
-    for child in module.modules():
-        for attribute in vars(child).values():
-            if isinstance(attribute, Tensor):
-                memo.setdefault(id(attribute), in_float64(attribute))
+    memo.update((key, in_float64(t)) for key, t in copies_of_attributes(module).items())
     double_module = copy.deepcopy(module, memo)
     for child in double_module.modules():
         config: Any = getattr(child, "config", None)

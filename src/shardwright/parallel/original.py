@@ -1,5 +1,5 @@
-"""The model that was given to `parallelize`: it stays as it is, and neither its changes nor its calls
-have an effect on what `parallelize` returned.
+"""The model that was given to `parallelize`: it stays as it is, and neither its changes nor its
+calls have an effect on what `parallelize` returned.
 
 Who changes or trains it meant the other, as after `DistributedDataParallel(net)`, where both are
 one. It may also be a reference or a teacher, so this is a warning.

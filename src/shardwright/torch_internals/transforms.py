@@ -17,6 +17,8 @@ _grad_and_value: Callable[..., Any] = eager_transforms.grad_and_value_impl
 _jvp: Callable[..., Any] = eager_transforms._jvp_with_argnums
 _vjp: Callable[..., Any] = eager_transforms._vjp_with_argnums
 
+_functionalized: str = eager_transforms._wrap_all_tensors_to_functional.__name__
+
 Calling = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Calls a function with arguments."""
 
@@ -84,7 +86,7 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
             (eager_transforms, "grad_and_value_impl", grad_and_value),
             (eager_transforms, "_jvp_with_argnums", jvp),
             (eager_transforms, "_vjp_with_argnums", vjp),
-            (eager_transforms, "_wrap_all_tensors_to_functional", functionalize),
+            (eager_transforms, _functionalized, functionalize),
         ):
             patches.enter_context(patch.object(room, name, function))
         yield
