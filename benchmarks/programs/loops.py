@@ -81,6 +81,28 @@ def evaluation_and_a_smaller_last_batch(parallel: Parallel) -> Training:
 
 
 @program
+def evaluation_in_inference_mode(parallel: Parallel) -> Training:
+    """Before the first step, too, of batches that are made in it."""
+    net = parallel(Classifier(), *batch())
+    for step in range(STEPS):
+        net.eval()
+        with torch.inference_mode():
+            yield number(net(*batch(7)))
+            yield number(net(*batch(7, 8)))
+        net.train()
+        # The program of the evaluation is trained, too.
+        for size in (BATCH, 8):
+            loss = net(*batch(step, size))
+            loss.backward()
+            yield number(loss)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+        net.zero_grad()
+    return net
+
+
+@program
 def a_state_is_loaded_on_the_way(parallel: Parallel) -> Training:
     net = parallel(Classifier(), *batch())
     start = {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}

@@ -278,6 +278,19 @@ def without_gradient(net: Function, x: Tensor) -> Tensor:
     return y * norm + norm
 
 
+def in_inference_mode(net: Function, x: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def normalized(y: Tensor) -> Tensor:
+        return y / y.norm()
+
+    y = x @ net.weight
+    with torch.inference_mode():
+        norm = y.norm()
+        with torch.inference_mode(False):
+            trained = y.relu() @ net.weight
+    return trained + norm + normalized(y).clone()
+
+
 def constants(net: Function, x: Tensor) -> Tensor:
     table = torch.tensor([1.0, 2, 3, 4], device=x.device)
     return x @ net.weight + table + torch.arange(4, device=x.device) + torch.ones(4).double()
@@ -323,6 +336,7 @@ def random_in_place(net: Function, x: Tensor) -> Tensor:
         row_after_row,
         moving_average,
         without_gradient,
+        in_inference_mode,
         constants,
         in_lower_precision,
         checkpointed,

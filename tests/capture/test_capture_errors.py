@@ -144,6 +144,20 @@ def test_flex_attention_is_refused_with_what_to_use() -> None:
         capture(Function(attention), (x(),))
 
 
+def jagged(net: nn.Module, x: Tensor) -> Tensor:
+    rows = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4]))
+    result: Tensor = (rows @ net.weight).values()
+    return result
+
+
+def test_nested_tensors_are_refused_with_what_to_use() -> None:
+    with pytest.raises(CaptureError, match=r"nested_tensor_from_jagged.*Pad to the longest row"):
+        capture(Function(jagged), (x(),))
+    rows = torch.nested.nested_tensor([x()[:1], x()[1:]], layout=torch.jagged)
+    with pytest.raises(CaptureError, match=r"^an argument: nested tensors .* Pad to the longest"):
+        capture(Function(jagged), (rows,))
+
+
 def functionalized(net: nn.Module, x: Tensor) -> Tensor:
     result: Tensor = torch.func.functionalize(lambda x: (x @ net.weight).add_(1))(x)
     return result

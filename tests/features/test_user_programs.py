@@ -58,6 +58,7 @@ def test_what_a_loop_does_between_steps_works_or_is_refused() -> None:
         "a state goes from call to call",
         "weights get noise",
         "numbers of weights are read",
+        "evaluation in inference mode",
     ]
     refused = [
         "an auxiliary loss in an attribute",

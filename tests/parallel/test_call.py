@@ -92,6 +92,18 @@ def test_other_arguments_than_planned_are_captured_once(
     assert caplog.text.count("captured the model") == 1
 
 
+def test_what_is_captured_in_inference_mode_can_be_trained() -> None:
+    net, parallel = planned(X, labels=LABELS)
+    net.eval(), parallel.eval()
+    with torch.inference_mode():
+        x = X * 2
+        assert torch.equal(parallel(x, labels=LABELS)["loss"], net(x, labels=LABELS)["loss"])
+    for each in (net, parallel):
+        each(X[:3], labels=LABELS[:3])["loss"].backward()
+        each(X, labels=LABELS)["loss"].backward()
+    assert torch.equal(net.get_parameter("layer.weight").grad, parallel.layer.weight.grad)
+
+
 def test_a_call_without_a_loss_cannot_be_trained_and_the_planned_one_goes_on() -> None:
     net, parallel = planned(X, labels=LABELS)
     with pytest.raises(sw.PlanError, match="loss"):

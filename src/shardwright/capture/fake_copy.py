@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from shardwright.capture.annotations import tagging_checkpoint
 from shardwright.capture.autograd_functions import traced
 from shardwright.capture.experts import dispatch_in_one_operator, dispatched, mixture_of_experts
+from shardwright.capture.explanation import NESTED
 from shardwright.capture.hooks import refuse_autograd, refuse_saved_tensor_hooks
 from shardwright.capture.inner_gradients import gradients
 from shardwright.capture.known_values import filling_caches
@@ -95,6 +97,8 @@ def fake_copy(
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.is_nested:
+        raise CaptureError(f"{name}: {NESTED}")
     if tensor.layout is not torch.strided:
         raise CaptureError(
             f"{name}: a sparse tensor ({tensor.layout}), and only dense ones can be sharded. Use "
@@ -121,13 +125,34 @@ def isolate_capture() -> Iterator[None]:
     """A context in which the captured graph does not depend on modes that the caller has set."""
     with (
         filling_caches(),
+        torch.inference_mode(False),
         torch.enable_grad(),
+        _inference_without_gradients(),
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),
         _trace_custom_backward(),
         refuse_saved_tensor_hooks(),
         checkpointed_calls_in(tagging_checkpoint),
         _silence_export(),
+    ):
+        yield
+
+
+@contextmanager
+def _inference_without_gradients() -> Iterator[None]:
+    """Lets regions of inference mode be ones without gradients, which `torch.export` records."""
+    before: list[bool] = []
+
+    def enter(region: torch.inference_mode) -> None:
+        before.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(not region.mode)
+
+    def leave(region: torch.inference_mode, *_: object) -> None:
+        torch.set_grad_enabled(before.pop())
+
+    with (
+        patch.object(torch.inference_mode, "__enter__", enter),
+        patch.object(torch.inference_mode, "__exit__", leave),
     ):
         yield
 

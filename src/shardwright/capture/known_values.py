@@ -215,8 +215,6 @@ class KnownValues(TorchFunctionMode):
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function, and notes how its results were made."""
-        if torch.is_inference_mode_enabled():
-            return func(*args, **kwargs)  # Changes of its tensors are not counted.
         try:
             read = (_empty(args[0]), *args[1:]) if func in _LIKE and args else args
             known = self._known((read, kwargs))

@@ -188,9 +188,10 @@ class Execution:
         kind = ("forward", self.module.training, torch.is_grad_enabled(), *situation)
         self._guard.begin(kind, inputs, numbers)
         if situation not in self._forwards:
-            captured = self._capture(*pytree.tree_unflatten(whole, spec))
-            self._make_room(self._forwards)
-            self._forwards[situation] = self._compiled(self._bind_program(captured))
+            with torch.inference_mode(False):  # A later call may train what this one makes.
+                captured = self._capture(*pytree.tree_unflatten(whole, spec))
+                self._make_room(self._forwards)
+                self._forwards[situation] = self._compiled(self._bind_program(captured))
         bound = _used(self._forwards, situation)
         if several and bound.draws:
             refuse_other_draws()
