@@ -277,6 +277,19 @@ def test_an_operator_that_does_not_say_that_it_draws_random_numbers_is_refused_b
     assert checked(Program(lambda net, x: said_noisy(net.linear(x)).mean())).passes()
 
 
+def test_what_fails_for_a_micro_batch_is_said_to_be_one() -> None:
+    net = Program(lambda net, pair: net.linear(pair[0])[pair[1]].square().mean())
+    pair = (x(), torch.arange(4, 8))
+    assert sw.check(net, (pair,), None, sw.plan(net, (pair,), devices=2)).passes()
+    plan = sw.plan(net, (pair,), devices=2, micro_batches=2)
+    with pytest.raises(sw.PlanError, match=r"one of 2 micro-batches .*as many rows as the first"):
+        sw.check(net, (pair,), None, plan)
+    net.function = lambda net, pair: (net.linear(pair[0]).view(4, 16) * pair[1]).square().mean()
+    pair = (x(), torch.ones(4, 16))
+    with pytest.raises(sw.CaptureError, match="captured for one of 2 micro-batches"):
+        sw.plan(net, (pair,), devices=2, micro_batches=2)
+
+
 def test_a_fake_implementation_that_says_another_shape_is_refused_with_both() -> None:
     with pytest.raises(
         sw.CaptureError, match=r"check.doubled.default.*returns \(8,\), but it returns \(8, 16\)"

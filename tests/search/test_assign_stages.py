@@ -6,6 +6,7 @@ from itertools import accumulate, combinations, pairwise
 from random import Random
 
 import pytest
+import torch
 from torch import nn
 
 import shardwright as sw
@@ -42,6 +43,18 @@ def test_a_transformer_is_cut_where_one_value_crosses() -> None:
     assert [len(piece.leaving) for piece in pieces] == [1, 1, 1, 0]
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_no_part_ends_between_what_reads_and_what_updates_a_buffer(count: int) -> None:
+    layers = [nn.utils.spectral_norm(nn.Linear(8, 8)) for _ in range(4)]
+    graph = sw.capture(nn.Sequential(*layers), (torch.ones(2, 8),))
+    chunk_of = balanced_stages(graph, count)
+    assert len(graph.updates) == 8 and set(chunk_of.values()) == set(range(count))
+    for buffer, value in graph.updates:
+        together = {op.name for op, _ in graph.consumers[buffer]} | {graph.producer[value].name}
+        assert len({chunk_of[name] for name in together}) == 1
+    split_graph(graph, chunk_of)
+
+
 def test_given_work_decides() -> None:
     net, args, _ = mlp()
     graph = sw.capture(net, args)
@@ -53,8 +66,6 @@ def test_given_work_decides() -> None:
 
 
 def test_more_parts_than_working_operators_are_refused() -> None:
-    import torch
-
     graph = sw.capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.ones(2, 4),))
     with pytest.raises(
         sw.StrategyError, match="cannot divide the model into 4 pipeline chunks: only 2"

@@ -40,7 +40,7 @@ from shardwright.partition.partitioned import Partitioned, random_operators
 from shardwright.plan import Plan
 from shardwright.planner.pipeline import Pipeline
 from shardwright.runtime.devices import Devices
-from shardwright.runtime.micro_batches import micro_batch
+from shardwright.runtime.micro_batches import HOW_CUT, micro_batch
 from shardwright.torch_internals import pytree
 
 TOLERANCE = 1e-9
@@ -152,7 +152,7 @@ def check(
     with float64_by_default(), torch.random.fork_rng():
         module = module_in_float64(net, values)
         piece = micro_batch(leaves, 0, plan.pipeline.micro_batches)
-        with _in_float64(), CastsToFloat64():
+        with _in_float64(plan.pipeline.micro_batches), CastsToFloat64():
             twin = capture(copy.deepcopy(module), *pytree.tree_unflatten(piece, captured.in_spec))
         if not paired_operators(captured, twin):
             # In another mode, or changed since.
@@ -163,7 +163,7 @@ def check(
 
 
 @contextmanager
-def _in_float64() -> Iterator[None]:
+def _in_float64(micro_batches: int) -> Iterator[None]:
     """Says of errors of the module itself that they are its own."""
     try:
         yield
@@ -171,9 +171,12 @@ def _in_float64() -> Iterator[None]:
         raise
     except Exception as error:
         where = "" if isinstance(error, CaptureError) else f"{line_of_error(error)}: "
+        pieces = ""
+        if micro_batches > 1:
+            pieces = f", called with one of {micro_batches} micro-batches ({HOW_CUT})"
         raise PlanError(
             "the module itself fails in float64, in which `check` computes it (an operator without "
-            f"float64 can be trained, but not checked): {where}{error}"
+            f"float64 can be trained, but not checked){pieces}: {where}{error}"
         ) from error
 
 
@@ -189,7 +192,7 @@ def _compared(
         if pipeline.loss_reduction == "mean":
             weights = LossWeights(graph, Devices.of_rank(partitioned.mesh, 0))(pieces)
     eager = EagerTraining(module, graph, pieces, weights)
-    with _in_float64():
+    with _in_float64(count):
         draws = _random_operators(eager)
         wanted, starts = eager.run()
     outcomes: list[Outcome] = []

@@ -17,7 +17,7 @@ from shardwright.capture.autocast import Autocast
 from shardwright.capture.capture import capture, check_arguments
 from shardwright.constraints.shard import pins_of
 from shardwright.cost.cluster import LOCAL
-from shardwright.errors import StrategyError
+from shardwright.errors import CaptureError, StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.plan import Plan
 from shardwright.planner.candidate import Candidate, CapturedModel, candidates
@@ -29,7 +29,7 @@ from shardwright.planner.pipeline import Pipeline, merged_options, micro_batch_e
 from shardwright.planner.ranking import Ranking
 from shardwright.progress import within
 from shardwright.runtime.accelerator import device_of_group
-from shardwright.runtime.micro_batches import numbers_of_pieces
+from shardwright.runtime.micro_batches import HOW_CUT, numbers_of_pieces
 from shardwright.torch_internals import pytree
 
 MANY_OBJECTS = 20_000
@@ -198,14 +198,21 @@ def _captured(
     dtype = None if options.compute_dtype in (None, "float32") else torch.bfloat16
     if isinstance(net, nn.Module):
         options.on_progress("capture")
-        example = micro_batch_example(args, kwargs, options.num_micro_batches)
-        return capture(
-            net,
-            *example,
-            compute_dtype=dtype,
-            on_progress=options.on_progress,
-            autocast=Autocast(_device_type(options)),
-        )
+        count = options.num_micro_batches
+        try:
+            return capture(
+                net,
+                *micro_batch_example(args, kwargs, count),
+                compute_dtype=dtype,
+                on_progress=options.on_progress,
+                autocast=Autocast(_device_type(options)),
+            )
+        except CaptureError as error:
+            if count == 1:
+                raise
+            raise CaptureError(
+                f"{error} (captured for one of {count} micro-batches: {HOW_CUT})"
+            ) from error
     if options.compute_dtype is not None and net.compute_dtype != dtype:
         raise StrategyError(
             f"compute_dtype={options.compute_dtype!r}, but the graph was captured with"

@@ -15,6 +15,8 @@ from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.partition.decisions import CutAxes
 from shardwright.partition.pipeline_spec import PipelineSpec
 
+HOW_CUT = "tensors with as many rows as the first are cut, others are given whole"
+
 
 def of_the_batch(leaves: Sequence[Any]) -> list[bool]:
     """Which leaves of a call are cut into micro-batches: the tensors whose dimension 0 is as long

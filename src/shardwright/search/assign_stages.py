@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import prod
 
 from shardwright.cost.flops import forward_flops
@@ -44,7 +44,9 @@ def balanced_stages(
     Raises:
         StrategyError: if there are fewer operators with work than chunks.
     """
-    weights = list(work) if work is not None else operator_work(graph)
+    of_ops = list(work) if work is not None else operator_work(graph)
+    places = _places(graph)
+    weights = [sum(of_ops[start:end]) for start, end in pairwise(places)]
     able = sum(weight > 0 for weight in weights)
     if able < count:
         raise StrategyError(
@@ -57,8 +59,24 @@ def balanced_stages(
         total.append(total[-1] + weight)
     tolerance = TOLERANCE if work is None else TOLERANCE_OF_SECONDS
     limit = (1 + tolerance) * _least_largest(total, weights, count)
-    ends = _cheapest_ends(total, _crossing_bytes(graph), count, limit)
-    return {op.name: bisect_left(ends, index + 1) for index, op in enumerate(graph.ops)}
+    crossing = _crossing_bytes(graph)
+    ends = _cheapest_ends(total, [crossing[place] for place in places], count, limit)
+    after = [places[end] for end in ends]
+    return {op.name: bisect_left(after, index + 1) for index, op in enumerate(graph.ops)}
+
+
+def _places(graph: Graph) -> list[int]:
+    """The places between two operators where a chunk may end (place `i` lies before operator `i`):
+    not between what reads a buffer and what updates it, as other micro-batches run meanwhile."""
+    numbers = {op.name: index for index, op in enumerate(graph.ops)}
+    joined: set[int] = set()
+    for buffer, value in graph.updates:
+        producer = graph.producer.get(value)
+        if producer is not None:
+            readers = (numbers[op.name] for op, _ in graph.consumers[buffer])
+            together = [numbers[producer.name], *readers]
+            joined.update(range(min(together) + 1, max(together) + 1))
+    return [place for place in range(len(graph.ops) + 1) if place not in joined]
 
 
 def operator_work(graph: Graph) -> list[float]:
