@@ -1,4 +1,4 @@
-"""Where `parallelize` computes."""
+"""Where `parallelize` computes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -38,3 +38,11 @@ def test_a_plan_is_refused_for_a_model_of_other_modules_with_the_planned_paramet
     plan = sw.plan(net, (torch.randn(4, 8),), devices=1)
     with pytest.raises(sw.PlanError, match="the plan was made for another model"):
         sw.parallelize(other(), plan)
+
+
+def test_a_model_that_was_built_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        net = nn.Linear(8, 8)
+    plan = sw.plan(net, (torch.randn(4, 8),), devices=1)
+    with pytest.raises(sw.PlanError, match="'weight' was made in inference mode.*`torch.no_grad"):
+        sw.parallelize(net, plan)

@@ -13,8 +13,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from capture.test_capture import Function, x
 from shardwright.capture.capture import capture
-from shardwright.errors import CaptureError
+from shardwright.errors import CaptureError, PlanError
 from shardwright.graph.interpreter import interpret
+from shardwright.runtime.micro_batches import micro_batch
 
 
 class Branch(nn.Module):
@@ -156,6 +157,8 @@ def test_nested_tensors_are_refused_with_what_to_use() -> None:
     rows = torch.nested.nested_tensor([x()[:1], x()[1:]], layout=torch.jagged)
     with pytest.raises(CaptureError, match=r"^an argument: nested tensors .* Pad to the longest"):
         capture(Function(jagged), (rows,))
+    with pytest.raises(PlanError, match="a nested tensor, which cannot be cut"):
+        micro_batch([rows], 0, 2)
 
 
 def functionalized(net: nn.Module, x: Tensor) -> Tensor:

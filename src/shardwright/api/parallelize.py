@@ -149,9 +149,15 @@ def _example(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _check_parameters(net: nn.Module, plan: Plan) -> None:
     """Raises:
-    PlanError: if a planned parameter is missing in `net` or has another shape.
+    PlanError: if a planned parameter is missing in `net`, has another shape, or cannot be trained.
     """
     named = dict(net.named_parameters(remove_duplicate=False))
+    for name, tensor in (*named.items(), *net.named_buffers()):
+        if tensor.is_inference():
+            raise PlanError(
+                f"{name!r} was made in inference mode, where autograd can never see it: build the "
+                "model outside of it, or under `torch.no_grad()`"
+            )
     for name, (shape, _) in plan.parameters.items():
         if name not in named:
             raise PlanError(f"the plan has a parameter {name!r} that the model does not have")

@@ -35,6 +35,8 @@ def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
     """
     result = []
     for leaf, cut in zip(leaves, of_the_batch(leaves), strict=True):
+        if cut and leaf.is_nested:
+            raise PlanError("an argument is a nested tensor, which cannot be cut: pad its rows")
         if cut:
             rows, rest = divmod(leaf.shape[0], count)
             if rest:
