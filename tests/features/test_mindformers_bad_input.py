@@ -15,9 +15,10 @@ from shardwright import cli
 
 SEMI = {"parallel__parallel_mode": 1}
 ARCHITECTURES = (
-    "LlamaForCausalLM, InternLMForCausalLM, InternLM2ForCausalLM, ChatGLM2ForConditionalGeneration,"
-    " QwenForCausalLM, Baichuan7BForCausalLM, Baichuan13BForCausalLM, Baichuan7BV2ForCausalLM,"
-    " Baichuan13BV2ForCausalLM, GPT2LMHeadModel, PanguAlphaHeadModel"
+    "LlamaForCausalLM, InternLMForCausalLM, InternLM2ForCausalLM, TelechatForCausalLM,"
+    " ChatGLM2ForConditionalGeneration, ChatGLM2WithPtuning2, QwenForCausalLM,"
+    " DeepseekV2ForCausalLM, Baichuan7BForCausalLM, Baichuan13BForCausalLM,"
+    " Baichuan7BV2ForCausalLM, Baichuan13BV2ForCausalLM, GPT2LMHeadModel, PanguAlphaHeadModel"
 )
 PANGU = {"model__arch__type": "PanguAlphaHeadModel"}
 
@@ -217,6 +218,17 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         8,
         f"model.arch.type: 'GPT' is not known; valid are {ARCHITECTURES}",
     ),
+    "a model of images": (
+        {"model__arch__type": "QwenVL"},
+        8,
+        "model.arch.type: QwenVL reads images, but these files train models of the next token of a"
+        " text: build it as a module of your own, or of transformers, and call",
+    ),
+    "a model of labels": (
+        {"model__arch__type": "GPT2ForSequenceClassification"},
+        8,
+        "GPT2ForSequenceClassification is trained on a label of each text, but these files train",
+    ),
     "no model": ({"model": None}, 8, f"model.arch.type: missing; valid are {ARCHITECTURES}"),
     "a configuration of another model": (
         {"model__model_config__type": "QwenConfig"},
@@ -285,7 +297,40 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "an unknown adapter": (
         {"model__model_config__pet_config": {"pet_type": "prefix"}},
         8,
-        "pet_config.pet_type: 'prefix' is not known; valid are lora",
+        "pet_config.pet_type: 'prefix' is not known; valid are lora, prefixtuning, ptuning2",
+    ),
+    "a prefix without a length": (
+        {"model__model_config__pet_config": {"pet_type": "prefixtuning", "mid_dim": 8}},
+        8,
+        "model.model_config.pet_config.prefix_token_num: missing",
+    ),
+    "a prefix of a model that takes none": (
+        {
+            "model__arch__type": "Baichuan7BV2ForCausalLM",
+            "model__model_config__pet_config": {"pet_type": "ptuning2"},
+        },
+        8,
+        "model: prefix: Baichuan takes none; these families do: llama, telechat, qwen",
+    ),
+    "a prefix of another architecture": (
+        {"model__model_config__pre_seq_len": 8},
+        8,
+        "model.model_config.pre_seq_len: needs the architecture ChatGLM2WithPtuning2",
+    ),
+    "adapters that are frozen": (
+        {"model__model_config__pet_config": {"freeze_include": ["*lora*"]}},
+        8,
+        "model.model_config.pet_config.freeze_include: is not supported: must be None",
+    ),
+    "weights that are three layers here": (
+        {"model__model_config__pet_config": {"freeze_exclude": ["*w_qkv*"]}},
+        8,
+        "freeze_exclude: '*w_qkv*': queries, keys and values are three layers here: name each",
+    ),
+    "biases of a model without": (
+        {**PANGU, "model__model_config__qkv_has_bias": True},
+        8,
+        "model_config.qkv_has_bias: True is not supported: pangualpha has no such biases",
     ),
     "nothing to adapt": (
         {"model__model_config__pet_config": {"target_modules": ".*nothing"}},
@@ -304,10 +349,15 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         "context.max_device_memory: expected a size such as 58GB, got '58'",
     ),
     "an empty batch": ({"runner_config__batch_size": 0}, 8, "batch_size: 0 must be at least 1"),
-    "two learning rates": (
-        {"lr_schedule__learning_rate": 2e-4},
+    "a learning rate that grows with the devices": (
+        {"lr_scale": True},
         8,
-        "lr_schedule.learning_rate: 0.0002, but optimizer.learning_rate says 0.0001",
+        "lr_scale: True is not supported: learning rates are not scaled",
+    ),
+    "a schedule that begins above nothing": (
+        {"lr_schedule": {"type": "linear", "warmup_lr_init": 1e-5}},
+        8,
+        "lr_schedule.warmup_lr_init: 1e-05 is not supported: must be 0",
     ),
     "no learning rate": (
         {"optimizer__learning_rate": None},

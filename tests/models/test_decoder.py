@@ -50,11 +50,26 @@ def sizes_of(family: Any, **changes: Any) -> Dimensions:
     return Dimensions(family=family, **{**few, **others, **changes})
 
 
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 12,
+    "topk_method": "group_limited_greedy",
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 16.0,
+    "first_k_dense_replace": 1,
+}
 ROUTED = {"num_experts": 4, "experts_per_token": 2}
 FAMILIES = {
     "glm": sizes_of("glm", hf={"attention_bias": True}),
     "mixtral": sizes_of("mixtral", **ROUTED),
     "qwen_moe": sizes_of("qwen_moe", **ROUTED, hf={"shared_expert_intermediate_size": 24}),
+    "deepseek_v2": sizes_of("deepseek_v2", **ROUTED, num_kv_heads=4, num_layers=2, hf=LATENT),
     "internlm": sizes_of("llama", hf={"attention_bias": True}),
     "tied": sizes_of("qwen", hf={"tie_word_embeddings": True}),
     "linear": sizes_of("llama", hf={"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
@@ -81,7 +96,9 @@ def test_random_plans_of_each_family_equal_one_device(name: str) -> None:
     check_random_plan(net, batch, {}, graph, random_plan(graph, 4, 1))
 
 
-@pytest.mark.parametrize(("name", "ep"), [("glm", 1), ("mixtral", 2), ("qwen_moe", 2)])
+@pytest.mark.parametrize(
+    ("name", "ep"), [("glm", 1), ("mixtral", 2), ("qwen_moe", 2), ("deepseek_v2", 2)]
+)
 def test_each_family_is_cut_as_an_expert_would(name: str, ep: int) -> None:
     sizes = FAMILIES[name]
     torch.manual_seed(0)
@@ -89,7 +106,25 @@ def test_each_family_is_cut_as_an_expert_would(name: str, ep: int) -> None:
     pin_expert(net, data_parallel=4, model_parallel=2, expert_parallel=ep)
     plan = sw.plan(net, batch, devices=8, mode="sharding_propagation")
     if ep > 1:
-        assert plan.strategies["model.layers.0.mlp.experts"][3:] == ((2, 1, 2, 1), (2, 1, 2))
+        last = sizes.num_layers - 1
+        assert plan.strategies[f"model.layers.{last}.mlp.experts"][3:] == ((2, 1, 2, 1), (2, 1, 2))
+    assert sw.check(net, batch, {}, plan).passes()
+
+
+def test_telechat_is_llama_with_biases_of_what_is_added_to_the_residual_stream() -> None:
+    sizes = sizes_of("telechat")
+    torch.manual_seed(0)
+    net, plain, batch = build(sizes), build(sizes_of("llama")), example_batch(sizes, 4)
+    biases = [name for name, _ in net.named_parameters() if name.endswith("bias")]
+    layers = ("self_attn.o_proj", "mlp.down_proj")
+    assert biases == [f"model.layers.0.{layer}.bias" for layer in layers]
+    plain.load_state_dict({n: v for n, v in net.state_dict().items() if n not in biases})
+    assert net(*batch).item() == plain(*batch).item()
+    for name in biases:
+        torch.nn.init.normal_(net.get_parameter(name))
+    assert net(*batch).item() != pytest.approx(plain(*batch).item(), rel=1e-3)
+    pin_expert(net, data_parallel=2, model_parallel=2, seq_parallel=True)
+    plan = sw.plan(net, batch, devices=4, mode="sharding_propagation")
     assert sw.check(net, batch, {}, plan).passes()
 
 

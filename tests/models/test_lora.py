@@ -56,6 +56,14 @@ def test_no_gradient_of_a_frozen_weight_is_sent() -> None:
     assert adapted.backward_bytes < full.backward_bytes / 20
 
 
+def test_chosen_weights_are_trained_beside_the_adapters() -> None:
+    net = build("llama2_7b_tiny", lora=LoRA(trained=["*embed_tokens*", "*lm_head*"]))
+    trained = {n for n, p in net.named_parameters() if p.requires_grad and "lora_" not in n}
+    assert trained == {"model.embed_tokens.weight", "lm_head.weight"}
+    with pytest.raises(ConfigError, match=r"trained='\*wte\*' matches no parameter"):
+        build("llama2_7b_tiny", lora=LoRA(trained=["*wte*"]))
+
+
 def test_targets_that_are_not_there_are_an_error_that_names_the_linear_layers() -> None:
     with pytest.raises(ConfigError, match=r"wq.* named down_proj, gate_proj, k_proj, lm_head"):
         build("llama2_7b_tiny", lora=LoRA(".*wq"))

@@ -57,7 +57,7 @@ def test_an_unknown_model_is_an_error_that_names_the_known_ones() -> None:
         ({"dropout": 1.0}, r"dropout=1.0: must be in \[0, 1\)"),
         (
             {"family": "mamba"},
-            "family='mamba': must be one of llama, qwen, glm, mixtral, qwen_moe, baichuan1,",
+            "family='mamba': must be one of llama, telechat, qwen, glm, mixtral, qwen_moe,",
         ),
         ({"num_heads": 4096, "num_kv_heads": 1}, "an even head size, not 1 = hidden_size 4096"),
         ({"family": "pangualpha", "num_layers": 1}, "at least 2 layers"),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwright.config import schema
 from shardwright.constraints.recompute import recompute
 from shardwright.errors import ConfigError, DataError, ShardwrightError
-from shardwright.models import Dimensions, LoRA, build, build_hf, dimensions
+from shardwright.models import Dimensions, LoRA, PrefixTuning, build, build_hf, dimensions
 from shardwright.models.expert_sharding import paths_of_blocks
 from shardwright.models.hf_causal_lm import hf_config
 from shardwright.train.data import DIGITS_SIZE, Samples, digits, mnist, packed_text
@@ -41,14 +41,18 @@ def build_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) ->
             kind = type(net).__name__
             raise ConfigError(f"model.target: {model.target} returned a {kind}, not an nn.Module")
         return net.to(dtype)
-    for name, key in (("dtype", "train.dtype"), ("lora", "model.lora")):
+    keys = ("dtype", "train.dtype"), ("lora", "model.lora"), ("prefix", "model.prefix")
+    for name, key in keys:
         if name in model.arguments:
             raise ConfigError(f"model.arguments.{name}: use the key {key} instead")
-    options = {**model.arguments, "dtype": dtype, "lora": _lora(model.lora)}
+    lora = None if model.lora is None else LoRA(**model.lora.model_dump())
+    options = {**model.arguments, "dtype": dtype, "lora": lora}
     if model.hf is not None:
         inside = isinstance(model.hf, str)
         source = folder / model.hf if inside else model.hf  # type: ignore[operator]
         return _called("model", build_hf, source, **options)
+    if model.prefix is not None:
+        options["prefix"] = PrefixTuning(**model.prefix.model_dump())
     if model.sizes is not None:
         sizes = _called("model.sizes", Dimensions, **model.sizes)
         return _called("model", build, sizes, **options)
@@ -73,10 +77,6 @@ def errors_of(key: str, kind: type[ShardwrightError]) -> Iterator[None]:
         text = " ".join(message.split()) or "no message"
         place = f"{Path(last.filename).name}:{last.lineno}"
         raise kind(f"{key}: {type(error).__name__}: {text} ({place})") from error
-
-
-def _lora(lora: schema.LoraSection | None) -> LoRA | None:
-    return None if lora is None else LoRA(**lora.model_dump())
 
 
 def _called(key: str, function: Callable[..., Built], *args: Any, **kwargs: Any) -> Built:

@@ -38,6 +38,15 @@ class LoraSection(Section, frozen=True):
     rank: Count = 16
     alpha: Positive = 16
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    trained: list[str] = []
+
+
+class PrefixSection(Section, frozen=True):
+    """Trained keys and values before those of each layer; all weights are frozen."""
+
+    tokens: Count = 16
+    projection: Count | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
 class ModelSection(Section, frozen=True):
@@ -55,6 +64,7 @@ class ModelSection(Section, frozen=True):
     hf: str | dict[str, Any] | None = None
     arguments: dict[str, Any] = {}
     lora: LoraSection | None = None
+    prefix: PrefixSection | None = None
 
     @property
     def is_language_model(self) -> bool:
@@ -70,6 +80,8 @@ class ModelSection(Section, frozen=True):
             raise ValueError(f"set exactly one of target, name, sizes, hf, not {listed}")
         if self.lora is not None and self.target is not None:
             raise ValueError("lora is for the language models of name, sizes and hf")
+        if self.prefix is not None and (self.lora is not None or not (self.name or self.sizes)):
+            raise ValueError("prefix is for the language models of name and sizes, without lora")
         return self
 
 

@@ -7,6 +7,16 @@
 
 from shardwright.models.build import build, build_hf, example_batch
 from shardwright.models.lora import LoRA
+from shardwright.models.prefix import PrefixTuning
 from shardwright.models.sizes import MODELS, Dimensions, dimensions
 
-__all__ = ["MODELS", "Dimensions", "LoRA", "build", "build_hf", "dimensions", "example_batch"]
+__all__ = [
+    "MODELS",
+    "Dimensions",
+    "LoRA",
+    "PrefixTuning",
+    "build",
+    "build_hf",
+    "dimensions",
+    "example_batch",
+]

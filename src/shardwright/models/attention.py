@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwright.errors import ConfigError
+from shardwright.models.prefix import add_prefix
+
 Attention = Literal["fused", "explicit"]
 """`fused` is one operator with a built-in causal mask; `explicit` computes products and softmax
 separately, and saves all scores."""
@@ -27,26 +30,30 @@ def causal_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention in which a position attends only to itself and earlier ones.
+    """Attention in which a position attends to itself, earlier ones, and all of a prefix.
 
     Args:
         query: `[batch, heads, positions, size]`.
         key, value: of the same shape, or with fewer heads, each shared by a group of adjacent query
-            heads.
+            heads; more positions than those of the queries are a prefix before them.
         scale: multiplies the scores.
         dropout: dropout probability of the attention weights.
 
     Returns:
         `[batch, heads, positions, size]`, with the size of the values.
     """
-    grouped = query.shape[1] != key.shape[1]
-    if kind == "fused":
+    grouped, prefix = query.shape[1] != key.shape[1], key.shape[2] - query.shape[2]
+    if kind == "fused" and not prefix:
         return F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
         )
     batch, heads, positions, size = query.shape
-    place = torch.arange(positions, device=query.device)
-    later = place > place.unsqueeze(-1)
+    place = torch.arange(key.shape[2], device=query.device) - prefix
+    later = place > place[prefix:].unsqueeze(-1)
+    if kind == "fused":
+        return F.scaled_dot_product_attention(
+            query, key, value, ~later, dropout_p=dropout, scale=scale, enable_gqa=grouped
+        )
     queries = query.reshape(batch, key.shape[1], -1, positions, size)
     scores = torch.matmul(queries, key.unsqueeze(2).transpose(-1, -2)) * scale
     scores = scores.masked_fill(later, float("-inf"))
@@ -76,18 +83,22 @@ def _forward(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention with the signature of `transformers`, whose own one handles all that is not causal
-    or has a bias."""
+    or has a bias. `prefixes` are further keys and values of all layers."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    biased = options.get("position_bias") is not None
+    biased, prefixes = options.get("position_bias") is not None, options.get("prefixes")
     if attention_mask is not None or biased or not causal:
+        if prefixes is not None:
+            raise ConfigError("prefixes need attention to all earlier positions, without a mask")
         attended, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **options
         )
         return attended, None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer = getattr(module, "layer_idx", None)
+    key, value = add_prefix(layer, prefixes, key, value)
     attended = causal_attention(kind, query, key, value, scale, dropout)
     return attended.transpose(1, 2), None
 

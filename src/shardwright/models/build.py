@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from shardwright.errors import ConfigError
 from shardwright.models.attention import Attention
 from shardwright.models.baichuan import Baichuan
-from shardwright.models.decoder import decoder
+from shardwright.models.decoder import MODEL_TYPES, Decoder, decoder
 from shardwright.models.gpt import GPT
 from shardwright.models.hf_causal_lm import causal_lm
 from shardwright.models.lora import LoRA, adapt
 from shardwright.models.pangualpha import PanguAlpha
+from shardwright.models.prefix import PrefixTuning
 from shardwright.models.sizes import Dimensions, dimensions
 
 _FAMILIES: Mapping[str, Callable[[Dimensions, Attention], nn.Module]] = {
-    **dict.fromkeys(("llama", "qwen", "glm", "mixtral", "qwen_moe"), decoder),
+    **dict.fromkeys(MODEL_TYPES, decoder),
     **dict.fromkeys(("baichuan1", "baichuan"), Baichuan),
     "pangualpha": PanguAlpha,
     "gpt": GPT,
@@ -34,6 +35,7 @@ def build(
     seq_length: int | None = None,
     num_layers: int | None = None,
     lora: LoRA | None = None,
+    prefix: PrefixTuning | None = None,
     attention: Attention = "fused",
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
@@ -48,13 +50,14 @@ def build(
         seq_length: maximum sequence length, if not the published one.
         num_layers: number of blocks, if not the published one.
         lora: the adapters to add; all other weights are then frozen.
+        prefix: the keys and values to add instead; all weights are then frozen.
         attention: `fused` (one operator), or `explicit` (separate operators, which save all
             scores).
         dtype: dtype of the parameters.
 
     Raises:
-        ConfigError: if the name is unknown, the dimensions are inconsistent, or no module matches
-            `lora`.
+        ConfigError: if the name is unknown, the dimensions are inconsistent, no module matches
+            `lora`, or the model is not built on `transformers` and takes no `prefix`.
     """
     sizes = dimensions(model) if isinstance(model, str) else model
     sizes = replace(
@@ -62,7 +65,10 @@ def build(
         seq_length=sizes.seq_length if seq_length is None else seq_length,
         num_layers=sizes.num_layers if num_layers is None else num_layers,
     )
-    return _finish(_FAMILIES[sizes.family](sizes, _check_attention(attention)), lora, dtype)
+    net = _FAMILIES[sizes.family](sizes, _check_attention(attention))
+    if prefix is not None:
+        _tune_prefixes(net, prefix, lora)
+    return _finish(net, lora, dtype)
 
 
 def build_hf(
@@ -102,6 +108,16 @@ def _check_attention(attention: Attention) -> Attention:
         valid = ", ".join(get_args(Attention))
         raise ConfigError(f"attention={attention!r}: valid are {valid}")
     return attention
+
+
+def _tune_prefixes(net: nn.Module, prefix: PrefixTuning, lora: LoRA | None) -> None:
+    if lora is not None:
+        raise ConfigError("prefix and lora: give one of them")
+    if not isinstance(net, Decoder):
+        raise ConfigError(
+            f"prefix: {type(net).__name__} takes none; these families do: {', '.join(MODEL_TYPES)}"
+        )
+    net.tune_prefixes(prefix)
 
 
 def _finish(net: nn.Module, lora: LoRA | None, dtype: torch.dtype) -> nn.Module:

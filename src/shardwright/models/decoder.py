@@ -1,4 +1,4 @@
-"""LLaMA, Qwen, GLM and Mixtral: the decoders of `transformers`."""
+"""LLaMA, TeleChat, Qwen, GLM, Mixtral and DeepSeek-V2: the decoders of `transformers`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from shardwright.errors import ConfigError, needs_extra
 from shardwright.models.attention import Attention, register_with_transformers
 from shardwright.models.loss import next_token_loss
-from shardwright.models.sizes import Dimensions
+from shardwright.models.prefix import Prefixes, PrefixTuning
+from shardwright.models.sizes import Dimensions, Family
 
 
 class Decoder(nn.Module):
@@ -28,10 +29,27 @@ class Decoder(nn.Module):
         super().__init__()
         self.model = model
         self.lm_head = lm_head
+        self.prefixes: Prefixes | None = None
+
+    def tune_prefixes(self, prefix: PrefixTuning) -> None:
+        """Adds keys and values, beside which nothing is trained.
+
+        Raises:
+            ConfigError: the model has latent attention, whose keys and values differ in size.
+        """
+        config: Any = self.model.config
+        if hasattr(config, "kv_lora_rank"):
+            raise ConfigError("prefix: models with latent attention take none")
+        self.requires_grad_(False)
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        self.prefixes = Prefixes(prefix, layers, heads, config.head_dim)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """The mean next-token loss; both arguments are `[batch, positions]`."""
-        hidden = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        options: dict[str, Any] = {"use_cache": False}
+        if self.prefixes is not None:
+            options["prefixes"] = self.prefixes(input_ids.shape[0])
+        hidden = self.model(input_ids=input_ids, **options).last_hidden_state
         return next_token_loss(self.lm_head(hidden), labels)
 
 
@@ -48,7 +66,7 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model_type, experts = _MODEL_TYPES[sizes.family]
+    model_type, experts = MODEL_TYPES[sizes.family]
     known = AutoConfig.for_model(model_type).to_dict()
     if unknown := sorted(set(sizes.hf) - set(known)):
         raise ConfigError(f"hf: the configuration of {model_type} has no {', '.join(unknown)}")
@@ -57,16 +75,20 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
     config = AutoConfig.for_model(model_type, **arguments)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     net = kind(config)
-    _fuse_norms(net, sizes)
+    _fuse_norms(net)
+    if sizes.family == "telechat":
+        _add_biases(net)
     return Decoder(net.model, net.lm_head)
 
 
-_MODEL_TYPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+MODEL_TYPES: Mapping[Family, tuple[str, tuple[str, ...]]] = {
     "llama": ("llama", ()),
+    "telechat": ("llama", ()),
     "qwen": ("qwen2", ()),
     "glm": ("glm", ()),
     "mixtral": ("mixtral", ("num_local_experts", "num_experts_per_tok")),
     "qwen_moe": ("qwen2_moe", ("num_experts", "num_experts_per_tok", "moe_intermediate_size")),
+    "deepseek_v2": ("deepseek_v2", ("n_routed_experts", "num_experts_per_tok")),
 }
 """By family its name in `transformers`, and those of the number of experts, of those that a token
 chooses, and of their width."""
@@ -92,15 +114,22 @@ def _arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]:
     }
 
 
-def _fuse_norms(net: nn.Module, sizes: Dimensions) -> None:
+def _add_biases(net: nn.Module) -> None:
+    """TeleChat is LLaMA with biases of the layers that add to the residual stream."""
+    for name, module in net.named_modules():
+        if isinstance(module, nn.Linear) and name.endswith(("o_proj", "down_proj")):
+            module.bias = nn.Parameter(torch.zeros(module.out_features))
+
+
+def _fuse_norms(net: nn.Module) -> None:
     """Replaces RMSNorm, which `transformers` composes of eight operators, by a fused one, for which
     autograd saves one tensor instead of five."""
-    norms = [name for name, module in net.named_modules() if _is_rms_norm(module)]
-    for name in norms:
+    norms: list[tuple[str, Any]] = [(n, m) for n, m in net.named_modules() if _is_rms_norm(m)]
+    for name, composed in norms:
         owner, _, attribute = name.rpartition(".")
-        weight: torch.Tensor = net.get_parameter(f"{name}.weight")
+        weight: torch.Tensor = composed.weight
         with torch.device("meta"):
-            norm = nn.RMSNorm(weight.shape[0], sizes.norm_eps)
+            norm = nn.RMSNorm(weight.shape[0], composed.variance_epsilon)
         norm.weight = nn.Parameter(weight)
         setattr(net.get_submodule(owner), attribute, norm)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ class LoRA:
         rank: rank of the adapters.
         alpha: the output of an adapter is multiplied by `alpha / rank`.
         dropout: dropout probability of the adapters' inputs.
+        trained: patterns of the names of parameters that are trained too, `*lm_head*`.
 
     Raises:
         ConfigError: if rank or alpha is not positive, dropout is not in [0, 1), or `target_modules`
@@ -31,6 +33,7 @@ class LoRA:
     rank: int = 16
     alpha: float = 16
     dropout: float = 0.0
+    trained: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not self.alpha > 0:
@@ -47,10 +50,11 @@ class LoRA:
 
 
 def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
-    """Adds adapters to the matching linear layers of `net`, in place; only these are trainable.
+    """Adds adapters to the matching linear layers of `net`, in place; only these and the `trained`
+    parameters are trainable.
 
     Raises:
-        ConfigError: if no module matches.
+        ConfigError: if no module, or no parameter, matches.
     """
     with needs_extra("models", "LoRA needs peft", ConfigError):
         from peft import LoraConfig, inject_adapter_in_model
@@ -69,6 +73,11 @@ def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
         raise ConfigError(
             f"LoRA: {error}; the linear layers of this model are named {', '.join(linear)}"
         ) from None
-    for name, parameter in adapted.named_parameters():
-        parameter.requires_grad_("lora_" in name)
+    parameters = dict(adapted.named_parameters())
+    for pattern in lora.trained:
+        if not fnmatch.filter(parameters, pattern):
+            raise ConfigError(f"LoRA: trained={pattern!r} matches no parameter")
+    for name, parameter in parameters.items():
+        chosen = any(fnmatch.fnmatch(name, pattern) for pattern in lora.trained)
+        parameter.requires_grad_("lora_" in name or chosen)
     return adapted

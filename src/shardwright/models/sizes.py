@@ -12,7 +12,17 @@ MAX_LAYERS = 512
 """Blocks of a language model; capturing so many takes minutes. Published ones have up to 126."""
 
 Family = Literal[
-    "llama", "qwen", "glm", "mixtral", "qwen_moe", "baichuan1", "baichuan", "pangualpha", "gpt"
+    "llama",
+    "telechat",
+    "qwen",
+    "glm",
+    "mixtral",
+    "qwen_moe",
+    "deepseek_v2",
+    "baichuan1",
+    "baichuan",
+    "pangualpha",
+    "gpt",
 ]
 Gelu = Literal["gelu", "gelu_tanh", "fast_gelu"]
 Positions = Literal["rotary", "alibi", "learned"]
@@ -23,8 +33,9 @@ class Dimensions:
     """The dimensions of a language model.
 
     Args:
-        family: `llama`, `qwen` (with biases of queries, keys and values), `glm`, `mixtral` and
-            `qwen_moe` are built on `transformers`; `baichuan1`, `baichuan` (Baichuan 2),
+        family: `llama`, `telechat` (with biases of the last layers of attention and MLP), `qwen`
+            (with biases of queries, keys and values), `glm`, `mixtral`, `qwen_moe` and
+            `deepseek_v2` are built on `transformers`; `baichuan1`, `baichuan` (Baichuan 2),
             `pangualpha` and `gpt` (GPT-2) are modules of this package.
         num_layers: number of blocks; in PanguAlpha the last one is the query layer.
         num_kv_heads: key-value heads, each shared by `num_heads / num_kv_heads` query heads.
@@ -34,7 +45,7 @@ class Dimensions:
         rope_base: base of the rotary frequencies.
         dropout: dropout probability of PanguAlpha and GPT.
         activation: of GPT: exact, by a hyperbolic tangent, or by a sigmoid.
-        num_experts, experts_per_token: of Mixtral and of Qwen's mixtures.
+        num_experts, experts_per_token: of Mixtral, DeepSeek-V2 and Qwen's mixtures.
         hf: further arguments of the configuration of `transformers`, where it is built on that:
             `{"tie_word_embeddings": True}`.
 

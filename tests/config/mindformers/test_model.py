@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from config.mindformers.files import run_of
-from shardwright.models import Dimensions
+from shardwright.models import Dimensions, PrefixTuning
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,7 @@ from shardwright.models import Dimensions
         ("LlamaForCausalLM", {}, "llama", "rotary"),
         ("LlamaForCausalLM", {"qkv_has_bias": True}, "qwen", "rotary"),
         ("QwenForCausalLM", {"rotary_pct": 1.0, "kv_channels": 8}, "qwen", "rotary"),
+        ("TelechatForCausalLM", {}, "telechat", "rotary"),
         ("InternLM2ForCausalLM", {"type": "InternLM2Config"}, "llama", "rotary"),
         ("Baichuan13BForCausalLM", {}, "baichuan1", "alibi"),
         ("GPT2LMHeadModel", {"hidden_act": "fast_gelu"}, "gpt", "learned"),
@@ -69,6 +70,65 @@ def test_experts_make_mixtral_or_qwen() -> None:
     assert sizes.hf == {"shared_expert_intermediate_size": 256, "norm_topk_prob": False}
 
 
+def test_deepseek_v2_has_latent_attention_and_experts_in_groups() -> None:
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "v_head_dim": 8}
+    heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+    routed = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    experts = {"shared_expert_num": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+    numbers = {"expert_num": 16, "num_experts_chosen": 3, "routed_scaling_factor": 16.0}
+    sizes = model_of(
+        "DeepseekV2ForCausalLM",
+        {**latent, **heads, "intermediate_size": 96},
+        moe_config={**routed, **experts, **numbers, "norm_topk_prob": False},
+    )
+    assert (sizes.family, sizes.intermediate_size, sizes.num_experts) == ("deepseek_v2", 96, 16)
+    assert sizes.experts_per_token == 3
+    assert sizes.hf == {
+        **latent,
+        **heads,
+        **routed,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 16.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arch", "pet", "prefix"),
+    [
+        (
+            "LlamaForCausalLM",
+            {
+                "pet_type": "prefixtuning",
+                "prefix_token_num": 16,
+                "mid_dim": 512,
+                "dropout_rate": 0.01,
+            },
+            PrefixTuning(16, 512, 0.01),
+        ),
+        (
+            "LlamaForCausalLM",
+            {"pet_type": "ptuning2", "pre_seq_len": 16, "prefix_projection": True},
+            PrefixTuning(16, 128, 0.01),
+        ),
+        ("ChatGLM2WithPtuning2", {"dropout_prob": 0.0}, PrefixTuning(128)),
+    ],
+)
+def test_prefixes_are_trained_beside_frozen_weights(
+    arch: str, pet: dict[str, Any], prefix: PrefixTuning
+) -> None:
+    found = run_of(model__arch__type=arch, model__model_config__pet_config=pet).model.adaptation
+    assert (found.prefix, found.lora) == (prefix, None)
+
+
+def test_weights_that_are_not_frozen_bear_the_names_that_they_have_here() -> None:
+    pet = {"target_modules": ".*wq", "freeze_exclude": ["*wte*", "*lm_head*", "*.wo.*"]}
+    lora = run_of(model__model_config__pet_config=pet).model.adaptation.lora
+    assert lora is not None
+    assert lora.trained == ["*embed_tokens*", "*lm_head*", "*.o_proj.*"]
+
+
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -93,17 +153,17 @@ def test_positions_are_extended(method: str, factor: Any, base: float, rotary: A
 
 def test_layers_that_are_adapted_bear_the_names_that_they_have_here() -> None:
     pet = {"pet_type": "lora", "lora_rank": 8, "target_modules": ".*wq|.*w1|.*mlp.w2"}
-    lora = run_of(model__model_config__pet_config=pet).model.lora
+    lora = run_of(model__model_config__pet_config=pet).model.adaptation.lora
     assert lora is not None
     assert lora.target_modules == ".*q_proj|.*gate_proj|.*mlp.down_proj"
     assert (lora.rank, lora.alpha, lora.dropout) == (8, 16, 0.0)
-    assert run_of().model.lora is None
+    assert run_of().model.adaptation.lora is None
     merged = run_of(
         model__model_config__pet_config={"target_modules": ".*query_key_value*"},
         model__arch__type="ChatGLM2ForConditionalGeneration",
     )
-    assert merged.model.lora is not None
-    assert merged.model.lora.target_modules == ".*(?:q_proj|k_proj|v_proj)"
+    assert merged.model.adaptation.lora is not None
+    assert merged.model.adaptation.lora.target_modules == ".*(?:q_proj|k_proj|v_proj)"
     assert any("have an adapter each" in note for note in merged.notes)
 
 

@@ -23,10 +23,17 @@ from shardwright.train.lr_schedule import LRSchedule
             {"type": "polynomial", "warmup_steps": 20, "lr_end": "1e-6", "total_steps": 500},
             LRSchedule("polynomial", 1e-4, end=1e-6, warmup_steps=20, total_steps=500),
         ),
+        ({"type": "linear", "warmup_steps": 0}, LRSchedule("linear", 1e-4)),
     ],
 )
 def test_the_learning_rate_is_that_of_the_schedule(section: Any, schedule: LRSchedule) -> None:
     assert run_of(lr_schedule=section).training.optimizer.schedule == schedule
+
+
+def test_the_rate_of_the_schedule_comes_before_that_of_the_optimizer() -> None:
+    run = run_of(lr_schedule={"type": "CosineWithWarmUpLR", "learning_rate": 2e-5})
+    assert run.training.optimizer.schedule.peak == 2e-5
+    assert any("learning_rate 2e-05 overrides" in note for note in run.notes)
 
 
 def test_what_is_given_as_text_becomes_a_number() -> None:
@@ -53,8 +60,9 @@ def test_recomputation_is_as_said() -> None:
     assert found == Recomputation(True, True, communication=False, gathers=True)
 
 
-def test_checkpoints_are_those_of_the_monitor() -> None:
-    monitor = {"type": "CheckpointMonitor", "save_checkpoint_steps": 100, "async_save": True}
+@pytest.mark.parametrize("kind", ["CheckpointMonitor", "CheckpointMointor"])
+def test_checkpoints_are_those_of_the_monitor(kind: str) -> None:
+    monitor = {"type": kind, "save_checkpoint_steps": 100, "async_save": True}
     found = run_of(callbacks=[{"type": "MFLossMonitor"}, monitor], output_dir="out").training
     assert found.checkpoints is not None
     assert (found.checkpoints.folder, found.checkpoints.every) == ("out", 100)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardwright.config.mindformers.adaptation import Adaptation, read_adaptation
+from shardwright.config.mindformers.architectures import read_architecture
+from shardwright.config.mindformers.experts import read_experts
 from shardwright.config.mindformers.keys import Keys
 from shardwright.errors import ConfigError
 from shardwright.models.attention import Attention
-from shardwright.models.lora import LoRA
 from shardwright.models.loss import IGNORED
 from shardwright.models.sizes import (
     Dimensions,
@@ -20,19 +21,6 @@ from shardwright.models.sizes import (
     feed_forward_size,
 )
 
-_ARCHITECTURES: Mapping[str, tuple[Family, Positions, str]] = {
-    "LlamaForCausalLM": ("llama", "rotary", "LlamaConfig"),
-    "InternLMForCausalLM": ("llama", "rotary", "InternLMConfig"),
-    "InternLM2ForCausalLM": ("llama", "rotary", "InternLM2Config"),
-    "ChatGLM2ForConditionalGeneration": ("glm", "rotary", "ChatGLM2Config"),
-    "QwenForCausalLM": ("qwen", "rotary", "QwenConfig"),
-    "Baichuan7BForCausalLM": ("llama", "rotary", "LlamaConfig"),
-    "Baichuan13BForCausalLM": ("baichuan1", "alibi", "LlamaConfig"),
-    "Baichuan7BV2ForCausalLM": ("baichuan", "rotary", "LlamaConfig"),
-    "Baichuan13BV2ForCausalLM": ("baichuan", "alibi", "LlamaConfig"),
-    "GPT2LMHeadModel": ("gpt", "learned", "GPT2Config"),
-    "PanguAlphaHeadModel": ("pangualpha", "learned", "PanguAlphaConfig"),
-}
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "pangualpha": {"intermediate_size": "ffn_hidden_size", "rms_norm_eps": "layernorm_epsilon"},
     "gpt": {"rms_norm_eps": "layernorm_epsilon"},
@@ -55,30 +43,17 @@ _REQUIRED: Mapping[str, bool | float] = {
     "post_layer_norm": True,
     "apply_residual_connection_post_layernorm": False,
     "add_bias_linear": False,
-    "prefix_projection": False,
+    "apply_query_key_layer_scaling": True,
+    "embed_dropout_prob": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "attention_dropout_prob": 0.0,
+    "out_proj_has_bias": True,
+    "wo_has_bias": True,
 }
 """The only value with which the models here compute what those of MindFormers do."""
 
 _GELU: Mapping[str, Gelu] = {"gelu": "gelu_tanh", "fast_gelu": "fast_gelu"}
-_MERGED = "(?:q_proj|k_proj|v_proj)"
 _DTYPES = {"float32": "float32", "float16": "bfloat16", "bfloat16": "bfloat16"}
-_LAYERS = {
-    "wq": "q_proj",
-    "wk": "k_proj",
-    "wv": "v_proj",
-    "wo": "o_proj",
-    "w1": "gate_proj",
-    "w2": "down_proj",
-    "w3": "up_proj",
-    "dense1": "q_proj",
-    "dense2": "k_proj",
-    "dense3": "v_proj",
-    "w_qkv": _MERGED,
-    "query_key_value": _MERGED,
-    "dense_h_to_4h": "gate_up_proj",
-    "dense_4h_to_h": "down_proj",
-}
-"""Names of linear layers in MindFormers, and here."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +69,7 @@ class MindFormersModel:
     attention: Attention
     param_dtype: str
     compute_dtype: str
-    lora: LoRA | None
+    adaptation: Adaptation
 
 
 def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
@@ -105,9 +80,7 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
     """
     section = keys.section("model")
     arch, config = section.section("arch"), section.section("model_config")
-    if not arch.has("type"):
-        raise arch.error("type", f"missing; valid are {', '.join(_ARCHITECTURES)}")
-    family, positions, kind = _ARCHITECTURES[arch.text("type", valid=list(_ARCHITECTURES))]
+    family, positions, kind = read_architecture(arch)
     if config.text("type", kind) != kind:
         raise config.error("type", f"{arch.text('type')} needs {kind}, not {config.text('type')}")
     if config.whole("ignore_token_id", IGNORED, least=-(2**31)) != IGNORED:
@@ -116,9 +89,8 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
         read = config.flag if isinstance(value, bool) else config.number
         if read(name, value) != value:  # type: ignore[arg-type]
             raise config.error(name, f"{config.any(name)} is not supported: must be {value}")
-    if config.has("pre_seq_len"):
-        raise config.error("pre_seq_len", "prefixes are not supported: must be None")
-    family, experts = _with_experts(keys, config, family, notes)
+    adaptation = read_adaptation(config, arch.text("type"), notes)
+    family, experts = read_experts(keys.section("moe_config"), config, family, notes)
     sizes = _sizes(config, family, positions, experts)
     explicit = not config.flag("use_flash_attention", family == "pangualpha")
     return MindFormersModel(
@@ -126,47 +98,8 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
         attention="explicit" if explicit else "fused",
         param_dtype=_dtype(config, "param_init_type", "float32", notes),
         compute_dtype=_dtype(config, "compute_dtype", "float16", notes),
-        lora=_lora(config.section("pet_config"), notes),
+        adaptation=adaptation,
     )
-
-
-def _with_experts(
-    keys: Keys, config: Keys, family: Family, notes: list[str]
-) -> tuple[Family, dict[str, Any]]:
-    """The family, which biases and experts make another one, and the sizes of its experts."""
-    biased, section = config.flag("qkv_has_bias", False), keys.section("moe_config")
-    number = section.whole("expert_num", 1)
-    if number == 1:
-        return ("qwen" if family == "llama" and biased else family), {}
-    if family != "llama":
-        raise section.error("expert_num", f"{number} are not supported here; valid is 1")
-    shared = section.whole("shared_expert_num", 0, least=0)
-    normalized = section.flag("norm_topk_prob", True)
-    if section.whole("first_k_dense_replace", 0, least=0):
-        raise section.error("first_k_dense_replace", "must be 0: all layers have experts")
-    if section.text("topk_method", "greedy") != "greedy":
-        raise section.error("topk_method", "must be greedy: tokens choose among all experts")
-    if shared and not (biased and section.flag("use_shared_expert_gating", False)):
-        problem = "must be 0 without qkv_has_bias and use_shared_expert_gating, as in Qwen's models"
-        raise section.error("shared_expert_num", problem)
-    if not shared and (biased or not normalized):
-        name = "norm_topk_prob" if not normalized else "shared_expert_num"
-        raise section.error(name, "differs from Mixtral's, and Qwen's models have a shared expert")
-    for name, effect in (("capacity_factor", "no token is dropped"), ("aux_loss_factor", _AUX)):
-        if section.number(name, 0.0):
-            notes.append(f"moe_config.{name} has no effect: {effect}")
-    sizes: dict[str, Any] = {
-        "num_experts": number,
-        "experts_per_token": section.whole("num_experts_chosen", 1),
-    }
-    if not shared:
-        return "mixtral", sizes
-    width = shared * config.whole("intermediate_size")
-    hf = {"shared_expert_intermediate_size": width, "norm_topk_prob": normalized}
-    return "qwen_moe", {**sizes, "hf": hf}
-
-
-_AUX = "the loss has no term that balances experts"
 
 
 def _sizes(
@@ -294,23 +227,3 @@ def _dtype(config: Keys, name: str, default: str, notes: list[str]) -> str:
             f"model.model_config.{name} is {_DTYPES[name_in_file]}, which needs no loss scaling"
         )
     return _DTYPES[name_in_file]
-
-
-def _lora(config: Keys, notes: list[str]) -> LoRA | None:
-    """The adapters that `pet_config` describes, its names of layers as they are called here.
-    `notes` collects where one layer is several."""
-    if not config.content:
-        return None
-    config.text("pet_type", "lora", valid=("lora",))
-    targets = config.any("target_modules") or ".*wq|.*wk|.*wv|.*wo"
-    if not isinstance(targets, str):
-        raise config.error("target_modules", f"expected a regular expression, got {targets!r}")
-    renamed = re.sub(r"\b(\w+)\b(\*?)", lambda m: _LAYERS.get(m.group(1)) or m.group(0), targets)
-    if _MERGED in renamed:
-        notes.append("model.model_config.pet_config: queries, keys and values have an adapter each")
-    return LoRA(
-        target_modules=renamed,
-        rank=config.whole("lora_rank", 16),
-        alpha=config.number("lora_alpha", 16, above=0),
-        dropout=config.number("lora_dropout", 0.0, least=0, below=1),
-    )

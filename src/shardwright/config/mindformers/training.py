@@ -18,9 +18,17 @@ _SCHEDULES = {
     "CosineWithWarmUpLR": "cosine",
     "LinearWithWarmUpLR": "linear",
     "PolynomialWithWarmUpLR": "polynomial",
-    "polynomial": "polynomial",
     "ConstantWarmUpLR": "constant",
+    "cosine": "cosine",
+    "linear": "linear",
+    "polynomial": "polynomial",
+    "constant_with_warmup": "constant",
 }
+_CHECKPOINTS = ("CheckpointMonitor", "CheckpointMointor")
+"""The callback that saves checkpoints, and how older files write its name."""
+_OF_SCHEDULES = {"warmup_lr_init": 0.0, "warmup_epochs": 0.0, "num_cycles": 0.5}
+"""The only values with which schedules here are those of MindFormers."""
+
 _CLIP_NORM = 1.0
 """To which norm gradients are clipped where `use_clip_grad` does not say."""
 
@@ -103,7 +111,7 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
         run_mode=mode,
         seed=keys.whole("seed", 0, least=0),
         epochs=runner.whole("epochs", 1),
-        optimizer=_optimizer(keys),
+        optimizer=_optimizer(keys, notes),
         recompute=_recompute(keys.section("recompute_config"), stages, notes),
         load_checkpoint=keys.text("load_checkpoint"),
         resume=_resume(keys),
@@ -125,7 +133,7 @@ def _checkpoints(keys: Keys) -> Checkpointing | None:
     if not isinstance(callbacks, list):
         raise keys.error("callbacks", f"expected a list, got {callbacks!r}")
     for place, content in enumerate(callbacks):
-        if isinstance(content, Mapping) and content.get("type") == "CheckpointMonitor":
+        if isinstance(content, Mapping) and content.get("type") in _CHECKPOINTS:
             monitor = Keys(content, f"callbacks[{place}]", keys.file)
             return Checkpointing(
                 folder,
@@ -136,13 +144,13 @@ def _checkpoints(keys: Keys) -> Checkpointing | None:
     return None
 
 
-def _optimizer(keys: Keys) -> MindFormersOptimizer:
+def _optimizer(keys: Keys, notes: list[str]) -> MindFormersOptimizer:
     section, wrapper = keys.section("optimizer"), keys.section("runner_wrapper")
     section.text("type", "AdamW", valid=_OPTIMIZERS)
     clips = wrapper.flag("use_clip_grad", False)
     norm = wrapper.number("max_grad_norm", _CLIP_NORM, above=0)
     return MindFormersOptimizer(
-        schedule=_schedule(keys, section),
+        schedule=_schedule(keys, section, notes),
         betas=_betas(section),
         eps=section.number("eps", 1e-8, above=0),
         weight_decay=section.number("weight_decay", 0.0, least=0),
@@ -169,18 +177,29 @@ def _betas(section: Keys) -> tuple[float, float]:
     return first, second
 
 
-def _schedule(keys: Keys, optimizer: Keys) -> LRSchedule:
-    section = keys.section("lr_schedule")
-    rates = [s.number("learning_rate") for s in (optimizer, section) if s.has("learning_rate")]
-    if not rates:
-        raise optimizer.error("learning_rate", "missing")
-    if len(set(rates)) > 1:
-        raise section.error(
-            "learning_rate", f"{rates[1]:g}, but optimizer.learning_rate says {rates[0]:g}"
+def _rate(optimizer: Keys, schedule: Keys, notes: list[str]) -> float:
+    """The highest learning rate: that of the schedule, as in MindFormers, where both have one."""
+    section = schedule if schedule.has("learning_rate") else optimizer
+    rate = section.number("learning_rate", above=0)
+    if optimizer.has("learning_rate") and optimizer.number("learning_rate") != rate:
+        notes.append(
+            f"lr_schedule.learning_rate {rate:g} overrides optimizer.learning_rate"
+            f" {optimizer.number('learning_rate'):g}"
         )
-    (optimizer if optimizer.has("learning_rate") else section).number("learning_rate", above=0)
+    return rate
+
+
+def _schedule(keys: Keys, optimizer: Keys, notes: list[str]) -> LRSchedule:
+    section = keys.section("lr_schedule")
+    rate = _rate(optimizer, section, notes)
+    for name in ("lr_scale", "layer_scale"):
+        if keys.flag(name, False):
+            raise keys.error(name, "True is not supported: learning rates are not scaled")
     if not section.content:
-        return LRSchedule("constant", rates[0])
+        return LRSchedule("constant", rate)
+    for name, value in _OF_SCHEDULES.items():
+        if section.number(name, value) != value:
+            raise section.error(name, f"{section.any(name)} is not supported: must be {value:g}")
     kind = _SCHEDULES[section.text("type", "ConstantWarmUpLR", valid=list(_SCHEDULES))]
     steps, ratio = section.whole("warmup_steps", 0, least=0), None
     if section.has("warmup_ratio"):
@@ -190,7 +209,7 @@ def _schedule(keys: Keys, optimizer: Keys) -> LRSchedule:
     total = section.whole("total_steps", -1, least=-1)
     return LRSchedule(
         kind=kind,
-        peak=rates[0],
+        peak=rate,
         end=section.number("lr_end", 0.0, least=0),
         warmup_steps=steps,
         warmup_ratio=ratio,

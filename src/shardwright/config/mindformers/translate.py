@@ -48,8 +48,9 @@ def _model(run: LanguageRun) -> dict[str, Any]:
         "sizes": vars(run.model.sizes),
         "arguments": {"attention": run.model.attention},
     }
-    if run.model.lora is not None:
-        section["lora"] = vars(run.model.lora)
+    for name, tuned in vars(run.model.adaptation).items():
+        if tuned is not None:
+            section[name] = vars(tuned)
     return section
 
 
