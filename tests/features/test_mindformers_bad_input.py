@@ -246,7 +246,10 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         "model.model_config: hidden_size=64 is not divisible by num_heads=7",
     ),
     "channels of other heads": (
-        {"model__model_config__kv_channels": 16},
+        {
+            "model__arch__type": "QwenForCausalLM",
+            "model__model_config__kv_channels": 16,
+        },
         8,
         "model.model_config.kv_channels: 16 · num_heads 8 is not 64",
     ),
@@ -274,11 +277,6 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         {"model__model_config__rotary_pct": 0.5},
         8,
         "model.model_config.rotary_pct: 0.5 is not supported: must be 1.0",
-    ),
-    "two bases": (
-        {"model__model_config__theta": 5e5, "model__model_config__rotary_emb_base": 1e4},
-        8,
-        "model.model_config.rotary_emb_base: 10000, but theta says 500000",
     ),
     "everything dropped": (
         {**PANGU, "model__model_config__hidden_dropout_rate": 1.5},
@@ -347,6 +345,11 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         {"context__max_device_memory": "58"},
         8,
         "context.max_device_memory: expected a size such as 58GB, got '58'",
+    ),
+    "positions that begin anew inside a sample": (
+        {"train_dataset__eod_reset": True},
+        8,
+        "train_dataset.eod_reset: True is not supported: positions of a sample go on",
     ),
     "an empty batch": ({"runner_config__batch_size": 0}, 8, "batch_size: 0 must be at least 1"),
     "a learning rate that grows with the devices": (

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import shardwright as sw
 from config.mindformers.files import small
 from shardwright import cli
 from shardwright.config import Run
@@ -31,6 +32,7 @@ TRAINED = {
     "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": 3}],
 }
 ADAPTERS = {"pet_type": "lora", "lora_rank": 4, "target_modules": ".*wq|.*wv"}
+PREFIX = {"pet_type": "prefixtuning", "prefix_token_num": 8, "mid_dim": 16, "dropout_rate": 0.0}
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -102,6 +104,27 @@ def test_a_run_goes_on_as_if_it_had_not_stopped_and_is_adapted(
     adapted = weights(tuned, "tuned")
     frozen = [n for n in adapted if "lora_" not in n]
     assert all(torch.equal(adapted[n], base[n.replace(".base_layer", "")]) for n in frozen)
+
+
+@pytest.mark.distributed
+def test_a_prefix_is_tuned_on_two_devices_as_on_one(
+    losses: Callable[[str, int], list[float]],
+) -> None:
+    base = written("base").model()
+    sw.save_state_dict(base, "base.safetensors")
+    tuned = {
+        "run_mode": "finetune",
+        "load_checkpoint": "base.safetensors",
+        "model__model_config__pet_config": PREFIX,
+        "optimizer__learning_rate": 0.1,
+    }
+    run = written("two", output_dir="two", **tuned)
+    written("one", output_dir="one", **tuned)
+    two, one = losses("two", 2), losses("one", 1)
+    assert two == pytest.approx(one, rel=1e-5) and two[-1] < two[0]
+    saved = weights(run, "two")
+    assert all(torch.equal(saved[name], value) for name, value in base.state_dict().items())
+    assert saved["prefix_tuning.embedding"].std() > 0.02
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,10 @@ def test_prefixes_are_a_cache_of_transformers_without_positions(
     net: Any = build(sizes, prefix=prefix, attention=attention)
     ids, labels = example_batch(sizes, 2, 16)
     with torch.no_grad():
-        net.prefixes.embedding.normal_()
-    prefixes = net.prefixes.projection(net.prefixes.embedding).unflatten(-1, net.prefixes.form)
+        net.prefix_tuning.embedding.normal_()
+    prefixes = net.prefix_tuning.projection(net.prefix_tuning.embedding).unflatten(
+        -1, net.prefix_tuning.form
+    )
     cache = DynamicCache()
     for layer in range(2):
         key, value = (
@@ -50,7 +52,7 @@ def test_prefixes_are_a_cache_of_transformers_without_positions(
     net.model.set_attn_implementation(f"shardwright_{attention}")
     torch.testing.assert_close(net(ids, labels), wanted)
     with torch.no_grad():
-        net.prefixes.embedding.zero_()
+        net.prefix_tuning.embedding.zero_()
     assert net(ids, labels).item() != pytest.approx(wanted.item(), rel=1e-5)
 
 
@@ -80,8 +82,8 @@ def test_only_prefixes_are_trained_and_only_the_gradient_of_their_values_is_sent
     net, batch = build(LLAMA, prefix=PROJECTED), example_batch(LLAMA, 8, 16)
     trained = {name for name, p in net.named_parameters() if p.requires_grad}
     kinds = ("weight", "bias")
-    layers = [f"prefixes.projection.{layer}.{kind}" for layer in (0, 2) for kind in kinds]
-    assert trained == {"prefixes.embedding", *layers}
+    layers = [f"prefix_tuning.projection.{layer}.{kind}" for layer in (0, 2) for kind in kinds]
+    assert trained == {"prefix_tuning.embedding", *layers}
     plan = sw.plan(net, batch, devices=8, mode="data_parallel")
     keys_and_values = 8 * 2 * LLAMA.hidden_size
     assert plan.backward_bytes == 2 * 7 * keys_and_values * 4 // 8
@@ -89,11 +91,11 @@ def test_only_prefixes_are_trained_and_only_the_gradient_of_their_values_is_sent
 
 def test_each_sample_drops_other_numbers() -> None:
     net: Any = build(LLAMA, prefix=PrefixTuning(8, dropout=0.5))
-    first, second = net.prefixes(2)[0]
+    first, second = net.prefix_tuning(2)[0]
     assert not torch.equal(first, second)
     zeros = [(each == 0).float().mean().item() for each in (first, second)]
     assert zeros == [pytest.approx(0.5, abs=0.2)] * 2
-    first, second = net.eval().prefixes(2)[0]
+    first, second = net.eval().prefix_tuning(2)[0]
     assert torch.equal(first, second) and first.count_nonzero() == first.numel()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.errors import CheckpointError
-from shardwright.models import LoRA, build
+from shardwright.models import LoRA, PrefixTuning, build
 from shardwright.train.position import Position
 from shardwright.train.weights import load_weights
 
@@ -47,6 +47,20 @@ def test_layers_are_read_under_their_adapters_which_stay_as_they_are(
     assert torch.equal(layer(net, "base_layer.weight"), layer(base, "weight"))
     assert torch.equal(net.state_dict()["lm_head.weight"], base.state_dict()["lm_head.weight"])
     assert torch.equal(layer(net, "lora_A.default.weight"), fresh)
+
+
+def test_weights_are_read_beside_new_prefixes_and_with_old_ones(tmp_path: Path) -> None:
+    def tuned(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return build("llama2_7b_tiny", num_layers=1, prefix=PrefixTuning(4, projection=8))
+
+    base, net, other = tiny(1), tuned(2), tuned(3)
+    fresh = net.state_dict()["prefix_tuning.embedding"].clone()
+    load_weights(net, written(base, tmp_path / "base.pt"))
+    assert torch.equal(layer(net, "weight"), layer(base, "weight"))
+    assert torch.equal(net.state_dict()["prefix_tuning.embedding"], fresh)
+    load_weights(other, written(net, tmp_path / "tuned.pt"))
+    assert all(torch.equal(other.state_dict()[n], value) for n, value in net.state_dict().items())
 
 
 def test_the_names_that_peft_writes_are_read_with_their_adapters(tmp_path: Path) -> None:

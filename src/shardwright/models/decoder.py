@@ -29,7 +29,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.model = model
         self.lm_head = lm_head
-        self.prefixes: Prefixes | None = None
+        self.prefix_tuning: Prefixes | None = None
 
     def tune_prefixes(self, prefix: PrefixTuning) -> None:
         """Adds keys and values, beside which nothing is trained.
@@ -42,13 +42,13 @@ class Decoder(nn.Module):
             raise ConfigError("prefix: models with latent attention take none")
         self.requires_grad_(False)
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
-        self.prefixes = Prefixes(prefix, layers, heads, config.head_dim)
+        self.prefix_tuning = Prefixes(prefix, layers, heads, config.head_dim)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """The mean next-token loss; both arguments are `[batch, positions]`."""
         options: dict[str, Any] = {"use_cache": False}
-        if self.prefixes is not None:
-            options["prefixes"] = self.prefixes(input_ids.shape[0])
+        if self.prefix_tuning is not None:
+            options["prefixes"] = self.prefix_tuning(input_ids.shape[0])
         hidden = self.model(input_ids=input_ids, **options).last_hidden_state
         return next_token_loss(self.lm_head(hidden), labels)
 

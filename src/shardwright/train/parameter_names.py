@@ -1,4 +1,5 @@
-"""Matches the names of saved tensors to those of a model, with and without LoRA adapters."""
+"""Matches the names of saved tensors to those of a model, with and without adapters: those of LoRA,
+and tuned prefixes."""
 
 from __future__ import annotations
 
@@ -19,6 +20,9 @@ _LAYER = ".base_layer."
 
 _ADAPTER = re.compile(r"\.(lora_\w+)(\.default\b)?")
 """The matrices of an adapter; `peft` omits the adapter's name when it saves only adapters."""
+
+_ADDED = re.compile(r"\.lora_\w+|^prefix_tuning\.")
+"""What is trained beside the weights of a model, and may be new."""
 
 
 def match_saved_names(
@@ -46,11 +50,11 @@ def match_saved_names(
     saved_name_of = _matched(first, saved)
     state = original_module(net).state_dict()
     tensors = {first[name]: value for name, value in state.items() if isinstance(value, Tensor)}
-    left_out = new_adapters and not any(_ADAPTER.search(name) for name in saved)
+    left_out = new_adapters and not any(_ADDED.search(name) for name in saved)
     required = {
         name: value
         for name, value in tensors.items()
-        if (strict or name in saved_name_of) and not (left_out and _ADAPTER.search(name))
+        if (strict or name in saved_name_of) and not (left_out and _ADDED.search(name))
     }
     for name, value in required.items():
         if name not in saved_name_of:

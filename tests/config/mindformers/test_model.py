@@ -129,6 +129,23 @@ def test_weights_that_are_not_frozen_bear_the_names_that_they_have_here() -> Non
     assert lora.trained == ["*embed_tokens*", "*lm_head*", "*.o_proj.*"]
 
 
+@pytest.mark.parametrize(
+    ("arch", "base", "note"),
+    [
+        ("LlamaForCausalLM", 5e5, "rotary_emb_base has no effect: LlamaConfig has theta 500000"),
+        ("QwenForCausalLM", 2e4, "theta has no effect: QwenConfig has rotary_emb_base 20000"),
+    ],
+)
+def test_keys_of_another_configuration_have_no_effect(arch: str, base: float, note: str) -> None:
+    channels = {} if arch == "QwenForCausalLM" else {"kv_channels": 16}
+    config = {"theta": 5e5, "rotary_emb_base": 2e4, **channels}
+    run = run_of(
+        **{f"model__model_config__{n}": v for n, v in config.items()}, model__arch__type=arch
+    )
+    assert run.model.sizes.rope_base == base
+    assert any(note in each for each in run.notes)
+
+
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,

@@ -91,7 +91,7 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
             raise config.error(name, f"{config.any(name)} is not supported: must be {value}")
     adaptation = read_adaptation(config, arch.text("type"), notes)
     family, experts = read_experts(keys.section("moe_config"), config, family, notes)
-    sizes = _sizes(config, family, positions, experts)
+    sizes = _sizes(config, family, positions, experts, kind, notes)
     explicit = not config.flag("use_flash_attention", family == "pangualpha")
     return MindFormersModel(
         sizes=sizes,
@@ -103,7 +103,12 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
 
 
 def _sizes(
-    config: Keys, family: Family, positions: Positions, experts: Mapping[str, Any]
+    config: Keys,
+    family: Family,
+    positions: Positions,
+    experts: Mapping[str, Any],
+    kind: str,
+    notes: list[str],
 ) -> Dimensions:
     def name(of: str) -> str:
         other = _NAMES.get(family, {}).get(of, of)
@@ -119,7 +124,9 @@ def _sizes(
         feed_forward = feed_forward_size(
             hidden, config.whole("multiple_of", 256), multiplier or None
         )
-    if config.has("kv_channels") and config.whole("kv_channels") * heads != hidden:
+    # Published files have Qwen's keys with any number in LLaMA's configuration, which ignores them.
+    channels = kind in ("QwenConfig", "ChatGLM2Config") and config.has("kv_channels")
+    if channels and config.whole("kv_channels") * heads != hidden:
         product = f"{config.whole('kv_channels')} · {name('num_heads')} {heads}"
         raise config.error("kv_channels", f"{product} is not {hidden}")
     groups = family != "glm" or config.flag("multi_query_attention", True)
@@ -129,7 +136,7 @@ def _sizes(
         "vocab_size": config.whole(name("vocab_size")),
         "seq_length": config.whole("seq_length"),
         "norm_eps": config.number(name("rms_norm_eps"), 1e-5, above=0),
-        "rope_base": _rope_base(config),
+        "rope_base": _rope_base(config, kind, notes),
         "dropout": _one_rate(config) if positions == "learned" else 0.0,
         **experts,
         "hf": {**experts.get("hf", {}), **_further(config, family, positions)},
@@ -197,12 +204,13 @@ _EXTENDED: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """The kind of rotary positions in `transformers`, and what `scaling_factor` holds if no number."""
 
 
-def _rope_base(config: Keys) -> float:
-    """`rotary_emb_base` of Qwen, or `theta` of LLaMA."""
-    base = config.number("theta", 10000.0, above=0)
-    rotary = config.number("rotary_emb_base", base, above=0)
-    if config.has("theta") and rotary != base:
-        raise config.error("rotary_emb_base", f"{rotary:g}, but theta says {base:g}")
+def _rope_base(config: Keys, kind: str, notes: list[str]) -> float:
+    """`rotary_emb_base` of Qwen, or `theta` of LLaMA; `notes` collects the one without effect."""
+    names = ("theta", "rotary_emb_base")
+    used, other = reversed(names) if kind == "QwenConfig" else names
+    rotary = config.number(used, 10000.0, above=0)
+    if config.number(other, rotary, above=0) != rotary:
+        notes.append(f"model.model_config.{other} has no effect: {kind} has {used} {rotary:g}")
     if config.text("extend_method") == "NTK":
         rotary *= config.number("scaling_factor", 1.0, least=1)
     return rotary * config.number("rope_ratio", 1.0, above=0)

@@ -166,9 +166,11 @@ def _layers_of_stages(keys: Keys, parallelism: Parallelism, layers: int) -> tupl
     numbers = offset if isinstance(offset, list) else [offset] * stages
     equal, left = divmod(layers, stages)
     whole = len(numbers) == stages and all(type(each) is int for each in numbers)
-    chunked = SCHEDULES[parallelism.schedule].chunked
-    if chunked or not whole or sum(numbers) != left or min(numbers) <= -equal:
-        valid = "valid is 0" if chunked else f"valid are {stages} numbers that add up to {left}"
+    if SCHEDULES[parallelism.schedule].chunked:
+        parts = "parts of interleaved stages have equally many layers"
+        raise config.error("offset", f"{offset} must be 0: {parts}")
+    if not whole or sum(numbers) != left or min(numbers) <= -equal:
+        valid = f"valid are {stages} numbers that add up to {left}"
         raise config.error(
             "offset", f"{offset} does not divide {layers} layers over {stages} stages; {valid}"
         )

@@ -304,6 +304,8 @@ def read_batch(keys: Keys, parallelism: Parallelism, notes: list[str]) -> Batch:
         ConfigError: a number is missing or not positive.
     """
     runner, dataset = keys.section("runner_config"), keys.section("train_dataset")
+    if dataset.flag("eod_reset", False):
+        raise dataset.error("eod_reset", "True is not supported: positions of a sample go on")
     if runner.has("batch_size"):
         size = runner.whole("batch_size")
         if dataset.has("batch_size") and dataset.whole("batch_size") != size:
