@@ -123,6 +123,17 @@ def test_an_optimizer_has_what_is_said_and_only_what_is_trained() -> None:
     assert [id(p) for p in group["params"]] == [id(net.weight)]
 
 
+def test_biases_and_norms_may_have_no_weight_decay() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    section = {"name": "adamw", "weight_decay": 0.1, "decay_vectors": False}
+    chosen = OptimizerSection.model_validate(section)
+    groups = build_optimizer(chosen, net.parameters()).param_groups
+    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(1, 0.1), (3, 0)]
+    assert groups[0]["params"][0] is net[0].weight
+    matrices = build_optimizer(chosen, nn.Embedding(2, 2).parameters()).param_groups
+    assert [len(group["params"]) for group in matrices] == [1, 0]
+
+
 def test_a_schedule_starts_at_the_learning_rate() -> None:
     said = {"learning_rate": 0.1, "schedule": {"kind": "linear", "warmup_ratio": 0.1}}
     chosen = OptimizerSection.model_validate(said)

@@ -195,7 +195,13 @@ def build_optimizer(
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,
     }
-    return kinds[chosen.name]([p for p in parameters if p.requires_grad], **options)
+    trained = [p for p in parameters if p.requires_grad]
+    if chosen.decay_vectors:
+        return kinds[chosen.name](trained, **options)
+    # Both groups are on every rank, also where a stage has nothing for one of them.
+    decayed = {"params": [p for p in trained if p.ndim > 1]}
+    others = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
+    return kinds[chosen.name]([decayed, others], **options)
 
 
 def build_schedule(chosen: schema.OptimizerSection) -> LRSchedule | None:

@@ -155,13 +155,15 @@ class ScheduleSection(Section, frozen=True):
 class OptimizerSection(Section, frozen=True):
     """Which optimizer, with what rates; a key that is left out has torch's default.
 
-    Gradients whose norm together is above `clip_norm` are scaled down to it.
+    Gradients whose norm together is above `clip_norm` are scaled down to it. Without
+    `decay_vectors`, biases and the weights of norms have no `weight_decay`.
     """
 
     name: Literal["sgd", "momentum", "adam", "adamw"] = "sgd"
     learning_rate: Positive = 0.001
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     weight_decay: NotNegative | None = None
+    decay_vectors: bool = True
     betas: list[NotNegative] | None = None
     eps: Positive | None = None
     schedule: ScheduleSection | None = None

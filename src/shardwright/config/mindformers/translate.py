@@ -62,6 +62,7 @@ def _optimizer(optimizer: MindFormersOptimizer) -> dict[str, Any]:
         "betas": list(optimizer.betas),
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
+        "decay_vectors": False,
         "clip_norm": optimizer.clip_norm,
         "schedule": schedule,
     }
