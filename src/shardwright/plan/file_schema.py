@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from types import GenericAlias
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+)
 
+from shardwright.constraints import OperatorStrategy
 from shardwright.cost.memory import Memory, StageMemory
 from shardwright.cost.pipeline_timeline import ChunkSeconds
 from shardwright.cost.time_parts import KINDS, TimePart
@@ -26,6 +36,21 @@ from shardwright.plan.rows import CrossingRow, OperatorRow, RedistributionRow, S
 from shardwright.search.choices import KNOBS, AxisChoice, OtherChoice
 from shardwright.text_files import shown
 
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
+Made = TypeVar("Made")
+
+FILE_KEYS = {
+    "input_layouts": "read",
+    "output_layouts": "made",
+    "redistributions": "conversions",
+    "chunk_of": "part_of",
+    "saved_gap": "gap",
+}
+"""Keys in the file, where they differ from the field; files keep them."""
+
+OF_THIS_RUN = ("graph", "optimizer", "dry_runs", "pricing")
+"""Fields that are not written; without them, a plan from a file cannot predict its memory."""
+
 Natural = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -33,9 +58,14 @@ Sizes = tuple[Natural, ...]
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
-def _schema(
+def _schema(of: type, optional: Iterable[str] = (), **changed: Any) -> Any:
+    """What a file holds of the dataclass `of`, one of which is made when it is read."""
+    return Annotated[_model(of, optional=optional, **changed), AfterValidator(partial(_made, of))]
+
+
+def _model(
     of: type, without: Iterable[str] = (), optional: Iterable[str] = (), **changed: Any
-) -> Any:
+) -> type[BaseModel]:
     """A model of what a file holds of the dataclass `of`: all its fields but those in `without`,
     with the types of `changed` where the file holds another; other numbers are at least 0. Files of
     earlier releases lack those in `optional`."""
@@ -43,11 +73,16 @@ def _schema(
     hints = get_type_hints(of)
     kinds = {f.name: numbers.get(hints[f.name], hints[f.name]) for f in fields(of)} | changed
     definitions: Any = {
-        name: (kind, None if name in optional else ...)
+        name: (kind, Field(None if name in optional else ..., alias=FILE_KEYS.get(name)))
         for name, kind in kinds.items()
         if name not in without
     }
     return create_model(of.__name__, __config__=_STRICT, **definitions)
+
+
+def _made(of: type[Made], read: BaseModel, without: Iterable[str] = ()) -> Made:
+    """The value of the dataclass `of` that was read."""
+    return of(**{n: getattr(read, n) for n in read.model_fields_set if n not in without})
 
 
 def _many(kind: Any) -> Any:
@@ -71,6 +106,9 @@ class _LayoutOnMesh(BaseModel, extra="forbid", strict=True):
     partial: Sizes = ()
     varying: Sizes = ()
 
+    def on(self, mesh: Layout) -> TensorLayout:
+        return TensorLayout(mesh, self.axes, frozenset(self.partial), frozenset(self.varying))
+
 
 class _OwnLayout(_Mesh):
     """A layout on a mesh of its own, as `TensorLayout.to_dict` writes it."""
@@ -86,10 +124,29 @@ class _Pin(BaseModel, extra="forbid", strict=True):
     outputs: tuple[tuple[AtLeastOne, ...] | _OwnLayout | None, ...] | None
 
 
+def _pin(read: _Pin) -> OperatorStrategy:
+    return OperatorStrategy.from_dict(read.model_dump())
+
+
 class _Input(BaseModel, extra="forbid", strict=True):
     name: str
     shape: Sizes
     dtype: str
+
+
+def _on_mesh(rows: tuple[OperatorRow, ...], info: ValidationInfo) -> tuple[OperatorRow, ...]:
+    """The rows with their layouts on the mesh that was read before; none if it is invalid."""
+    mesh = info.data.get("mesh")
+    if mesh is None:
+        return ()
+    return tuple(
+        replace(
+            row,
+            input_layouts=tuple(layout.on(mesh) for layout in row.input_layouts),
+            output_layouts=tuple(layout.on(mesh) for layout in row.output_layouts),
+        )
+        for row in rows
+    )
 
 
 MEANINGS = tuple(each.name.lower() for each in Meaning)
@@ -106,55 +163,53 @@ _StageMemory = _schema(
     largest=_many(tuple[str, str, Natural]),
     curve=_many(tuple[str, Natural]),
 )
-PlanFile: type[BaseModel] = _schema(
+_Operator = _schema(
+    OperatorRow,
+    optional=("seconds", "meanings"),
+    meanings=_named(Literal[MEANINGS]),
+    inputs=tuple[tuple[str, Sizes, str], ...],
+    outputs=tuple[Sizes, ...],
+    input_layouts=tuple[_LayoutOnMesh, ...],
+    output_layouts=tuple[_LayoutOnMesh, ...],
+    redistributions=_many(_Redistribution),
+)
+_Pipeline = _schema(
+    PipelineSpec,
+    stages=AtLeastOne,
+    micro_batches=AtLeastOne,
+    schedule=Literal[tuple(SCHEDULES)],
+    chunks=AtLeastOne,
+    chunk_of=dict[str, Natural],
+    loss_reduction=Literal[REDUCTIONS],
+)
+_Step = _schema(
+    StepRow,
+    optional=("utilization", "parts"),
+    utilization=Amount | None,
+    parts=_many(_schema(TimePart, kind=Literal[KINDS])),
+)
+PlanFile = _model(
     PlanData,
-    without=("optimizer", "graph", "dry_runs", "pricing", "saved_gap"),
-    optional=("memory_limit", "chunk_seconds", "saved_memory", "saved_choices", "gap"),
+    without=OF_THIS_RUN,
+    optional=("memory_limit", "chunk_seconds", "saved_memory", "saved_choices", "saved_gap"),
     memory_limit=AtLeastOne | None,
     chunk_seconds=_many(_schema(ChunkSeconds, of_weight=Amount | None)),
     saved_memory=_schema(Memory, stages=_many(_StageMemory)) | None,
-    gap=Amount | None,
+    saved_gap=Amount | None,
     saved_choices=_many(_schema(AxisChoice, alternatives=_many(_OtherChoice))),
     version=int,
     devices=AtLeastOne,
-    mesh=_Mesh,
+    mesh=Annotated[_Mesh, AfterValidator(partial(_made, Layout))],
     parameters=dict[str, tuple[Sizes, str]],
-    inputs=tuple[_Input | str | int | float | bool | None, ...],
-    operators=_many(
-        _schema(
-            OperatorRow,
-            without=("input_layouts", "output_layouts", "redistributions"),
-            optional=("seconds", "meanings"),
-            meanings=_named(Literal[MEANINGS]),
-            inputs=tuple[tuple[str, Sizes, str], ...],
-            outputs=tuple[Sizes, ...],
-            read=tuple[_LayoutOnMesh, ...],
-            made=tuple[_LayoutOnMesh, ...],
-            conversions=_many(_Redistribution),
-        )
-    ),
+    inputs=tuple[Annotated[_Input, AfterValidator(dict)] | str | int | float | bool | None, ...],
+    operators=Annotated[_many(_Operator), AfterValidator(_on_mesh)],
     returned=_many(_Redistribution),
     crossings=_many(_schema(CrossingRow)),
     sharding=_schema(OptimizerParallel, shard_size=int) | None,
     recompute=_named(_schema(Recompute)),
-    pipeline=_schema(
-        PipelineSpec,
-        without=("chunk_of",),
-        stages=AtLeastOne,
-        micro_batches=AtLeastOne,
-        schedule=Literal[tuple(SCHEDULES)],
-        chunks=AtLeastOne,
-        part_of=dict[str, Natural],
-        loss_reduction=Literal[REDUCTIONS],
-    ),
-    step=_schema(
-        StepRow,
-        optional=("utilization", "parts"),
-        utilization=Amount | None,
-        parts=_many(_schema(TimePart, kind=Literal[KINDS])),
-    )
-    | None,
-    pins=dict[str, _Pin],
+    pipeline=_Pipeline,
+    step=_Step | None,
+    pins=_named(Annotated[_Pin, AfterValidator(_pin)]),
 )
 
 
@@ -164,15 +219,25 @@ def json_schema() -> str:
     return json.dumps({**PlanFile.model_json_schema(), **title}, indent=1) + "\n"
 
 
-def check_types(text: str, where: str) -> None:
-    """Raises: PlanError: a field is missing, unknown or of another type; names the first one."""
+def read_plan(kind: type[AnyPlan], text: str, where: str) -> AnyPlan:
+    """The plan in a file.
+
+    Raises:
+        PlanError: a field is missing, unknown, of another type or contradicts others; names the
+            first one.
+    """
     try:
-        PlanFile.model_validate_json(text, strict=True)
+        read: Any = PlanFile.model_validate_json(text, strict=True)
     except ValidationError as error:
         details = error.errors(include_url=False)[0]
+        if details["type"] == "value_error":
+            raise PlanError(f"{where}: {details['ctx']['error']}") from None
         key = ".".join(str(part) for part in details["loc"])
         got = "" if details["type"] == "missing" else f", not {shown(details['input'])}"
         raise PlanError(f"{where}: incomplete plan: {key}: {details['msg']}{got}") from None
+    plan = _made(kind, read, without=("version", "devices"))
+    check_agreement(plan, read.devices, where)
+    return plan
 
 
 def check_agreement(plan: PlanData, devices: int, where: str) -> None:
