@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.constraints import Entry, OperatorStrategy, resolve
 from shardwright.constraints.parse import mesh_of
-from shardwright.constraints.resolve import requested_parameter_storage
+from shardwright.constraints.resolve import cut_axes
 from shardwright.errors import LayoutError, StrategyError
 from shardwright.graph.graph import Kind, Value
 from shardwright.layout.layout import Layout
@@ -111,6 +111,10 @@ def test_an_operator_pinned_whole_is_fixed_too() -> None:
 WEIGHT = Value("fc.weight", (16, 8), torch.float32, Kind.PARAMETER)
 
 
+def stored(entry: Entry, used: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    return cut_axes("parameter fc.weight", "parameter_plan", WEIGHT, entry, prime_mesh(8), used)
+
+
 @pytest.mark.parametrize(
     ("entry", "used", "expected"),
     [
@@ -126,7 +130,7 @@ WEIGHT = Value("fc.weight", (16, 8), torch.float32, Kind.PARAMETER)
 def test_counts_of_a_parameter_keep_the_axes_of_its_use(
     entry: Entry, used: tuple[tuple[int, ...], ...], expected: tuple[tuple[int, ...], ...]
 ) -> None:
-    assert requested_parameter_storage(WEIGHT, entry, prime_mesh(8), used) == expected
+    assert stored(entry, used) == expected
 
 
 @pytest.mark.parametrize(
@@ -148,4 +152,4 @@ def test_counts_of_a_parameter_keep_the_axes_of_its_use(
 )
 def test_a_parameter_that_cannot_be_stored_so_is_refused(entry: Entry, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
-        requested_parameter_storage(WEIGHT, entry, prime_mesh(8), ((), ()))
+        stored(entry, ((), ()))

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from shardwright.train.progress_bar import Follower
+from shardwright.train.progress_bar import followed
 
 
 def wait_for(lines: list[str], expected: list[str]) -> None:
@@ -15,7 +15,7 @@ def wait_for(lines: list[str], expected: list[str]) -> None:
 
 def test_lines_arrive_whole_and_once_while_the_file_grows(tmp_path: Path) -> None:
     path, lines = tmp_path / "log", list[str]()
-    with Follower({path: lines.append}):
+    with followed({path: lines.append}):
         with path.open("w", buffering=1) as file:
             file.write("one\ntw")
             file.flush()
@@ -29,14 +29,14 @@ def test_lines_arrive_whole_and_once_while_the_file_grows(tmp_path: Path) -> Non
 
 def test_a_file_that_never_comes_gives_no_lines(tmp_path: Path) -> None:
     lines: list[str] = []
-    with Follower({tmp_path / "absent": lines.append}):
+    with followed({tmp_path / "absent": lines.append}):
         pass
     assert lines == []
 
 
 def test_a_file_in_the_place_of_another_is_read_from_its_beginning(tmp_path: Path) -> None:
     path, lines = tmp_path / "log", list[str]()
-    with Follower({path: lines.append}):
+    with followed({path: lines.append}):
         with path.open("w", buffering=1) as file:
             file.write("one\n")
             wait_for(lines, ["one"])

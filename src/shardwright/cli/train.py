@@ -6,7 +6,7 @@ import signal
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from itertools import count
@@ -40,7 +40,7 @@ from shardwright.train.log_folder import LogFolder
 from shardwright.train.node import Node, launch_node
 from shardwright.train.position import Position
 from shardwright.train.process_group import World, is_launched
-from shardwright.train.progress_bar import Follower, LiveProgress
+from shardwright.train.progress_bar import LiveProgress, followed
 from shardwright.train.same_run import same_run
 from shardwright.train.step_log import StepRecord, open_step_log
 from shardwright.train.trackers import check_trackers, trackers
@@ -99,13 +99,40 @@ def train_command(
 ) -> None:
     """Train on local processes, one per device, on several nodes, or under torchrun on the
     processes it started."""
-    node = _node(nnodes, node_rank, rdzv, nproc_per_node, devices, elastic)
+    options = _Options(
+        config, devices, plan, log_dir, mem_coeff, resume, max_restarts, elastic, profile
+    )
+    node = _node(nnodes, node_rank, rdzv, nproc_per_node, options)
     if node is not None:
-        _train_node(node, config, plan, log_dir, mem_coeff, resume, max_restarts, profile)
+        _train_node(node, options)
         return
     # What a launched rank raises is reported by its launcher.
     body = record(_train) if is_launched() else _train
-    body(config, devices, plan, log_dir, mem_coeff, resume, max_restarts, elastic, profile)
+    body(options)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the command line says, but for what describes a node."""
+
+    config: Path
+    devices: int | None
+    plan: Path | None
+    log_dir: Path
+    mem_coeff: str | None
+    resume: bool
+    max_restarts: int
+    elastic: str | None
+    profile: int | None
+
+    def command(self, resume: bool) -> list[str]:
+        """With which `python` is called for each rank."""
+        command = ["-P", "-m", "shardwright", "train", str(self.config)]
+        for name in ("plan", "log_dir", "mem_coeff", "profile"):
+            value = getattr(self, name)
+            if value is not None:
+                command += [f"--{name.replace('_', '-')}", str(value)]
+        return [*command, "--resume"] if resume else command
 
 
 def _node(
@@ -113,15 +140,14 @@ def _node(
     rank: int | None,
     rdzv: str | None,
     local_size: int | None,
-    devices: int | None,
-    elastic: str | None,
+    options: _Options,
 ) -> Node | None:
     """The node that the options describe, if they do."""
     if nnodes is None:
         if rank is not None or rdzv is not None or local_size is not None:
             raise ConfigError("--node-rank, --rdzv and --nproc-per-node need --nnodes")
         return None
-    if devices is not None or elastic is not None:
+    if options.devices is not None or options.elastic is not None:
         raise ConfigError(
             "--nnodes: give --nproc-per-node instead of --devices, and --nnodes MIN:MAX instead of"
             " --elastic"
@@ -133,45 +159,25 @@ def _node(
     return Node.parse(nnodes, rank, rdzv, local_size)
 
 
-def _train_node(
-    node: Node,
-    config: Path,
-    plan: Path | None,
-    log_dir: Path,
-    mem_coeff: str | None,
-    resume: bool,
-    max_restarts: int,
-    profile: int | None,
-) -> None:
+def _train_node(node: Node, options: _Options) -> None:
     """Starts the ranks of one of several nodes, which plan and train."""
-    run, logs = run_of(config, mem_coeff, resume=resume), LogFolder(log_dir)
+    run = run_of(options.config, options.mem_coeff, resume=options.resume)
+    logs = LogFolder(options.log_dir)
     if node.rank == 0:
         with lock_folders(*_written(run, logs)):
             run.check_resumes()
             logs.clear(num_ranks=1, keep_steps=run.resumes)
-    command = ["-P", "-m", "shardwright", "train", str(config), "--log-dir", str(log_dir)]
-    command += [] if plan is None else ["--plan", str(plan)]
-    command += [] if mem_coeff is None else ["--mem-coeff", mem_coeff]
-    command += _profiled(profile)
     # A node may come back into a run that goes on; node 0 has seen to it that it is the same run.
-    command += ["--resume"] if run.checkpoints() is not None else []
+    command = options.command(resume=run.checkpoints() is not None)
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
-    launch_node(command, node, logs, max_restarts=max_restarts, timeout=timeout)
+    launch_node(command, node, logs, max_restarts=options.max_restarts, timeout=timeout)
 
 
-def _train(
-    config: Path,
-    devices: int | None,
-    plan: Path | None,
-    log_dir: Path,
-    mem_coeff: str | None,
-    resume: bool,
-    max_restarts: int,
-    elastic: str | None,
-    profile: int | None,
-) -> None:
-    world, bounds = World.from_environment(), DeviceRange.parse(elastic) if elastic else None
-    run, logs = run_of(config, mem_coeff, resume=resume or world.restarts > 0), LogFolder(log_dir)
+def _train(options: _Options) -> None:
+    world, logs = World.from_environment(), LogFolder(options.log_dir)
+    bounds = DeviceRange.parse(options.elastic) if options.elastic else None
+    resume = options.resume or world.restarts > 0
+    run = run_of(options.config, options.mem_coeff, resume=resume)
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
     # Under torchrun rank 0 locks them; ranks of this command find that their launcher has.
     with (
@@ -183,8 +189,8 @@ def _train(
         if world.restarts == 0:
             run.check_resumes()
         check_trackers(run.config.train.log_to)
-        run, chosen = _planned(run, config, devices, plan, bounds, world)
-        profile = None if world.restarts else profile
+        run, chosen = _planned(run, options, bounds, world)
+        profile = None if world.restarts else options.profile
         if profile is not None:
             _check_profile(run, profile)
         if run.language is not None and run.language.only_strategies:
@@ -195,10 +201,10 @@ def _train(
             _train_one_rank(run, chosen, world, logs, profile)
             return
         logs.clear(num_ranks=chosen.devices, keep_steps=run.resumes)
-        if chosen.devices == 1 and max_restarts == 0 and bounds is None:
+        if chosen.devices == 1 and options.max_restarts == 0 and bounds is None:
             _train_one_rank(run, chosen, world, logs, profile)
         else:
-            _Ranks(config, run, logs, locks, profile).train(chosen, max_restarts, bounds)
+            _Ranks(options, run, logs, locks).train(chosen, bounds)
 
 
 def _facts(run: Run) -> dict[str, object]:
@@ -219,15 +225,11 @@ def _written(run: Run, logs: LogFolder) -> list[Path]:
 
 
 def _planned(
-    run: Run,
-    config: Path,
-    devices: int | None,
-    file: Path | None,
-    bounds: DeviceRange | None,
-    world: World,
+    run: Run, options: _Options, bounds: DeviceRange | None, world: World
 ) -> tuple[Run, Plan | Callable[[], Plan]]:
-    """The run on its number of devices, and its plan: that of `file`, or a search, which of several
-    ranks one does when all are there."""
+    """The run on its number of devices, and its plan: one from a file, or a search, which of
+    several ranks one does when all are there."""
+    file, devices = options.plan, options.devices
     saved = Plan.load(file) if file is not None else None
     if devices is None:
         devices = saved.devices if saved else bounds.maximum if bounds else world.size
@@ -239,7 +241,7 @@ def _planned(
         )
     run = run.on(devices)
     run.check_data()
-    report_batch(run, config, devices)
+    report_batch(run, options.config, devices)
     if saved is not None:
         return run, saved
     if world.size not in (1, devices):
@@ -261,17 +263,16 @@ class _Ranks:
 
     Args:
         locks: file descriptors of the locked folders.
-        profile: how many steps are profiled.
     """
 
-    config: Path
+    options: _Options
     run: Run
     logs: LogFolder
     locks: Collection[int]
-    profile: int | None
 
-    def train(self, plan: Plan, max_restarts: int, bounds: DeviceRange | None) -> None:
+    def train(self, plan: Plan, bounds: DeviceRange | None) -> None:
         """Starts them, and again as often as is allowed."""
+        max_restarts = self.options.max_restarts
         timeout = timedelta(seconds=self.run.config.train.timeout_seconds)
         command = self.command(plan, self.run.resumes)
         with self.progress() as progress:
@@ -306,10 +307,7 @@ class _Ranks:
     def command(self, plan: Plan, resume: bool) -> list[str]:
         """The command of each process, to train with `plan`."""
         plan.save(self.logs.plan)
-        command = ["-P", "-m", "shardwright", "train", str(self.config)]
-        command += ["--plan", str(self.logs.plan), "--log-dir", str(self.logs.root)]
-        command += _profiled(self.profile)
-        return [*command, "--resume"] if resume else command
+        return replace(self.options, plan=self.logs.plan, mem_coeff=None).command(resume)
 
     def replan(self, remaining: int, minimum: int) -> tuple[list[str], int]:
         """The command with a plan for the largest number of the remaining devices that share any
@@ -333,7 +331,7 @@ class _Ranks:
                 self.logs.stdout(0): progress.line,
                 self.logs.steps(0): lambda line: progress.step(StepRecord.from_json(line)),
             }
-            with Follower(on_line):
+            with followed(on_line):
                 yield progress
 
 
@@ -355,9 +353,7 @@ def _train_one_rank(
         return
     settings = run.config.train
     with ExitStack() as stack:
-        progress = stack.enter_context(
-            LiveProgress(Console(), run.num_steps, len(run.batches)),
-        )
+        progress = stack.enter_context(LiveProgress(Console(), run.num_steps, len(run.batches)))
         writers: list[Callable[[StepRecord], object]] = []
 
         def on_start(start: Position) -> None:
@@ -381,11 +377,6 @@ def _train_one_rank(
             train_rank(run, plan, world, on_step, on_start, profile)
         except KeyboardInterrupt:
             raise StoppedError(signal.SIGINT) from None
-
-
-def _profiled(steps: int | None) -> list[str]:
-    """The option of a rank's command."""
-    return [] if steps is None else ["--profile", str(steps)]
 
 
 def _check_profile(run: Run, steps: int) -> None:

@@ -44,6 +44,10 @@ class _DimRequest:
         return f"dimension {self.dim} of {tensor}"
 
 
+class _ConflictError(Exception):
+    """A factor, and two dimensions that request other shards of it."""
+
+
 @dataclass(frozen=True)
 class StrategyParser:
     """Parses the strategy of one operator on one device matrix."""
@@ -72,22 +76,34 @@ class StrategyParser:
             StrategyError: if the operator cannot be sharded like this; the message says what is
                 valid.
         """
+        try:
+            return self._axes(self._of_factors())
+        except _ConflictError as conflict:
+            raise self._disagreement(*conflict.args) from None
+
+    def _of_factors(self) -> dict[str, _DimRequest]:
+        """What is requested of each factor.
+
+        Raises:
+            _ConflictError: if two dimensions do not agree.
+            StrategyError: as `cuts`.
+        """
         requests: dict[str, _DimRequest] = {}
         for request, factor in self._requests():
             first = requests.setdefault(factor, request)
             if not _agree(first, request):
-                raise self._disagreement(factor, first, request)
+                raise _ConflictError(factor, first, request)
             if first.axes is None:
                 requests[factor] = replace(first, axes=request.axes)
         requests = self._apart(requests)
         self._check_total(requests)
-        return self._axes(requests)
+        return requests
 
     def _apart(self, requests: Mapping[str, _DimRequest]) -> dict[str, _DimRequest]:
         """What is left to a factor that cuts further what another one cuts that is joined with it.
 
         Raises:
-            StrategyError: if the other one is to cut its own dimensions otherwise.
+            _ConflictError: if the other one is to cut its own dimensions otherwise.
         """
         left = dict(requests)
         for factor, other in self.rule.joined.items():
@@ -95,14 +111,9 @@ class StrategyParser:
             if own is not None and both is not None:
                 parts = self._further(own, both)
                 if parts is None:
-                    raise self._disagreement(factor, both, own)
+                    raise _ConflictError(factor, both, own)
                 left[factor], left[other] = parts
         return left
-
-    def _are_joined(self, requests: Mapping[str, _DimRequest]) -> bool:
-        """Whether `_apart` raises no error."""
-        pairs = [[requests.get(f) for f in pair] for pair in self.rule.joined.items()]
-        return all(not own or not both or self._further(own, both) for own, both in pairs)
 
     def _further(
         self, own: _DimRequest, both: _DimRequest
@@ -242,19 +253,11 @@ class StrategyParser:
             yield OperatorStrategy((*inputs[:index], entry, *inputs[index + 1 :]))
 
     def _is_valid(self, strategy: OperatorStrategy) -> bool:
-        parser = StrategyParser(self.op, strategy, self.mesh)
-        requests: dict[str, _DimRequest] = {}
         try:
-            agree = all(
-                _agree(requests.setdefault(f, request), request)
-                for request, f in parser._requests()
-            )
-            agree = agree and parser._are_joined(requests)
-            if agree:
-                parser._check_total(parser._apart(requests))
-        except StrategyError:
+            StrategyParser(self.op, strategy, self.mesh)._of_factors()
+        except (_ConflictError, StrategyError):
             return False
-        return agree
+        return True
 
     def _check_total(self, requests: Mapping[str, _DimRequest]) -> None:
         devices = self.mesh.num_devices

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
@@ -47,6 +47,21 @@ class Pin(ModuleTag):
 
 class BoundaryPin(Pin, BoundaryTag):
     """The pin of one tensor that enters or leaves a module."""
+
+
+def tagged_calls(function: Any, tag: Any) -> Any:
+    """A function that tags the operators of each call; it replaces an earlier one of this kind."""
+    earlier = f"_without_{type(tag).__name__}"
+    inner = getattr(function, earlier, function)
+
+    @wraps(inner)
+    def tagged(*args: Any, **kwargs: Any) -> Any:
+        # Every call has a tag of its own, which tells its operators from those of other calls.
+        with tagging(replace(tag)):
+            return inner(*args, **kwargs)
+
+    vars(tagged)[earlier] = inner
+    return tagged
 
 
 def _with_boundary(where: str, forward: Any, strategy: OperatorStrategy) -> Any:

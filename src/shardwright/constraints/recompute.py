@@ -7,16 +7,16 @@ that `recompute` returns; there is no global state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from shardwright.capture.annotations import RecomputeMark, attach, tagging
+from shardwright.capture.annotations import RecomputeMark, attach
 from shardwright.capture.naming import local_operator_name
+from shardwright.constraints.pin import tagged_calls
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph, Op
 from shardwright.graph.saved_tensors import saved_tensors
@@ -68,26 +68,13 @@ def recompute(
     if isinstance(target, nn.Module):
         attach(target, mark)
         return target
-    function: RecomputeTarget = _marked_function(target, mark)
+    function: RecomputeTarget = tagged_calls(target, mark)
     return function
 
 
 def _kind(operator: str) -> str:
     """`softmax` of `aten.softmax.int`, `aten::softmax` or `softmax`."""
     return operator.replace("::", ".").removeprefix("aten.").partition(".")[0].strip("_")
-
-
-def _marked_function(function: Any, mark: RecomputeMark) -> Any:
-    inner = getattr(function, "_without_mark", function)
-
-    @wraps(inner)
-    def marked_function(*args: Any, **kwargs: Any) -> Any:
-        # Every call has a mark of its own, which tells its operators from those of other calls.
-        with tagging(replace(mark)):
-            return inner(*args, **kwargs)
-
-    vars(marked_function)["_without_mark"] = inner
-    return marked_function
 
 
 @dataclass(frozen=True)
@@ -213,13 +200,13 @@ def _check_modules(graph: Graph, modules: Mapping[str, RecomputeMark]) -> None:
     """Raises:
     StrategyError: if the module of a mark has no operator, or none with a name that it lists.
     """
-    inside: dict[int, list[Op]] = {id(mark): [] for mark in modules.values()}
+    inside: dict[RecomputeMark, list[Op]] = {mark: [] for mark in modules.values()}
     for op in graph.ops:
         marks = (modules.get(call.partition("@")[0]) for call in op.calls)
-        for key in {id(mark) for mark in marks if mark is not None}:
-            inside[key].append(op)
+        for mark in {mark for mark in marks if mark is not None}:
+            inside[mark].append(op)
     for path, mark in modules.items():
-        ops = inside[id(mark)]
+        ops = inside[mark]
         where = f"module {path!r}" if path else "the model"
         if not ops:
             near = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)

@@ -147,8 +147,9 @@ def requested_storage(
     stored = {name: tuple(axes) for name, axes in used.items()}
     for value in graph.parameters:
         if value.name in parameters:
-            entry = parameters[value.name]
-            stored[value.name] = requested_parameter_storage(value, entry, mesh, stored[value.name])
+            where, entry = f"parameter {value.name}", parameters[value.name]
+            used_axes = stored[value.name]
+            stored[value.name] = cut_axes(where, "parameter_plan", value, entry, mesh, used_axes)
     return stored
 
 
@@ -253,27 +254,16 @@ def _reduce_scatter_counts(
             yield (*counts[:dim], counts[dim] * terms, *counts[dim + 1 :])
 
 
-def requested_parameter_storage(
-    parameter: Value, entry: Entry, mesh: Layout, used: tuple[Axes, ...]
-) -> tuple[Axes, ...]:
-    """The axes that cut each dimension of a parameter as it is stored.
-
-    Shard counts first take the axes that cut the dimension where the parameter is used, so that as
-    little as possible is communicated, then the outermost axes that remain.
-
-    Args:
-        used: the axes that cut each dimension where an operator reads it.
-
-    Raises:
-        StrategyError: if the parameter cannot be sharded as requested.
-    """
-    return cut_axes(f"parameter {parameter.name}", "parameter_plan", parameter, entry, mesh, used)
-
-
 def cut_axes(
     where: str, option: str, tensor: Value, entry: Entry, mesh: Layout, used: tuple[Axes, ...]
 ) -> tuple[Axes, ...]:
     """The axes that cut each dimension of a tensor for which `option` requests `entry`.
+
+    Shard counts first take the axes that cut the dimension where the tensor is used, so that as
+    little as possible is communicated, then the outermost axes that remain.
+
+    Args:
+        used: the axes that cut each dimension where an operator reads it.
 
     Raises:
         StrategyError: if the tensor cannot be sharded as requested.

@@ -6,18 +6,17 @@ A pin is part of the module, or of the function that `shard` returns; there is n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from shardwright.capture.annotations import attach, tagging
+from shardwright.capture.annotations import attach
 from shardwright.capture.naming import MAIN
 from shardwright.constraints import Entry, OperatorStrategy, check_entries, check_entry
-from shardwright.constraints.pin import BoundaryPin, Pin
+from shardwright.constraints.pin import BoundaryPin, Pin, tagged_calls
 from shardwright.errors import StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.graph.graph import Op as Operator
@@ -116,7 +115,7 @@ def shard(
             "only modules take a parameter_plan, a function has no parameters; call shard on the"
             " module that owns them"
         )
-    function: ShardTarget = _pinned_function(target, Pin(strategy))
+    function: ShardTarget = tagged_calls(target, Pin(strategy))
     return function
 
 
@@ -134,19 +133,6 @@ def validate_parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dic
             )
         check_entry(f"parameter_plan of {name!r}", entry)
     return dict(plan)
-
-
-def _pinned_function(function: Any, pin: Pin) -> Any:
-    inner = getattr(function, "_without_pin", function)
-
-    @wraps(inner)
-    def pinned_function(*args: Any, **kwargs: Any) -> Any:
-        # Every call has a pin of its own, which tells its operators from those of other calls.
-        with tagging(replace(pin)):
-            return inner(*args, **kwargs)
-
-    vars(pinned_function)["_without_pin"] = inner
-    return pinned_function
 
 
 @dataclass(frozen=True)
@@ -184,7 +170,7 @@ def pins_of(graph: Graph) -> Pins:
 
 def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
     with_boundary = {op.module for op in graph.ops if _is_boundary(op)}
-    for pin, paths in _modules_by_pin(graph):
+    for pin, paths in _modules_by_pin(graph).items():
         if pin.strategy is None or with_boundary.issuperset(paths):
             continue
         ops = [op for path in paths for op in _main_operators(graph, path)]
@@ -198,15 +184,12 @@ def _is_boundary(op: Operator) -> bool:
     return any(isinstance(tag, BoundaryPin) for tag in op.tags)
 
 
-def _modules_by_pin(graph: Graph) -> Iterator[tuple[Pin, list[str]]]:
+def _modules_by_pin(graph: Graph) -> dict[Pin, list[str]]:
     """Every pin of a module, with all paths of that module."""
-    paths: dict[int, list[str]] = {}
-    pins: dict[int, Pin] = {}
+    paths: dict[Pin, list[str]] = {}
     for path, pin in _pinned_modules(graph):
-        paths.setdefault(id(pin), []).append(path)
-        pins[id(pin)] = pin
-    for key, shared in paths.items():
-        yield pins[key], shared
+        paths.setdefault(pin, []).append(path)
+    return paths
 
 
 def _pinned_modules(graph: Graph) -> Iterator[tuple[str, Pin]]:
@@ -219,7 +202,7 @@ def _named_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy
     for op in graph.ops:
         first, _, number = op.name.rpartition("@")
         calls.setdefault(first if number.isdigit() else op.name, []).append(op)
-    for pin, paths in _modules_by_pin(graph):
+    for pin, paths in _modules_by_pin(graph).items():
         named = {path + suffix for path in paths for suffix in pin.operators}
         for suffix, strategy in pin.operators.items():
             names = [path + suffix for path in paths]

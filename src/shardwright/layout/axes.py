@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count, product
 from math import prod
 
@@ -33,6 +33,27 @@ def axis_names() -> Iterator[str]:
     """a, b, …, z, aa, ab, …"""
     for length in count(1):
         yield from map("".join, product("abcdefghijklmnopqrstuvwxyz", repeat=length))
+
+
+def common_length(mine: Axes, other: Axes) -> int:
+    """How many axes two lists have in common at their beginning."""
+    length = 0
+    while length < len(mine) and length < len(other) and mine[length] == other[length]:
+        length += 1
+    return length
+
+
+def block_number(axes: Axes, sizes: tuple[int, ...], place: Mapping[int, int] | Axes) -> int:
+    """Which of the blocks into which `axes` cut a dimension the device at `place` holds, a
+    coordinate for each axis.
+
+    >>> block_number((2, 0), sizes=(2, 3, 4), place=(1, 0, 3))
+    7
+    """
+    number = 0
+    for axis in axes:
+        number = number * sizes[axis] + place[axis]
+    return number
 
 
 def common_axes(*device_matrices: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ parts all of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +20,7 @@ from itertools import product
 from math import lcm, prod
 from typing import Literal
 
-from shardwright.layout.axes import Axes
+from shardwright.layout.axes import Axes, block_number, common_length
 from shardwright.layout.layout import TensorLayout
 
 Pattern = Literal["ring", "pairwise", "point_to_point"]
@@ -153,9 +154,7 @@ def _changed(source: TensorLayout, target: TensorLayout) -> tuple[list[Axes], li
     """For each dimension the axes of both layouts without those with which both begin."""
     before, after = [], []
     for mine, other in zip(source.axes, target.axes, strict=True):
-        same = 0
-        while same < min(len(mine), len(other)) and mine[same] == other[same]:
-            same += 1
+        same = common_length(mine, other)
         before.append(mine[same:])
         after.append(other[same:])
     return before, after
@@ -167,19 +166,15 @@ def _cells(
     """The cells of the block at `place`, row by row, as indices into the whole tensor's."""
     ranges = []
     for axes, count in zip(cuts, cells, strict=True):
-        index, length = 0, count
-        for axis in axes:
-            index, length = index * sizes[axis] + place[axis], length // sizes[axis]
-        ranges.append(range(index * length, (index + 1) * length))
+        first, length = block_number(axes, sizes, place), count // prod(sizes[a] for a in axes)
+        ranges.append(range(first * length, (first + 1) * length))
     return list(product(*ranges))
 
 
 def _counts(positions: list[int], devices: int) -> tuple[int, ...]:
     """How often each position comes."""
-    counts = [0] * devices
-    for position in positions:
-        counts[position] += 1
-    return tuple(counts)
+    counts = Counter(positions)
+    return tuple(counts[position] for position in range(devices))
 
 
 def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:

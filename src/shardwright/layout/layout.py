@@ -21,7 +21,13 @@ from math import prod
 from typing import Any
 
 from shardwright.errors import LayoutError
-from shardwright.layout.axes import INTERLEAVED, Axes, axes_with_devices, check_ranks
+from shardwright.layout.axes import (
+    INTERLEAVED,
+    Axes,
+    axes_with_devices,
+    block_number,
+    check_ranks,
+)
 from shardwright.layout.visualize import Drawing, draw_devices
 
 
@@ -268,13 +274,8 @@ class TensorLayout:
         return self._block_at(self.layout.coordinates(rank))
 
     def _block_at(self, coordinates: tuple[int, ...]) -> tuple[int, ...]:
-        block = []
-        for dim in self.axes:
-            index = 0
-            for axis in dim:
-                index = index * self.device_matrix[axis] + coordinates[axis]
-            block.append(index)
-        return tuple(block)
+        sizes = self.device_matrix
+        return tuple([block_number(dim, sizes, coordinates) for dim in self.axes])
 
     def slices(self, rank: int, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """The part of a tensor of `shape` that `rank` holds.

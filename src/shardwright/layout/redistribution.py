@@ -19,7 +19,14 @@ from math import gcd, prod
 
 from shardwright.errors import LayoutError
 from shardwright.layout import route_search
-from shardwright.layout.axes import Axes, Shape, axis_names, common_axes
+from shardwright.layout.axes import (
+    Axes,
+    Shape,
+    axis_names,
+    block_number,
+    common_axes,
+    common_length,
+)
 from shardwright.layout.collective_spec import COLLECTIVES, CollectiveSpec
 from shardwright.layout.layout import Layout, TensorLayout
 
@@ -110,13 +117,8 @@ class RedistributionStep:
         places = product(*(range(sizes[axis]) for axis in self.axes))
         for position, place in enumerate(places):
             coordinate = dict(zip(self.axes, place, strict=True))
-            block = []
-            for middle in middles:
-                index = 0
-                for axis in middle[which]:
-                    index = index * sizes[axis] + coordinate[axis]
-                block.append(index)
-            holders.setdefault(tuple(block), []).append(position)
+            block = tuple(block_number(middle[which], sizes, coordinate) for middle in middles)
+            holders.setdefault(block, []).append(position)
         return holders
 
     def __str__(self) -> str:
@@ -290,7 +292,7 @@ class _Table:
     @classmethod
     def of(cls, source: TensorLayout, target: TensorLayout) -> _Table:
         pairs = list(zip(source.axes, target.axes, strict=True))
-        kept = tuple(mine[: route_search.common_length(mine, other)] for mine, other in pairs)
+        kept = tuple(mine[: common_length(mine, other)] for mine, other in pairs)
         dims = tuple(dim for dim, (mine, other) in enumerate(pairs) if mine != other)
         return cls(source.layout, tuple(_join(source, target, kept)), kept, dims)
 
@@ -349,9 +351,9 @@ def _step(
 
 def _apart(mine: Axes, other: Axes) -> tuple[Axes, Axes]:
     """Two lists without the axes with which both begin and both end."""
-    front = route_search.common_length(mine, other)
+    front = common_length(mine, other)
     mine, other = mine[front:], other[front:]
-    back = route_search.common_length(mine[::-1], other[::-1])
+    back = common_length(mine[::-1], other[::-1])
     return mine[: len(mine) - back], other[: len(other) - back]
 
 

@@ -17,7 +17,7 @@ from math import prod
 from operator import add, gt
 from typing import NamedTuple
 
-from shardwright.layout.axes import Axes
+from shardwright.layout.axes import Axes, common_length
 from shardwright.layout.collective_spec import COLLECTIVES
 
 Lists = tuple[Axes, ...]
@@ -241,14 +241,6 @@ def _settles(problem: Problem, move: Move) -> bool:
 def _settled(lists: Lists, target: Lists) -> tuple[int, ...]:
     """For each dimension how many of its first axes stand where the target has them."""
     return tuple(map(common_length, lists, target))
-
-
-def common_length(mine: Axes, other: Axes) -> int:
-    """How many axes two lists have in common at their beginning."""
-    length = 0
-    while length < len(mine) and length < len(other) and mine[length] == other[length]:
-        length += 1
-    return length
 
 
 def _fits(problem: Problem, dim: int, axes: Axes) -> bool:

@@ -45,7 +45,7 @@ from shardwright.runtime.random import (
     recompute_segment,
 )
 from shardwright.runtime.regather import BackwardRegather
-from shardwright.torch_internals.operators import OpOverload, schema_of
+from shardwright.torch_internals.operators import OpOverload
 
 aten = torch.ops.aten
 
@@ -333,10 +333,8 @@ class _Lowering:
             args[rule.sizes] = list(
                 self.flow.initial_layouts[op.output].shard_shape(op.output.shape)
             )
-        if not op.inputs and isinstance(op.target, OpOverload):
-            names = {argument.name for argument in schema_of(op.target).arguments}
-            if "device" in names:
-                kwargs["device"] = self.devices.device
+        if op.takes_device:
+            kwargs["device"] = self.devices.device
         return args, kwargs
 
     def _function(self, op: Op, rule: ShardingRule | None) -> str:

@@ -219,9 +219,8 @@ class PlanData:
 
     def _stored_bytes(self, name: str) -> int:
         shape, dtype = self.parameters[name]
-        return prod(TensorLayout(self.mesh, self.storage[name]).shard_shape(shape)) * _itemsize(
-            dtype
-        )
+        shard = TensorLayout(self.mesh, self.storage[name]).shard_shape(shape)
+        return prod(shard) * int(getattr(torch, dtype).itemsize)
 
     @cached_property
     def memory(self) -> Memory:
@@ -339,11 +338,6 @@ def target_text(op: Op) -> str:
 def dtype_name(value: Value) -> str:
     """The dtype in which a parameter is stored or an input is passed."""
     return str(value.stored_dtype).removeprefix("torch.")
-
-
-def _itemsize(dtype: str) -> int:
-    size: int = getattr(torch, dtype).itemsize
-    return size
 
 
 def _unknown(name: str, known: list[str]) -> str:

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.layout.axes import Axes
+from shardwright.layout.axes import Axes, block_number
 from shardwright.layout.collective_spec import CellExchange, cell_exchange
 from shardwright.layout.redistribution import RedistributionStep
 from shardwright.rules.rule import MIRROR, PREVIOUS, RING, Function, Reduce
 from shardwright.runtime.collective_errors import program_line
-from shardwright.runtime.devices import Devices, Group, Index, block
+from shardwright.runtime.devices import Devices, Group, Index
 from shardwright.runtime.exposed_communication import Waits
 from shardwright.torch_internals.distributed import functional_collectives as c10d
 
@@ -306,12 +306,14 @@ def _bind_all_to_all_v(step: RedistributionStep, devices: Devices) -> BoundColle
 
 
 def _exchange_of_cells(plan: CellExchange, group: Group, devices: Devices) -> Function:
+    sizes = devices.layout.device_matrix
+
     def row(table: tuple[tuple[int, ...], ...]) -> list[Index]:
         """This rank's row of a table with one row for each position of the group."""
 
         def entry(column: int) -> Index:
             return devices.per_rank(
-                lambda place: table[block(devices.layout, place, group.axes)][column]
+                lambda place: table[block_number(group.axes, sizes, place)][column]
             )
 
         return [entry(column) for column in range(len(table[0]))]
@@ -333,7 +335,8 @@ def _exchange_of_cells(plan: CellExchange, group: Group, devices: Devices) -> Fu
 
 def _one_where(devices: Devices, group: Group, position: int) -> Index:
     """1 on the rank at `position` of the group, else 0."""
-    return devices.per_rank(lambda place: int(block(devices.layout, place, group.axes) == position))
+    sizes = devices.layout.device_matrix
+    return devices.per_rank(lambda place: int(block_number(group.axes, sizes, place) == position))
 
 
 BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = {

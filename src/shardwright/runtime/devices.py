@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import PlanError
-from shardwright.layout.axes import Axes
+from shardwright.layout.axes import Axes, block_number
 from shardwright.layout.joined_axes import joined_layout
 from shardwright.layout.layout import Layout
 from shardwright.runtime import worker_threads
@@ -190,14 +190,15 @@ class Devices:
         key = tuple(sorted(axes))
         if key not in self._names:
             self._names[key] = self._create(key)
-        order = [0] * self.layout.size(axes)
+        order, sizes = [0] * self.layout.size(axes), self.layout.device_matrix
         for place in places(self.layout):
-            order[block(self.layout, place, axes)] = block(self.layout, place, key)
+            order[block_number(axes, sizes, place)] = block_number(key, sizes, place)
         return Group(axes, self._names[key], len(order), tuple(order), self.waits)
 
     def index(self, axes: Axes) -> Index:
         """Which block this rank holds along the joined `axes`."""
-        return self.per_rank(lambda place: block(self.layout, place, axes))
+        sizes = self.layout.device_matrix
+        return self.per_rank(lambda place: block_number(axes, sizes, place))
 
     def common_seed(self) -> int:
         """The seed of rank 0's process, on every rank: devices that hold the same block must draw
@@ -294,11 +295,3 @@ def _name_groups_alike(device: torch.device) -> bool:
         return True
     names = gathered(torch.tensor(hash_of(local_group_name([])), device=device))
     return bool((names == names[0]).all())
-
-
-def block(layout: Layout, place: tuple[int, ...], axes: Axes) -> int:
-    """Which block the device at `place` holds of a dimension that the joined `axes` cut."""
-    index = 0
-    for axis in axes:
-        index = index * layout.device_matrix[axis] + place[axis]
-    return index

@@ -11,7 +11,6 @@ from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -80,14 +79,9 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         # Not after an error: other ranks may never write their shards.
-        if error is None:
+        if kind is None:
             self.wait()
             if self._locks is not None:
                 self._locks.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from shardwright.train.step_log import StepRecord
 
 
-class LiveProgress:
+class LiveProgress(Progress):
     """A context that prints lines and, if the console is a terminal, a progress bar below them.
 
     Args:
@@ -24,9 +24,7 @@ class LiveProgress:
     """
 
     def __init__(self, console: Console, num_steps: int, steps_per_epoch: int) -> None:
-        self._console = console
-        self._steps_per_epoch = steps_per_epoch
-        self._bar = Progress(
+        super().__init__(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -36,28 +34,17 @@ class LiveProgress:
             disable=not console.is_terminal,
             transient=True,
         )
-        self._task = self._bar.add_task("starting", total=num_steps, loss="-", speed="")
-
-    def __enter__(self) -> LiveProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
+        self._steps_per_epoch = steps_per_epoch
+        self._run = self.add_task("starting", total=num_steps, loss="-", speed="")
 
     def line(self, text: str) -> None:
         """Print `text` verbatim above the bar."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, step: StepRecord) -> None:
         """Show a finished step on the bar, which moves back when a run is restarted."""
-        self._bar.update(
-            self._task,
+        self.update(
+            self._run,
             completed=step.epoch * self._steps_per_epoch + step.step + 1,
             description=f"epoch {step.epoch} step {step.step}",
             loss=f"{step.loss:.6f}",
@@ -68,39 +55,32 @@ class LiveProgress:
 POLL_SECONDS = 0.1
 
 
-class Follower:
-    """A context in which a function is called with every line that is appended to a file.
+@contextmanager
+def followed(on_line: Mapping[Path, Callable[[str], None]]) -> Iterator[None]:
+    """Within it a function is called with every line that is appended to a file.
 
     The files need not exist yet. If a file is replaced, the old one is read to its end, then the
     new one from its beginning. On exit all that has been written is still passed on, including a
     last line without a newline. All functions are called from one background thread.
     """
+    files = [_FollowedFile(path, function) for path, function in on_line.items()]
+    ended = threading.Event()
 
-    def __init__(self, on_line: Mapping[Path, Callable[[str], None]]) -> None:
-        self._files = [_FollowedFile(path, function) for path, function in on_line.items()]
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="follow-logs", daemon=True)
+    def follow() -> None:
+        while not ended.wait(POLL_SECONDS):
+            for file in files:
+                file.read()
+        for file in files:
+            file.read()
+            file.close()
 
-    def __enter__(self) -> Follower:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _follow(self) -> None:
-        while not self._ended.wait(POLL_SECONDS):
-            for followed in self._files:
-                followed.read()
-        for followed in self._files:
-            followed.read()
-            followed.close()
+    thread = threading.Thread(target=follow, name="follow-logs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class _FollowedFile:
