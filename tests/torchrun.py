@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
+from inspect import getfile
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +23,27 @@ def torchrun(script: Path, processes: int, *arguments: str, timeout: float = TIM
         environments = rank_environments(processes, port, restart=0, max_restarts=0)
         ended = forked([(str(script), *arguments)] * processes, environments, timeout)
     return "".join(ended.printed) + "".join(ended.errors)[-6000:]
+
+
+def checks_on_ranks(
+    checks: Sequence[Callable[[], None]], processes: int, *arguments: str
+) -> Callable[[str], None]:
+    """A test for each of the checks that a script makes, all in one launch of so many ranks.
+
+    Args:
+        arguments: of the script.
+    """
+
+    @cache
+    def output() -> str:
+        return torchrun(Path(getfile(checks[0])), processes, *arguments)
+
+    @pytest.mark.distributed
+    @pytest.mark.parametrize("check", [check.__name__ for check in checks])
+    def passes(check: str) -> None:
+        assert f"passed {check}\n" in output(), output()
+
+    return passes
 
 
 def run_checks(checks: Sequence[Callable[[], None]]) -> None:

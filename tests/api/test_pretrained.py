@@ -11,18 +11,9 @@ from transformers import GPT2LMHeadModel
 
 import shardwright as sw
 from api.pretrained_ranks import CHECKS, IDS, LlamaForCausalLM, llama
-from torchrun import torchrun
+from torchrun import checks_on_ranks
 
-
-@pytest.fixture(scope="module")
-def output() -> str:
-    return torchrun(Path(__file__).with_name("pretrained_ranks.py"), 2)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
-def test_on_two_ranks(check: str, output: str) -> None:
-    assert f"passed {check}" in output, output
+test_on_two_ranks = checks_on_ranks(CHECKS, 2)
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:

@@ -1,33 +1,9 @@
-"""`parallelize` in real processes: one launch of four ranks, many checks inside."""
-
-from pathlib import Path
+"""`parallelize` in real processes."""
 
 import pytest
 
 from parallel.module_ranks import CHECKS, SLOW_CHECKS
-from torchrun import torchrun
+from torchrun import checks_on_ranks
 
-SCRIPT = Path(__file__).with_name("module_ranks.py")
-
-
-@pytest.fixture(scope="module")
-def output() -> str:
-    return torchrun(SCRIPT, 4)
-
-
-@pytest.fixture(scope="module")
-def slow_output() -> str:
-    return torchrun(SCRIPT, 4, "slow")
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
-def test_real_processes_train_as_one_device_does(check: str, output: str) -> None:
-    assert f"passed {check}" in output, output
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("check", [check.__name__ for check in SLOW_CHECKS])
-def test_any_plan_trains_as_one_device_does(check: str, slow_output: str) -> None:
-    assert f"passed {check}" in slow_output, slow_output
+test_real_processes_train_as_one_device_does = checks_on_ranks(CHECKS, 4)
+test_any_plan_trains_as_one_device_does = pytest.mark.slow(checks_on_ranks(SLOW_CHECKS, 4, "slow"))

@@ -6,7 +6,6 @@ import gc
 import inspect
 import weakref
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,18 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 import shardwright as sw
 from parallel.whole_models import Language, batch, language
 from parallel.whole_ranks import CHECKS
-from torchrun import torchrun
+from torchrun import checks_on_ranks
 
-
-@pytest.fixture(scope="module")
-def output() -> str:
-    return torchrun(Path(__file__).with_name("whole_ranks.py"), 4)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
-def test_on_four_ranks(check: str, output: str) -> None:
-    assert f"passed {check}" in output, output
+test_on_four_ranks = checks_on_ranks(CHECKS, 4)
 
 
 def test_the_class_is_derived_from_the_users_and_named_like_it() -> None:
