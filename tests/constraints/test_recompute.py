@@ -199,7 +199,7 @@ def test_a_plan_shows_what_is_computed_again() -> None:
     plan = sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0)
     rows = [row for row in plan.operators if row.segment]
     assert {row.segment.partition("/")[0] for row in rows} == {"model.layers.0", "model.layers.1"}
-    assert f"{len(rows)} operators in" in plan.text(full=True)
+    assert f"{len(rows)} of {len(plan.operators)} operators are recomputed" in plan.text(full=True)
     up = plan.explain("model.layers.1.mlp.up_proj")
     assert "recomputed in the backward pass in segment model.layers.1" in up
     assert "communication inside the segment is not repeated" in up

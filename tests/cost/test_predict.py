@@ -111,7 +111,8 @@ def test_the_text_of_a_plan_says_what_each_stage_needs_and_waits(plan: sw.Plan) 
     text = " ".join(plan.text(full=True).split())
     most, least = sorted(plan.memory.stages, key=lambda stage: -stage.peak)
     for part in (
-        f"peak memory per device (stage {most.stage}), training with adamw: {binary(most.peak)}",
+        f"memory {binary(most.peak)} per device of stage {most.stage}, with adamw",
+        f"memory at the peak of stage {most.stage}: ",
         f"peak memory of the other stage: {binary(least.peak)} (stage {least.stage})",
         "pipeline bubbles: ",
     ):

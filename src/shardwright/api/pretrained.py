@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwright.api.parallelize import parallelize
@@ -17,7 +16,7 @@ from shardwright.deferred import no_init_parameters
 from shardwright.errors import CheckpointError, needs_extra
 from shardwright.parallel.whole import whole
 from shardwright.plan import Plan
-from shardwright.runtime.devices import has_other_ranks
+from shardwright.runtime.devices import from_rank_0, is_rank_0
 from shardwright.train.state_dict_file import load_state_dict
 
 
@@ -41,16 +40,13 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
                 f"{type(model).__name__} has no `save_pretrained`, as models of transformers and "
                 "peft have: write it with `shardwright.save_state_dict(net, path)`"
             )
-        if not has_other_ranks() or dist.get_rank() == 0:
+        if is_rank_0():
             try:
                 with unchanged_configurations(model):
                     save(str(folder), **options)
             except Exception as error:  # The others wait for this rank, whatever it is.
                 problem = f"{folder}: {type(error).__name__}: {error}"
-    if has_other_ranks():
-        problems = [problem]
-        dist.broadcast_object_list(problems, src=0)
-        (problem,) = problems
+    problem = from_rank_0(problem)
     if problem:
         raise CheckpointError(problem)
 

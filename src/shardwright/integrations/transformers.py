@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -28,7 +27,7 @@ from shardwright.integrations.fused_lm_head import without_fused_lm_heads
 from shardwright.parallel.module import ParallelModule
 from shardwright.parallel.whole import whole
 from shardwright.plan import Plan
-from shardwright.runtime.devices import has_other_ranks
+from shardwright.runtime.devices import from_rank_0, is_rank_0
 from shardwright.torch_internals import pytree
 from shardwright.train.checkpoint import load_checkpoint, save_checkpoint
 from shardwright.train.parameter_names import trained_but_not_in
@@ -236,14 +235,11 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
 
 def _names_in_files(folder: Path) -> set[str]:
     """What rank 0 sees in the safetensors files of a folder, on all ranks."""
-    box: list[set[str]] = [set()]
-    if not has_other_ranks() or dist.get_rank() == 0:
-        for file in folder.glob("*.safetensors"):
-            with safe_open(file, "pt") as content:
-                box[0].update(content.keys())
-    if has_other_ranks():
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors") if is_rank_0() else ():
+        with safe_open(file, "pt") as content:
+            names.update(content.keys())
+    return from_rank_0(names)
 
 
 def _in_bfloat16(model: nn.Module, device_type: str) -> MethodType:

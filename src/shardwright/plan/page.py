@@ -19,7 +19,7 @@ from shardwright.plan.page_tree import page_tree
 from shardwright.plan.parallelism import axis_purpose, sentence
 from shardwright.plan.repeated_rows import fold_crossings, fold_names, fold_rows
 from shardwright.plan.rows import StepRow, devices_text, is_notable, seconds_text
-from shardwright.plan.summary import speed, unused_axes_text
+from shardwright.plan.summary import notes, speed
 from shardwright.report.page import Axis, Bar, Chart, Curve, Headline, Lane, Page, Stack
 
 MOST_PASSES = 6_000
@@ -51,7 +51,7 @@ def plan_page(
         title=f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}",
         sentence=sentence(plan),
         headlines=tuple(_headlines(plan)),
-        notes=tuple(_notes(plan)),
+        notes=tuple(notes(plan)),
         time=_time(plan),
         measured=() if measured is None else tuple(_measured(plan, measured)),
         memory=_memory(plan),
@@ -134,14 +134,6 @@ def _memory_headline(plan: PlanData) -> Headline:
     note = f"of {binary(limit)} ({memory.peak / limit:.0%}), {place}: {verdict}"
     state = "bad" if memory.peak > limit else "good"
     return Headline("Memory per device", binary(memory.peak), note, state)
-
-
-def _notes(plan: PlanData) -> Iterator[str]:
-    """What an engineer should know before she runs it."""
-    yield from unused_axes_text(plan)
-    if plan.without_rule:
-        names = ", ".join(fold_names(plan.without_rule))
-        yield f"No sharding rule, so every device computes them in full: {names}"
 
 
 def _time(plan: PlanData) -> Chart:

@@ -24,11 +24,8 @@ MORE = "every operator: --full, plan.text(full=True); why: shardwright explain, 
 
 def plan_summary(plan: PlanData, width: int) -> str:
     """The text of the summary; its rows tell kinds of blocks apart as finely as the lines allow."""
-    head = wrapped(f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}", width)
-    head += wrapped(sentence(plan), width)
-    for label, text in _answer(plan):
-        head += wrapped(text, width, f"{label:8}")
-    tail = [line for note in _notes(plan) for line in wrapped(note, width)]
+    head = plan_head(plan, width)
+    tail = [line for note in (*notes(plan, most=1), MORE) for line in wrapped(note, width)]
     room = MOST_LINES - len(head) - len(tail)
     table: list[str] = []
     for key in (_of_block, _of_place, _of_split):
@@ -40,8 +37,16 @@ def plan_summary(plan: PlanData, width: int) -> str:
     return "\n".join([*head, *table, *tail])
 
 
+def plan_head(plan: PlanData, width: int) -> list[str]:
+    """What was chosen, and what everybody asks first."""
+    lines = wrapped(f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}", width)
+    lines += wrapped(sentence(plan), width)
+    for label, text in _answer(plan):
+        lines += wrapped(text, width, f"{label:8}")
+    return lines
+
+
 def _answer(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """What everybody asks first."""
     step, memory, limit = plan.step, plan.known_memory, plan.memory_limit
     if step is not None:
         words = [f"{seconds_text(step.seconds)} on {step.cluster}", speed(plan, step.seconds)]
@@ -87,13 +92,18 @@ def speed(plan: PlanData, seconds: float) -> str:
     return f"{plan.global_batch * plan.sequence / seconds:,.0f} tokens/s"
 
 
-def _notes(plan: PlanData) -> Iterator[str]:
+def notes(plan: PlanData, most: int | None = None) -> Iterator[str]:
+    """What an engineer should know before she runs it.
+
+    Args:
+        most: how many operators without a rule are named; all by default.
+    """
     yield from unused_axes_text(plan)
-    if plan.without_rule:
-        first, *others = fold_names(plan.without_rule)
-        more = f" and {len(others)} more" if others else ""
-        yield f"no sharding rule, so every device computes them in full: {first}{more}"
-    yield MORE
+    names = fold_names(plan.without_rule)
+    if names:
+        more = f" and {len(names) - most} more" if most is not None and len(names) > most else ""
+        named = ", ".join(names[:most]) + more
+        yield f"no sharding rule, so every device computes them in full: {named}"
 
 
 def unused_axes_text(plan: PlanData) -> Iterable[str]:

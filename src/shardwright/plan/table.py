@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from io import StringIO
 
 from rich.box import SIMPLE_HEAD
@@ -11,24 +11,22 @@ from rich.table import Table
 
 from shardwright.cost.memory import binary
 from shardwright.plan.data import PlanData
-from shardwright.plan.repeated_rows import Fold, fold_crossings, fold_names, fold_rows
+from shardwright.plan.repeated_rows import Fold, fold_crossings, fold_rows
 from shardwright.plan.rows import (
     OperatorRow,
     cuts_text,
-    devices_text,
     is_notable,
-    seconds_text,
     shapes_text,
     strategy_text,
 )
-from shardwright.plan.summary import plan_summary, speed, unused_axes_text
+from shardwright.plan.summary import notes, plan_head, plan_summary
 from shardwright.plan.text_columns import at_dots, text_width, wrapped
 
 
 def plan_text(
     plan: PlanData, full: bool = False, every: bool = False, width: int | None = None
 ) -> str:
-    """The summary, or the full table and the lines below it.
+    """The summary, or its first lines, the full table and what else there is to say.
 
     Args:
         every: the full table, with operators that follow their neighbors without communication.
@@ -40,9 +38,9 @@ def plan_text(
     console = Console(file=StringIO(), width=width, color_system=None)
     console.print(plan_table(plan, every, width))
     stream: StringIO = console.file  # type: ignore[assignment]
-    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
-    lines += [part for line in table_notes(plan, every) for part in wrapped(line, width)]
-    return "\n".join(lines)
+    table = [line.rstrip() for line in stream.getvalue().splitlines()]
+    below = [part for line in _below(plan, every) for part in wrapped(line, width)]
+    return "\n".join([*plan_head(plan, width), *table, *below])
 
 
 def plan_table(plan: PlanData, every: bool, width: int) -> Table:
@@ -53,9 +51,8 @@ def plan_table(plan: PlanData, every: bool, width: int) -> Table:
         every: also show operators that follow their neighbors without communication.
     """
     staged = plan.pipeline.stages > 1
-    title = f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    room = width - 13 - (7 if staged else 0)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    room = width - 13 - (9 if staged else 0)
     columns = {"operator: shapes": 38, "cuts: strategy": 22, "redistribution: forward/backward": 40}
     names, cuts, sent = (room * share // 100 - 1 for share in columns.values())
     for column, size in zip(columns, (names, cuts, sent), strict=True):
@@ -93,117 +90,43 @@ def _redistributions(row: OperatorRow) -> Iterable[str]:
         yield f"{short}: {', then '.join(redistribution.steps)}{mark}"
 
 
-def table_notes(plan: PlanData, every: bool = False) -> list[str]:
+def _below(plan: PlanData, every: bool) -> Iterator[str]:
     """The lines below the table."""
-    lines = [
-        f"{plan.mode}({plan.options_text}); captured in {plan.capture_seconds:.2f} s, "
-        f"searched in {plan.search_seconds * 1e3:.1f} ms",
-        f"each device sends {binary(plan.forward_bytes)} forward and {binary(plan.backward_bytes)} "
-        f"backward per step, and stores {binary(plan.parameter_bytes)} of parameters",
-    ]
-    for section in (_batch, _stages, _step_time, _recomputed, _memory, unused_axes_text):
-        lines += section(plan)
-    hidden = sum(not is_notable(row) for row in plan.operators)
-    if hidden and not every:
-        lines.append(
-            f"{hidden} more operators follow their neighbors without communication: "
-            "shown with plan.text(every=True), --every"
-        )
-    if plan.without_rule:
-        lines.append(
-            "no sharding rule, so every device computes them in full: "
-            + ", ".join(fold_names(plan.without_rule))
-        )
-    return lines
-
-
-def _batch(plan: PlanData) -> Iterable[str]:
-    """The global batch and its micro-batches."""
     samples, micro_batches = plan.global_batch, plan.pipeline.micro_batches
-    if samples is None:
-        return
-    line = f"global batch of {samples:,} samples"
-    if plan.sequence is not None:
-        line = f"global batch of {samples:,} sequences of {plan.sequence:,} tokens"
-    if micro_batches > 1:
-        line += (
-            f", in {micro_batches:,} micro-batches of {samples // micro_batches:,}; shapes and"
-            " redistributions are per micro-batch"
-        )
-    yield line
-
-
-def _stages(plan: PlanData) -> Iterable[str]:
-    """Stages, their schedule, and what they send to each other."""
-    pipeline = plan.pipeline
-    if pipeline.stages > 1:
-        chunks = f", {pipeline.chunks} chunks per stage" if pipeline.chunks > 1 else ""
-        yield (
-            f"{pipeline.stages} stages of {plan.mesh.num_devices} devices{chunks},"
-            f" schedule {pipeline.schedule}"
-        )
+    if samples is not None and micro_batches > 1:
+        rows = samples // micro_batches
+        yield f"shapes and redistributions are per micro-batch, of {rows:,} rows of the batch"
     for crossing in fold_crossings(plan.crossings):
         yield (
             f"{crossing.stages}: {', '.join(crossing.values)};"
             f" {binary(crossing.forward_bytes)} forward, {binary(crossing.backward_bytes)} backward"
             " per micro-batch"
         )
-
-
-def _step_time(plan: PlanData) -> Iterable[str]:
-    """The predicted time of a step, if a cluster was named."""
-    step = plan.step
-    if step is not None:
-        bubble = f", pipeline bubbles {step.bubble:.1%}" if step.bubble else ""
-        words = filter(None, (seconds_text(step.seconds), speed(plan, step.seconds)))
-        computed, waited = seconds_text(step.computation), seconds_text(step.communication)
-        yield (
-            f"step time on {step.cluster}: {', '.join(words)}; computation {computed},"
-            f" exposed communication {waited}{bubble}"
-        )
-
-
-def _memory(plan: PlanData) -> Iterable[str]:
-    """The peak memory of a device of the stage that needs most, by purpose, and the peaks of the
-    other stages."""
-    memory = plan.known_memory
-    if memory is None:
-        return
-    stages = sorted(memory.stages, key=lambda stage: stage.peak)
-    most, others = stages[-1], stages[:-1]
-    sizes = ((getattr(most, name), name) for name in most.NAMES)
-    purposes = ", ".join(
-        f"{name} {binary(number)}" for number, name in sorted(sizes, reverse=True) if number
-    )
-    place = f" (stage {most.stage})" if others else ""
-    yield (
-        f"peak memory per device{place}, training with {memory.optimizer}:"
-        f" {binary(most.peak)}{_limit(memory.peak, plan.memory_limit)}; {purposes}"
-    )
-    if not others:
-        return
-    ends = others if len(others) == 1 else (others[0], others[-1])
-    peaks = " to ".join(f"{binary(stage.peak)} (stage {stage.stage})" for stage in ends)
-    yield f"peak memory of the other stage{'s' if len(others) > 1 else ''}: {peaks}"
-    if plan.step is None and plan.graph is not None:
+    yield from _memory(plan)
+    if plan.pipeline.stages > 1 and plan.step is None and plan.graph is not None:
         yield f"pipeline bubbles: {plan.timeline().bubble:.1%}, estimated from FLOPs alone"
-
-
-def _limit(peak: int, limit: int | None) -> str:
-    """The memory of a device, if it is known."""
-    if limit is None:
-        return ""
-    if peak > limit:
-        return f", over the limit of {binary(limit)}"
-    return f" of {binary(limit)}"
-
-
-def _recomputed(plan: PlanData) -> Iterable[str]:
-    """How many operators are recomputed in the backward pass."""
-    rows = [row for row in plan.operators if row.segment]
-    if rows:
-        segments = len({row.segment for row in rows})
+    yield from notes(plan)
+    hidden = sum(not is_notable(row) for row in plan.operators)
+    if hidden and not every:
         yield (
-            f"{len(rows)} operators in {segments} segment{'s' if segments > 1 else ''} are"
-            " recomputed in the backward pass"
+            f"{hidden} more operators follow their neighbors without communication: "
+            "shown with plan.text(every=True), --every"
         )
+    yield (
+        f"{plan.mode}({plan.options_text}); captured in {plan.capture_seconds:.2f} s, "
+        f"searched in {plan.search_seconds * 1e3:.1f} ms"
+    )
+
+
+def _memory(plan: PlanData) -> Iterator[str]:
+    """What takes the memory of the stage that needs most, and the peaks of the other stages."""
+    if plan.known_memory is None:
+        return
+    *others, most = sorted(plan.known_memory.stages, key=lambda stage: stage.peak)
+    sizes = sorted(((getattr(most, name), name) for name in most.NAMES), reverse=True)
+    kinds = ", ".join(f"{name} {binary(size)}" for size, name in sizes if size)
+    yield f"memory at the peak{f' of stage {most.stage}' if others else ''}: {kinds}"
+    if others:
+        ends = others if len(others) == 1 else (others[0], others[-1])
+        peaks = " to ".join(f"{binary(stage.peak)} (stage {stage.stage})" for stage in ends)
+        yield f"peak memory of the other stage{'s' if len(others) > 1 else ''}: {peaks}"

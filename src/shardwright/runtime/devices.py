@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import product
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ from shardwright.torch_internals.distributed import (
     local_group_name,
     splits,
 )
+
+Sent = TypeVar("Sent")
 
 Subgroups = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
 """The group of this rank for each division of the ranks into groups."""
@@ -258,6 +261,19 @@ def has_other_ranks() -> bool:
     """Whether a process group is running with other ranks that answer: those of a fake one do
     not."""
     return dist.is_initialized() and dist.get_backend() != FAKE
+
+
+def is_rank_0() -> bool:
+    """Whether this process does what one of all ranks does."""
+    return not has_other_ranks() or dist.get_rank() == 0
+
+
+def from_rank_0(value: Sent) -> Sent:
+    """The value of rank 0, on every rank; all must call this."""
+    box = [value]
+    if has_other_ranks():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def places(layout: Layout) -> Iterator[tuple[int, ...]]:

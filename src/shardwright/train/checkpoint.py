@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from shardwright.errors import CheckpointError, DamagedCheckpointError, LockErro
 from shardwright.parallel.module import ParallelModule
 from shardwright.plan import Plan
 from shardwright.runtime.accelerator import HOST_BACKEND
-from shardwright.runtime.devices import has_other_ranks, world_timeout
+from shardwright.runtime.devices import from_rank_0, has_other_ranks, is_rank_0, world_timeout
 from shardwright.train import checkpoint_state
 from shardwright.train.checkpoint_manifest import (
     CheckpointInfo,
@@ -48,8 +48,6 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 Settings = Literal["saved", "own"]
 """Whose settings an optimizer has after loading: the checkpoint's, or those it was built with."""
-
-Item = TypeVar("Item")
 
 FULL_DISK = 2**20
 """A disk with fewer bytes free is called full when writing fails."""
@@ -101,7 +99,7 @@ class Checkpoints:
 
         Collective: every rank must call it, and gets the same result.
         """
-        return max(_from_rank_0(self.steps()), default=None)
+        return max(from_rank_0(self.steps()), default=None)
 
     def select(self, step: int | None = None) -> tuple[int, CheckpointInfo]:
         """The checkpoint of `step`, by default the newest intact one, and what it holds beside
@@ -115,7 +113,7 @@ class Checkpoints:
             DamagedCheckpointError: if all are damaged, or that of `step` is; the message names the
                 file.
         """
-        candidates = _from_rank_0(self.steps())[::-1] if step is None else [step]
+        candidates = from_rank_0(self.steps())[::-1] if step is None else [step]
         if not candidates:
             raise CheckpointError(f"{self.folder} contains no complete checkpoint")
         problems: list[str] = []
@@ -160,7 +158,7 @@ class Checkpoints:
         tensors = {k: t for k, t in held if only is None or k.partition(".")[2] in only}
         if optimizer is not None:
             tensors |= checkpoint_state.optimizer_tensors(net, optimizer)
-        if not has_other_ranks() or dist.get_rank() == 0:
+        if is_rank_0():
             tensors |= checkpoint_state.random_tensors(checkpoint_state.device_of(net))
         about = CheckpointInfo(
             position=position,
@@ -178,7 +176,8 @@ class Checkpoints:
             # Long timeout: ranks wait in this group while others write their files.
             self._group = dist.new_group(backend=HOST_BACKEND, timeout=world_timeout())
         # Collective: no rank starts writing before rank 0 has cleared the leftovers.
-        for problem in _from_rank_0(self._claim()):
+        problem = from_rank_0(self._claim())
+        if problem is not None:
             raise CheckpointError(problem)
         if self._group is not None:
             tensors = checkpoint_state.drop_tied_duplicates(tensors, self._group)
@@ -195,11 +194,11 @@ class Checkpoints:
             else:
                 state_dict_saver.save(dict(tensors), **target)
 
-    def _claim(self) -> list[str]:
+    def _claim(self) -> str | None:
         """On rank 0, locks the folder and removes the leftovers of crashed runs, which those of a
         live one could not be told from; says what prevents it."""
-        if has_other_ranks() and dist.get_rank() > 0:
-            return []
+        if not is_rank_0():
+            return None
         try:
             if self._locks is None:
                 locks = ExitStack()
@@ -207,8 +206,8 @@ class Checkpoints:
                 self._locks = locks
             clear_leftovers(self.folder)
         except (LockError, OSError) as error:
-            return [f"rank 0: {error}"]
-        return []
+            return f"rank 0: {error}"
+        return None
 
     def wait(self) -> None:
         """Waits until the checkpoint that is being written is complete.
@@ -387,14 +386,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, fol
             f" {info.optimizer or 'the same'}, or start anew from the weights, with train.load:"
             f" {folder}"
         )
-
-
-def _from_rank_0(items: Sequence[Item]) -> list[Item]:
-    """The items of rank 0, on every rank."""
-    box = [list(items)]
-    if has_other_ranks():
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def _warn(message: str) -> None:
