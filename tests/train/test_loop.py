@@ -2,6 +2,7 @@
 
 import copy
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,21 +23,21 @@ class Loss(nn.Module):
         return (self.layer(x) - y).square().mean()
 
 
+def trained(net: nn.Module, batches: Batches, lr: float = 0.1, **options: Any) -> list[StepRecord]:
+    """The steps of training by plain gradient descent on the CPU."""
+    steps: list[StepRecord] = []
+    optimizer, device = torch.optim.SGD(net.parameters(), lr=lr), torch.device("cpu")
+    train(net, optimizer, batches, device=device, **{"on_step": steps.append, **options})
+    return steps
+
+
 def test_it_is_gradient_descent_on_every_batch_of_every_epoch() -> None:
     torch.manual_seed(0)
     net = Loss()
     mine = copy.deepcopy(net)
     x = torch.randn(10, 3, dtype=torch.float64)
     batches = Batches((x, x.sum(1, keepdim=True)), batch_size=4)
-    steps: list[StepRecord] = []
-    train(
-        net,
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        batches,
-        epochs=2,
-        device=torch.device("cpu"),
-        on_step=steps.append,
-    )
+    steps = trained(net, batches, epochs=2)
     losses = []
     for epoch in range(2):
         for inputs, targets in batches.epoch(epoch):
@@ -54,17 +55,8 @@ def test_it_is_gradient_descent_on_every_batch_of_every_epoch() -> None:
 
 
 def test_max_steps_ends_it_over_all_epochs() -> None:
-    net, steps = Loss(), list[StepRecord]()
     batches = Batches((torch.ones(8, 3, dtype=torch.float64), torch.ones(8, 1)), batch_size=4)
-    train(
-        net,
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        batches,
-        epochs=5,
-        device=torch.device("cpu"),
-        on_step=steps.append,
-        max_steps=3,
-    )
+    steps = trained(Loss(), batches, epochs=5, max_steps=3)
     assert [(step.epoch, step.step) for step in steps] == [(0, 0), (0, 1), (1, 0)]
 
 
@@ -97,16 +89,7 @@ def test_the_rate_is_that_of_each_step_and_large_gradients_are_scaled_down() -> 
     def on_step(step: StepRecord) -> None:
         steps.append(net.layer.weight.detach().clone())
 
-    train(
-        net,
-        torch.optim.SGD(net.parameters(), lr=7.0),
-        batches,
-        epochs=1,
-        device=torch.device("cpu"),
-        on_step=on_step,
-        rate=rate,
-        clip_norm=0.1,
-    )
+    trained(net, batches, lr=7.0, epochs=1, on_step=on_step, rate=rate, clip_norm=0.1)
     assert asked == [0, 1, 2]
     lengths = [(b - a).norm().item() for a, b in pairwise([before, *steps])]
     np.testing.assert_allclose(lengths, [0.1, 0.05, 0.025], rtol=1e-4)
@@ -119,17 +102,8 @@ def test_the_loss_on_other_data_is_in_every_so_many_records_and_changes_nothing(
     runs = list[list[StepRecord]]()
     for evaluation in (None, Evaluation(other, every=2, most=2)):
         torch.manual_seed(0)
-        net, steps = Loss(), list[StepRecord]()
-        train(
-            net,
-            torch.optim.SGD(net.parameters(), lr=0.1),
-            batches,
-            epochs=2,
-            device=torch.device("cpu"),
-            on_step=steps.append,
-            evaluation=evaluation,
-        )
-        runs.append(steps)
+        net = Loss()
+        runs.append(trained(net, batches, epochs=2, evaluation=evaluation))
         assert net.training
     assert [a.loss for a in runs[0]] == [b.loss for b in runs[1]]
     assert [step.evaluation_loss is None for step in runs[1]] == [True, False] * 3

@@ -161,18 +161,16 @@ class Record:
         results: Any,
     ) -> None:
         """Appends an operator call on the meta device, unless it only creates views."""
-        roles = _Roles(self)
-        for argument, value in bind_arguments(function, args, kwargs):
-            roles.add(function, argument, value)
+        reads, updates, fills = self._roles(function, args, kwargs)
         new_views = tuple(
             self.storage_view(result)
             if isinstance(result, Tensor) and not self.knows(result)
             else None
             for result in pytree.tree_leaves(results)
         )
-        roles.fills.update(view.storage for view in new_views if view is not None)
+        fills.update(view.storage for view in new_views if view is not None)
         draw = self._draw(args, kwargs) if draws_random_numbers(function) else None
-        if not roles.fills and not roles.updates and draw is None:
+        if not fills and not updates and draw is None:
             return
         held_args, held_kwargs = pytree.tree_map(self._capture, (args, kwargs))
         self.operations.append(
@@ -181,13 +179,27 @@ class Record:
                 held_args,
                 held_kwargs,
                 new_views,
-                frozenset(roles.reads),
-                frozenset(roles.updates),
-                frozenset(roles.fills),
+                frozenset(reads),
+                frozenset(updates),
+                frozenset(fills),
                 draw,
                 torch.get_default_dtype(),
             )
         )
+
+    def _roles(
+        self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[set[int], set[int], set[int]]:
+        """The storages of a call's arguments that it only reads, updates, and overwrites."""
+        reads, updates, fills = set[int](), set[int](), set[int]()
+        for argument, value in bind_arguments(function, args, kwargs):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            overwritten = argument.is_out or function.overloadpacket in OVERWRITING
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, Tensor) and on_meta(tensor):
+                    filled = fills if overwritten and _covers(tensor) else updates
+                    (filled if written else reads).add(self.storage_view(tensor).storage)
+        return reads, updates, fills
 
     def last_draw(self, generator: torch.Generator) -> int | None:
         """The recorded draw that left `generator` in its current state; None if there is none.
@@ -223,30 +235,6 @@ class Record:
         if isinstance(leaf, Tensor):
             return self.storage_view(leaf) if on_meta(leaf) else TensorVersion.of(leaf)
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-
-
-@dataclass
-class _Roles:
-    """The storages of an operator's arguments that it reads, updates and overwrites."""
-
-    record: Record
-    reads: set[int] = field(default_factory=set)
-    updates: set[int] = field(default_factory=set)
-    fills: set[int] = field(default_factory=set)
-
-    def add(self, function: OpOverload, argument: Any, value: Any) -> None:
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        overwritten = argument.is_out or function.overloadpacket in OVERWRITING
-        for tensor in pytree.tree_leaves(value):
-            if not isinstance(tensor, Tensor) or not on_meta(tensor):
-                continue
-            view = self.record.storage_view(tensor)
-            if not written:
-                self.reads.add(view.storage)
-            elif overwritten and _covers(tensor):
-                self.fills.add(view.storage)
-            else:
-                self.updates.add(view.storage)
 
 
 aten = torch.ops.aten

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from shardwright.errors import CheckpointError, DamagedCheckpointError
 from shardwright.train.position import Position
 
@@ -102,8 +104,8 @@ class CheckpointInfo:
                 f" reads versions 1 and {VERSION}"
             )
         try:
-            return _info(content)
-        except (KeyError, TypeError, AttributeError) as error:
+            return TypeAdapter(CheckpointInfo).validate_python(content)
+        except ValidationError as error:
             raise _damaged(path, error) from None
 
 
@@ -149,15 +151,11 @@ def _verified(path: Path) -> dict[str, Any]:
     return content
 
 
-def _info(content: dict[str, Any]) -> CheckpointInfo:
-    position, run = Position(**content.pop("position")), content.pop("run", None)
-    files = {name: FileChecksum(**each) for name, each in content.pop("files", {}).items()}
-    return CheckpointInfo(position=position, run=run and RunNumbers(**run), files=files, **content)
-
-
 def _damaged(path: Path, error: Exception) -> DamagedCheckpointError:
     missing = isinstance(error, FileNotFoundError)
-    reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+    reason = str(error).partition("\n")[0]
+    if isinstance(error, OSError) and error.errno:
+        reason = os.strerror(error.errno)
     return DamagedCheckpointError(
         f"{path} is missing" if missing else f"{path} is damaged: {reason}"
     )
