@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from enum import StrEnum
-from io import StringIO
 from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from shardwright.cli.app import app
@@ -30,6 +28,7 @@ from shardwright.config.rehearse import rehearse_run
 from shardwright.cost.memory import binary
 from shardwright.errors import PlanError
 from shardwright.plan import Plan
+from shardwright.plan.text_columns import printed
 from shardwright.train.rehearsal import RankRehearsal, Rehearsal
 
 WIDTH = 140
@@ -81,12 +80,10 @@ def rehearse_command(
 
 def rehearsal_text(result: Rehearsal) -> str:
     """A table for each rank: its phases, and what it sends in a step."""
-    console = Console(file=StringIO(), width=WIDTH, color_system=None)
+    lines: list[str] = []
     for rank in result.ranks:
-        console.print(_rank_table(rank, result.devices))
-        console.print("\n".join(_rank_lines(rank)), highlight=False, markup=False, soft_wrap=True)
-    text: StringIO = console.file  # type: ignore[assignment]
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        lines += printed(WIDTH, _rank_table(rank, result.devices), *_rank_lines(rank))
+    return "\n".join(lines)
 
 
 def _rank_table(rank: RankRehearsal, devices: int) -> Table:

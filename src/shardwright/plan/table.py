@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from io import StringIO
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from shardwright.cost.memory import binary
@@ -20,7 +18,7 @@ from shardwright.plan.rows import (
     strategy_text,
 )
 from shardwright.plan.summary import notes, plan_head, plan_summary
-from shardwright.plan.text_columns import at_dots, text_width, wrapped
+from shardwright.plan.text_columns import at_dots, printed, text_width, wrapped
 
 
 def plan_text(
@@ -35,10 +33,7 @@ def plan_text(
     width = text_width() if width is None else width
     if not full and not every:
         return plan_summary(plan, width)
-    console = Console(file=StringIO(), width=width, color_system=None)
-    console.print(plan_table(plan, every, width))
-    stream: StringIO = console.file  # type: ignore[assignment]
-    table = [line.rstrip() for line in stream.getvalue().splitlines()]
+    table = printed(width, plan_table(plan, every, width))
     below = [part for line in _below(plan, every) for part in wrapped(line, width)]
     return "\n".join([*plan_head(plan, width), *table, *below])
 

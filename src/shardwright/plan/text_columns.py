@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from io import StringIO
 from itertools import zip_longest
 from shutil import get_terminal_size
 from textwrap import wrap
+
+from rich.console import Console, RenderableType
 
 NARROWEST, WIDEST = 80, 160
 GAP = "  "
@@ -15,6 +18,15 @@ GAP = "  "
 def text_width() -> int:
     """Columns of the terminal, or of `COLUMNS`; 120 where there is neither."""
     return min(max(get_terminal_size((120, 24)).columns, NARROWEST), WIDEST)
+
+
+def printed(width: int, *parts: RenderableType) -> list[str]:
+    """The lines of tables and texts, without colors."""
+    console = Console(file=StringIO(), width=width, color_system=None, highlight=False)
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part, markup=False, soft_wrap=isinstance(part, str))
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def wrapped(text: str, width: int, label: str = "") -> list[str]:

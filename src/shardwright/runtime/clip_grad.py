@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.runtime.devices import Devices
-from shardwright.torch_internals.dtensor import local_tensor
+from shardwright.runtime.dtensor import stored_shards
 from shardwright.torch_internals.tensors import each_norm, scale_all_
 
 
@@ -37,10 +37,7 @@ def clip_grad_norm_(
         The norm before, the same on every rank.
     """
     gradients = {name: p.grad for name, p in named if p.grad is not None}
-    shards = {
-        name: local_tensor(gradient) if isinstance(gradient, DTensor) else gradient
-        for name, gradient in gradients.items()
-    }
+    shards = stored_shards(gradients)
     counted = [name for name in gradients if name not in counted_elsewhere]
     squares = torch.zeros((), dtype=torch.float64, device=devices.device)
     if counted:

@@ -263,7 +263,7 @@ def own_tensor(tensor: Tensor) -> Tensor:
 
 
 def stored_shards(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's shards, apart from autograd."""
+    """What this rank holds of each, apart from autograd."""
     return {name: own_tensor(parameter) for name, parameter in parameters.items()}
 
 
@@ -278,7 +278,7 @@ def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tens
                     gradient = with_spec(gradient, spec_of(parameter))
                 torch.autograd.backward(parameter, gradient)
             elif before is not None:
-                (local_tensor(before) if isinstance(before, DTensor) else before).add_(gradient)
+                own_tensor(before).add_(gradient)
             elif isinstance(parameter, DTensor):
                 parameter.grad = with_spec(gradient, spec_of(parameter))
             else:

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shardwright.parallel.module import ParallelModule
 from shardwright.runtime.agreement import gathered, text_of_rank
 from shardwright.runtime.collective_errors import ProgramLine, program_line
 from shardwright.runtime.devices import has_other_ranks
+from shardwright.runtime.dtensor import own_tensor
 from shardwright.torch_internals import pytree
-from shardwright.torch_internals.dtensor import local_tensor
 
 NOWHERE = 2**62
 KINDS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -25,11 +24,6 @@ KINDS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "inf": torch.isposinf,
     "-inf": torch.isneginf,
 }
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def kind_of(tensor: Tensor) -> str | None:
@@ -69,7 +63,7 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
     watch = _Watch()
     order, text = NOWHERE, ""
     for place, (name, tensor) in enumerate(_read(net, batch)):
-        kind = kind_of(local(tensor))
+        kind = kind_of(own_tensor(tensor))
         if kind is not None:
             order, text = min((order, text), (place, f"{name} holds {kind}"))
     if order == NOWHERE:

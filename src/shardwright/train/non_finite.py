@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from shardwright.errors import NonFiniteError
 from shardwright.parallel.module import ParallelModule
 from shardwright.runtime.accelerator import generator_states, set_generator_states
+from shardwright.runtime.dtensor import own_tensor
 from shardwright.train.checkpoint_state import device_of
 from shardwright.train.first_non_finite import (
     NOWHERE,
     earliest,
     first_non_finite,
     kind_of,
-    local,
 )
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class NonFiniteSteps:
     def _restore(self) -> None:
         now = _changed_by_forward(self.net)
         for name, before in self._before.items():
-            local(now[name].detach()).copy_(local(before))
+            own_tensor(now[name]).copy_(own_tensor(before))
         set_generator_states(self._generators, device_of(self.net))
         self.optimizer.zero_grad()
 
@@ -93,7 +93,7 @@ def check_finite_state(net: nn.Module, optimizer: torch.optim.Optimizer, where: 
     """
     order, text = NOWHERE, ""
     for place, (name, tensor) in enumerate(_trained(net, optimizer)):
-        kind = kind_of(local(tensor.detach()))
+        kind = kind_of(own_tensor(tensor))
         if kind is not None:
             order, text = place, f"{name} holds {kind}"
             break
