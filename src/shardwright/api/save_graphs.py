@@ -45,7 +45,7 @@ class SavedGraphs:
         (self.folder / name).write_text(content, encoding="utf-8")
 
 
-def program_text(plan: Plan, rank: int = 0) -> str:
-    """The program that `rank` runs, of a plan that has its graph. Needs no process group."""
+def program_text(plan: Plan) -> str:
+    """The program that rank 0 runs, of a plan that has its graph. Needs no process group."""
     whole = replace(plan.partitioned, pipeline=ONE_STAGE)
-    return str(lower(whole.chunks[0], Devices.of_rank(plan.mesh, rank)))
+    return str(lower(whole.chunks[0], Devices.of_rank(plan.mesh, 0)))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from enum import StrEnum
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -34,13 +33,6 @@ from shardwright.train.rehearsal import RankRehearsal, Rehearsal
 WIDTH = 140
 
 
-class Where(StrEnum):
-    """Where the tensors of a rehearsed rank lie."""
-
-    META = "meta"
-    CPU = "cpu"
-
-
 @app.command("rehearse")
 def rehearse_command(
     config: ConfigArgument,
@@ -56,9 +48,9 @@ def rehearse_command(
         typer.Option(help="Use a saved plan, without a search.", callback=existing(PlanError)),
     ] = None,
     device: Annotated[
-        Where,
+        Literal["meta", "cpu"],
         typer.Option(help="meta: any model fits; cpu: computes, and writes a checkpoint too."),
-    ] = Where.META,
+    ] = "meta",
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     mem_coeff: MemCoeffOption = None,
     cluster: ClusterOption = None,
@@ -72,7 +64,7 @@ def rehearse_command(
         raise PlanError(f"{plan} is for {saved.devices} devices, not for {devices}")
     report_batch(run, config, devices)
     chosen = saved or run.plan(devices)
-    result = rehearse_run(run, chosen, rank or (), torch.device(device.value))
+    result = rehearse_run(run, chosen, rank or (), torch.device(device))
     typer.echo(dumps(asdict(result), indent=1) if json else rehearsal_text(result))
     if not result.passes():
         raise typer.Exit(1)

@@ -91,7 +91,12 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
     Raises:
         StrategyError: if a mark matches no operator.
     """
-    modules = {path: m for path, tags in graph.module_tags.items() for m in tags if _is_mark(m)}
+    modules = {
+        path: tag
+        for path, tags in graph.module_tags.items()
+        for tag in tags
+        if isinstance(tag, RecomputeMark)
+    }
     functions = dict(_marked_calls(graph))
     _check_modules(graph, modules)
     recomputed: dict[str, Recompute] = {}
@@ -140,10 +145,6 @@ def add_segments(
 
 def _positions(graph: Graph) -> dict[str, int]:
     return {op.name: number for number, op in enumerate(graph.ops)}
-
-
-def _is_mark(tag: Any) -> bool:
-    return isinstance(tag, RecomputeMark)
 
 
 def _marked_calls(graph: Graph) -> Iterator[tuple[int, _MarkedCall]]:

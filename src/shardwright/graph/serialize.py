@@ -96,18 +96,6 @@ class _Reader:
         return _NODES[name](*map(self.read, parts))
 
 
-def _list(*parts: Any) -> list[Any]:
-    return list(parts)
-
-
-def _tuple(*parts: Any) -> tuple[Any, ...]:
-    return parts
-
-
-def _dict(*parts: Any) -> dict[Any, Any]:
-    return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
 def _op(*parts: Any) -> Op:
     """Its keywords become part of a program's text."""
     op = Op(*parts)
@@ -119,9 +107,9 @@ def _op(*parts: Any) -> Op:
 _NODES: dict[str, Callable[..., Any]] = {
     "Op": _op,
     "Graph": Graph,
-    "dict": _dict,
-    "list": _list,
-    "tuple": _tuple,
+    "dict": lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
+    "list": lambda *parts: list(parts),
+    "tuple": lambda *parts: parts,
 }
 
 

@@ -6,7 +6,6 @@ actions, and with it the timeline and the activations alive, are read from PyTor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -79,12 +78,9 @@ class ScheduleSpec:
         return schedule_class
 
 
-def _by_name(schedules: Iterable[ScheduleSpec]) -> dict[str, ScheduleSpec]:
-    return {schedule.name: schedule for schedule in schedules}
-
-
-SCHEDULES = _by_name(
-    [
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (
         ScheduleSpec(
             "1f1b",
             "Schedule1F1B",
@@ -117,8 +113,8 @@ SCHEDULES = _by_name(
             equal_rounds=True,
             splits_backward=True,
         ),
-    ]
-)
+    )
+}
 """By name, the default first."""
 
 

@@ -107,14 +107,12 @@ def _operator(plan: PlanData, row: OperatorRow) -> Iterator[str]:
         yield f"  inside: {_steps(inside).strip()}"
     pinned = plan.outputs.get(row.name, (None,) * len(row.outputs))
     for dims, layout, axes in zip(row.outputs, row.output_layouts, pinned, strict=True):
-        target = "" if axes is None else f", redistributed to {_placement(plan, axes)}"
+        target = (
+            "" if axes is None else f", redistributed to {TensorLayout(plan.mesh, axes).placement}"
+        )
         yield f"  output {list(dims)}: {layout.placement}{target}"
     for redistribution in (c for c in row.redistributions if c.input is None and c.value):
         yield f"  {_steps(redistribution)}"
-
-
-def _placement(plan: PlanData, axes: tuple[tuple[int, ...], ...]) -> str:
-    return TensorLayout(plan.mesh, axes).placement
 
 
 def _steps(redistribution: RedistributionRow) -> str:

@@ -88,7 +88,8 @@ def _headlines(plan: PlanData) -> Iterator[Headline]:
     else:
         yield Headline("Step", seconds_text(step.seconds), f"predicted on {step.cluster}")
         if plan.global_batch is not None and step.seconds:
-            yield Headline("Speed", speed(plan, step.seconds), _speed_of_one(plan, step))
+            one = f"{speed(plan, step.seconds * plan.devices)} of one device"
+            yield Headline("Speed", speed(plan, step.seconds), one)
         if step.utilization is not None:
             note = "of the peak, without recomputation"
             yield Headline("Utilization", f"{step.utilization:.1%}", note)
@@ -115,10 +116,6 @@ def _count_text(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:,}"
-
-
-def _speed_of_one(plan: PlanData, step: StepRow) -> str:
-    return f"{speed(plan, step.seconds * plan.devices)} of one device"
 
 
 def _memory_headline(plan: PlanData) -> Headline:

@@ -87,7 +87,7 @@ def _phrases(plan: PlanData, row: OperatorRow) -> Iterator[str]:
     for factor, axes in sorted(cuts.items(), key=lambda cut: _meaning(row, *cut) == "batch"):
         over = f"over {'·'.join(row.cuts[factor])}"
         meaning = _meaning(row, factor, axes)
-        weights = _weights_cut_over(row, axes)
+        weights = [each for each in _weights(row).values() if each.sharded.issuperset(axes)]
         if meaning == "batch" and not weights:
             yield f"{_data_parallel(plan, row, factor, axes)} {over}"
         elif weights and meaning != "expert" and any(len(each.axes) > 1 for each in weights):
@@ -99,11 +99,6 @@ def _phrases(plan: PlanData, row: OperatorRow) -> Iterator[str]:
 def _meaning(row: OperatorRow, factor: str, axes: Axes) -> str:
     name = row.cuts[factor][0].rstrip("0123456789") if axes else ""
     return row.meanings.get(factor) or AXIS_MEANINGS.get(name, "")
-
-
-def _weights_cut_over(row: OperatorRow, axes: Axes) -> list[TensorLayout]:
-    """The layouts of the parameters that are read in shards over all of these axes."""
-    return [layout for layout in _weights(row).values() if set(axes) <= set(layout.sharded)]
 
 
 def _weights(row: OperatorRow) -> dict[str, TensorLayout]:

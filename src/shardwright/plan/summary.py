@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,8 +28,8 @@ def plan_summary(plan: PlanData, width: int) -> str:
     tail = [line for note in (*notes(plan, most=1), MORE) for line in wrapped(note, width)]
     room = MOST_LINES - len(head) - len(tail)
     table: list[str] = []
-    for key in (_of_block, _of_place, _of_split):
-        table = _table(_blocks(plan, key), plan.step is not None, width)
+    for detail in (2, 1, 0):
+        table = _table(_blocks(plan, detail), plan.step is not None, width)
         if len(table) <= room:
             break
     else:
@@ -140,23 +140,13 @@ class _Block:
             self.seconds[row.stage] = self.seconds.get(row.stage, 0.0) + row.seconds
 
 
-Key = Callable[[str, str], tuple[str, str]]
-"""From the place and the relative name of an operator to what it shares a row with."""
+def _shared(place: str, name: str, detail: int) -> tuple[str, str]:
+    """What operators of one row have in common beside how they are split: with most detail their
+    module in a block, then the block, then nothing."""
+    return place if detail else "", name.rpartition(".")[0] if detail > 1 else ""
 
 
-def _of_block(place: str, name: str) -> tuple[str, str]:
-    return place, name.rpartition(".")[0]
-
-
-def _of_place(place: str, name: str) -> tuple[str, str]:
-    return place, ""
-
-
-def _of_split(place: str, name: str) -> tuple[str, str]:
-    return "", ""
-
-
-def _blocks(plan: PlanData, key: Key) -> list[_Block]:
+def _blocks(plan: PlanData, detail: int) -> list[_Block]:
     """Operators with a cost of their own by block and split, in the order of the model; then the
     others by split alone, under the names of their kinds."""
     sent = _sent(plan)
@@ -166,7 +156,7 @@ def _blocks(plan: PlanData, key: Key) -> list[_Block]:
         row, how = fold.row, parallelism(plan, fold.row)
         if row.main or row.pinned:
             place, name = _place(row.name)
-            at = key(place, name)
+            at = _shared(place, name, detail)
             block = blocks.setdefault((at, how), _Block(at[0], how))
             block.add(name if at[0] else row.name, fold, sent)
         else:
