@@ -83,3 +83,41 @@ def test_a_cache_that_capture_fills_has_values(make: Callable[[], Callable[[int]
         for got in (planned(x), net(x), whole(x)):
             torch.testing.assert_close(got, wanted)
     torch.testing.assert_close(planned.eval()(x[:4]), net(x[:4]))
+
+
+def cached_in_a_tuple() -> Callable[[int], Tensor]:
+    @lru_cache(4)
+    def tables(length: int) -> tuple[Tensor, dict[str, Tensor]]:
+        return table(length), {"sin": torch.arange(length).float().sin()}
+
+    return lambda length: tables(length)[0] * tables(length)[1]["sin"]
+
+
+def cached_without_bound() -> Callable[[int], Tensor]:
+    return lru_cache(None)(table)
+
+
+@pytest.mark.parametrize("make", [cached_in_a_tuple, cached_without_bound])
+def test_cached_functions_are_traced_alike_each_time_and_checked(
+    make: Callable[[], Callable[[int], Tensor]],
+) -> None:
+    net, x = Net(make()), torch.randn(8, 8)
+    plan = sw.plan(net, (x,), devices=2)
+    assert plan.fingerprint == sw.plan(net, (x,), devices=2).fingerprint
+    assert sw.check(net, (x,), None, plan).passes()
+    assert net.of(8).dtype == torch.float32
+    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1))
+    assert torch.equal(planned(x), net(x)) and torch.equal(planned(x[:4]), net(x[:4]))
+
+
+def test_a_cached_tensor_that_the_next_call_would_not_draw_again_is_refused_by_name() -> None:
+    @lru_cache(4)
+    def projection(length: int) -> Tensor:
+        return torch.randn(length)
+
+    net, x = Net(projection), torch.randn(8, 8)
+    with pytest.raises(sw.CaptureError, match=r"projection` keeps, under `functools.lru_cache`"):
+        sw.plan(net, (x,), devices=2)
+    net(x)
+    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1))
+    assert torch.equal(planned(x), net(x)) and torch.equal(planned(x), net(x))

@@ -21,6 +21,7 @@ from shardwright.api.trained_steps import (
     train_program,
 )
 from shardwright.capture.capture import capture, check_arguments
+from shardwright.capture.filled_caches import without_new_cached_tensors
 from shardwright.capture.naming import line_of_error
 from shardwright.deferred import values_of
 from shardwright.errors import CaptureError, PlanError
@@ -149,7 +150,7 @@ def check(
     plan.check_fits(captured)
     values = _values(net)
     leaves = pytree.tree_map_only(Tensor, in_float64, pytree.tree_leaves((args, kwargs or {})))
-    with float64_by_default(), torch.random.fork_rng():
+    with float64_by_default(), torch.random.fork_rng(), without_new_cached_tensors():
         module = module_in_float64(net, values)
         piece = micro_batch(leaves, 0, plan.pipeline.micro_batches)
         with _in_float64(plan.pipeline.micro_batches), CastsToFloat64():
@@ -176,7 +177,8 @@ def _in_float64(micro_batches: int) -> Iterator[None]:
             pieces = f", called with one of {micro_batches} micro-batches ({HOW_CUT})"
         raise PlanError(
             "the module itself fails in float64, in which `check` computes it (an operator without "
-            f"float64 can be trained, but not checked){pieces}: {where}{error}"
+            "float64, or a tensor that a function has cached in another dtype, can be trained, but "
+            f"not checked){pieces}: {where}{error}"
         ) from error
 
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwright.capture.filled_caches import fill
+from shardwright.capture.filled_caches import CachedFunctions, fill
+from shardwright.errors import CaptureError
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.dispatch import without_dispatch_modes, without_torch_function
 from shardwright.torch_internals.modules import own_buffers
@@ -136,13 +137,30 @@ _traces: list[KnownValues] = []
 @contextmanager
 def filling_caches() -> Iterator[None]:
     """A context in which models are traced; at its end what the user's caches hold of known tensors
-    has values."""
+    has values, or is forgotten.
+
+    Raises:
+        CaptureError: if a cache holds others, which the next call would read.
+    """
+    caches = CachedFunctions()
     try:
         yield
     finally:
         kept = [pair for known in _traces for pair in known.kept()]
         _traces.clear()
+        known = {id(tensor) for tensor, _ in kept}
+        made = [
+            cache
+            for cache, tensors in caches.forget(FakeTensor)
+            if not known.issuperset(map(id, tensors))
+        ]
         fill(kept)
+    if made:
+        raise CaptureError(
+            f"`{made[0].__qualname__}` keeps, under `functools.lru_cache`, a tensor that its first "
+            "call draws, or computes of inputs or parameters: a captured model would make it anew "
+            "in each call. Keep it in a buffer, or call the model once before `plan`"
+        )
 
 
 class KnownValues(TorchFunctionMode):
