@@ -59,12 +59,19 @@ def test_every_part_has_its_place() -> None:
     assert config.model.sizes is not None and config.model.lora is not None
     assert (config.model.sizes["num_layers"], config.model.lora.rank) == (4, 4)
     assert (config.data.seq_length, config.data.batch_size) == (32, 2 * 4 * 2)
-    assert config.optimizer.schedule is not None
+    assert config.optimizer.schedule is not None and not config.optimizer.decay_vectors
     assert (config.optimizer.schedule.warmup_ratio, config.optimizer.clip_norm) == (0.03, 1.0)
     assert config.parallel.micro_batches == 2
     assert (config.train.epochs, config.train.seed) == (2, 3)
     assert config.train.checkpoint is not None
     assert (config.train.checkpoint.folder, config.train.checkpoint.every) == ("out", 10)
+
+
+def test_prefixes_are_a_section_of_the_model() -> None:
+    pet = {"pet_type": "ptuning2", "pre_seq_len": 8, "dropout_prob": 0.0}
+    config = translate_run(run_of(model__model_config__pet_config=pet), devices=8)
+    assert config.model.prefix is not None and config.model.lora is None
+    assert (config.model.prefix.tokens, config.model.prefix.projection) == (8, None)
 
 
 @pytest.mark.parametrize("search", ["recursive_programming", None])
