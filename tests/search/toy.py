@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardwright.capture.capture import capture
-from shardwright.cost.cluster import Cluster, Device, LinkLevel
+from shardwright.cost.cluster import GLOO, RINGS, Cluster, Device, LinkLevel
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout
+from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.search.by_time.search import TimedSearch, timed_search
 from shardwright.search.request import Pricing, SearchRequest
 
@@ -20,6 +22,14 @@ TOY = Cluster(
 )
 
 
+def on_links(collectives: str) -> Cluster:
+    return replace(TOY, levels=tuple(replace(x, collectives=collectives) for x in TOY.levels))
+
+
+CLUSTERS = (TOY, on_links(RINGS), on_links(GLOO))
+"""Whose collectives are trees, rings and gloo's."""
+
+
 def captured(model: Any, **sizes: Any) -> Graph:
     with torch.device("meta"):
         net, args, kwargs = model(**sizes)
@@ -28,3 +38,13 @@ def captured(model: Any, **sizes: Any) -> Graph:
 
 def searcher(graph: Graph, mesh: Layout, cluster: Cluster, fold: bool = True) -> TimedSearch:
     return timed_search(SearchRequest(graph, mesh, pricing=Pricing(cluster)), fold)
+
+
+def random_layout(mesh: Layout, draw: random.Random, left: bool) -> TensorLayout:
+    """Of a tensor of three dimensions, as it is left or as it is read."""
+    places: list[list[int]] = [[], [], [], [], []]
+    for axis in draw.sample(range(len(mesh.device_matrix)), len(mesh.device_matrix)):
+        draw.choice(places).append(axis)
+    terms = frozenset(places[3])
+    axes = tuple(map(tuple, places[:3]))
+    return TensorLayout(mesh, axes, terms if left else frozenset(), frozenset() if left else terms)

@@ -11,12 +11,12 @@ import pytest
 
 from random_graphs import random_net
 from sample_models import llama, mlp
-from search.toy import TOY, captured, searcher
+from search.toy import CLUSTERS, TOY, captured, random_layout, searcher
 from shardwright.capture.capture import capture
-from shardwright.cost.cluster import GLOO, RINGS, Cluster
+from shardwright.cost.cluster import Cluster
 from shardwright.cost.step_time import TimeModel
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout, TensorLayout
+from shardwright.layout.layout import Layout
 from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.layout.redistribution import redistribution_steps
 from shardwright.partition.decisions import Decisions
@@ -26,13 +26,6 @@ from shardwright.search.by_time.exact import _Joint
 from shardwright.search.by_time.problem import search_problem
 from shardwright.search.by_time.search import cuts_of_graph
 from shardwright.search.request import Pricing, SearchRequest
-
-
-def on_links(collectives: str) -> Cluster:
-    return replace(TOY, levels=tuple(replace(x, collectives=collectives) for x in TOY.levels))
-
-
-CLUSTERS = (TOY, on_links(RINGS), on_links(GLOO))
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=["trees", "rings", "gloo"])
@@ -57,15 +50,6 @@ def test_no_redistribution_takes_less_than_the_least_seconds(
             ]
             bound = least.between(*counts, value.numel * value.itemsize, differentiable)
             assert bound[0, 0] <= seconds * (1 + 1e-5), (left, read, path)
-
-
-def random_layout(mesh: Layout, draw: random.Random, left: bool) -> TensorLayout:
-    places: list[list[int]] = [[], [], [], [], []]
-    for axis in draw.sample(range(len(mesh.device_matrix)), len(mesh.device_matrix)):
-        draw.choice(places).append(axis)
-    terms = frozenset(places[3])
-    axes = tuple(map(tuple, places[:3]))
-    return TensorLayout(mesh, axes, terms if left else frozenset(), frozenset() if left else terms)
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,8 @@ def test_pinned_operators_are_kept_and_neighbors_follow(language_model: Graph) -
     cluster = Cluster("ideal", device, (LinkLevel("mesh", 196e9, 5e-6),))
     cuts = by_time(language_model, prime_mesh(8), cluster, pinned=pinned)
     assert cuts["model.layers.1.mlp.up_proj"] == {"j": (2, 1), "b": (0,)}
-    assert cuts["model.layers.1.mlp.down_proj"] == {"k": (1, 2), "b": (0,)}
+    assert cuts["model.layers.1.mlp.gate_proj"] == {"j": (1, 2), "b": (0,)}
+    assert cuts["model.layers.1.mlp.act_fn"] == {"t": (1, 2), "b": (0,)}
 
 
 def test_the_same_plan_is_found_again() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
 from shardwright.layout.layout import TensorLayout
 from shardwright.progress import OnShare, unheard
 from shardwright.rules.rule import Cuts, Dims
-from shardwright.search.by_time.objective import Objective, ObjectiveCost
+from shardwright.search.by_time.objective import Objective, ObjectiveCost, Total
 from shardwright.search.by_time.problem import EdgeEnd, OpVariable, TensorEdge
 from shardwright.search.cut_moves import (
     CutMoves,
@@ -18,8 +18,6 @@ from shardwright.search.cut_moves import (
     axes_of_factors,
     factor_of_axis,
 )
-
-Total = Callable[[ObjectiveCost], float]
 
 MAX_NEW_PRICES = 500
 """So many values may be priced between layouts that were not met before: finding redistributions
@@ -99,20 +97,7 @@ class _Neighborhood:
         self, rest: ObjectiveCost, cuts: list[Cuts], total: Total, bound: float
     ) -> ObjectiveCost | None:
         """`rest` and all that depends on the cuts of this operator; None if not below `bound`."""
-        cost = self._alone(cuts, rest)
-        unpriced = []
-        for edge in self.edges:
-            known = self.objective.known(edge, cuts)
-            if known is None:
-                unpriced.append(edge)
-            else:
-                cost = cost.plus(known, edge.count)
-        for edge in unpriced:
-            # Finding the redistributions of a value takes longest: not where they come too late.
-            if total(cost) >= bound:
-                return None
-            cost = cost.plus(self.objective.edge(edge, cuts), edge.count)
-        return cost if total(cost) < bound else None
+        return self.objective.added(self._alone(cuts, rest), self.edges, cuts, total, bound)
 
     def _alone(self, cuts: list[Cuts], rest: ObjectiveCost) -> ObjectiveCost:
         """`rest` and the cost of the operator without its edges."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwright.cost.step_time import TimeModel
 from shardwright.layout.layout import TensorLayout
 from shardwright.layout.redistribution import redistribution_steps
 from shardwright.rules.rule import Cuts, no_reductions
+from shardwright.search.by_time.least_redistribution import LeastRedistribution
 from shardwright.search.by_time.problem import OpVariable, SearchProblem, TensorEdge
 from shardwright.search.cut_moves import OpLayouts, layouts_of
 
@@ -65,6 +66,10 @@ class ObjectiveCost:
         return max(0.0, self.gathers - self.forward) + max(0.0, self.gradients - self.backward)
 
 
+Total = Callable[[ObjectiveCost], float]
+"""What counts of a cost altogether."""
+
+
 class Objective:
     """Costs of operators and of values for given cuts; equal ones once."""
 
@@ -74,6 +79,7 @@ class Objective:
         self._operators: dict[object, ObjectiveCost] = {}
         self._edges: dict[object, ObjectiveCost] = {}
         self._layouts: dict[object, OpLayouts] = {}
+        self._least = LeastRedistribution(model.links)
 
     def cost(self, cuts: Sequence[Cuts]) -> ObjectiveCost:
         """Of all variables cut so, each as often as it occurs."""
@@ -83,6 +89,38 @@ class Objective:
         for edge in self.problem.edges:
             total = total.plus(self.edge(edge, cuts), edge.count)
         return total
+
+    def cost_below(self, cuts: Sequence[Cuts], total: Total, bound: float) -> ObjectiveCost | None:
+        """The cost of all variables cut so; None if its total is not below `bound`."""
+        alone = ObjectiveCost()
+        for variable, cut in zip(self.problem.variables, cuts, strict=True):
+            alone = alone.plus(self.operator(variable, cut), variable.count)
+        return self.added(alone, self.problem.edges, cuts, total, bound)
+
+    def added(
+        self,
+        rest: ObjectiveCost,
+        edges: Iterable[TensorEdge],
+        cuts: Sequence[Cuts],
+        total: Total,
+        bound: float,
+    ) -> ObjectiveCost | None:
+        """`rest` and these values; None if that is not below `bound`. Finding redistributions takes
+        longest, so none are looked for where what they take at least is already too much."""
+        unpriced: list[tuple[float, TensorEdge]] = []
+        for edge in edges:
+            cost, priced = self.at_least(edge, cuts)
+            if priced:
+                rest = rest.plus(cost, edge.count)
+            else:
+                unpriced.append((edge.count * cost.redistributions, edge))
+        waiting = sum(least for least, _ in unpriced)
+        for least, edge in sorted(unpriced, key=lambda each: -each[0]):
+            if total(rest.plus(ObjectiveCost(redistributions=waiting), 1)) >= bound:
+                return None
+            rest = rest.plus(self.edge(edge, cuts), edge.count)
+            waiting -= least
+        return rest if total(rest) < bound else None
 
     def operator(self, variable: OpVariable, cuts: Cuts) -> ObjectiveCost:
         """Of one operator by itself, with the parameters that only it reads."""
@@ -131,14 +169,24 @@ class Objective:
             self._edges[key] = self._edge(edge, source, reads)
         return self._edges[key]
 
+    def at_least(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> tuple[ObjectiveCost, bool]:
+        """The cost of `edge` and whether it was priced before; if not, what its redistributions
+        take at least: what readers share is no less than what one of them needs."""
+        key, source, reads = self._between(edge, cuts)
+        known = self._edges.get(key)
+        if known is not None:
+            return known, True
+        if edge.stored:
+            return ObjectiveCost(), False
+        num_bytes = edge.value.numel * edge.value.itemsize
+        back, least = edge.differentiable, self._least
+        seconds = max(least.seconds(source, read, num_bytes, back) for read in reads)
+        return ObjectiveCost(redistributions=seconds), False
+
     @property
     def priced(self) -> int:
         """How many edges were priced, each between one layout and a set of others."""
         return len(self._edges)
-
-    def known(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> ObjectiveCost | None:
-        """The cost of `edge` if it was priced before."""
-        return self._edges.get(self._between(edge, cuts)[0])
 
     def _between(
         self, edge: TensorEdge, cuts: Sequence[Cuts]

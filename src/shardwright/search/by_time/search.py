@@ -15,7 +15,7 @@ Of what is hidden the cluster's slowdown counts; where devices share a processor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -30,6 +30,7 @@ from shardwright.search.by_time.local_search import local_search
 from shardwright.search.by_time.log_costs import log_costs
 from shardwright.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.search.by_time.problem import SearchProblem, search_problem
+from shardwright.search.by_time.swap_axes import swap_axes
 from shardwright.search.cut_moves import axes_of_factors
 from shardwright.search.indexed_graph import NO_CUT
 from shardwright.search.request import CutsOfGraph, Pricing, SearchRequest
@@ -40,6 +41,10 @@ ROUNDS = 4
 SHARES = (0.0, 0.25)
 """The values of λ, as long as gradients exceed the backward pass. Larger ones have not found better
 plans for language models on 64 to 1024 devices."""
+
+NEAR = 1.1
+"""What takes more than so many times the least is not improved operator by operator: the prediction
+of a whole plan knows more than what is minimized here, but not so much."""
 
 GAIN = 1e-9
 """Relative; less is none."""
@@ -125,43 +130,86 @@ class TimedSearch:
         Args:
             on_share: what ends early counts as done: of λ that are not tried, and of passes.
         """
-        # A part for each λ, and one for each of two that are improved operator by operator.
-        parts = len(self.shares) + 2
-        rounds: list[list[tuple[float, list[Cuts]]]] = []
-        for number, share in enumerate(self.shares):
-            decided = self._decide(share, part_of(on_share, number, parts))
-            costs = [self.objective.cost(cuts) for cuts in decided]
-            rounds.append([(self.total(c), cuts) for c, cuts in zip(costs, decided, strict=True)])
-            if not any(cost.exposed for cost in costs):
-                break
+        # A part for the recursion, one for each of two that are improved operator by operator, and
+        # one for swaps of axes.
+        first, *each, last = (part_of(on_share, number, 4) for number in range(4))
         totals: list[tuple[float, list[Cuts]]] = []
-        for number in (0, -1) if any(len(each) > 1 for each in rounds) else (0,):
-            cuts = list(min((each[number] for each in rounds), key=itemgetter(0))[1])
-            one = part_of(on_share, parts - 1 if totals else parts - 2, parts)
-            local_search(self.objective, cuts, self.total, ROUNDS, GAIN, one)
+        for cuts, share in zip(self._recursive(first), each, strict=False):
+            local_search(self.objective, cuts, self.total, ROUNDS, GAIN, share)
             if all(cuts != others for _, others in totals):
                 totals.append((self.total(self.objective.cost(cuts)), cuts))
+        totals.sort(key=itemgetter(0))
+        self._swap(totals[0][1], last)
         on_share(1.0)
-        return [cuts for _, cuts in sorted(totals, key=itemgetter(0))]
+        return [cuts for _, cuts in totals]
 
-    def _decide(self, share: float, on_share: OnShare) -> list[list[Cuts]]:
-        """The recursion for one λ with the passes that improve it; then, if that costs less, after
-        axes were exchanged."""
+    def _recursive(self, on_share: OnShare) -> list[list[Cuts]]:
+        """The best that the recursion finds for any λ and order of axes, and without exchanges of
+        axes if that is near."""
+        orders, (first, *larger) = self._orders(), self.shares
+        ways = [(first, order) for order in orders] + [(share, orders[0]) for share in larger]
+        alone: list[tuple[float, list[Cuts]]] = []
+        exchanged: list[tuple[float, list[Cuts]]] = []
+        exposes = False
+        for number, (share, order) in enumerate(ways):
+            if share > first and not exposes:
+                break
+            decided = self._decide(share, order, part_of(on_share, number, len(ways)))
+            costs = [self.objective.cost(cuts) for cuts in decided]
+            alone.append((self.total(costs[0]), decided[0]))
+            exchanged.append((self.total(costs[-1]), decided[-1]))
+            exposes = exposes or any(cost.exposed for cost in costs)
+        least, best = min(exchanged, key=itemgetter(0))
+        other, cuts = min(alone, key=itemgetter(0))
+        near = cuts != best and other < NEAR * least
+        return [list(best), list(cuts)] if near else [list(best)]
+
+    def _swap(self, cuts: list[Cuts], on_share: OnShare) -> None:
+        """Swaps axes for some operators, and improves what that has changed."""
+        exposed = self.objective.cost(cuts).exposed > 0
+        weights = self.weights(1.0 if exposed or self.model.shared else 0.0)
+        swaps, after = (part_of(on_share, number, 2) for number in range(2))
+        if swap_axes(self.objective, cuts, self.total, weights, swaps):
+            local_search(self.objective, cuts, self.total, ROUNDS, GAIN, after)
+
+    def _orders(self) -> list[list[int]]:
+        """In which axes are decided: from the slowest links to the fastest, and where links are
+        equal from the outermost to the innermost axis or the other way around. An outer axis is the
+        more significant one wherever both cut a dimension, so that neither is always better."""
+        levels = self.model.links.levels
+        inwards = sorted(self.axes, key=lambda axis: -levels[axis][0][0])
+        outwards = sorted(self.axes, key=lambda axis: (-levels[axis][0][0], -axis))
+        return [inwards] if inwards == outwards else [inwards, outwards]
+
+    def _decide(self, share: float, order: Sequence[int], on_share: OnShare) -> list[list[Cuts]]:
+        """The recursion for one λ and one order of axes with the passes that improve it; then, if
+        that costs less, after axes were exchanged."""
         choices = self._start()
         first, passes, exchanges, more = (part_of(on_share, number, 4) for number in range(4))
-        for axis in counted(self.axes, first):
+        for axis in counted(order, first):
             self._redecide(choices, axis, share)
-        best = self._settle(choices, share, self.total(self._cost(choices)), passes)
+        # The last axis is fresh.
+        total = self.total(self._cost(choices))
+        best = self._settle(choices, share, total, passes, settled={*order[-1:]})
         decided = [self._cuts(choices)]
         if self._exchange(choices, best, exchanges):
             self._settle(choices, share, self.total(self._cost(choices)), more)
             decided.append(self._cuts(choices))
         return decided
 
-    def _settle(self, choices: Choices, share: float, best: float, on_share: OnShare) -> float:
-        """Decides axes again until nothing is gained; what it costs then."""
-        # Deciding an axis again gives the same as long as no other has changed; the last is fresh.
-        settled = set(self.axes[-1:])
+    def _settle(
+        self,
+        choices: Choices,
+        share: float,
+        best: float,
+        on_share: OnShare,
+        settled: Set[int] = frozenset(),
+    ) -> float:
+        """Decides axes again until nothing is gained; what it costs then.
+
+        Args:
+            settled: axes that were decided since any other has changed: that gives the same again.
+        """
         for number in range(ROUNDS):
             before = best
             known = set()
@@ -193,9 +241,9 @@ class TimedSearch:
             columns |= {self.problem.along_batch(self.model.mesh.device_matrix[axis]), nothing}
             for column in sorted(columns - {tuple(row[axis] for row in choices)}):
                 changed = self._with_column(choices, axis, column)
-                total = self.total(self._cost(changed))
-                if total < best * (1 - GAIN):
-                    choices[:], best = changed, total
+                cost = self._cost_below(changed, best)
+                if cost is not None:
+                    choices[:], best = changed, self.total(cost)
         return best < before
 
     def _with_column(self, choices: Choices, axis: int, column: Sequence[int]) -> Choices:
@@ -236,9 +284,9 @@ class TimedSearch:
         self._redecide(choices, axis, share)
         if [row[axis] for row in choices] == before:
             return best
-        total = self.total(self._cost(choices))
-        if total < best * (1 - GAIN):
-            return total
+        cost = self._cost_below(choices, best)
+        if cost is not None:
+            return self.total(cost)
         for row, choice in zip(choices, before, strict=True):
             row[axis] = choice
         return best
@@ -262,6 +310,10 @@ class TimedSearch:
 
     def _cost(self, choices: Choices) -> ObjectiveCost:
         return self.objective.cost(self._cuts(choices))
+
+    def _cost_below(self, choices: Choices, best: float) -> ObjectiveCost | None:
+        """The cost of choices; None if nothing is gained over `best`."""
+        return self.objective.cost_below(self._cuts(choices), self.total, best * (1 - GAIN))
 
     def cost(self, cuts: Mapping[str, Cuts]) -> ObjectiveCost:
         """Of operators that are cut so, by name; of blocks that repeat as in the first."""
