@@ -19,7 +19,7 @@ from shardwright.search.cut_moves import (
     factor_of_axis,
 )
 
-MAX_NEW_PRICES = 500
+MAX_NEW_PRICES = 250
 """So many values may be priced between layouts that were not met before: finding redistributions
 takes nearly all of a sweep's time."""
 
