@@ -40,13 +40,16 @@ class Links:
         self.levels = cluster.levels_of(mesh, starts)
         self.shared = cluster.device.shared(mesh.num_devices * stages)
 
-    def seconds(self, collective: str, axes: Iterable[int], num_bytes: float) -> float:
+    def seconds(
+        self, collective: str, axes: Iterable[int], num_bytes: float, joined: bool = False
+    ) -> float:
         """Seconds of one collective over the joined `axes`.
 
         Args:
             collective: one of `COLLECTIVES`.
             num_bytes: of the tensor of one device, the larger side: the output of an all-gather,
                 the input of a reduce-scatter.
+            joined: whether it is a part of one of more bytes, with as many messages.
         """
         group = self._group(axes)
         if not group:
@@ -58,10 +61,11 @@ class Links:
             return link.call + link.latency + num_bytes / link.rate
         if pattern == "pairwise":
             return self._all_to_all(group, num_bytes)
-        return self._level_by_level(group, num_bytes, collective)
+        few = self.shared and collective == "all_reduce" and not joined
+        return self._level_by_level(group, num_bytes, collective, few)
 
     def _level_by_level(
-        self, group: list[tuple[int, int]], num_bytes: float, collective: str
+        self, group: list[tuple[int, int]], num_bytes: float, collective: str, few: bool
     ) -> float:
         """Each level moves what the levels inside it have left: the whole, cut by their devices."""
         seconds, left, behind = 0.0, num_bytes, prod(size for _, size in group)
@@ -70,10 +74,10 @@ class Links:
             hops: float = messages(link, size)
             if link.collectives == RINGS and rounds(link, collective) == 1:
                 hops = behind - behind // size
-            if self.shared and collective == "all_reduce" and 0 < left < ELEMENT * size:
+            if few and left < ELEMENT * size:
                 # The ring passes on one part for each device, and none for an empty part. Others
                 # wait no less for it, but leave the processor to those that send.
-                hops *= left / (ELEMENT * size)
+                hops *= max(1.0, left / ELEMENT) / size
             once = hops * link.latency + (size - 1) / size * left / link.rate
             seconds += link.call + rounds(link, collective) * once
             left, behind = left / size, behind // size

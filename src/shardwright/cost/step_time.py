@@ -267,8 +267,8 @@ class TimeModel:
     def bucketed(self, axes: Axes, num_bytes: float, collective: str = "all_reduce") -> float:
         """A collective that is joined with others into buckets, so that it pays its share of the
         latency of one."""
-        whole = self.links.seconds(collective, axes, num_bytes)
-        latency = self.links.seconds(collective, axes, 0)
+        whole = self.links.seconds(collective, axes, num_bytes, joined=True)
+        latency = self.links.seconds(collective, axes, 0, joined=True)
         saved = latency * max(0.0, 1 - num_bytes / BUCKET_BYTES)
         return self.parameter_weight * (whole - saved)
 

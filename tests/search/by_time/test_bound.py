@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -16,13 +16,14 @@ from shardwright.capture.capture import capture
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.step_time import TimeModel
 from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout
+from shardwright.layout.layout import Layout, TensorLayout
 from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.layout.redistribution import redistribution_steps
 from shardwright.partition.decisions import Decisions
 from shardwright.search.by_time.axis_counts import LeastSeconds, axis_kinds
 from shardwright.search.by_time.certificate import certified, gap_of
 from shardwright.search.by_time.exact import _Joint
+from shardwright.search.by_time.least_redistribution import LeastRedistribution
 from shardwright.search.by_time.problem import search_problem
 from shardwright.search.by_time.search import cuts_of_graph
 from shardwright.search.request import Pricing, SearchRequest
@@ -117,3 +118,30 @@ def test_no_random_plan_of_a_random_model_is_below_the_bound(seed: int) -> None:
             for ways, chosen in zip(states, best, strict=True)
         ]
         assert found.bound <= search.total(search.objective.cost(cuts))
+
+
+@pytest.mark.parametrize("devices", [2, 8, 12])
+def test_sums_of_few_numbers_on_a_shared_processor_take_no_less_than_the_least_seconds(
+    devices: int,
+) -> None:
+    gloo = CLUSTERS[2]
+    model = TimeModel(
+        replace(gloo, device=replace(gloo.device, at_full_rate=1)), prime_mesh(devices)
+    )
+    mesh, kinds = model.mesh, axis_kinds(model.links)
+    few, many = LeastSeconds(model.links, kinds), LeastRedistribution(model.links)
+    axes = range(len(mesh.device_matrix))
+    whole = TensorLayout(mesh, ((),))
+    for summed in (each for n in axes for each in combinations(axes, n + 1)):
+        left = TensorLayout(mesh, ((),), frozenset(summed))
+        for numbers, differentiable in product((1, devices, devices**2, 10**6), (True, False)):
+            (step,) = redistribution_steps(left, whole, (numbers,), differentiable)
+            value = replace(captured(mlp, sizes=(16, 32)).parameters[0], shape=(numbers,))
+            seconds = sum(model.step(step, value, differentiable))
+            counts = [
+                np.array([[[len(set(k.axes) & set(each)) for k in kinds] for each in places]])
+                for places in (((), left.partial), ((), ()))
+            ]
+            bound = few.between(*counts, 4 * numbers, differentiable)
+            assert bound[0, 0] <= seconds * (1 + 1e-5)
+            assert many.seconds(left, whole, 4 * numbers, differentiable) <= seconds * (1 + 1e-9)

@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.cost.collectives import Links
+from shardwright.cost.collectives import ELEMENT, Links
 from shardwright.layout.axes import Axes
 
 LayoutTable = npt.NDArray[np.float32]
@@ -91,6 +91,8 @@ class LeastSeconds:
         self._latency = [min(level.latency for level in levels[n:]) for n in range(len(levels))]
         slower = [1 / rate for rate in fastest]
         self._added = [after - before for before, after in pairwise([0.0, *slower])]
+        # Of fewer bytes a shard may be a sum of fewer numbers than devices: see `Links`.
+        self._few = ELEMENT * links.mesh.num_devices**2 if links.shared else 0
         self._level = np.array([kind.level for kind in kinds])
         self._log_size = np.log2([kind.size for kind in kinds])
         self._axes = np.array([len(kind.axes) for kind in kinds])
@@ -112,6 +114,8 @@ class LeastSeconds:
             if key not in self._rates:
                 self._rates[key] = self._both_ways(left, read, differentiable)
             byte, latency = self._rates[key]
+            if num_bytes < self._few:
+                latency = np.minimum(latency, np.float32(self._latency[0]))
             self._tables[key, num_bytes] = np.float32(num_bytes) * byte + latency
         return self._tables[key, num_bytes]
 
