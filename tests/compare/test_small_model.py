@@ -7,8 +7,7 @@ import pytest
 import shardwright as sw
 from shardwright.compare.small_model import Division, SmallModel, divisions
 from shardwright.cost.clusters import load_cluster
-from shardwright.models.build import build, example_batch
-from shardwright.models.expert_sharding import pin_expert
+from shardwright.models.build import example_batch
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4, 6, 8, 11, 48])
@@ -23,15 +22,8 @@ def test_every_division_fills_all_processes_or_leaves_each_by_itself(processes: 
 def test_every_division_divides_the_sizes_of_the_model(processes: int) -> None:
     model = SmallModel(processes)
     for each in model.divisions:
-        net = build(model.sizes)
-        pin_expert(
-            net,
-            data_parallel=each.data,
-            model_parallel=each.tensor,
-            seq_parallel=each.tensor > 1,
-        )
         plan = sw.plan(
-            net,
+            model.pinned(each),
             example_batch(model.sizes, each.samples),
             devices=each.data * each.tensor,
             mode="sharding_propagation",

@@ -7,6 +7,7 @@ from functools import cached_property
 from math import ceil
 
 import torch
+from torch import nn
 
 from shardwright.api import parallelize, plan
 from shardwright.constraints.recompute import recompute
@@ -89,9 +90,8 @@ class SmallModel:
             norm_eps=1e-5,
         )
 
-    def divided(self, division: Division, cluster: Cluster) -> SmallTraining:
-        """The model, planned and parallelized."""
-        torch.manual_seed(0)  # All processes are given the same batch.
+    def pinned(self, division: Division) -> nn.Module:
+        """The model, marked for what is to be cut and computed again."""
         net = build(self.sizes)
         pin_expert(
             net,
@@ -101,6 +101,12 @@ class SmallModel:
         )
         for path in paths_of_blocks(net) if division.recomputed else ():
             recompute(net.get_submodule(path))
+        return net
+
+    def divided(self, division: Division, cluster: Cluster) -> SmallTraining:
+        """The model, planned and parallelized."""
+        torch.manual_seed(0)  # All processes are given the same batch.
+        net = self.pinned(division)
         batch = example_batch(self.sizes, division.samples)
         stages = expert_stages(net, division.stages) if division.stages > 1 else None
         decided = plan(
