@@ -68,12 +68,32 @@ def test_the_prediction_is_what_the_allocator_counts(
     assert of_plan(plan).peak == pytest.approx(found, rel=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("micro_batches", [2, 4])
-def test_micro_batches_are_predicted_too(micro_batches: int) -> None:
+def test_micro_batches_are_predicted_too(micro_batches: int, dtype: str | None) -> None:
     net, args, kwargs = llama(**SIZES)
-    plan = sw.plan(net, args, kwargs, devices=1, mode="stand_alone", micro_batches=micro_batches)
+    options = {"micro_batches": micro_batches, "compute_dtype": dtype}
+    plan = sw.plan(net, args, kwargs, devices=1, mode="stand_alone", **options)
     found = measured((net, args, kwargs), plan, torch.optim.SGD)
     assert of_plan(plan, "sgd").peak == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_stage_holds_one_cast_of_its_parameters(schedule: str) -> None:
+    net, args, kwargs = llama(**SIZES)
+    staged = {"stages": 2, "micro_batches": 8, "schedule": schedule}
+    plan = sw.plan(net, args, kwargs, devices=2, compute_dtype="bfloat16", **staged)
+    for stage in of_plan(plan, "sgd").stages:
+        assert stage.gathered == stage.parameters // 2
+
+
+def test_gradients_of_casts_are_added_up_one_by_one() -> None:
+    net, args, kwargs = mlp(batch=8, sizes=(64,) * 9)
+    options = {"micro_batches": 4, "compute_dtype": "bfloat16"}
+    plan = sw.plan(net, args, kwargs, devices=1, mode="stand_alone", **options)
+    (stage,) = of_plan(plan, "sgd").stages
+    assert stage.in_a_pass
+    assert 0 < stage.temporary < stage.gradients // 4
 
 
 def test_recomputed_layers_are_predicted_too() -> None:
@@ -184,9 +204,12 @@ def test_the_largest_tensors_at_the_peak_have_the_names_of_operators() -> None:
 
 
 @pytest.mark.parametrize("level", [None, "level1", "level2", "level3"])
-@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+@pytest.mark.parametrize(
+    ("schedule", "dtype"),
+    [*((each, "float32") for each in (None, *SCHEDULES)), ("1f1b", "bfloat16")],
+)
 def test_no_plan_needs_less_than_the_bound_that_takes_no_dry_run(
-    schedule: str | None, level: str | None
+    schedule: str | None, level: str | None, dtype: str
 ) -> None:
     net, args, kwargs = llama(**{**SIZES, "layers": 4})
     hsdp = None if level is None else OptimizerParallel(level, threshold=0)
@@ -196,6 +219,7 @@ def test_no_plan_needs_less_than_the_bound_that_takes_no_dry_run(
         ("recursive_programming", "full_batch"),
     ):
         options = {"mode": mode, "hsdp": hsdp, "dataset_strategy": entries, **staged}
+        options["compute_dtype"] = dtype
         plan = sw.plan(net, args, kwargs, devices=4, **options)
         assert plan.graph is not None
         parts = Partitioned(plan.graph, plan.mesh, plan.decisions, plan.pipeline)

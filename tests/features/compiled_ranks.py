@@ -62,7 +62,8 @@ def check_recomputed_layers() -> None:
 
 
 def check_stages() -> None:
-    check_compiled(stages=2, micro_batches=2)
+    for dtype in ("float32", "bfloat16"):
+        check_compiled(stages=2, micro_batches=2, compute_dtype=dtype)
 
 
 def check_regions() -> None:

@@ -158,6 +158,18 @@ def check_a_loss_before_the_last_stage() -> None:
             torch.testing.assert_close(mine, its)
 
 
+def check_bfloat16(schedules: Sequence[tuple[int, str]] = SCHEDULES[:1]) -> None:
+    """Computed in bfloat16, near what single precision gives."""
+    for stages, schedule in schedules:
+        nets = tuple(net.float() for net in built(FrozenStart))
+        plan = planned(nets[0], batch(), stages, schedule, compute_dtype="bfloat16")
+        check_training((nets[0], nets[1]), plan, batch(), near=3e-2)
+
+
+def check_bfloat16_in_every_schedule() -> None:
+    check_bfloat16(SCHEDULES[1:])
+
+
 def check_own_parts_of_the_batch() -> None:
     """Each device of a stage is given its own rows; outputs come back in the order of the batch."""
     nets, args = built(EarlyLoss), batch(16)
@@ -307,6 +319,7 @@ def check_what_is_refused() -> None:
 CHECKS = (
     check_schedules,
     check_a_loss_before_the_last_stage,
+    check_bfloat16,
     check_own_parts_of_the_batch,
     check_only_what_is_planned_is_sent,
     check_language_model,
@@ -315,6 +328,7 @@ CHECKS = (
 )
 SLOW_CHECKS = (
     check_every_schedule,
+    check_bfloat16_in_every_schedule,
     check_parameters_in_unusual_places,
     check_random_models,
     check_compiled,

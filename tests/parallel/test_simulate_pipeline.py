@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import shardwright as sw
@@ -14,6 +15,9 @@ from random_graphs import random_net
 from random_plans import random_cuts, random_outputs, random_storage
 from shardwright.graph.graph import Graph
 from shardwright.layout.prime_mesh import prime_mesh
+from shardwright.parallel.simulate_pipeline import simulate_stages
+from shardwright.parallel.simulate_ranks import Outcome
+from shardwright.parallel.unsharded_parameters import UnshardedParameters
 from shardwright.partition.decisions import Decisions
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
@@ -60,6 +64,11 @@ def trained_net(seed: int) -> tuple[nn.Module, tuple[Any, ...]]:
     return next((net, args) for net, args in tries if list(net.parameters()) and fits(net, args))
 
 
+def of_step(plan: sw.Plan, net: nn.Module, args: tuple[Any, ...]) -> Outcome:
+    parameters, buffers = dict(net.named_parameters()), dict(net.named_buffers())
+    return simulate_stages(plan.partitioned, parameters, buffers, args)
+
+
 def fits(net: nn.Module, args: tuple[Any, ...]) -> bool:
     try:
         net(*(x[:1] for x in args))
@@ -83,6 +92,28 @@ def test_many_random_models_in_random_stages_equal_one_device(seed: int) -> None
     graph = sw.capture(net, tuple(x[:1] for x in args))
     result = sw.check(net, args, {}, staged_plan(graph, (1, 2, 4, 6)[seed % 4], seed))
     assert result.passes(1e-9), str(result)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_casts_that_micro_batches_share_give_every_bit_of_casts_of_their_own(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, args = trained_net(seed)
+    graph = sw.capture(net, tuple(x[:1] for x in args), compute_dtype=torch.bfloat16)
+    plan = staged_plan(graph, (1, 2, 4)[seed % 3], seed)
+    shared, handed_out = of_step(plan, net, args), UnshardedParameters.tensors
+
+    def anew(self: UnshardedParameters) -> dict[str, Any]:
+        self._casts = {}
+        return handed_out(self)
+
+    monkeypatch.setattr(UnshardedParameters, "tensors", anew)
+    apart = of_step(plan, net, args)
+    assert torch.equal(shared.outputs[0], apart.outputs[0])
+    assert shared.gradients.keys() == apart.gradients.keys() and shared.gradients
+    for name, gradient in shared.gradients.items():
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, apart.gradients[name]), name
 
 
 @pytest.mark.parametrize(

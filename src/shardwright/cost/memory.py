@@ -232,21 +232,21 @@ def _local_bytes(value: Value, chunk: Chunk, dtype: torch.dtype) -> int:
 
 
 def _unsharded(chunk: Chunk) -> int:
-    """What is kept of parameters as they are used, and of their gradients beyond the shards."""
+    """What is kept of parameters as they are used, where that is not as they are stored, and of
+    their gradients beyond the shards."""
     sharding, decisions = chunk.decisions.sharding, chunk.decisions
-    if sharding is None or sharding.level == LEVELS[-1]:
-        return 0
+    level = None if sharding is None else sharding.level
     used = storage_as_used(chunk.graph, chunk.mesh, decisions.cuts)
     kept = 0
-    for value in chunk.graph.parameters:
-        stored, as_used = decisions.storage[value.name], used[value.name]
-        if value.requires_grad and stored != as_used:
-            whole, shard = (
-                prod(TensorLayout(chunk.mesh, tuple(axes)).shard_shape(value.shape))
-                for axes in (as_used, stored)
-            )
+    for value in (each for each in chunk.graph.parameters if each.requires_grad):
+        as_used = TensorLayout(chunk.mesh, used[value.name])
+        stored = initial_layout(value, chunk.mesh, decisions)
+        whole, shard = (prod(each.shard_shape(value.shape)) for each in (as_used, stored))
+        if stored.axes == as_used.axes:
+            kept += whole * value.itemsize if value.dtype != value.stored_dtype else 0
+        elif level in (LEVELS[0], LEVELS[1]):
             kept += whole * value.itemsize
-            if sharding.level == LEVELS[0]:
+            if level == LEVELS[0]:
                 kept += (whole - shard) * value.stored_dtype.itemsize
     return kept
 

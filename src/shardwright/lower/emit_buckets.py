@@ -147,6 +147,11 @@ def used_name(member: Member) -> str:
     return f"{member.name} as used"
 
 
+def cast_name(value: Value) -> str:
+    """Under which a program of unsharded parameters reads one that needs no bucket, but a cast."""
+    return f"{value.name} as {str(value.dtype).removeprefix('torch.')}"
+
+
 def held_name(bucket: Bucket) -> str:
     """Under which a program of unsharded parameters reads all members of a gathered bucket."""
     return f"bucket {bucket.number}"

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from shardwright.graph.graph import Graph, Kind, Op, Value, ops_from_inputs
 from shardwright.graph.saved_tensors import saved_before_update
 from shardwright.lower.emit import NAMED_RANGE, Source, expression, write_body
-from shardwright.lower.emit_buckets import BucketLines
+from shardwright.lower.emit_buckets import BucketLines, cast_name
 from shardwright.lower.emit_transfers import TransferLines
 from shardwright.lower.kernels import (
     Kernels,
@@ -63,6 +63,7 @@ class Program:
         parameters: those that the graph reads.
         buckets: those of `communication`, bound to the devices.
         unsharded: whether parameters are read as `UnshardedParameters` hand them out.
+        casts: the parameters of an unsharded program that it reads as stored, but for their dtype.
         again: what the backward pass gathers again; None if nothing.
         by_region: gives the function with its equal blocks compiled; None if it has none.
     """
@@ -73,6 +74,7 @@ class Program:
     parameters: tuple[Value, ...]
     buckets: tuple[BoundBucket, ...]
     unsharded: bool = False
+    casts: tuple[Value, ...] = ()
     again: BackwardRegather | None = None
     by_region: Callable[[Compiler], Callable[..., Any] | None] = lambda compiler: None
 
@@ -137,6 +139,7 @@ class _Lowering:
     fused: dict[Value, Op] = field(default_factory=dict)
     kernels: Kernels = field(init=False)
     started: dict[Op, str] = field(default_factory=dict)
+    casts: list[Value] = field(default_factory=list)
     read_in_backward: frozenset[Value] = frozenset()
 
     @property
@@ -198,6 +201,7 @@ class _Lowering:
             self.graph.parameters,
             self.buckets.bound,
             self.unsharded,
+            tuple(self.casts),
             self.buckets.again,
             partial(compile_regions, self.source, lines, (HEADER, returns)),
         )
@@ -216,11 +220,15 @@ class _Lowering:
         """The variable that holds `value` as it is made, stored or given."""
         if value not in self.variables:
             name = self.variables[value] = self.source.name(value.name)
-            cast = "" if value.outer_dtype in (None, value.dtype) else f".to({value.dtype})"
+            is_cast = value.dtype != value.stored_dtype
+            cast = f".to({value.dtype})" if is_cast else ""
             if value in self.flow.update_routes and value in self.read_in_backward:
                 # The backward pass reads it after it has its new value.
                 cast = ".clone()"
-            if value.kind is Kind.PARAMETER:
+            if value.kind is Kind.PARAMETER and self.unsharded and is_cast:
+                self.casts.append(value)
+                self.source.add([name], f"parameters[{cast_name(value)!r}]", [])
+            elif value.kind is Kind.PARAMETER:
                 self.source.add([name], f"parameters[{value.name!r}]{cast}", [])
             elif value.kind is Kind.BUFFER:
                 self.source.add([name], f"buffers[{value.name!r}]{cast}", [])

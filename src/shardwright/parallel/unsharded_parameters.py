@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.lower.emit_buckets import held_name, used_name
+from shardwright.lower.emit_buckets import cast_name, held_name, used_name
 from shardwright.lower.program import Program
 from shardwright.runtime.buckets import BoundBucket
+from shardwright.torch_internals.tensors import gradient_at_once
 
 
 class UnshardedParameters:
@@ -34,8 +35,10 @@ class UnshardedParameters:
       pass gradients are reduced as soon as a bucket is complete.
     - at `level3`: the program gathers by itself; `tensors()` gives the stored shards as leaves.
 
-    Buckets that are not gathered are reduced once a step at every level. Of a program that was
-    lowered without `unsharded`, it hands out the stored shards, as at `level3`.
+    Buckets that are not gathered are reduced once a step at every level. Parameters that need no
+    bucket are cast once a step at every level, if at all; through the cast, each micro-batch adds
+    its gradient to the stored shard's. Of a program that was lowered without `unsharded`, it hands
+    out the stored shards, as at `level3`.
     """
 
     def __init__(self, program: Program) -> None:
@@ -43,7 +46,9 @@ class UnshardedParameters:
         buckets = program.buckets if program.unsharded else ()
         self._once = [bound for bound in buckets if bound.bucket.once]
         self._held = [b for b in buckets if not b.bucket.once and b.bucket.level == "level2"]
+        self._to_cast = program.casts
         self._leaves: dict[str, Tensor] = {}
+        self._casts: dict[str, Tensor] = {}
         self._used: dict[int, list[Tensor]] = {}
         self._pending: dict[int, Tensor] = {}
         self._sums: dict[int, list[Tensor]] = {}
@@ -58,7 +63,7 @@ class UnshardedParameters:
             value.name: shards[value.name].detach().requires_grad_(value.requires_grad)
             for value in self._values
         }
-        self._used, self._sums, self._pending = {}, {}, {}
+        self._casts, self._used, self._sums, self._pending = {}, {}, {}, {}
         with torch.no_grad():
             for bound in (*self._once, *self._held):
                 if bound.bucket.gathers:
@@ -66,7 +71,11 @@ class UnshardedParameters:
 
     def tensors(self) -> dict[str, Any]:
         """The program's `parameters` for one micro-batch; called once before each forward."""
-        by_name: dict[str, Any] = dict(self._leaves)
+        if not self._casts:
+            # Its node in the graph keeps no tensor, so all backward passes may go through it.
+            casts = ((v, self._leaves[v.name].to(v.dtype)) for v in self._to_cast)
+            self._casts = {cast_name(v): gradient_at_once(cast) for v, cast in casts}
+        by_name: dict[str, Any] = {**self._leaves, **self._casts}
         for bound in self._once:
             tensors: Sequence[Tensor] = self._as_used(bound)
             if bound.dtype != bound.stored_dtype:
@@ -101,7 +110,8 @@ class UnshardedParameters:
                 for member, gradient in zip(bound.bucket.members, shards, strict=True):
                     name, other = member.value.name, gradients[member.value.name]
                     gradients[name] = gradient if other is None else other + gradient
-        self._leaves, self._used, self._sums, self._pending = {}, {}, {}, {}
+        self._leaves, self._casts = {}, {}
+        self._used, self._sums, self._pending = {}, {}, {}
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
     def _shards(self, bound: BoundBucket) -> list[Tensor]:

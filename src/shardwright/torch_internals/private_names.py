@@ -170,6 +170,11 @@ SHAPE_GUARDS = (
 )
 
 TENSORS = (
+    PrivateName(
+        "torch.autograd.graph.Node._set_sequence_nr",
+        "adds up a parameter's gradient right after the operator that reads its cast",
+        "a cast for each micro-batch, beside its operator",
+    ),
     PrivateName("torch._subclasses.fake_tensor.FakeTensor", "knows tensors that capture made"),
     PrivateName(
         "torch._subclasses.fake_tensor.FakeTensorMode", "captures a model without its memory"

@@ -22,6 +22,7 @@ __all__ = [
     "device_below",
     "each_norm",
     "getters_without_overrides",
+    "gradient_at_once",
     "negated",
     "requires_grad",
     "scale_all_",
@@ -73,6 +74,14 @@ version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-
 def as_subclass(kind: type[Subclass], tensor: Tensor) -> Subclass:
     """A tensor of a subclass that shares the memory of `tensor`, apart from its autograd graph."""
     return torch.Tensor._make_subclass(kind, tensor)
+
+
+def gradient_at_once(tensor: Tensor) -> Tensor:
+    """The tensor, whose gradient a backward pass hands on as soon as it is complete, as it does
+    that of leaves: else it waits for all that was made after the tensor was."""
+    if tensor.grad_fn is not None:
+        tensor.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[attr-defined]
+    return tensor
 
 
 def conjugated(tensor: Tensor) -> Tensor:
