@@ -81,7 +81,7 @@ class UnshardedParameters:
             if bound.dtype != bound.stored_dtype:
                 # One by one: a backward pass in two halves must not find them joined.
                 sums = zip(tensors, self._sums_of(bound), strict=True)
-                tensors = [_Summed.apply(tensor, total) for tensor, total in sums]  # type: ignore[no-untyped-call]
+                tensors = [gradient_at_once(_Summed.apply(tensor, total)) for tensor, total in sums]  # type: ignore[no-untyped-call]
             for member, tensor in zip(bound.bucket.members, tensors, strict=True):
                 by_name[used_name(member)] = tensor
         for bound in self._held:

@@ -172,7 +172,7 @@ SHAPE_GUARDS = (
 TENSORS = (
     PrivateName(
         "torch.autograd.graph.Node._set_sequence_nr",
-        "adds up a parameter's gradient right after the operator that reads its cast",
+        "adds up a parameter's gradient right after the operator that reads what it is cast to",
         "a cast for each micro-batch, beside its operator",
     ),
     PrivateName("torch._subclasses.fake_tensor.FakeTensor", "knows tensors that capture made"),
