@@ -181,7 +181,7 @@ eval_step_interval eval_epoch_interval runner_config.sink_mode runner_config.sin
 train_dataset.data_loader.type train_dataset.data_loader.shuffle train_dataset.input_columns
 train_dataset.output_columns train_dataset.num_parallel_workers
 train_dataset.python_multiprocessing train_dataset.drop_remainder train_dataset.repeat
-train_dataset.numa_enable train_dataset.prefetch_size train_dataset.eod_reset train_dataset_task
+train_dataset.numa_enable train_dataset.prefetch_size train_dataset_task
 eval_dataset eval_dataset_task parallel.gradients_mean parallel.loss_repeated_mean
 parallel.enable_alltoall parallel.strategy_ckpt_config.only_trainable_params
 parallel_config.seq_split_num parallel_config.gradient_aggregation_group
@@ -190,7 +190,8 @@ recompute_config.recompute_slice_activation eval_callbacks context.mode context.
 context.enable_graph_kernel context.max_call_depth context.save_graphs context.save_graphs_path
 context.device_id context.jit_config context.memory_optimize_level context.ascend_config
 model.model_config.batch_size model.model_config.bos_token_id model.model_config.eos_token_id
-model.model_config.pad_token_id model.model_config.layernorm_compute_type
+model.model_config.pad_token_id model.model_config.kv_channels
+model.model_config.layernorm_compute_type
 model.model_config.softmax_compute_type model.model_config.rotary_dtype
 model.model_config.use_past model.model_config.scaling_factor model.model_config.qkv_concat
 model.model_config.fine_grain_interleave model.model_config.offset model.model_config.is_dynamic
@@ -199,7 +200,7 @@ model.model_config.checkpoint_name_or_path model.model_config.repetition_penalty
 model.model_config.max_decode_length model.model_config.top_k model.model_config.top_p
 model.model_config.temperature model.model_config.do_sample processor metric runner_wrapper.type
 runner_wrapper.scale_sense auto_tune filepath_prefix autotune_per_step profile profile_start_step
-profile_stop_step init_start_profile profile_communication profile_memory layer_scale layer_decay
+profile_stop_step init_start_profile profile_communication profile_memory layer_decay
 lr_scale_factor remote_save_url
 """
 
