@@ -62,6 +62,10 @@ class IndivisibleError(StrategyError):
     """No dimension of the model is divisible by the number of devices."""
 
 
+class MixedSamplesError(StrategyError):
+    """Micro-batches of a loss that is not known to be a mean over samples."""
+
+
 class MemoryLimitError(ShardwrightError):
     """A model that does not fit into the memory of its devices under any plan.
 

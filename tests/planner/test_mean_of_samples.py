@@ -1,17 +1,22 @@
-"""Losses that are means over samples, and those that are not, held against what pieces give."""
+"""Losses that are means over samples, and those that are not, compared with what pieces give."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import shardwright as sw
+from planner.mean_of_samples_ranks import CHECKS
+from shardwright.graph.graph import Graph
 from shardwright.models import Dimensions, build
-from shardwright.planner.mean_of_samples import is_mean_of_samples
+from shardwright.planner.mean_of_samples import check_mean_of_samples, mixing, with_mixing
+from torchrun import checks_on_ranks
 
 Loss = Callable[[nn.ModuleDict, Tensor, Tensor], Tensor]
 
@@ -58,6 +63,22 @@ MEANS: dict[str, Loss] = {
     "a sum within samples": lambda parts, h, y: h.square().sum((1, 2)).mean(),
     "a flat batch": lambda parts, h, y: h.reshape(-1, 6).square().mean(),
     "a token of all": lambda parts, h, y: token(h, torch.ones(1, 1, 6)).square().mean(),
+    "a sum over the batch size": lambda parts, h, y: h.square().sum() / len(h),
+    "a sum times a share": lambda parts, h, y: h.square().sum() * (1 / h.shape[0]),
+    "a batchmean": lambda parts, h, y: F.kl_div(
+        rows(h).log_softmax(-1), rows(h).detach().softmax(-1), reduction="batchmean"
+    ),
+    "a scaled cross entropy": lambda parts, h, y: F.cross_entropy(rows(h), y) / 3,
+    "an own log probability": lambda parts, h, y: (
+        -rows(h).log_softmax(-1)[torch.arange(len(y)), y].mean()
+    ),
+    "constants of all samples": lambda parts, h, y: (h + torch.zeros(len(h), 3, 6)).square().mean(),
+    "stacked means": lambda parts, h, y: torch.stack([h.square().mean(), h.exp().mean()]).sum(),
+    "added means": lambda parts, h, y: sum([h[:, 0].square().mean(), h[:, 1].mean()]),
+    "probabilities as targets": lambda parts, h, y: F.cross_entropy(
+        rows(h), F.one_hot(y, 6).to(h.dtype)
+    ),
+    "a contraction within samples": lambda parts, h, y: (h @ h.mT).square().mean(),
 }
 OTHERS: dict[str, Loss] = {
     "a sum": lambda parts, h, y: h.square().sum(),
@@ -81,23 +102,77 @@ OTHERS: dict[str, Loss] = {
     "a cross entropy that shares ignored targets": lambda parts, h, y: (
         F.cross_entropy(rows(h), y, ignore_index=0) + h.square().mean()
     ),
+    "a mean times the batch size": lambda parts, h, y: h.square().mean() * len(h),
+    "a mean by a root of the batch size": lambda parts, h, y: h.square().mean() / len(h) ** 0.5,
+    "a mean plus the batch size": lambda parts, h, y: h.square().mean() + len(h),
+    "a mean times ones": lambda parts, h, y: h.square().mean() * torch.ones(len(h)).sum(),
+    "samples by the batch size": lambda parts, h, y: (h / len(h)).square().mean(),
+    "a shift by half of the batch": lambda parts, h, y: (h * h.roll(len(h) // 2, 0)).mean(),
+    "class weights": lambda parts, h, y: F.cross_entropy(
+        rows(h), y, torch.tensor([1.0, 2, 3, 4, 5, 6], dtype=h.dtype)
+    ),
+    "a weighted mean": lambda parts, h, y: (rows(h).mean(1) * y).sum() / y.sum(),
+    "a sum over a count": lambda parts, h, y: h.square().sum() / (y > 0).sum(),
+    "a mean of those that are numbers": lambda parts, h, y: rows(h).log().nanmean(),
+    "a median": lambda parts, h, y: rows(h).median(0).values.mean(),
+    "the hardest": lambda parts, h, y: rows(h).square().mean(1).topk(2).values.mean(),
+    "a norm": lambda parts, h, y: rows(h).norm(),
+    "a correlation of features": lambda parts, h, y: (rows(h).t() @ rows(h)).square().mean(),
+    "a sum plus a penalty by the batch size": lambda parts, h, y: (
+        (h.square().sum() + parts["linear"].weight.square().sum()) / len(h)
+    ),
+    "other samples of the batch": lambda parts, h, y: (h * h[torch.arange(len(h)).flip(0)]).mean(),
+    "sums of a class": lambda parts, h, y: (F.one_hot(y, 6).to(h.dtype).t() @ rows(h)).exp().mean(),
 }
 
 
-def of_whole_and_pieces(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.no_grad():
-        pieces = [model(*piece) for piece in zip(x.chunk(2), y.chunk(2), strict=True)]
-        return model(x, y), torch.stack(pieces).mean()
+def of_whole_and_pieces(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of the whole batch, and the mean of those of its halves."""
+
+    def with_gradient(x: Tensor, y: Tensor) -> Tensor:
+        loss = model(x, y)
+        (gradient,) = torch.autograd.grad(loss, model.parts["linear"].weight)
+        return torch.cat([loss.detach().reshape(1), gradient.flatten()])
+
+    halves = zip(x.chunk(2), y.chunk(2), strict=True)
+    return with_gradient(x, y), torch.stack([with_gradient(*half) for half in halves]).mean(0)
+
+
+def batch(samples: int = 8) -> tuple[Tensor, Tensor]:
+    return torch.randn(samples, 3, 6), torch.tensor([0, 1, 2, 3, 4, 5, 0, 0])[:samples]
+
+
+def why_not(model: nn.Module, samples: int) -> str | None:
+    """What is said of micro-batches of so many samples."""
+    graph = sw.capture(model, batch(samples))
+    return with_mixing(graph, lambda number: sw.capture(model, batch(number))).mixing
 
 
 @pytest.mark.parametrize("name", [*MEANS, *OTHERS])
 def test_a_mean_is_what_the_mean_of_pieces_equals(name: str) -> None:
     torch.manual_seed(0)
     model = Model({**MEANS, **OTHERS}[name])
-    x, y = torch.randn(8, 3, 6), torch.tensor([0, 1, 2, 3, 4, 5, 0, 0])
-    whole, pieces = of_whole_and_pieces(model, x, y)
-    assert torch.allclose(whole, pieces, atol=1e-5) == (name in MEANS)
-    assert is_mean_of_samples(sw.capture(model, (x, y))) == (name in MEANS)
+    whole, pieces = of_whole_and_pieces(model, *batch())
+    assert torch.allclose(whole, pieces, atol=1e-5, equal_nan=True) == (name in MEANS)
+    assert (why_not(model, 4) == "") == (name in MEANS)
+
+
+@pytest.mark.parametrize("name", ["a mean", "an own log probability", "a token of all"])
+def test_micro_batches_of_one_sample_are_followed_in_larger_ones(name: str) -> None:
+    assert why_not(Model(MEANS[name]), 1) == ""
+
+
+def test_what_mixes_samples_is_named_with_its_line() -> None:
+    why = why_not(Model(OTHERS["a spread"]), 4)
+    assert why is not None
+    assert re.fullmatch(r"aten.std.dim in 'std' \(test_mean_of_samples.py:\d+\) mixes samples", why)
+
+
+def test_a_graph_alone_is_judged_by_its_operators() -> None:
+    good, bad = (sw.capture(Model(loss), batch()) for loss in (MEANS["mse"], OTHERS["pairs"]))
+    check_mean_of_samples(good, 2)
+    with pytest.raises(sw.StrategyError, match=r"micro_batches=2: .*aten.matmul.default.* mixes"):
+        check_mean_of_samples(bad, 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
@@ -113,6 +188,40 @@ def test_language_models_have_means(family: str) -> None:
         seq_length=8,
         norm_eps=1e-5,
     )
-    ids = torch.empty(4, 8, dtype=torch.long, device="meta")
-    with torch.device("meta"):
-        assert is_mean_of_samples(sw.capture(build(sizes), (ids, ids)))
+
+    def graph(samples: int) -> Graph:
+        ids = torch.empty(samples, 8, dtype=torch.long, device="meta")
+        with torch.device("meta"):
+            return sw.capture(build(sizes), (ids, ids))
+
+    assert mixing(graph(2), graph(4)) == ""
+    assert with_mixing(graph(1), graph).mixing == ""
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "llama"])
+def test_models_of_transformers_with_masks_have_means(family: str) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "vocab_size": 32}
+    model: nn.Module
+    if family == "bert":
+        config = transformers.BertConfig(**sizes, **heads)
+        model = transformers.BertForSequenceClassification(config)
+    elif family == "t5":
+        small = {"d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+        t5 = transformers.T5Config(**small, vocab_size=32, decoder_start_token_id=0)
+        model = transformers.T5ForConditionalGeneration(t5)
+    else:
+        llama = transformers.LlamaConfig(**sizes, **heads, num_key_value_heads=2)
+        model = transformers.LlamaForCausalLM(llama)
+
+    def graph(samples: int) -> Graph:
+        ids = torch.zeros(samples, 8, dtype=torch.long)
+        labels = ids[:, 0] if family == "bert" else ids
+        call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+        return sw.capture(model, (), call)
+
+    assert with_mixing(graph(1), graph).mixing == ""
+    assert mixing(graph(2), graph(4)) == ""
+
+
+test_on_two_ranks = checks_on_ranks(CHECKS, 2)

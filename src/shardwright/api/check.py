@@ -39,9 +39,10 @@ from shardwright.parallel.simulate_ranks import Outcome, simulate, simulate_step
 from shardwright.parallel.train_step import LossWeights, loss_of
 from shardwright.partition.partitioned import Partitioned, random_operators
 from shardwright.plan import Plan
+from shardwright.planner.mean_of_samples import check_mean_of_samples, with_mixing
 from shardwright.planner.pipeline import Pipeline
 from shardwright.runtime.devices import Devices
-from shardwright.runtime.micro_batches import HOW_CUT, micro_batch
+from shardwright.runtime.micro_batches import HOW_CUT, micro_batch, with_samples
 from shardwright.torch_internals import pytree
 
 TOLERANCE = 1e-9
@@ -140,6 +141,7 @@ def check(
 
     Raises:
         CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
+        StrategyError: if the micro-batches of the plan would train another loss than the batch.
         PlanError: if the plan is for another model, parameters have no values, a process group
             is running, the module itself fails in float64, or an operator draws random numbers
             without saying so.
@@ -148,6 +150,8 @@ def check(
     net = net.net if isinstance(net, Pipeline) else net
     captured = plan.graph if plan.graph is not None else _captured(net, args, kwargs, plan)
     plan.check_fits(captured)
+    if plan.pipeline.averages_micro_batches:
+        check_mean_of_samples(captured, plan.pipeline.micro_batches)
     values = _values(net)
     leaves = pytree.tree_map_only(Tensor, in_float64, pytree.tree_leaves((args, kwargs or {})))
     with float64_by_default(), torch.random.fork_rng(), without_new_cached_tensors():
@@ -193,7 +197,9 @@ def _compared(
         loss_of(graph)
         if pipeline.loss_reduction == "mean":
             weights = LossWeights(graph, Devices.of_rank(partitioned.mesh, 0))(pieces)
-    eager = EagerTraining(module, graph, pieces, weights)
+    # The module itself is trained on the whole batch, whatever the micro-batches of the plan.
+    calls = pieces if pipeline.loss_reduction == "sum" else [leaves]
+    eager = EagerTraining(module, graph, calls, trains_loss=count > 1)
     with _in_float64(count):
         draws = _random_operators(eager)
         wanted, starts = eager.run()
@@ -264,9 +270,15 @@ def _captured(
 ) -> Graph:
     """The model for one micro-batch."""
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
-    leaves = micro_batch(leaves, 0, plan.pipeline.micro_batches)
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
-    return capture(net, args, kwargs, plan.computed_in)
+
+    def captured(leaves: list[Any]) -> Graph:
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return capture(net, args, kwargs, plan.computed_in)
+
+    graph = captured(micro_batch(leaves, 0, plan.pipeline.micro_batches))
+    if graph.loss is None or not plan.pipeline.averages_micro_batches:
+        return graph
+    return with_mixing(graph, lambda samples: captured(with_samples(leaves, samples)))
 
 
 def _random_operators(eager: EagerTraining) -> tuple[str, ...]:

@@ -20,10 +20,12 @@ from shardwright.parallel.module import parallel_module
 from shardwright.parallel.original import OriginalModel
 from shardwright.partition.fold_axes import dtensor_axes
 from shardwright.plan import Plan
+from shardwright.planner.mean_of_samples import check_mean_of_samples, with_mixing
 from shardwright.planner.pipeline import Pipeline
 from shardwright.runtime.accelerator import device_of_group, use_device
 from shardwright.runtime.agreement import check_description, gathered
 from shardwright.runtime.devices import Devices
+from shardwright.runtime.micro_batches import with_samples
 from shardwright.torch_internals import pytree
 
 
@@ -57,6 +59,7 @@ def parallelize(
     Raises:
         PlanError: if the plan is for another model or another number of devices, or the ranks have
             different models or plans.
+        StrategyError: if the micro-batches of the plan would train another loss than the batch.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"plan={plan!r}: give what `plan` returned, or `Plan.load(path)`")
@@ -91,8 +94,20 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
     alone = not several_ranks(plan)
     autocast = Autocast.inside(device)
 
+    def captured_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+        return capture(net, args, kwargs, compute_dtype=plan.computed_in, autocast=autocast)
+
     def captured() -> Graph:
-        return capture(net, *_example(plan), compute_dtype=plan.computed_in, autocast=autocast)
+        example = _example(plan)
+        graph = captured_for(*example)
+        if not plan.pipeline.averages_micro_batches or graph.loss is None:
+            return graph
+        leaves, spec = pytree.tree_flatten(example)
+
+        def of_samples(samples: int) -> Graph:
+            return captured_for(*pytree.tree_unflatten(with_samples(leaves, samples), spec))
+
+        return with_mixing(graph, of_samples)
 
     try:
         graph = plan.graph
@@ -108,6 +123,8 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
         if graph is None or not has_attributes(net, graph.attributes):
             graph = captured()
         plan.check_fits(graph)
+        if plan.pipeline.averages_micro_batches:
+            check_mean_of_samples(graph, plan.pipeline.micro_batches)
         _check_parameters(net, plan)
     except ShardwrightError as error:
         if not alone:

@@ -20,16 +20,18 @@ from shardwright.cost.cluster import LOCAL
 from shardwright.errors import CaptureError, StrategyError
 from shardwright.graph.graph import Graph
 from shardwright.plan import Plan
+from shardwright.plan.ranked import LeftOut
 from shardwright.planner.candidate import Candidate, CapturedModel, candidates
 from shardwright.planner.choose_micro_batches import with_best_micro_batches
 from shardwright.planner.choose_stages import suggest_stages, with_best_stages
 from shardwright.planner.fit_memory import within_memory
+from shardwright.planner.mean_of_samples import check_mean_of_samples, with_mixing
 from shardwright.planner.options import PlanOptions
 from shardwright.planner.pipeline import Pipeline, merged_options, micro_batch_example
-from shardwright.planner.ranking import Ranking
+from shardwright.planner.ranking import Ranking, requested_kind
 from shardwright.progress import within
 from shardwright.runtime.accelerator import device_of_group
-from shardwright.runtime.micro_batches import HOW_CUT, numbers_of_pieces
+from shardwright.runtime.micro_batches import HOW_CUT, numbers_of_pieces, with_samples
 from shardwright.torch_internals import pytree
 
 MANY_OBJECTS = 20_000
@@ -75,7 +77,8 @@ def plan(call: PlanCall) -> Plan:
     Raises: what rank 0 raises while it plans, on all ranks.
         TypeError: for an option that there is not.
         StrategyError: if an option is not valid, nothing can be cut, an operator cannot be cut
-            as it is pinned, or stages cannot be as requested.
+            as it is pinned, stages cannot be as requested, or micro-batches would train another
+            loss than the whole batch.
         ConfigError: if there is no such cluster, or it has fewer devices.
         PlanError: if the batch cannot be split into so many micro-batches.
         MemoryLimitError: if nothing fits into `memory_limit`; says what would.
@@ -138,6 +141,7 @@ def decide_model(
         options, loss_reduction, net = merged_options(options, net), net.loss_reduction, net.net
     if not options.chooses_micro_batches:
         return _decided(options, net, args, kwargs, loss_reduction, ranking)
+    mixing: str | None = None
     if isinstance(net, Graph):
         raise StrategyError(
             "micro_batches='auto', but the graph was captured with one micro-batch: plan the model,"
@@ -146,10 +150,13 @@ def decide_model(
     numbers = numbers_of_pieces(pytree.tree_leaves((args, dict(kwargs or {}))))
 
     def decided(number: int) -> Candidate:
+        nonlocal mixing
         part = f"{number} micro-batches", numbers.index(number), len(numbers)
         report = within(options.on_progress, *part)
         fixed = replace(options, micro_batches=number, on_progress=report)
-        return _decided(fixed, net, args, kwargs, loss_reduction, ranking)
+        candidate = _decided(fixed, net, args, kwargs, loss_reduction, ranking, mixing)
+        mixing = candidate.model.graph.mixing
+        return candidate
 
     return with_best_micro_batches(numbers, decided)
 
@@ -161,9 +168,26 @@ def _decided(
     kwargs: dict[str, Any] | None,
     loss_reduction: str,
     ranking: Ranking | None,
+    mixing: str | None = None,
 ) -> Candidate:
-    """The best candidate with a number of micro-batches. Raises: as `plan`."""
+    """The best candidate with a number of micro-batches. Raises: as `plan`.
+
+    Args:
+        mixing: as `Graph.mixing`, if it is known from another number.
+    """
     graph = _captured(options, net, args, kwargs)
+    if options.num_micro_batches > 1 and loss_reduction == "mean":
+        if mixing is None:
+            graph = _with_mixing(options, net, args, kwargs, graph)
+        else:
+            graph = replace(graph, mixing=mixing)
+        try:
+            check_mean_of_samples(graph, options.num_micro_batches)
+        except StrategyError:
+            if ranking is not None:
+                reason = LeftOut.because("the loss is not known to be the mean over samples")
+                ranking.leave_out(requested_kind(replace(options, stages=1)), reason)
+            raise
     model = CapturedModel(
         graph,
         pins_of(graph),
@@ -195,18 +219,11 @@ def _captured(
         StrategyError: if a graph is given that is computed in another dtype than requested.
         CaptureError: if the model cannot be captured.
     """
-    dtype = None if options.compute_dtype in (None, "float32") else torch.bfloat16
+    dtype = _compute_dtype(options)
     if isinstance(net, nn.Module):
-        options.on_progress("capture")
         count = options.num_micro_batches
         try:
-            return capture(
-                net,
-                *micro_batch_example(args, kwargs, count),
-                compute_dtype=dtype,
-                on_progress=options.on_progress,
-                autocast=Autocast(_device_type(options)),
-            )
+            return _captured_module(options, net, *micro_batch_example(args, kwargs, count))
         except CaptureError as error:
             if count == 1:
                 raise
@@ -219,6 +236,43 @@ def _captured(
             f" compute_dtype={net.compute_dtype}: capture the model with it, or plan the model"
         )
     return net
+
+
+def _captured_module(
+    options: PlanOptions, net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Graph:
+    options.on_progress("capture")
+    return capture(
+        net,
+        args,
+        kwargs,
+        compute_dtype=_compute_dtype(options),
+        on_progress=options.on_progress,
+        autocast=Autocast(_device_type(options)),
+    )
+
+
+def _with_mixing(
+    options: PlanOptions,
+    net: nn.Module | Graph,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    graph: Graph,
+) -> Graph:
+    """The graph of a micro-batch, which says whether micro-batches train the loss of the batch."""
+    if isinstance(net, Graph) or graph.loss is None:
+        return graph
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
+
+    def captured(samples: int) -> Graph:
+        example = pytree.tree_unflatten(with_samples(leaves, samples), spec)
+        return _captured_module(options, net, *example)
+
+    return with_mixing(graph, captured)
+
+
+def _compute_dtype(options: PlanOptions) -> torch.dtype | None:
+    return None if options.compute_dtype in (None, "float32") else torch.bfloat16
 
 
 def _device_type(options: PlanOptions) -> str | None:

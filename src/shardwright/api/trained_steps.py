@@ -15,6 +15,7 @@ from shardwright.graph.float64 import EverythingInFloat64
 from shardwright.graph.graph import Graph, Value
 from shardwright.graph.interpreter import interpret
 from shardwright.parallel.simulate_ranks import Outcome
+from shardwright.parallel.train_step import weighted
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.dispatch import TorchDispatchMode
 from shardwright.torch_internals.operators import schema_of
@@ -120,14 +121,15 @@ class EagerTraining:
     Args:
         module: a copy in float64.
         graph: whose outputs are trained.
-        pieces: for each micro-batch the leaves of the call.
-        weights: of the losses of micro-batches.
+        calls: the leaves of each call: of one with the whole batch, or, where a plan adds up the
+            losses of its micro-batches, of one for each of these.
+        trains_loss: whether only the loss is trained, not every output.
     """
 
     module: nn.Module
     graph: Graph
-    pieces: Sequence[Sequence[Any]]
-    weights: Sequence[float | Tensor]
+    calls: Sequence[Sequence[Any]]
+    trains_loss: bool
 
     def run(self) -> tuple[TrainedSteps, list[Tensor | None]]:
         """The steps, and the gradient with which each output starts: 1 for the loss, for others
@@ -138,7 +140,7 @@ class EagerTraining:
         optimizer = _optimizer([p for p in self.module.parameters() if p.requires_grad])
         for _ in range(STEPS):
             self.module.zero_grad()
-            ends = self._step() if len(self.pieces) > 1 else self.outputs()
+            ends = self._losses() if self.trains_loss else self._outputs(self.calls[0])
             starts = starts or _starts(self.graph, ends)
             backward(ends, starts)
             outputs.append([end.detach().clone() for end in ends])
@@ -149,26 +151,27 @@ class EagerTraining:
         state = {**parameters, **dict(self.module.named_buffers())}
         return TrainedSteps(outputs, gradients, state), starts
 
-    def outputs(self, number: int = 0) -> list[Tensor]:
-        """The tensors that the module returns for a micro-batch.
+    def _outputs(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """The tensors that the module returns.
 
         Raises:
             PlanError: if these are others than were captured.
         """
-        args, kwargs = pytree.tree_unflatten(self.pieces[number], self.graph.in_spec)
+        args, kwargs = pytree.tree_unflatten(leaves, self.graph.in_spec)
         with EverythingInFloat64():  # type: ignore[no-untyped-call]
             results = pytree.tree_leaves(self.module(*args, **kwargs))
         tensors = [leaf for leaf in results if isinstance(leaf, Tensor)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         captured = [value.shape for value in self.graph.output_values]
-        if shapes != captured:
+        # The graph is of a micro-batch where calls may be with the whole batch.
+        same = len(shapes) == len(captured) if self.trains_loss else shapes == captured
+        if not same:
             raise PlanError(f"the module returns tensors of {shapes}, but {captured} when captured")
         return tensors
 
-    def _step(self) -> list[Tensor]:
+    def _losses(self) -> list[Tensor]:
         place = self.graph.output_values.index(self.graph.loss)
-        losses = (self.outputs(n)[place] * weight for n, weight in enumerate(self.weights))
-        return [torch.stack(list(losses)).sum()]
+        return [torch.stack([self._outputs(leaves)[place] for leaves in self.calls]).sum()]
 
 
 def _starts(graph: Graph, ends: Sequence[Tensor]) -> list[Tensor | None]:
@@ -243,7 +246,7 @@ def interpreted(
             outputs = zip(graph.outputs, pytree.tree_leaves(results), strict=True)
             ends = [tensor for value, tensor in outputs if isinstance(value, Value)]
             if len(pieces) > 1:
-                losses.append(ends[graph.output_values.index(graph.loss)] * weight)
+                losses.append(weighted(ends[graph.output_values.index(graph.loss)], weight))
         if losses:
             ends = [torch.stack(losses).sum()]
         backward(ends, starts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,10 +42,11 @@ from shardwright.plan import Plan
 from shardwright.plan.ranked import RankedPlans
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.choose_micro_batches import with_best_micro_batches
+from shardwright.planner.mean_of_samples import with_mixing
 from shardwright.planner.options import FileOptions, PlanOptions
 from shardwright.planner.ranking import Ranking
 from shardwright.progress import OnProgress, silent, within
-from shardwright.runtime.micro_batches import micro_batch, numbers_of_pieces
+from shardwright.runtime.micro_batches import micro_batch, numbers_of_pieces, with_samples
 from shardwright.text_files import parse_yaml, read_text
 from shardwright.train.checkpoint import Checkpoints
 from shardwright.train.checkpoint_manifest import RunNumbers
@@ -268,14 +269,25 @@ class Run:
         """The graph of `model` on `batch`, with what is attached to its modules; captured, or read
         from the cache.
 
+        Args:
+            batch: one micro-batch.
+
         Raises:
             CaptureError: it cannot be captured.
         """
+        graph = self._graph_of(model, batch)
+        if graph.loss is None or self.config.parallel.micro_batches == 1:
+            return graph
+        return with_mixing(
+            graph, lambda samples: self._graph_of(model, with_samples(batch, samples))
+        )
+
+    def _graph_of(self, model: nn.Module, batch: Sequence[Tensor]) -> Graph:
         half = torch.bfloat16 if self.config.parallel.compute_dtype == "bfloat16" else None
 
         def captured() -> Graph:
             self.on_progress("capture")
-            return capture(model, batch, compute_dtype=half, on_progress=self.on_progress)
+            return capture(model, tuple(batch), compute_dtype=half, on_progress=self.on_progress)
 
         if not self._describes_graph:
             return captured()

@@ -180,6 +180,8 @@ class Graph:
             there are none.
         attributes: path of the module, name and text of each plain attribute that `forward` reads;
             the text is `""` if it is more than numbers and texts.
+        mixing: of a micro-batch, why the mean of the losses of equal micro-batches is not the loss
+            of the batch; empty if it is, None if nobody has looked.
     """
 
     ops: tuple[Op, ...]
@@ -201,6 +203,7 @@ class Graph:
     compute_dtype: torch.dtype | None = None
     attributes: tuple[tuple[str, str, str], ...] = ()
     autocast_on: str | None = None
+    mixing: str | None = None
 
     def _repr_html_(self) -> str:
         """The operators, where a notebook shows a graph."""

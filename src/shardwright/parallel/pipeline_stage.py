@@ -32,7 +32,7 @@ from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
 from shardwright.layout.layout import TensorLayout
 from shardwright.lower.program import Program, lower
-from shardwright.parallel.train_step import LossWeights, arrival_axes
+from shardwright.parallel.train_step import LossWeights, arrival_axes, weighted
 from shardwright.parallel.unsharded_parameters import UnshardedParameters
 from shardwright.partition.chunk import Chunk
 from shardwright.partition.decisions import CutAxes
@@ -239,7 +239,7 @@ class RankStages:
         return torch.stack([self._weighted(loss, n) for n, loss in enumerate(losses)]).sum()
 
     def _weighted(self, loss: Tensor, number: Tensor | int) -> Tensor:
-        return loss * self._weight[int(number)]
+        return weighted(loss, self._weight[int(number)])
 
     def _begin(
         self, buffers: Mapping[str, Tensor], leaves: Sequence[Any], seed: int

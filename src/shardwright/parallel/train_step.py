@@ -149,8 +149,16 @@ class GradientAccumulation:
             name: tensor for name, tensor in state.items() if tensor is not buffers.get(name)
         }
         # All ranks meet here first: no backward pass waits for the loss of others.
-        ended = [wait(loss, self._waits) * weight for loss, weight in losses]
+        ended = [weighted(wait(loss, self._waits), weight) for loss, weight in losses]
         return torch.stack(ended).sum(), changed
+
+
+def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
+    """The share of a micro-batch in the loss of the batch. Where none of its targets is valid, its
+    own loss is 0 / 0, and its share is 0."""
+    if isinstance(weight, Tensor):
+        loss = loss.masked_fill(weight == 0, 0)
+    return loss * weight
 
 
 COUNTED_LOSSES = ("cross_entropy", "nll_loss_nd", "nll_loss", "nll_loss2d")
@@ -226,11 +234,17 @@ def weighs_by_targets(graph: Graph, op: Op) -> bool:
 
 
 def _loss_op(graph: Graph) -> Op | None:
-    """What computes the loss, before it is cast."""
+    """What computes the loss, before it is cast or multiplied by a number."""
     op = graph.producer.get(graph.loss) if graph.loss is not None else None
-    while op is not None and str(op.target).startswith(("aten.to.", "aten._to_copy")):
+    while op is not None and _scales(op):
         op = graph.producer.get(op.inputs[0])
     return op
+
+
+def _scales(op: Op) -> bool:
+    """Whether an operator casts its only tensor, or multiplies it by a number."""
+    casts = name_of(op) in ("to", "_to_copy", "mul", "div", "neg", "alias")
+    return casts and len(op.inputs) == 1 and op.args[0] is op.inputs[0]
 
 
 def _counted(graph: Graph) -> tuple[Value | None, int]:

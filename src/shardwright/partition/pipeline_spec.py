@@ -43,6 +43,11 @@ class PipelineSpec:
         return SCHEDULES[self.schedule]
 
     @property
+    def averages_micro_batches(self) -> bool:
+        """Whether the mean of the losses of several micro-batches stands for that of the batch."""
+        return self.micro_batches > 1 and self.loss_reduction == "mean"
+
+    @property
     def num_chunks(self) -> int:
         return self.stages * self.chunks
 

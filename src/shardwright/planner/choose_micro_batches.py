@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from shardwright.errors import (
     CaptureError,
     MemoryLimitError,
+    MixedSamplesError,
     PlanError,
     ShardwrightError,
     StrategyError,
 )
-from shardwright.graph.graph import Graph
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.mean_of_samples import is_mean_of_samples
 
 log = logging.getLogger("shardwright.search")
 
@@ -24,7 +23,7 @@ def with_best_micro_batches(
 ) -> Candidate:
     """The candidate whose step of the whole batch takes the least time; of equals the one of the
     fewest micro-batches. A number with which the model cannot be planned is left out, and so is
-    every other than 1 if the loss is not known to be the mean over samples (`is_mean_of_samples`).
+    every other than 1 if the loss is not known to be the mean over samples (`mean_of_samples.py`).
 
     Each number is planned by itself, as if it were the requested one: the graph is another, as
     are the memory of activations and the stages that can be kept busy. So the result is never
@@ -41,23 +40,22 @@ def with_best_micro_batches(
     """
     best: Candidate | None = None
     errors: list[ShardwrightError] = []
-    known: list[Graph] = []
     for number in numbers:
         try:
             candidate = planned(number)
+        except MixedSamplesError as error:
+            if best is None:
+                raise StrategyError(
+                    f"micro_batches='auto' leaves this model one micro-batch: {error}; but"
+                    f" {errors[0]}"
+                ) from error
+            break
         except (CaptureError, MemoryLimitError, PlanError, StrategyError) as error:
             errors.append(error)
             log.info("%d micro-batches: %s", number, error)
             continue
-        graph = candidate.model.graph
-        if number > 1 and not is_mean_of_samples(graph, known):
-            if best is None:
-                raise StrategyError(
-                    "micro_batches='auto' leaves this model one, as its loss is not known to be the"
-                    f" mean over its samples, but {errors[0]}; give the number, if more may be"
-                ) from errors[0]
-            break
-        known.append(graph)
+        if best is not None and candidate.model.graph.loss is None:
+            break  # Nothing is trained in micro-batches.
         log.info("%d micro-batches: %.4g s per step", number, candidate.seconds)
         if best is None or candidate.seconds < best.seconds:
             best = candidate

@@ -84,7 +84,8 @@ class FileOptions:
         micro_batches: pieces into which the batch is split, computed one after the other; at least
             as many as stages. A graph must be captured with one micro-batch. `auto`: of all numbers
             that divide the batch the one with the shortest step; each is captured and planned by
-            itself. It is 1 where the loss is not known to be the mean over samples.
+            itself. The loss must be a plain mean over samples; `auto` is 1 where it is not known
+            to be one.
         schedule: order in which stages run micro-batches; `docs/pipeline.md` lists them. `auto`:
             the one with the shortest step, with several chunks a stage where that is faster.
         compute_dtype: `bfloat16` (or `torch.bfloat16`) computes and communicates in bfloat16 what

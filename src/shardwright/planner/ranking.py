@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from shardwright.plan.ranked import LeftOut, PlanKind, RankedPlans
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.mean_of_samples import is_mean_of_samples
 from shardwright.planner.options import PlanOptions
 
 
@@ -65,20 +64,9 @@ class Ranking:
     def ranked(self) -> RankedPlans:
         """The plans of the kinds that are fastest, and why each other kind is not among them."""
         order = sorted(self.found.items(), key=lambda one: (one[1].seconds, one[0].micro_batches))
-        graphs = {kind.micro_batches: one.model.graph for kind, one in order}
-        # A number that was requested, or the only one, needs no reason.
-        unknown = {
-            number
-            for number, graph in graphs.items()
-            if number > min(graphs) and not is_mean_of_samples(graph, graphs.values())
-        }
-        allowed = [(kind, one) for kind, one in order if kind.micro_batches not in unknown]
         left = {kind: reason for kind, reason in self.left_out.items() if not self._has(kind)}
-        left |= {kind: LeftOut.slower(one.seconds) for kind, one in allowed[self.top :]}
-        for kind in (*self.found, *left):
-            if kind.micro_batches in unknown:
-                left[kind] = LeftOut.because("the loss is not known to be the mean over samples")
-        plans = {kind: candidate.plan() for kind, candidate in allowed[: self.top]}
+        left |= {kind: LeftOut.slower(one.seconds) for kind, one in order[self.top :]}
+        plans = {kind: candidate.plan() for kind, candidate in order[: self.top]}
         return RankedPlans(plans, left)
 
     def _has(self, kind: PlanKind) -> bool:

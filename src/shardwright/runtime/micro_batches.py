@@ -51,6 +51,18 @@ def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
     return result
 
 
+def with_samples(leaves: Sequence[Any], samples: int) -> list[Any]:
+    """The leaves of a call of the same shapes and dtypes, but with so many samples."""
+    return [
+        torch.empty(samples, *leaf.shape[1:], dtype=leaf.dtype, device=leaf.device).requires_grad_(
+            leaf.requires_grad
+        )
+        if cut
+        else leaf
+        for leaf, cut in zip(leaves, of_the_batch(leaves), strict=True)
+    ]
+
+
 def most_micro_batches(leaves: Sequence[Any], pipeline: PipelineSpec) -> int:
     """Into how many pieces a batch is cut: as planned, or for a batch of another size the most that
     divide it and that the schedule can run."""
