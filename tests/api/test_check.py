@@ -281,7 +281,8 @@ def test_what_fails_for_a_micro_batch_is_said_to_be_one() -> None:
     net = Program(lambda net, pair: net.linear(pair[0])[pair[1]].square().mean())
     pair = (x(), torch.arange(4, 8))
     assert sw.check(net, (pair,), None, sw.plan(net, (pair,), devices=2)).passes()
-    plan = sw.plan(net, (pair,), devices=2, micro_batches=2)
+    pieces = sw.Pipeline(net, 2, loss_reduction="sum")
+    plan = sw.plan(pieces, (pair,), devices=2)
     with pytest.raises(sw.PlanError, match=r"one of 2 micro-batches .*as many rows as the first"):
         sw.check(net, (pair,), None, plan)
     net.function = lambda net, pair: (net.linear(pair[0]).view(4, 16) * pair[1]).square().mean()

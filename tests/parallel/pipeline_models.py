@@ -10,15 +10,15 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Tied(nn.Module):
-    """A tied table, a skip over the whole model, frozen weights, batch norm, ignored targets, two
-    outputs."""
+    """A tied table, a skip over the whole model, frozen weights, ignored targets, two outputs, and
+    perhaps a batch norm, which updates buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_norm: bool = False) -> None:
         super().__init__()
         self.table = nn.Embedding(16, 8)
         self.frozen = nn.Linear(8, 8)
         self.frozen.requires_grad_(False)
-        self.norm = nn.BatchNorm1d(6)
+        self.norm = nn.BatchNorm1d(6) if batch_norm else nn.LayerNorm(8)
         self.hidden = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
         self.places = nn.Parameter(torch.randn(6, 8))
         self.head = nn.Linear(8, 16, bias=False)

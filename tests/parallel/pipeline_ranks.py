@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -63,22 +64,17 @@ def loss_of(net: nn.Module, args: Any, kwargs: Any) -> Tensor:
 
 
 def reference_step(net: nn.Module, args: Any, kwargs: Any, pieces: int) -> Tensor:
-    """One device's step: over micro-batches in turn where buffers make a difference."""
-    if not any(isinstance(m, nn.BatchNorm1d) for m in net.modules()):
-        loss = loss_of(net, args, kwargs)
-        loss.backward()
-        return loss.detach()
-    counts = [(x != -100).sum() for x in args[1].chunk(pieces)]
-    total = torch.zeros((), dtype=torch.float64)
-    for number, count in enumerate(counts):
-        if count:
-            weight = count / sum(counts)
-            loss = weight * loss_of(net, [x.chunk(pieces)[number] for x in args], kwargs)
-            loss.backward()
-            total += loss.detach()
-        else:
-            loss_of(net, [x.chunk(pieces)[number] for x in args], kwargs)
-    return total
+    """One device's step: the sum of the losses of so many equal pieces of the batch."""
+    losses = []
+    batches = zip(*(x.chunk(pieces) for x in args), strict=True) if args else [()]
+    for piece in batches:
+        losses.append(loss_of(net, piece, kwargs))
+        losses[-1].backward()
+    return torch.stack(losses).sum().detach()
+
+
+def summed_pieces(plan: sw.Plan) -> int:
+    return 1 if plan.pipeline.averages_micro_batches else plan.pipeline.micro_batches
 
 
 def check_training(
@@ -99,7 +95,7 @@ def check_training(
     its = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     for _ in range(5):
         loss = parallel.train_step(*args, **kwargs)
-        wanted = reference_step(other, args, kwargs, plan.pipeline.micro_batches)
+        wanted = reference_step(other, args, kwargs, summed_pieces(plan))
         torch.testing.assert_close(loss, wanted, rtol=near, atol=near)
         norm = parallel.clip_grad_norm_(0.5)
         wanted = nn.utils.clip_grad_norm_(other.parameters(), 0.5)
@@ -116,14 +112,17 @@ def check_training(
 
 
 def planned(net: nn.Module, args: Any, stages: int, schedule: str, **options: Any) -> sw.Plan:
-    options = {"micro_batches": 4, "mem_coeff": 10.0, **options}
-    devices = dist.get_world_size()
-    return sw.plan(net, args, devices=devices, stages=stages, schedule=schedule, **options)
+    options = {"devices": dist.get_world_size(), "mem_coeff": 10.0, **options}
+    batch_norm = any(isinstance(m, nn.BatchNorm1d) for m in net.modules())
+    number, config = options.pop("micro_batches", 4), options.pop("stage_config", None)
+    reduction = "sum" if batch_norm else "mean"
+    pipeline = sw.Pipeline(net, number, config, loss_reduction=reduction)
+    return sw.plan(pipeline, args, stages=stages, schedule=schedule, **options)
 
 
 def check_schedules(schedules: Sequence[tuple[int, str]] = SCHEDULES[:1]) -> None:
-    for stages, schedule in schedules:
-        nets, args = built(Tied), batch()
+    for number, (stages, schedule) in enumerate(schedules):
+        nets, args = built(partial(Tied, batch_norm=number % 2 == 0)), batch()
         plan = planned(nets[0], args, stages, schedule)
         parallel = check_training(nets, plan, args)
         held = {name for name, _ in parallel.named_parameters()}
@@ -247,11 +246,12 @@ def check_language_model() -> None:
 
 
 def check_outputs_reach_every_rank() -> None:
-    for stages, schedule in SCHEDULES[2:]:
-        nets, args = built(Tied), batch()
-        parallel = sw.parallelize(nets[0], planned(nets[0], args, stages, schedule))
+    for number, (stages, schedule) in enumerate(SCHEDULES[2:]):
+        nets, args = built(partial(Tied, batch_norm=number % 2 == 0)), batch()
+        plan = planned(nets[0], args, stages, schedule)
+        parallel = sw.parallelize(nets[0], plan)
         parallel.train_step(*args)
-        reference_step(nets[1], args, {}, 4)
+        reference_step(nets[1], args, {}, summed_pieces(plan))
         for net in (parallel, nets[1]):
             net.eval()
         for rows in (8, 6, 5):
@@ -264,7 +264,8 @@ def check_outputs_reach_every_rank() -> None:
             net.train()
         smaller = batch(6)
         loss = parallel.train_step(*smaller)
-        torch.testing.assert_close(loss, reference_step(nets[1], smaller, {}, 3))
+        pieces = 1 if plan.pipeline.averages_micro_batches else 3
+        torch.testing.assert_close(loss, reference_step(nets[1], smaller, {}, pieces))
 
 
 def check_compiled() -> None:
@@ -272,7 +273,7 @@ def check_compiled() -> None:
     parallel = sw.parallelize(nets[0], planned(nets[0], args, 2, "interleaved_1f1b"))
     parallel.compile(backend="aot_eager")
     loss = parallel.train_step(*args)
-    torch.testing.assert_close(loss, reference_step(nets[1], args, {}, 4))
+    torch.testing.assert_close(loss, reference_step(nets[1], args, {}, 1))
     for name, parameter in parallel.named_parameters():
         wanted = nets[1].get_parameter(name).grad
         if wanted is not None:

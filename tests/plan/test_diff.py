@@ -22,7 +22,7 @@ class Layers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.relu(layer(x))
-        return x.sum()
+        return x.mean()
 
 
 Made = Callable[..., sw.Plan]

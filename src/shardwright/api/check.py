@@ -200,7 +200,7 @@ def _compared(
     # The module itself is trained on the whole batch, whatever the micro-batches of the plan.
     calls = pieces if pipeline.loss_reduction == "sum" else [leaves]
     eager = EagerTraining(module, graph, calls, trains_loss=count > 1)
-    with _in_float64(count):
+    with _in_float64(len(calls)):
         draws = _random_operators(eager)
         wanted, starts = eager.run()
     outcomes: list[Outcome] = []
