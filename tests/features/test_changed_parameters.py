@@ -211,7 +211,7 @@ def test_a_parallel_module_on_one_device_trains_what_the_eager_module_trains(nam
 def test_a_changed_trained_parameter_is_refused_where_it_would_be_read_too_early() -> None:
     net, (batch,) = MaxNorm().double(), batches(1)
     with pytest.raises(PlanError, match=r"'embedding.weight' is trained, and `forward` changes it"):
-        sw.plan(net, (batch,), devices=2, micro_batches=2)
+        sw.plan(sw.Pipeline(net, 2, loss_reduction="sum"), (batch,), devices=2)
     with pytest.raises(PlanError, match=r"'embedding.weight' .* level3"):
         sw.plan(net, (batch,), devices=2, hsdp=OptimizerParallel("level3", threshold=0))
 
@@ -227,10 +227,11 @@ def test_a_changed_teacher_is_trained_in_micro_batches() -> None:
     torch.manual_seed(2)
     net = Teacher()
     batch = torch.randn(BATCH, WIDTH)
-    parallel = sw.parallelize(net, sw.plan(net, (batch,), devices=1, micro_batches=2))
+    plan = sw.plan(sw.Pipeline(net, 2, loss_reduction="sum"), (batch,), devices=1)
+    parallel = sw.parallelize(net, plan)
     parallel.train_step(batch)
     for piece in batch.chunk(2):
-        (net(piece) / 2).backward()
+        net(piece).backward()
     for (name, wanted), got in zip(net.named_parameters(), parallel.parameters(), strict=True):
         torch.testing.assert_close(got, wanted, msg=name)
         torch.testing.assert_close(got.grad, wanted.grad, msg=name)
