@@ -19,7 +19,7 @@ import torch
 from shardwright.errors import MixedSamplesError
 from shardwright.graph.custom_ops import MEAN
 from shardwright.graph.graph import Graph, Op, Value, target_name
-from shardwright.parallel.train_step import COUNTED_LOSSES, name_of, weighs_by_targets
+from shardwright.parallel.train_step import COUNTED_LOSSES, loss_of, name_of, weighs_by_targets
 from shardwright.rules import rule_of
 from shardwright.rules.notation import call_arguments
 from shardwright.rules.rule import ShardingRule
@@ -83,8 +83,6 @@ def mixing(graph: Graph, larger: Graph | None = None) -> str:
     whole = larger or graph
     if whole.loss is None:
         return "the model returns no loss"
-    if whole.other_losses:
-        return "the model returns several losses"
     for value, _ in whole.updates:
         return f"each micro-batch updates {value.name!r}"
     if larger is not None:
@@ -125,10 +123,14 @@ def check_mean_of_samples(graph: Graph, micro_batches: int) -> None:
     """Refuses micro-batches of a loss that is not known to be a mean over samples.
 
     Raises:
+        PlanError: if the model returns several losses.
         MixedSamplesError: names the operator that mixes samples, and its line.
     """
+    if graph.loss is None:
+        return
+    loss_of(graph)
     why = graph.mixing if graph.mixing is not None else mixing(graph)
-    if why and graph.loss is not None:
+    if why:
         raise MixedSamplesError(
             f"micro_batches={micro_batches}: the loss is not known to be a plain mean over samples,"
             f" so micro-batches may train another loss: {why}. Return a mean over samples, plan"
