@@ -22,6 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
 	       "name another: make PYTHON=python3.12" >&2; exit 2; }
+	@test ! -L $(VENV) || { \
+	  echo "error: $(VENV) is a link to $$(readlink -f $(VENV)), which may serve another project:" \
+	       "remove the link, or bring that one up to date there" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (once; some minutes) ..."
 	@$(PIP) install --quiet -c constraints.txt -e '.[dev]'
