@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,10 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 import shardwright as sw
+from capture.autograd_ranks import CHECKS
 from random_plans import random_plan
+from shardwright.capture.function_trials import reduced
 from shardwright.errors import CaptureError
+from torchrun import checks_on_ranks
 
 
 class Swish(Function):
@@ -104,6 +110,109 @@ def test_functions_that_compute_element_by_element_train_under_any_plan(seed: in
     assert check.passes() and check.gradient_difference < 1e-12, check
 
 
+def net_with(apply: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A model that trains through `apply`."""
+
+    class Applying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner, self.apply_of_self = nn.Linear(8, 8), apply
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.apply_of_self(self.inner(x)).square().mean()
+
+    return Applying()
+
+
+def check_trains_as_eager(net: nn.Module, *batch: Tensor) -> None:
+    plan = random_plan(sw.capture(net, batch), 4, 0)
+    check = sw.check(net, batch, None, plan)
+    assert check.passes() and check.gradient_difference < 1e-12, check
+
+
+class SetsUp(Sign):
+    """Inherits `setup_context`, and has a default."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, scale: float = 1.0) -> Tensor:
+        return x.sign() * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:  # type: ignore[override]
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.scale, None
+
+
+class Inherits(SetsUp):
+    pass
+
+
+class Halved(Function):
+    """With a gradient that is none of its operators', a keyword, and more gradients than inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shift: float = 0.0) -> Tensor:
+        return x.round() + shift
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / 2, None
+
+
+sign, sets_up, inherits = Sign.apply, SetsUp.apply, Inherits.apply
+in_dict = {"sign": Sign.apply}
+
+
+def by_default(x: Tensor, function: Any = Sign.apply) -> Tensor:
+    result: Tensor = function(x)
+    return result
+
+
+class OfClass:
+    kept = staticmethod(Sign.apply)
+
+
+BOUND: dict[str, Callable[[Tensor], Tensor]] = {
+    "of a module": lambda x: sign(x),
+    "partial": functools.partial(SetsUp.apply, scale=3.0),
+    "default": by_default,
+    "dict": lambda x: in_dict["sign"](x),
+    "static method": OfClass.kept,
+    "closure": (lambda function: lambda x: function(x))(Sign.apply),
+    "of no class": functools.partial(Function.__dict__["apply"].__func__, Sign),
+    "inherited": lambda x: inherits(x, 2.0),
+    "keyword": functools.partial(Halved.apply, shift=2.0),
+    "vmap": lambda x: torch.vmap(sets_up)(x),
+    "checkpointed": functools.partial(checkpoint, sign, use_reentrant=False),
+    "reentrant": functools.partial(CheckpointFunction.apply, sign, True),
+}
+
+
+class Bound(nn.Module):
+    """A layer for each name, whose gradient is that of the function alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in BOUND)
+        self.apply_of_self = Sign.apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = zip(BOUND.values(), self.layers, strict=True)
+        results = [apply(layer(x)) for apply, layer in pairs]
+        return torch.stack([*results, self.apply_of_self(results[0])]).square().mean()
+
+
+def test_functions_are_captured_by_whatever_name_they_are_applied() -> None:
+    check_trains_as_eager(Bound(), torch.randn(8, 8))
+
+
 class Softmax(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -115,12 +224,6 @@ class Softmax(Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
         return y * (gradient - (gradient * y).sum(-1, keepdim=True))
-
-
-class Clipped(Reversed):
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.clamp(-1, 1), None
 
 
 class Scaled(Function):
@@ -145,6 +248,20 @@ class Split(Function):
         return one - other
 
 
+class Largest(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        largest, where = x.max(-1)
+        ctx.mark_non_differentiable(where)
+        ctx.save_for_backward(x, where)
+        return largest, where
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Tensor:
+        x, where = ctx.saved_tensors
+        return torch.zeros_like(x).scatter(-1, where[..., None], gradient[..., None])
+
+
 class InPlace(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -156,25 +273,171 @@ class InPlace(Function):
         return 2 * gradient
 
 
+class Exact(nn.Module):
+    """Its functions compute the derivatives of their `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.scale = nn.Linear(8, 8), nn.Parameter(torch.rand(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = Split.apply(Softmax.apply(Scaled.apply(self.inner(x), self.scale)))
+        largest, where = Largest.apply(InPlace.apply(one * 1))
+        loss: Tensor = (largest * where + other.square().sum(-1)).mean()
+        return loss
+
+
+def test_functions_that_compute_derivatives_train_as_eager() -> None:
+    check_trains_as_eager(Exact(), torch.randn(8, 8))
+
+
+class Clipped(Reversed):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.clamp(-1, 1), None
+
+
+class Normalized(Reversed):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / gradient.norm(), None
+
+
+class StraightThroughSoftmax(Softmax):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = Softmax.forward(ctx, x)
+        return (y == y.amax(-1, keepdim=True)).to(y.dtype)
+
+
+class OtherScale(Scaled):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).mean().reshape(1)
+
+
+class OtherSplit(Split):
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        return one + other
+
+
+class OtherInPlace(InPlace):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize(
-    ("apply", "why"),
+    ("function", "apply", "why"),
     [
-        (lambda x, scale: Softmax.apply(x), "`Softmax`: a gradient is not that of the output"),
-        (lambda x, scale: Clipped.apply(x, 1.0), "`Clipped`: a gradient is not that of the"),
-        (lambda x, scale: Scaled.apply(x, scale), "`Scaled`: an input with a gradient has"),
-        (lambda x, scale: Split.apply(x)[0], "`Split`: it returns several values"),
-        (lambda x, scale: InPlace.apply(x), "`InPlace`: on random numbers it raises"),
+        (Clipped, lambda apply, x, _: apply(x, 1.0), "a gradient is not that of the output"),
+        (Normalized, lambda apply, x, _: apply(x, 1.0), "a gradient is not that of the output"),
+        (StraightThroughSoftmax, lambda apply, x, _: apply(x), "a gradient is not that of the"),
+        (OtherScale, lambda apply, x, scale: apply(x, scale), "an input with a gradient has"),
+        (OtherSplit, lambda apply, x, _: apply(x)[1], "it returns several values"),
+        (OtherInPlace, lambda apply, x, _: apply(x * 1), "it changes its input in place"),
     ],
 )
-def test_other_functions_are_refused(apply: Any, why: str) -> None:
+def test_other_functions_are_refused(function: Any, apply: Any, why: str, bound: bool) -> None:
+    bound_apply = function.apply if bound else lambda *args: function.apply(*args)
+
     class Other(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(1))
 
         def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = apply(self.inner(x), self.scale)
+            result: Tensor = apply(bound_apply, self.inner(x), self.scale)
             return result.square().mean()
 
-    with pytest.raises(CaptureError, match=f"custom backward of the autograd function {why}"):
+    message = f"py:.*custom backward of the autograd function `{function.__name__}`: {why}"
+    with pytest.raises(CaptureError, match=message):
         sw.capture(Other(), (torch.randn(4, 8),))
+
+
+def test_functions_without_a_gradient_to_give_are_captured() -> None:
+    """Not the tensors of a closure either."""
+    split = OtherSplit.apply
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.weight = nn.Linear(8, 8), nn.Parameter(torch.rand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            net = self
+
+            class Weighted(Function):
+                @staticmethod
+                def forward(ctx: Any, x: Tensor) -> Tensor:
+                    return x * net.weight
+
+            weighted = Weighted.apply
+            one, other = split(weighted(x))
+            y = self.inner(one + 2 * other)
+            with torch.no_grad():
+                first, _ = split(y)
+            return (first * y * self.weight).mean()
+
+    check_trains_as_eager(Net(), torch.randn(8, 8))
+
+
+class OtherCube(Function):
+    """Its factor depends on the input."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x**2
+
+
+class Cube(OtherCube):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * OtherCube.backward(ctx, gradient)
+
+
+def by_grad(function: Any) -> Callable[[Tensor], Tensor]:
+    return lambda y: torch.autograd.grad(function(y).square().sum(), y, create_graph=True)[0]
+
+
+def by_transform(function: Any) -> Callable[[Tensor], Tensor]:
+    return torch.func.grad(lambda y: function(y).square().sum())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("derivative", [by_grad, by_transform])
+@pytest.mark.parametrize("function", [Cube, SetsUp])
+def test_derivatives_that_forward_takes_of_functions_train_as_eager(
+    derivative: Any, function: Any
+) -> None:
+    check_trains_as_eager(net_with(derivative(function.apply)), torch.randn(8, 8))
+
+
+@pytest.mark.parametrize("derivative", [by_grad, by_transform])
+def test_second_derivatives_that_cannot_be_captured_are_refused(derivative: Any) -> None:
+    with pytest.raises(CaptureError, match="computes gradients through the autograd function `Ot"):
+        sw.capture(net_with(derivative(OtherCube.apply)), (torch.randn(4, 8),))
+
+
+def test_large_tensors_are_tried_at_a_smaller_size() -> None:
+    types = [(torch.Size((64, 32)), torch.float32), None, (torch.Size((32,)), torch.int64)]
+    assert reduced(types, 2048) == types
+    smaller = [(torch.Size((16, 16)), torch.float32), None, (torch.Size((16,)), torch.int64)]
+    assert reduced(types, 256) == smaller
+
+
+test_bound_functions_on_real_ranks = checks_on_ranks(CHECKS, 2)

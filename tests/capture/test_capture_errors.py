@@ -46,7 +46,12 @@ class Doubled(torch.autograd.Function):
 
 
 class CustomBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
     def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
         return Doubled.apply(x)
 
 

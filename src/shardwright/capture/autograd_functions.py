@@ -1,127 +1,144 @@
-"""Custom autograd functions that compute element by element.
+"""Custom autograd functions (`torch.autograd.Function`), captured with the gradients of their
+`backward`.
 
-Export traces the operators of a function's forward pass only. Where the gradient of an input is
-that of the output times a factor for each element, as of activations, straight-through estimators
-and reversed gradients, operators can have both: `y + (x - x.detach()) * factor` is `y`, and its
-gradient is the function's. Whether it is so is tried on random numbers.
+Export traces the operators of `forward` only, and would differentiate those instead of calling
+`backward`. There are two ways to capture a function nevertheless, and random numbers show which one
+gives its gradients:
+
+- **Factor.** The gradient of an input is that of the output times a factor for each element, as of
+  activations, straight-through estimators and reversed gradients. `y + (x - x.detach()) * factor`
+  is `y`, and its gradient is the function's.
+- **Operators.** `backward` computes the derivative of `forward`, by other means. Then the
+  operators of `forward` are differentiated like all others.
+
+Other functions raise CaptureError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointFunction
 
+from shardwright.capture.annotations import tagging_checkpoint
+from shardwright.capture.function_trials import FACTOR, OPERATORS, called, trial
 from shardwright.errors import CaptureError
+from shardwright.torch_internals.autograd import functions_applied_by, in_differentiating_transform
+from shardwright.torch_internals.dispatch import in_transform
 
-MOST_ELEMENTS = 1 << 24
-"""Of the tensors on which a function is tried."""
+CUSTOM_GRADIENT = "custom_gradient"
+"""Where the metadata of a node names the function whose gradient, but not whose second derivative,
+it has."""
 
-
-class FunctionContext:
-    """What `forward` and `backward` of a function hand over."""
-
-    saved_tensors: tuple[Tensor | None, ...] = ()
-
-    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
-        self.needs_input_grad = needs_input_grad
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """Without effect, as the one output always has a gradient."""
+_REMEDY = (
+    "Write it with differentiable operators, or register it as an operator "
+    "(`torch.library.custom_op` with `register_autograd`)."
+)
 
 
-def traced(function: type[Function], args: Sequence[Any]) -> Tensor:
-    """The output of a function, of operators whose gradients are what its `backward` says.
+@contextmanager
+def trace_custom_backward() -> Iterator[None]:
+    """A context in which custom autograd functions are traced with their gradients, by whatever
+    name they are applied, or raise CaptureError.
+
+    Reentrant checkpointing is such a function too; the operators of the function that it
+    checkpoints are tagged to be recomputed.
+    """
+    with functions_applied_by(_apply):
+        yield
+
+
+def _apply(
+    function: type[Function],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    original: Callable[[], Any],
+) -> Any:
+    if function is CheckpointFunction:
+        return _checkpointed(args)
+    if function.__module__.partition(".")[0] in ("torch", "shardwright"):
+        return original()
+    differentiable = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+    # Inside of a transform, what an outer one differentiates does not seem to require a gradient.
+    if torch.is_grad_enabled() and (differentiable or in_transform()):
+        return traced(function, args, kwargs)
+    # Tensors of a closure get no gradient either.
+    with torch.no_grad():
+        return original()
+
+
+def _checkpointed(args: tuple[Any, ...]) -> Any:
+    function, _, *inputs = args
+    trained = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    if torch.is_grad_enabled() and not trained:
+        raise CaptureError(
+            "`checkpoint(…, use_reentrant=True)` gives no gradients to the parameters of a "
+            "function whose inputs require none. Use `use_reentrant=False`."
+        )
+    with tagging_checkpoint():
+        return function(*inputs)
+
+
+def traced(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function returns, of operators whose gradients are what its `backward` says.
 
     Raises:
         CaptureError: if its gradients are not of that kind.
     """
-    kinds = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
+    types = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
     # In a thread of its own none of the modes of a capture is active.
     with ThreadPoolExecutor(1) as thread:
-        problem = thread.submit(_problem, function, args, kinds).result()
-    if problem is not None:
+        found = thread.submit(trial, function, args, kwargs, types).result()
+    if found.way == OPERATORS:
+        return _of_operators(function, args, kwargs)
+    if found.way != FACTOR:
         raise CaptureError(
             f"cannot capture the custom backward of the autograd function "
-            f"`{function.__qualname__}`: {problem}. Write it with differentiable operators, or "
-            f"register it as an operator (`torch.library.custom_op` with `register_autograd`)."
+            f"`{function.__qualname__}`: {found.problem}. {_REMEDY}"
         )
-    y, backward = _called(function, [a.detach() if isinstance(a, Tensor) else a for a in args])
+    if found.is_curved and in_differentiating_transform():
+        raise CaptureError(second_derivative(function.__qualname__))
+    result = _with_factor(function, args, kwargs)
+    mode = get_proxy_mode()
+    if found.is_curved and mode is not None:
+        last = next(iter(reversed(mode.tracer.graph.nodes)))
+        last.meta[CUSTOM_GRADIENT] = function.__qualname__
+    return result
+
+
+def second_derivative(name: str) -> str:
+    """The message for a function whose derivative is to be differentiated once more."""
+    return (
+        f"`forward` computes gradients through the autograd function `{name}`, and the derivative "
+        f"of its `backward` cannot be captured. {_REMEDY}"
+    )
+
+
+def _with_factor(
+    function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
+    y, backward, _ = called(function, detached, kwargs)
     zeros = [
         ((x - x.detach()) * factor.detach()).to(y.dtype)
         for x, factor in zip(args, backward(torch.ones_like(y)), strict=True)
         if factor is not None
     ]
-    return sum(zeros, y)
+    result: Tensor = sum(zeros, y)
+    return result
 
 
-def _called(
-    function: type[Function], args: Sequence[Any]
-) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor | None]]]:
-    """The output of `forward`, and what computes the gradients of the inputs from its own."""
-    context: Any = FunctionContext(tuple(map(_is_differentiable, args)))
-    if "setup_context" in vars(function):
-        y = function.forward(*args)
-        function.setup_context(context, tuple(args), y)
-    else:
-        y = function.forward(context, *args)
+def _of_operators(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    result, _, context = called(function, args, kwargs)
 
-    def backward(gradient: Tensor) -> Sequence[Tensor | None]:
-        gradients = function.backward(context, gradient)
-        every = gradients if isinstance(gradients, tuple) else (gradients,)
-        return (*every, *[None] * (len(args) - len(every)))
+    def constant(output: Any) -> Any:
+        return output.detach() if context.is_constant(output) else output
 
-    return y, backward
-
-
-def _problem(
-    function: type[Function], args: Sequence[Any], kinds: Sequence[tuple[torch.Size, Any] | None]
-) -> str | None:
-    """Why it cannot be traced, found on random numbers, in double precision where it has any."""
-    if any(kind is not None and kind[0].numel() > MOST_ELEMENTS for kind in kinds):
-        return f"a tensor of over {MOST_ELEMENTS:,} elements is too large to try it"
-    generator = torch.Generator().manual_seed(0)
-
-    def number(kind: tuple[torch.Size, torch.dtype]) -> Tensor:
-        shape, dtype = kind
-        if dtype.is_floating_point:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-        return torch.randint(0, 2, shape, generator=generator).to(dtype)
-
-    inputs = [arg if kind is None else number(kind) for arg, kind in zip(args, kinds, strict=True)]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            y, backward = _called(function, inputs)
-            if not isinstance(y, Tensor):
-                return "it returns several values"
-            if not y.is_floating_point():
-                return "it returns no floating-point numbers"
-            factors = backward(torch.ones_like(y))
-            # Gradients of all magnitudes, so that one that is clipped is seen.
-            powers = 8 * torch.rand(y.shape, generator=generator, dtype=torch.float64) - 4
-            signs = torch.randn(y.shape, generator=generator, dtype=torch.float64).sign()
-            gradient = (signs * 10**powers).to(y.dtype)
-            for x, factor, got in zip(inputs, factors, backward(gradient), strict=True):
-                if (factor is None) != (got is None):
-                    return "which inputs have a gradient depends on numbers"
-                if factor is None or got is None:
-                    continue
-                if not _is_differentiable(x) or factor.shape != y.shape or x.shape != y.shape:
-                    return "an input with a gradient has another shape than the output"
-                exact, rounding = gradient.double() * factor, 8 * torch.finfo(y.dtype).eps
-                if not torch.allclose(got.double(), exact.double(), rtol=rounding, atol=0.0):
-                    return "a gradient is not that of the output times a factor for each element"
-    except Exception as error:
-        return f"on random numbers it raises {type(error).__name__}: {error}"
-    return None
-
-
-def _is_differentiable(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return tuple(map(constant, result)) if isinstance(result, tuple) else constant(result)

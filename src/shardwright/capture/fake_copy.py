@@ -16,14 +16,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from shardwright.capture.annotations import tagging_checkpoint
-from shardwright.capture.autograd_functions import traced
+from shardwright.capture.autograd_functions import trace_custom_backward
 from shardwright.capture.experts import dispatch_in_one_operator, dispatched, mixture_of_experts
 from shardwright.capture.explanation import NESTED
 from shardwright.capture.hooks import refuse_autograd, refuse_saved_tensor_hooks
@@ -130,7 +128,7 @@ def isolate_capture() -> Iterator[None]:
         _inference_without_gradients(),
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),
-        _trace_custom_backward(),
+        trace_custom_backward(),
         refuse_saved_tensor_hooks(),
         checkpointed_calls_in(tagging_checkpoint),
         _silence_export(),
@@ -155,38 +153,6 @@ def _inference_without_gradients() -> Iterator[None]:
         patch.object(torch.inference_mode, "__exit__", leave),
     ):
         yield
-
-
-@contextmanager
-def _trace_custom_backward() -> Iterator[None]:
-    """Traces custom autograd functions with their gradients, or raises CaptureError: export traces
-    only their forward pass, so their gradients would be lost.
-
-    Reentrant checkpointing is such a function too; the operators of the function that it
-    checkpoints are tagged to be recomputed.
-    """
-    original = Function.__dict__["apply"]
-
-    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:
-            function, _, *inputs = args
-            trained = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-            if torch.is_grad_enabled() and not trained:
-                raise CaptureError(
-                    "`checkpoint(…, use_reentrant=True)` gives no gradients to the parameters of a "
-                    "function whose inputs require none. Use `use_reentrant=False`."
-                )
-            with tagging_checkpoint():
-                return function(*inputs)
-        if cls.__module__.partition(".")[0] in ("torch", "shardwright"):
-            return original.__get__(None, cls)(*args, **kwargs)
-        return traced(cls, args)
-
-    setattr(Function, "apply", classmethod(apply))  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(Function, "apply", original)  # noqa: B010
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor_tree
 
+from shardwright.capture.autograd_functions import CUSTOM_GRADIENT, second_derivative
 from shardwright.capture.fx_nodes import is_tensor, tensor
 from shardwright.capture.naming import line_of
 from shardwright.capture.transforms import OperatorsAsCalled, called_again, operators_of
@@ -53,6 +54,8 @@ def gradients(
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     starts, ends = ([trace.node(t) for t in tensors] for tensors in (inputs, outputs))
     between = _Between.of(trace.graph, starts, ends)
+    if create_graph:
+        between.check_second_derivatives()
     given, cotangent_spec = pytree.tree_flatten(grad_outputs)
     cotangents = [leaf for leaf in given if isinstance(leaf, Tensor)]
     tensors = [trace.tensor(node) for node in (*between.roots, *between.others)]
@@ -189,6 +192,14 @@ class _Between:
             else:
                 values[node] = target(*args, **kwargs)
         return values
+
+    def check_second_derivatives(self) -> None:
+        """Raises:
+        CaptureError: if gradients of the gradients would lack a term.
+        """
+        for node in self.operators:
+            if name := node.meta.get(CUSTOM_GRADIENT):
+                raise CaptureError(second_derivative(name))
 
     def _check(self, graph: fx.Graph, depending: Iterable[fx.Node]) -> None:
         """Raises:

@@ -153,6 +153,16 @@ DISPATCH = (
     PrivateName("torch._C.DispatchKey", "the same"),
     PrivateName("torch._C._DisableTorchDispatch", "runs an operator on plain meta tensors"),
     PrivateName(
+        "torch.autograd.function._SingleLevelFunction",
+        "sees every custom autograd function that is applied, by whatever name",
+        "a replacement of `Function.apply`, of which `ste = STE.apply` holds its own reference",
+    ),
+    PrivateName(
+        "torch.autograd.function.custom_function_call", "the same inside of transforms of functions"
+    ),
+    PrivateName("torch._C._functorch.get_interpreter_stack", "whether such a transform is `grad`"),
+    PrivateName("torch._C._functorch.TransformType", "the same"),
+    PrivateName(
         "torch._C._current_graph_task_id", "tells bytes of the backward pass from the forward's"
     ),
 )
