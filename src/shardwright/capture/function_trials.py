@@ -25,7 +25,7 @@ FACTOR, OPERATORS = "factor", "operators"
 ArgumentTypes = Sequence[tuple[torch.Size, torch.dtype] | None]
 """Shape and dtype of each argument; None for what is no tensor."""
 
-Draw = Callable[[torch.Size], Tensor]
+RandomNumbers = Callable[[torch.Size], Tensor]
 """Numbers of a shape."""
 
 PullBack = Callable[..., Sequence[Tensor | None]]
@@ -178,7 +178,7 @@ class _Trial:
         except Exception:  # Of the function, or of operators that have no derivative.
             return False
 
-    def _is_derivative(self, draw: Draw) -> bool:
+    def _is_derivative(self, draw: RandomNumbers) -> bool:
         leaves = self._inputs(draw)
         places = [n for n, x in enumerate(leaves) if _is_differentiable(x)]
         for place in places:
@@ -207,14 +207,14 @@ class _Trial:
             for place, gradient in zip(places, found, strict=True)
         )
 
-    def _inputs(self, draw: Draw | None = None) -> list[Any]:
+    def _inputs(self, draw: RandomNumbers | None = None) -> list[Any]:
         """Random arguments; what is no tensor stays."""
         return [
             arg if of_tensor is None else self._numbers(*of_tensor, draw or self._normal)
             for arg, of_tensor in zip(self._args, self._types, strict=True)
         ]
 
-    def _numbers(self, shape: torch.Size, dtype: torch.dtype, draw: Draw) -> Tensor:
+    def _numbers(self, shape: torch.Size, dtype: torch.dtype, draw: RandomNumbers) -> Tensor:
         if dtype.is_floating_point:
             return draw(shape).double()
         return torch.randint(0, 2, shape, generator=self._generator).to(dtype)

@@ -144,3 +144,17 @@ def line_of_error(error: BaseException) -> str:
             return _describe(users[-1].filename, users[-1].lineno or 0)
         cause = cause.__cause__ or cause.__context__
     return "the model"
+
+
+def line_of_caller() -> str:
+    """The innermost line of user code that is running on this thread, `""` if there is none."""
+    users = [f for f in traceback.extract_stack() if _is_users(f.filename) and f.lineno]
+    return _describe(users[-1].filename, users[-1].lineno or 0) if users else ""
+
+
+def line_of_function(function: Any) -> str:
+    """`(file.py:12)`, where a function of user code is defined, or `""` for others."""
+    code = getattr(function, "__code__", None)
+    if code is None or not _is_users(code.co_filename):
+        return ""
+    return f"({Path(code.co_filename).name}:{code.co_firstlineno})"

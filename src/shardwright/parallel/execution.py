@@ -18,6 +18,7 @@ from shardwright.capture.shapes import Captures
 from shardwright.deferred import copies_of_attributes
 from shardwright.graph.graph import Graph, Value
 from shardwright.lower.program import Program, lower
+from shardwright.parallel.between_outputs import OutputsOffPath
 from shardwright.parallel.call import PlannedCall, key_of
 from shardwright.parallel.original import OriginalModel
 from shardwright.parallel.output_tensor import in_parts
@@ -107,6 +108,7 @@ class BoundProgram:
     recomputes: bool
     draws: bool
     devices: Devices
+    off_path: OutputsOffPath
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,10 @@ class Execution:
             before_backward(outputs, checks)
         names = (buffer.name for buffer, _ in bound.graph.updates)
         bound.places.write(dict(zip(names, updates, strict=True)))
-        return pytree.tree_unflatten(self._returned(bound, outputs), bound.graph.out_spec)
+        returned = self._returned(bound, outputs)
+        result = pytree.tree_unflatten(returned, bound.graph.out_spec)
+        bound.off_path.watch(returned, result)
+        return result
 
     def train_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Forward and backward over all micro-batches; gradients are added to the parameters'.
@@ -283,13 +288,16 @@ class Execution:
         graph, (whole,) = partitioned.graph, partitioned.chunks
         places = TensorPlaces.of(self.module, graph.parameters, graph.buffers)
         recomputes, devices = bool(partitioned.decisions.recompute), self._along(partitioned)
-        draws = bool(random_operators(graph))
-        return BoundProgram(graph, lower(whole, devices), places, recomputes, draws, devices)
+        draws, program = bool(random_operators(graph)), lower(whole, devices)
+        off_path = OutputsOffPath(graph, program.communication, compiled=False)
+        return BoundProgram(graph, program, places, recomputes, draws, devices, off_path)
 
     def _compiled(self, bound: BoundProgram) -> BoundProgram:
         if self._compiler is None:
             return bound
-        return replace(bound, program=self._compiler(bound.program))
+        program = self._compiler(bound.program)
+        off_path = OutputsOffPath(bound.graph, program.communication, compiled=True)
+        return replace(bound, program=program, off_path=off_path)
 
     def _step_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -30,6 +30,8 @@ _WRITES = {
 }
 """Methods that change their tensor, beside those whose names end with `_`."""
 
+_BACKWARD = (Tensor.backward, torch.autograd.backward)
+
 
 def in_parts(tensor: DTensor) -> OutputTensor:
     """The same tensor, as an output of a planned model."""
@@ -55,6 +57,8 @@ class OutputTensor(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if func in _BACKWARD:
+            return _backward(func, args, kwargs)
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         alone = func is torch.autograd.grad or all(isinstance(one, DTensor) for one in given)
         reason: RuntimeError | None = None
@@ -65,7 +69,7 @@ class OutputTensor(DTensor):
             except MixedTensorsError:
                 raise
             except RuntimeError as error:  # an operator that DTensors lack
-                if func in (Tensor.backward, torch.autograd.grad):
+                if func is torch.autograd.grad:
                     raise
                 reason = error
             else:
@@ -82,6 +86,18 @@ class OutputTensor(DTensor):
             ) from reason
         args, kwargs = pytree.tree_map_only(cls, cls.full_tensor, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A backward pass, which adds to `.grad` of its `inputs` themselves; gradients that are given
+    as ordinary tensors are those of gathered outputs."""
+    inputs = {key: kwargs[key] for key in ("inputs",) if key in kwargs}
+    given = args, {key: value for key, value in kwargs.items() if key not in inputs}
+    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+    if not all(isinstance(tensor, DTensor) for tensor in tensors):
+        given = pytree.tree_map_only(OutputTensor, OutputTensor.full_tensor, given)
+    with without_torch_function_of_subclasses():
+        return func(*given[0], **given[1], **inputs)
 
 
 def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

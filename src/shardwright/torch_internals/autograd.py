@@ -1,14 +1,16 @@
-"""Custom autograd functions: the one place that every application of one passes through."""
+"""Where every custom autograd function is applied, and every backward pass begins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.autograd import Function, forward_ad
+from torch._functorch.autograd_function import custom_function_call
+from torch.autograd import Function, forward_ad, graph
 from torch.autograd import function as functions
 from torch.autograd.function import _SingleLevelFunction
 
@@ -25,14 +27,13 @@ def functions_applied_by(apply: Apply) -> Iterator[None]:
     of that attribute does not reach it. What is replaced are the two functions that it calls: one
     outside and one inside of transforms of `torch.func`.
     """
-    call_in_transform: Callable[..., Any] = vars(functions)["custom_function_call"]
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         original = super(_SingleLevelFunction, cls).apply
         return apply(cls, args, kwargs, lambda: original(*args, **kwargs))
 
     def applied_in_transform(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return apply(cls, args, kwargs, lambda: call_in_transform(cls, *args, **kwargs))
+        return apply(cls, args, kwargs, lambda: custom_function_call(cls, *args, **kwargs))
 
     with (
         patch.object(_SingleLevelFunction, "apply", classmethod(applied)),
@@ -51,3 +52,27 @@ def in_differentiating_transform() -> bool:
     stack = torch._C._functorch.get_interpreter_stack() or []
     kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
     return forward_ad._current_level >= 0 or any(each.key() in kinds for each in stack)
+
+
+def edge_of(tensor: Any) -> tuple[Any, int]:
+    """The autograd node that made a tensor, None for a leaf, and the number of its output; or those
+    of a `GradientEdge`."""
+    if isinstance(tensor, graph.GradientEdge):
+        return tensor.node, tensor.output_nr
+    return tensor.grad_fn, tensor.output_nr
+
+
+def before_gradients_of(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
+    """From now on lets `torch.autograd.grad`, and `backward` with `inputs`, first call `check` with
+    the outputs and inputs: tensors and `GradientEdge`s."""
+    run: Callable[..., Any] = graph._engine_run_backward
+
+    @wraps(run)
+    def checked(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
+        if inputs:
+            check(outputs, inputs)
+        return run(outputs, *args, **kwargs)
+
+    for module in (graph, torch.autograd):
+        vars(module)["_engine_run_backward"] = checked

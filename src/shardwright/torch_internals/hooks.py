@@ -62,6 +62,30 @@ def gradient_hooks(parameter: Tensor) -> Mapping[int, Callable[..., Any]]:
     return parameter._backward_hooks or {}
 
 
+def hooks_of_tensor(tensor: Tensor) -> Mapping[str, Hooks]:
+    """The hooks of a tensor that is no leaf, by the call that registers them: the dictionary that
+    later ones are added to, too. Registers one that does nothing."""
+    return _registered({"register_hook": tensor.register_hook})
+
+
+def hooks_of_result(tensor: Tensor) -> Mapping[str, Hooks]:
+    """The same, and the hooks of its `grad_fn`."""
+    node: Any = tensor.grad_fn
+    of_node = {
+        "grad_fn.register_hook": node.register_hook,
+        "grad_fn.register_prehook": node.register_prehook,
+    }
+    return {**hooks_of_tensor(tensor), **_registered(of_node)}
+
+
+def _registered(calls: Mapping[str, Callable[..., Any]]) -> Mapping[str, Hooks]:
+    return {name: call(_nothing).hooks_dict_ref() for name, call in calls.items()}
+
+
+def _nothing(*_: object) -> None:
+    """Leaves the gradient as it is."""
+
+
 def accumulation_hooks(parameter: Tensor) -> Mapping[int, Callable[..., Any]]:
     """Those of `register_post_accumulate_grad_hook`."""
     return parameter._post_accumulate_grad_hooks or {}

@@ -158,8 +158,14 @@ DISPATCH = (
         "a replacement of `Function.apply`, of which `ste = STE.apply` holds its own reference",
     ),
     PrivateName(
-        "torch.autograd.function.custom_function_call", "the same inside of transforms of functions"
+        "torch._functorch.autograd_function.custom_function_call",
+        "the same inside of transforms of functions",
     ),
+    PrivateName(
+        "torch.autograd.graph._engine_run_backward",
+        "sees of what `torch.autograd.grad` and `backward(inputs=...)` take gradients",
+    ),
+    PrivateName("torch.autograd._engine_run_backward", "the same"),
     PrivateName("torch._C._functorch.get_interpreter_stack", "whether such a transform is `grad`"),
     PrivateName("torch._C._functorch.TransformType", "the same"),
     PrivateName(
