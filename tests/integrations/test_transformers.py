@@ -16,8 +16,12 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import LlamaForCausalLM, TrainingArguments
 
+import shardwright as sw
+from forked import python
+from integrations import uneven_cases
 from integrations.trainer_cases import CASES, Sentences, language_model
 from shardwright.integrations.transformers import ShardwrightTrainer
+from torchrun import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trainer.py"
 TIMES = re.compile(r"runtime|per_second|preparation_time|total_flos")
@@ -120,6 +124,88 @@ def test_lora_on_four_processes_equals_one_device_and_resumes_on_one(
         path.rmdir()
     run(EXAMPLE, tmp_path, "--resume")
     assert_equal_runs(tmp_path, plain, 8)
+
+
+@pytest.fixture(scope="module")
+def uneven_logs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of `Trainer` on one process and of `ShardwrightTrainer` on two, by case."""
+    folder, script = tmp_path_factory.mktemp("uneven"), uneven_cases.__file__
+    alone = python(script, "plain", str(folder))
+    assert alone.status == 0, alone.errors
+    printed = torchrun(Path(script), 2, "planned", str(folder))
+    assert (folder / "planned.json").exists(), printed
+    planned, plain = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("planned", "plain")
+    )
+    return planned, plain
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", uneven_cases.CASES)
+def test_samples_that_do_not_fill_the_last_batch_count_once(
+    uneven_logs: tuple[dict[str, Any], dict[str, Any]], case: str
+) -> None:
+    logs, wanted_logs = (logs[case] for logs in uneven_logs)
+    for log, wanted in zip(logs, wanted_logs, strict=True):
+        log, wanted = (
+            {key: value for key, value in each.items() if not TIMES.search(key)}
+            for each in (log, wanted)
+        )
+        assert log == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_loss_of_an_evaluation_is_the_mean_over_all_samples(tmp_path: Path) -> None:
+    net, samples = uneven_cases.Tagger(), uneven_cases.Sentences(13)
+    batches = [uneven_cases.padded([samples[i] for i in rows]) for rows in (range(8), range(8, 13))]
+    losses = [float(net(**batch)["loss"]) for batch in batches]
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_eval_batch_size=8, report_to="none", use_cpu=True
+    )
+    trainer = ShardwrightTrainer(net, arguments, data_collator=uneven_cases.padded)
+    logged = trainer.evaluate(samples)["eval_loss"]
+    assert logged == pytest.approx((8 * losses[0] + 5 * losses[1]) / 13, rel=1e-5)
+
+
+class ReadOnce(uneven_cases.Stream):
+    def __iter__(self) -> Any:
+        self.samples = getattr(self, "samples", super().__iter__())
+        return self.samples
+
+
+def test_a_stream_that_can_be_read_once_is_refused_unless_there_is_a_plan(tmp_path: Path) -> None:
+    net = uneven_cases.Tagger()
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
+
+    def train(**options: Any) -> None:
+        trainer = ShardwrightTrainer(
+            net,
+            arguments,
+            data_collator=uneven_cases.padded,
+            train_dataset=ReadOnce(8),
+            **options,
+        )
+        trainer.train()
+
+    with pytest.raises(sw.ConfigError, match="training would miss the samples"):
+        train()
+    batch = uneven_cases.padded([uneven_cases.Sentences(8)[index] for index in range(8)])
+    train(plan=sw.plan(net, (), batch, devices=1))
+
+
+def test_a_plan_for_parts_of_batches_is_refused(tmp_path: Path) -> None:
+    net = uneven_cases.Tagger()
+    batch = uneven_cases.padded([uneven_cases.Sentences(8)[index] for index in range(8)])
+    plan = sw.plan(net, (), batch, devices=2, dataset_strategy="data_parallel")
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
+    trainer = ShardwrightTrainer(
+        net,
+        arguments,
+        data_collator=uneven_cases.padded,
+        train_dataset=uneven_cases.Sentences(8),
+        plan=plan,
+    )
+    with pytest.raises(sw.PlanError, match="gives every process the whole batch"):
+        trainer.train()
 
 
 @pytest.mark.slow

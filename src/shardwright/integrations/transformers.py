@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
-from contextlib import nullcontext
-from functools import partial, wraps
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from functools import wraps
 from itertools import islice
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -34,8 +36,9 @@ from shardwright.train.parameter_names import trained_but_not_in
 from shardwright.train.position import Position
 
 try:
-    from transformers import trainer
-    from transformers.trainer_utils import seed_worker
+    from accelerate.data_loader import prepare_data_loader
+    from accelerate.utils import RNGType
+    from transformers import trainer, trainer_pt_utils
 except ImportError as error:
     raise ConfigError(
         f"ShardwrightTrainer needs transformers and accelerate ({error}): pip install "
@@ -46,6 +49,8 @@ log = logging.getLogger("shardwright")
 
 Trainer: Any = trainer.Trainer
 """Of any version of transformers, whose types differ."""
+
+batch_size_of: Any = trainer_pt_utils.find_batch_size
 
 if not hasattr(Trainer, "_prepare_for_training"):
     raise ConfigError(
@@ -85,6 +90,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         self, *args: Any, plan: Plan | str | Path | Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         self._plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+        self._batch_rows: int | None = None
         super().__init__(*args, **kwargs)
 
     # What is planned
@@ -107,6 +113,12 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
                 "Trainer calls a model and its backward pass apart, which pipeline stages cannot: "
                 "plan without stages, or train with `train_step` in a loop of your own"
             )
+        if plan.arrivals:
+            raise PlanError(
+                f"{type(self).__name__} gives every process the whole batch, which the plan's "
+                "dataset_strategy would take for a part of it: plan with "
+                "dataset_strategy='full_batch'"
+            )
         planned = parallelize(self.model, plan, self.args.device, release=True)
         self.model = self.model_wrapped = planned
         self.callback_handler.model = self.model
@@ -117,7 +129,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         before = random.getstate(), np.random.get_state()
         with torch.random.fork_rng(devices=[]):
             if isinstance(dataset, IterableDataset):
-                samples = list(islice(iter(dataset), count))
+                samples = _first_samples(dataset, count)
             else:
                 length = len(dataset)  # type: ignore[arg-type]
                 samples = [dataset[index % length] for index in range(count)]
@@ -135,6 +147,9 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         raise PlanError(f"{type(self).__name__}.compute_loss does not call the model it is given")
 
     def _global(self, batch_size: int) -> int:
+        """The size of a batch of all processes, which `split_batches` divides among them."""
+        if self.args.accelerator_config.split_batches:
+            return batch_size
         return batch_size * int(self.args.world_size)
 
     # How it is trained
@@ -150,8 +165,9 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         self.args.average_tokens_across_devices = False  # A rank has all tokens of a batch.
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_model = lambda model, *_, **__: model
-        self.accelerator.gather = self.accelerator.gather_for_metrics = lambda data, *_, **__: data
-        self.gather_function = self.accelerator.gather_for_metrics
+        self.accelerator.gather = lambda data, *_, **__: data
+        self.accelerator.gather_for_metrics = self._rows_of_batch
+        self.gather_function = self._rows_of_batch
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leaves the model where it is until it is split."""
@@ -159,18 +175,50 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """One that gives the whole batch to every process."""
-        loader = super()._get_dataloader(
-            dataset, description, self._global(batch_size), *args, **kwargs
+        """One that gives every process the batches of a single process, the last one incomplete."""
+        batch_size = self._global(batch_size)
+        with self._as_single_process():
+            return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+
+    @contextmanager
+    def _as_single_process(self) -> Iterator[None]:
+        """A context in which samplers and dataloaders are those of a single process.
+
+        For several, accelerate gives each its own part, and repeats samples to fill the last batch.
+        """
+        ranks, args = self.args, copy(self.args)
+        args.distributed_state = SimpleNamespace(
+            num_processes=1, process_index=0, local_process_index=0
         )
-        for part in (loader, loader.batch_sampler, loader.dataset):
-            if hasattr(part, "num_processes"):
-                part.num_processes, part.process_index = 1, 0
-        if loader.worker_init_fn is not None:
-            loader.worker_init_fn = partial(
-                seed_worker, num_workers=self.args.dataloader_num_workers, rank=0
-            )
-        return loader
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+            setattr(args, name, self._global(getattr(args, name)))
+        self.args = args
+        self.accelerator.prepare_data_loader = self._prepared_for_single_process
+        try:
+            yield
+        finally:
+            self.args = ranks
+            del self.accelerator.prepare_data_loader
+
+    def _prepared_for_single_process(self, loader: DataLoader[Any], **_: Any) -> Any:
+        accelerator = self.accelerator
+        config = accelerator.dataloader_config
+        rng_types = {str(RNGType(kind).value) for kind in accelerator.rng_types or ()}
+        return prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=accelerator.device_placement,
+            # Samplers without a generator of their own draw from that of torch.
+            rng_types=sorted({*rng_types, "torch"} if dist.is_initialized() else rng_types),
+            dispatch_batches=False,
+            even_batches=False,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+        )
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -197,11 +245,26 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         self._planned(dataloader)
         # `Seq2SeqTrainer` generates with parts of the model.
         generates = getattr(self.args, "predict_with_generate", False)
-        with whole(self.model) if generates else nullcontext():
-            return super().evaluation_loop(dataloader, *args, **kwargs)
+        per_device = self.args.per_device_eval_batch_size
+        # The loss of a batch is repeated for as many samples.
+        self.args.per_device_eval_batch_size = self._global(per_device)
+        try:
+            with whole(self.model) if generates else nullcontext():
+                return super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            self.args.per_device_eval_batch_size = per_device
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        return _whole_tensors(super().prediction_step(*args, **kwargs))
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self._batch_rows = batch_size_of(inputs)
+        return _whole_tensors(super().prediction_step(model, inputs, *args, **kwargs))
+
+    def _rows_of_batch(self, data: Any, *_: Any, **__: Any) -> Any:
+        """In place of accelerate's `gather_for_metrics`: every process has the whole batch. As
+        there, what is computed of the last batch has as many rows as it has."""
+        rows = self._batch_rows
+        if rows is None or not self.accelerator.gradient_state.end_of_dataloader:
+            return data
+        return pytree.tree_map(lambda x: x[:rows] if isinstance(x, Tensor) and x.ndim else x, data)
 
     # What is saved
 
@@ -231,6 +294,27 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         """Without what accelerate wraps it in."""
         bare: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return bare
+
+
+def _first_samples(dataset: IterableDataset[Any], count: int) -> list[Any]:
+    """Samples at the beginning of a stream, which training reads once more.
+
+    Raises:
+        ConfigError: if it can be read once only.
+    """
+    stream = iter(dataset)
+    if stream is iter(dataset):
+        raise ConfigError(
+            f"{type(dataset).__name__}.__iter__ returns the same iterator each time, so training "
+            "would miss the samples that the model is planned for: return a new iterator, or give "
+            "the trainer a plan (`plan=sw.plan(...)`)"
+        )
+    generator = getattr(dataset, "generator", None)
+    state = generator.get_state() if isinstance(generator, torch.Generator) else None
+    samples = list(islice(stream, count))
+    if state is not None:
+        dataset.generator.set_state(state)  # type: ignore[attr-defined]
+    return samples
 
 
 def _names_in_files(folder: Path) -> set[str]:
