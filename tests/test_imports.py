@@ -17,7 +17,10 @@ PACKAGE = ROOT / "src" / "shardwright"
 PAGE = ROOT / "docs" / "architecture.md"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 WITHOUT_TORCH = ["errors", "text_files", "progress", "layout"]
-OPTIONAL = {"datasets", "jinja2", "peft", "scipy", "sklearn", "transformers", "trl", "wandb"}
+OPTIONAL = {
+    *("accelerate", "datasets", "jinja2", "peft", "scipy", "sklearn", "transformers", "trl"),
+    "wandb",
+}
 WITH_OPTIONAL = "torch.utils.tensorboard."
 """A part of torch that needs a package of its own."""
 """Dependencies that are imported where they are needed, because they may be missing."""

@@ -91,11 +91,11 @@ class OutputsOffPath:
     """The outputs of a program whose gradients lack those that come from other outputs.
 
     Args:
-        compiled: whether the program is compiled: then one autograd node makes all outputs, and
-            none is on the path of another.
+        all_off_path: whether no output is on the path of another: in a compiled program one
+            autograd node makes all outputs.
     """
 
-    def __init__(self, graph: Graph, flow: Communication, compiled: bool) -> None:
+    def __init__(self, graph: Graph, flow: Communication, all_off_path: bool) -> None:
         self._graph = graph
         self._names: list[str] = []
         self._computed_from: dict[int, list[int]] = {}
@@ -103,7 +103,7 @@ class OutputsOffPath:
         for number, value in enumerate(graph.outputs):
             if not isinstance(value, Value) or not value.differentiable:
                 continue
-            if not compiled and is_on_path(graph, flow, value):
+            if not all_off_path and is_on_path(graph, flow, value):
                 continue
             for other in _outputs_after(graph, value):
                 if other != number:

@@ -15,16 +15,22 @@ from torch.distributed.tensor import DTensor
 from shardwright.capture.autocast import Autocast
 from shardwright.capture.build_graph import CapturedCall
 from shardwright.capture.shapes import Captures
-from shardwright.deferred import copies_of_attributes
 from shardwright.graph.graph import Graph, Value
 from shardwright.lower.program import Program, lower
 from shardwright.parallel.between_outputs import OutputsOffPath
 from shardwright.parallel.call import PlannedCall, key_of
 from shardwright.parallel.original import OriginalModel
 from shardwright.parallel.output_tensor import in_parts
+from shardwright.parallel.paired_batch import BatchSizes
 from shardwright.parallel.planned_parameters import PlannedParameters
 from shardwright.parallel.python_state import PythonState
 from shardwright.parallel.train_step import GradientAccumulation, TrainStep, loss_of
+from shardwright.parallel.whole_batch import (
+    ordinary,
+    output_batches,
+    sizes_of_batch,
+    without_whole_batches,
+)
 from shardwright.partition.decisions import adapt_decisions
 from shardwright.partition.fold_axes import dtensor_axes, fold_axes, split_axes
 from shardwright.partition.partitioned import Partitioned, random_operators
@@ -44,6 +50,7 @@ from shardwright.runtime.dtensor import (
     own_tensor,
     stored_shards,
 )
+from shardwright.runtime.gradient_guard import GradientGuard
 from shardwright.runtime.micro_batches import micro_batch, most_micro_batches, whole_leaves
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.hooks import HooksOfModules, without_saved_tensor_hooks
@@ -158,6 +165,7 @@ class Execution:
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
         self._guard = BatchGuard(devices, partitioned.graph, partitioned.decisions.arrivals)
+        self._gradients = GradientGuard(devices)
         self._state = PythonState(module, graph.attributes, hooks)
         self._planned_call = PlannedCall(template.forward, graph)
         leaves = tuple(key_of(leaf) for leaf in graph.inputs)
@@ -209,7 +217,7 @@ class Execution:
             before_backward(outputs, checks)
         names = (buffer.name for buffer, _ in bound.graph.updates)
         bound.places.write(dict(zip(names, updates, strict=True)))
-        returned = self._returned(bound, outputs)
+        returned = self._returned(bound, outputs, sizes_of_batch(leaves, whole))
         result = pytree.tree_unflatten(returned, bound.graph.out_spec)
         bound.off_path.watch(returned, result)
         return result
@@ -289,14 +297,16 @@ class Execution:
         places = TensorPlaces.of(self.module, graph.parameters, graph.buffers)
         recomputes, devices = bool(partitioned.decisions.recompute), self._along(partitioned)
         draws, program = bool(random_operators(graph)), lower(whole, devices)
-        off_path = OutputsOffPath(graph, program.communication, compiled=False)
+        # Outputs of the whole batch are marked, which is one more step of autograd.
+        marked = bool(self.partitioned.decisions.arrivals)
+        off_path = OutputsOffPath(graph, program.communication, all_off_path=marked)
         return BoundProgram(graph, program, places, recomputes, draws, devices, off_path)
 
     def _compiled(self, bound: BoundProgram) -> BoundProgram:
         if self._compiler is None:
             return bound
         program = self._compiler(bound.program)
-        off_path = OutputsOffPath(bound.graph, program.communication, compiled=True)
+        off_path = OutputsOffPath(bound.graph, program.communication, all_off_path=True)
         return replace(bound, program=program, off_path=off_path)
 
     def _step_for(
@@ -340,12 +350,13 @@ class Execution:
 
     def _on_device(self, leaves: Sequence[Any]) -> list[Any]:
         device = self.devices.device
-        return [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return [ordinary(leaf).to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def _whole_leaves(self, leaves: list[Any], numbers: Sequence[int | None]) -> list[Any]:
         graph, arrivals = self.partitioned.graph, self.partitioned.decisions.arrivals
         planned = [None if number is None else graph.inputs[number] for number in numbers]
-        return whole_leaves(planned, self.devices.layout, arrivals, leaves)
+        ordinary_leaves = without_whole_batches(planned, arrivals, leaves)
+        return whole_leaves(planned, self.devices.layout, arrivals, ordinary_leaves)
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """What a program depends on: the state of all submodules, the parameters that were frozen
@@ -406,16 +417,21 @@ class Execution:
         """The planned stages of another capture."""
         return self.partitioned.pipeline
 
-    def _returned(self, bound: BoundProgram, outputs: list[Any]) -> list[Any]:
+    def _returned(
+        self, bound: BoundProgram, outputs: list[Any], sizes: BatchSizes | None
+    ) -> list[Any]:
         """Outputs that were left in parts become DTensors."""
-        flow = bound.program.communication
+        flow, name = bound.program.communication, type(self.module).__name__
+        batches = output_batches(name, bound.graph.out_spec, sizes, self._gradients.watch)
         result = []
-        for value, tensor in zip(bound.graph.outputs, outputs, strict=True):
+        for value, tensor, batch in zip(bound.graph.outputs, outputs, batches, strict=True):
             if isinstance(value, Value):
                 where = flow.returned(value)
                 if where.sharded or where.partial:
                     like = torch.empty(value.shape, device="meta")
-                    tensor = in_parts(as_dtensor(tensor, like, where, bound.devices))
+                    tensor = in_parts(as_dtensor(tensor, like, where, bound.devices), batch)
+                elif batch is not None:
+                    tensor = batch.marked(tensor)
             result.append(tensor)
         return result
 
@@ -430,18 +446,3 @@ def _whole_inputs(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """The leaves of a call, of which outputs of an earlier one may lie in parts, and its form."""
     leaves, spec = pytree.tree_flatten(call)
     return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec
-
-
-def template_of(module: nn.Module) -> nn.Module:
-    """A copy on the meta device."""
-
-    def meta(tensor: Tensor) -> Tensor:
-        shape, stride = tensor.shape, tensor.stride()
-        return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
-
-    memo: dict[int, Any] = copies_of_attributes(module)
-    memo.update(
-        (id(p), nn.Parameter(meta(p), requires_grad=p.requires_grad)) for p in module.parameters()
-    )
-    memo.update((id(b), meta(b)) for b in module.buffers())
-    return copy.deepcopy(module, memo)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from shardwright.capture.fake_copy import caching_configs
 from shardwright.errors import MixedTensorsError, PlanError
 from shardwright.lower.program import Program
-from shardwright.parallel.execution import Execution, template_of
+from shardwright.parallel.execution import Execution
 from shardwright.parallel.pipeline_execution import PipelineExecution
+from shardwright.parallel.template import template_of
 from shardwright.partition.partitioned import Partitioned
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.dtensor import copied_parameters, with_stored_parameters

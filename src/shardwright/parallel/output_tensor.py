@@ -8,6 +8,7 @@ tensors. Gradients take the same way back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import MixedTensorsError
+from shardwright.parallel.paired_batch import BatchCall, BatchDims
+from shardwright.parallel.whole_batch import OutputBatch
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.dispatch import without_torch_function_of_subclasses
 
@@ -33,11 +36,21 @@ _WRITES = {
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
 
 
-def in_parts(tensor: DTensor) -> OutputTensor:
-    """The same tensor, as an output of a planned model."""
+def in_parts(
+    tensor: DTensor, batch: OutputBatch | None = None, dims: BatchDims | None = None
+) -> OutputTensor:
+    """The same tensor, as an output of a planned model.
+
+    Args:
+        batch: that it is of, where each rank gives its own part.
+        dims: its dimensions that are the batch; by default, the first of its size.
+    """
     # The object itself: a new one would have an autograd graph of its own.
     tensor.__class__ = OutputTensor
     assert isinstance(tensor, OutputTensor)
+    if batch is not None:
+        tensor.batch = batch
+        tensor.batch_dims = batch.dims_in(tensor.shape) if dims is None else dims
     return tensor
 
 
@@ -45,6 +58,14 @@ class OutputTensor(DTensor):
     """A DTensor that becomes whole where an ordinary tensor, or Python, meets it: on all ranks."""
 
     __slots__ = ()
+
+    batch: OutputBatch | None = None
+    batch_dims: BatchDims = frozenset()
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """The whole, on all ranks."""
+        full = super().full_tensor(**options)
+        return full if self.batch is None else self.batch.marked(full, self.batch_dims)
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.full_tensor().numpy(force=force)
@@ -73,10 +94,7 @@ class OutputTensor(DTensor):
                     raise
                 reason = error
             else:
-                mine = {id(one) for one in given}
-                for leaf in pytree.tree_leaves(results):
-                    if type(leaf) is DTensor and id(leaf) not in mine:
-                        in_parts(leaf)
+                _stay_in_parts(results, func, args, kwargs, given)
                 return results
         if _changed(name, args, kwargs):
             raise MixedTensorsError(
@@ -98,6 +116,30 @@ def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = pytree.tree_map_only(OutputTensor, OutputTensor.full_tensor, given)
     with without_torch_function_of_subclasses():
         return func(*given[0], **given[1], **inputs)
+
+
+def _stay_in_parts(
+    results: Any, func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor]
+) -> None:
+    """Makes outputs of the DTensors that a function returns."""
+    known = {id(one) for one in given}
+    leaves = pytree.tree_leaves(results)
+    new = [type(leaf) is DTensor and id(leaf) not in known for leaf in leaves]
+    batch = next((one.batch for one in given if isinstance(one, OutputTensor) and one.batch), None)
+    dims = [frozenset[int]()] * len(leaves)
+    if batch is not None and any(new):
+        of_batch = {
+            id(one): one.batch_dims
+            for one in given
+            if isinstance(one, OutputTensor) and one.batch_dims
+        }
+        if of_batch:
+            call = BatchCall(func, args, kwargs, batch.sizes, of_batch, ())
+            with without_torch_function_of_subclasses():
+                dims = call.dims_of_results(leaves)
+    for leaf, of_leaf, is_new in zip(leaves, dims, new, strict=True):
+        if is_new:
+            in_parts(leaf, batch, of_leaf)
 
 
 def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -15,8 +15,10 @@ from shardwright.graph.graph import Graph, Value
 from shardwright.graph.split import assign_neighbors
 from shardwright.layout.layout import TensorLayout
 from shardwright.lower.program import Program
+from shardwright.parallel.call import Call
 from shardwright.parallel.execution import Execution, TensorPlaces
 from shardwright.parallel.pipeline_stage import RankStages
+from shardwright.parallel.whole_batch import output_batches, sizes_of_batch
 from shardwright.partition.chunk import Chunk
 from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
@@ -56,6 +58,8 @@ class PipelineExecution(Execution):
             self._whole(stages, leaf, local_outputs) if isinstance(leaf, Value) else leaf
             for leaf in graph.outputs
         ]
+        if self.partitioned.decisions.arrivals:
+            outputs = self._marked(outputs, graph, self._planned_call.arranged(args, kwargs))
         return pytree.tree_unflatten(outputs, graph.out_spec)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -120,6 +124,17 @@ class PipelineExecution(Execution):
         planned = pipeline.chunk_of
         chunk_of = {op.name: planned[op.name] for op in graph.ops if op.name in planned}
         return replace(pipeline, chunk_of=assign_neighbors(graph, chunk_of))
+
+    def _marked(self, outputs: list[Any], graph: Graph, call: Call) -> list[Any]:
+        """Outputs that refuse to be combined with the part of the batch that this rank gave."""
+        parts, spec = pytree.tree_flatten(call)
+        whole = self._whole_leaves(parts, self._planned_call.planned_inputs(spec))
+        sizes, name = sizes_of_batch(parts, whole), type(self.module).__name__
+        batches = output_batches(name, graph.out_spec, sizes, self._gradients.watch)
+        return [
+            batch.marked(output) if batch is not None and isinstance(output, Tensor) else output
+            for output, batch in zip(outputs, batches, strict=True)
+        ]
 
     def _whole(
         self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]

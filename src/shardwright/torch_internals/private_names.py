@@ -200,6 +200,11 @@ TENSORS = (
         "the identity of a storage, also of one without data",
         "`data_ptr()`, for storages with data",
     ),
+    PrivateName(
+        "torch._dynamo.config.nontraceable_tensor_subclasses",
+        "lets compiled functions take outputs of the whole batch, which compilers cannot trace",
+    ),
+    PrivateName("torch.Tensor._base", "is told from operators that make tensors"),
     PrivateName("torch.Tensor._version", "finds tensors that were changed in place"),
     PrivateName(
         "torch.Tensor._make_subclass",

@@ -15,6 +15,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "as_subclass",
+    "base_getter",
     "conjugated",
     "copy_all_",
     "data_getter",
@@ -22,6 +23,7 @@ __all__ = [
     "device_below",
     "each_norm",
     "getters_without_overrides",
+    "grad_getter",
     "gradient_at_once",
     "negated",
     "requires_grad",
@@ -33,11 +35,18 @@ __all__ = [
 
 Subclass = TypeVar("Subclass", bound=Tensor)
 
+base_getter = Tensor._base.__get__  # type: ignore[union-attr]
+"""What gives the tensor that a view is of, as `__torch_function__` sees it."""
+
 data_getter = Tensor.data.__get__  # type: ignore[attr-defined]
 """What `tensor.data` calls, as a mode for functions sees it."""
 
 data_setter = Tensor.data.__set__  # type: ignore[attr-defined]
 """What `tensor.data = value` calls, as a mode for functions sees it."""
+
+
+grad_getter = Tensor.grad.__get__  # type: ignore[union-attr]
+"""What `tensor.grad` calls, likewise."""
 
 
 class tensors_equal_if_same(TorchFunctionMode):  # noqa: N801
