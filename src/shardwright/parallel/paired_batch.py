@@ -34,7 +34,7 @@ UNCHECKED = {
 """Functions whose kernels read beyond tensors of other sizes than they expect."""
 
 BatchDims = frozenset[int]
-Part = tuple[Tensor, int]
+PartDim = tuple[Tensor, int]
 """A tensor, and the dimension that may be a part of the batch."""
 
 
@@ -93,12 +93,12 @@ class BatchCall:
                 return [_multiples(leaf, rows) for leaf in leaves]
         return [self._likely_dims(result) for result in results]
 
-    def _parts_of(self, other: Tensor) -> list[Part]:
+    def _parts_of(self, other: Tensor) -> list[PartDim]:
         """The dimensions of a tensor that may be this rank's part of the batch."""
         sizes = enumerate(other.shape)
         return [(other, dim) for dim, size in sizes if self._is_of_batch(self.sizes.local, size)]
 
-    def _runs(self, chosen: Sequence[Part], rows: int, part_rows: int, with_whole: bool) -> bool:
+    def _runs(self, chosen: Sequence[PartDim], rows: int, part_rows: int, with_whole: bool) -> bool:
         """Whether the function runs for a batch of so many rows, and parts of so many."""
         shapes = {id(tensor): tuple(tensor.shape) for tensor, _ in chosen}
         for tensor, dim in chosen:
@@ -216,7 +216,7 @@ def _multiples(leaf: Any, rows: int) -> BatchDims:
     return frozenset(dim for dim, size in enumerate(shape) if size and size % rows == 0)
 
 
-def _subsets(parts: Sequence[Part]) -> Iterator[tuple[Part, ...]]:
+def _subsets(parts: Sequence[PartDim]) -> Iterator[tuple[PartDim, ...]]:
     """All together first."""
     every = range(len(parts), 0, -1) if len(parts) <= MOST_SUBSETS_OF else (len(parts), 1)
     return chain.from_iterable(combinations(parts, size) for size in every)

@@ -67,7 +67,7 @@ class Mixed:
         return f"{target_name(self.op.target)} in {self.op.name!r}{where} {self.why}"
 
 
-State = int | Literal["average", "sum", "rows"] | Mixed
+SampleState = int | Literal["average", "sum", "rows"] | Mixed
 """What a value has to do with samples: their dimension, `AVERAGE` or `SUM` over them, `ROWS`, the
 positions of all samples in the batch, or `Mixed`. A value without a state depends on no sample."""
 
@@ -166,7 +166,7 @@ class _Analysis:
 
     graph: Graph
     smaller: Graph | None
-    states: dict[Value, State] = field(default_factory=dict)
+    states: dict[Value, SampleState] = field(default_factory=dict)
     varying: set[Value] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -200,7 +200,7 @@ class _Analysis:
                 if name_of(op) == "arange" and _numbers(op).get("start", 0) == 0:
                     self.states[value] = ROWS
 
-    def _states(self, op: Op) -> list[State]:
+    def _states(self, op: Op) -> list[SampleState]:
         read = [self.states[value] for value in op.inputs if value in self.states]
         for state in read:
             if isinstance(state, Mixed):
@@ -211,7 +211,7 @@ class _Analysis:
             return [self._of_reduced(op, read)] * len(op.outputs)
         return self._of_samples(op)
 
-    def _of_reduced(self, op: Op, read: list[State]) -> State:
+    def _of_reduced(self, op: Op, read: list[SampleState]) -> SampleState:
         """Of an operator on means or sums over samples."""
         nonlinear = Mixed(op, "is not linear in a mean or sum over samples")
         name, changed = name_of(op), self._changed(op)
@@ -234,7 +234,7 @@ class _Analysis:
         several = name in SEVERAL and (state == AVERAGE or len(read) == len(op.inputs))
         return state if several or (name in LINEAR and len(read) == 1) else nonlinear
 
-    def _of_samples(self, op: Op) -> list[State]:
+    def _of_samples(self, op: Op) -> list[SampleState]:
         """Of an operator that reads samples."""
         rule = rule_of(op)
         samples = None if rule is None else self._factor(op, rule)
@@ -246,7 +246,7 @@ class _Analysis:
         reduced = self._reduced(op, rule, samples)
         return [dims.index(samples) if samples in dims else reduced for dims in rule.outputs]
 
-    def _reduced(self, op: Op, rule: ShardingRule, samples: str) -> State:
+    def _reduced(self, op: Op, rule: ShardingRule, samples: str) -> SampleState:
         """Of a result in which samples are reduced. A cross entropy is the mean over targets, by
         whose number micro-batches are weighted if it is the whole loss."""
         if weighs_by_targets(self.graph, op):
@@ -301,7 +301,7 @@ class _Analysis:
             d.count(name) == 1 and self._is_constant_along(v, d.index(name)) for v, d in carried
         )
 
-    def _of_rows(self, op: Op, read: list[State]) -> State:
+    def _of_rows(self, op: Op, read: list[SampleState]) -> SampleState:
         """Of an operator on the positions of all samples: reshaped, or an index that takes one
         element, or one slice, of each sample."""
         if name_of(op) in RESHAPES and len(op.inputs) == 1:
@@ -377,7 +377,7 @@ def _divides_by_samples(op: Op, changed: Mapping[str, tuple[object, object]], ra
     return name_of(op) == "mul" and isclose(large * ratio, small)
 
 
-def _indexed_samples(op: Op, states: Mapping[Value, State]) -> int | None:
+def _indexed_samples(op: Op, states: Mapping[Value, SampleState]) -> int | None:
     """The dimension of the samples in `x[..., positions, i, j]`, where `positions` are those of all
     samples in the dimension of the samples of `x`; None if the operator is another."""
     x, indices = op.args[0], op.args[1]
