@@ -68,8 +68,9 @@ class ParallelModule(Copied, nn.Module):
     replicated; other tensors replicated if there is no loss, else as DTensors, which communicate
     only when they are asked to (`full_tensor()`) or meet ordinary tensors (`OutputTensor`). Each
     takes its gradient as it was handed out, so any of them can be trained, together or apart, by
-    what is computed from them: the same on all ranks. With pipeline stages it is called under
-    `torch.no_grad()`, and trained by `train_step`.
+    what is computed from them: the same on all ranks. Where each rank gives its own part of the
+    batch, outputs are of the whole batch, and refuse labels of a part (`WholeBatchTensor`). With
+    pipeline stages it is called under `torch.no_grad()`, and trained by `train_step`.
     """
 
     execution: Execution
