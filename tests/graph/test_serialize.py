@@ -16,7 +16,7 @@ from torch import nn
 import sample_models
 import shardwright as sw
 from shardwright.graph.graph import Graph, Op, Value
-from shardwright.graph.serialize import dumps, loads
+from shardwright.graph.serialize import FORMAT, dumps, loads, with_header
 from shardwright.torch_internals.pytree import treespec_loads
 
 
@@ -77,7 +77,11 @@ def planted(change: Callable[[Any], Any]) -> bytes:
             content = [walk(each) for each in content]
         return change(content)
 
-    return json.dumps(walk(json.loads(dumps(small())))).encode()
+    return with_header(json.dumps(walk(json.loads(body_of(dumps(small()))))).encode())
+
+
+def body_of(content: bytes) -> bytes:
+    return content.partition(b"\n")[2]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +106,43 @@ def test_a_planted_reference_to_code_is_refused(change: Callable[[Any], Any], me
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"7", b"{", b"[" * 100_000, b'["Graph"]', b"\xff"])
 def test_what_is_no_graph_is_a_value_error(content: bytes) -> None:
-    with pytest.raises(ValueError, match="not a graph"):
+    for each in (content, with_header(content)):
+        with pytest.raises(ValueError, match="not a graph"):
+            loads(each)
+
+
+def test_a_graph_with_any_bit_flipped_is_refused() -> None:
+    content = dumps(small())
+    for position in range(len(content)):
+        for bit in (0, 6):
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << bit
+            with pytest.raises(ValueError, match="not a graph"):
+                loads(bytes(damaged))
+
+
+@pytest.mark.parametrize("change", [lambda c: c[:-1], lambda c: c[:200], lambda c: c + b" "])
+def test_a_graph_that_is_cut_short_or_longer_is_refused(change: Callable[[bytes], bytes]) -> None:
+    with pytest.raises(ValueError, match="its checksum differs"):
+        loads(change(dumps(small())))
+
+
+def test_a_graph_of_another_key_is_refused() -> None:
+    content = dumps(small(), "one")
+    assert loads(content, "one").fingerprint == small().fingerprint
+    with pytest.raises(ValueError, match="its checksum differs"):
+        loads(content, "two")
+
+
+def test_a_graph_of_another_format_is_refused_by_its_number() -> None:
+    content = dumps(small()).replace(b"format %d," % FORMAT, b"format 99,")
+    with pytest.raises(ValueError, match=f"not a graph of format {FORMAT}: format 99"):
         loads(content)
+
+
+def test_a_graph_without_a_header_is_refused() -> None:
+    with pytest.raises(ValueError, match="no header"):
+        loads(body_of(dumps(small())))
 
 
 def test_a_pickle_is_not_read(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 """Captured graphs of language models, cached on disk, so that a model is captured once.
 
 They are in `$XDG_CACHE_HOME/shardwright/graphs`, by default in `~/.cache`, one file for each model,
-shape of its inputs, and version of all that takes part. Reading them runs no code, but a graph is
+shape of its inputs, and version of everything that determines the graph. A file is used only if its
+checksum proves that it is what was written under its name. Reading it runs no code, but a graph is
 what is trained: a folder that others can write to is not used. `SHARDWRIGHT_GRAPH_CACHE=off` in the
 environment captures each time.
+
+The cache never ends a run: a file or folder that cannot be used is one warning, and the model is
+captured.
 """
 
 from __future__ import annotations
@@ -15,45 +19,50 @@ import platform
 import stat
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 from shardwright.graph.graph import Graph
-from shardwright.graph.serialize import dumps, loads
+from shardwright.graph.serialize import FORMAT, dumps, loads
 
 logger = logging.getLogger("shardwright.capture")
 
 MAX_GRAPHS = 32
 """Graphs that are kept; beyond it, the least recently read are removed."""
 
-PACKAGES = ("torch", "transformers", "peft")
+PACKAGES = ("shardwright", "transformers", "peft")
 
 
 def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
     """The cached graph for `description`, else what `capture` returns, which is then cached.
 
-    A file that cannot be read is replaced; a folder that cannot be written, or that others can
-    write to, is ignored.
+    A file that is damaged or of another format is replaced; a folder that cannot be read or
+    written, or that others can write to, is ignored.
 
     Args:
-        description: of all that decides the graph beside the versions of packages; its `repr` must
-            be the same each time.
+        description: of all that determines the graph beside the versions of packages; its `repr`
+            must be the same each time.
     """
     if os.environ.get("SHARDWRIGHT_GRAPH_CACHE") == "off":
         return capture()
-    path = graphs_folder() / f"{_key(description)}.json"
-    if path.parent.exists() and not _is_private(path.parent):
-        logger.warning(
-            "%s is not used: it belongs to another user, or others can write to it (its owner can"
-            " `chmod 700` it)",
-            path.parent,
-        )
+    key = _key(description)
+    try:
+        folder = graphs_folder()
+        graph = _read(folder, key)
+    except ValueError as error:
+        logger.warning("%s is damaged, capturing again: %s", folder / f"{key}.graph", error)
+        graph = None
+    except (OSError, RuntimeError) as error:
+        # RuntimeError: of a user without a home folder.
+        logger.warning("graphs are not cached: %s", error)
         return capture()
-    graph = _read(path)
     if graph is None:
         graph = capture()
-        _write(path, graph)
+        _write(folder, key, graph)
     return graph
 
 
@@ -63,42 +72,70 @@ def graphs_folder() -> Path:
     return Path(folder) / "shardwright" / "graphs"
 
 
-def _is_private(folder: Path) -> bool:
-    """Whether only this user can write to it."""
-    status = folder.stat()
-    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def _read(folder: Path, key: str) -> Graph | None:
+    """The graph, or None if there is no file.
 
-
-def _read(path: Path) -> Graph | None:
+    Raises:
+        OSError: if the folder or the file cannot be read, or others can write to the folder.
+        ValueError: if the file is not as it was written.
+    """
+    path = folder / f"{key}.graph"
     try:
-        graph = loads(path.read_bytes())
-        path.touch()
+        _check_private(folder)
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        logger.warning("%s cannot be read, capturing again: %s", path, error)
-        return None
+    graph = loads(content, key)
+    with suppress(OSError):  # Only the order of removal depends on it.
+        path.touch()
     return graph
 
 
-def _write(path: Path, graph: Graph) -> None:
-    try:
-        content = dumps(graph)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as temporary:
-            temporary.write(content)
-        Path(temporary.name).replace(path)
-        newest_first = sorted(
-            path.parent.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True
+def _check_private(folder: Path) -> None:
+    """Raises: PermissionError: others than this user can write to the folder."""
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{folder} is not used: it belongs to another user, or others can write to it (its"
+            " owner can `chmod 700` it)"
         )
-        for old in newest_first[MAX_GRAPHS:]:
-            old.unlink(missing_ok=True)
-    except (OSError, TypeError, NotImplementedError) as error:
+
+
+def _write(folder: Path, key: str, graph: Graph) -> None:
+    """Replaces the file at once, so that another process reads the earlier file or the new one."""
+    try:
+        content = dumps(graph, key)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as temporary:
+            written = Path(temporary.name)
+            try:
+                temporary.write(content)
+                temporary.flush()
+                written.replace(folder / f"{key}.graph")
+            except OSError:
+                written.unlink(missing_ok=True)
+                raise
+        _remove_oldest(folder)
+    except Exception as error:  # A constant of the graph can raise anything.
         logger.warning("the captured graph is not cached: %s", error)
 
 
+def _remove_oldest(folder: Path) -> None:
+    """Other processes may remove files at the same time."""
+    ages: dict[Path, float] = {}
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            ages[path] = path.stat().st_mtime
+    for path in sorted(ages, key=ages.__getitem__, reverse=True)[MAX_GRAPHS:]:
+        path.unlink(missing_ok=True)
+
+
 def _key(description: object) -> str:
-    versions = [platform.python_version(), *map(_version, PACKAGES), _own_source()]
+    versions = [
+        *(FORMAT, platform.python_version(), torch.__version__, torch.version.git_version),
+        *map(_version, PACKAGES),
+        _own_source(),
+    ]
     return hashlib.sha256(repr((description, versions)).encode()).hexdigest()[:32]
 
 

@@ -3,12 +3,17 @@
 Numbers, texts and None stand for themselves; everything else is a list that starts with what it is:
 `["tuple", 1, 2]`, `["dtype", "float32"]`, `["operator", "aten.mean.dim"]`. A value is written where
 it occurs first, and by its number from then on.
+
+The JSON follows a line with the format's number and a SHA-256 digest of it, so that bytes that were
+changed since they were written are an error and not another model.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from io import BytesIO
@@ -21,32 +26,57 @@ from shardwright.graph.graph import Graph, Kind, Op, Value
 from shardwright.torch_internals.operators import OpOverload
 from shardwright.torch_internals.pytree import TreeSpec, treespec_dumps, treespec_loads
 
+FORMAT = 1
+"""Number of the format. A change to what is written or how needs the next number."""
+
 _PLAIN = (type(None), bool, int, float, str)
+_HEADER = re.compile(rb"shardwright graph, format (\d+), sha256 ([0-9a-f]{64})\n")
 
 
-def dumps(graph: Graph) -> bytes:
+def dumps(graph: Graph, key: str = "") -> bytes:
     """The fields of the graph, without its cached properties and the annotations of modules.
+
+    Args:
+        key: part of the digest; `loads` must be called with the same.
 
     Raises:
         TypeError: if it has something that this format does not know, such as annotations of
             function calls.
     """
-    return json.dumps(_Writer().write(replace(graph, module_tags={}))).encode()
+    return with_header(json.dumps(_Writer().write(replace(graph, module_tags={}))).encode(), key)
 
 
-def loads(content: bytes) -> Graph:
-    """The graph that `dumps` wrote.
+def loads(content: bytes, key: str = "") -> Graph:
+    """The graph that `dumps` wrote with this `key`.
 
     Raises:
-        ValueError: if the bytes are malformed, or refer to something that does not exist.
+        ValueError: if the bytes are not what `dumps` wrote, or of another format, or refer to
+            something that does not exist.
     """
+    header = _HEADER.match(content)
+    if header is None:
+        raise ValueError("not a graph: no header" if content else "not a graph: empty")
+    if int(header[1]) != FORMAT:
+        raise ValueError(f"not a graph of format {FORMAT}: format {int(header[1])}")
+    body = content[header.end() :]
+    if header[2].decode() != _digest(key, body):
+        raise ValueError("not a graph as it was written: its checksum differs")
     try:
-        graph = _Reader().read(json.loads(content))
+        graph = _Reader().read(json.loads(body))
     except Exception as error:  # Malformed content can raise anything.
         raise ValueError(f"not a graph: {type(error).__name__}: {error}") from error
     if not isinstance(graph, Graph):
         raise ValueError(f"not a graph: {type(graph).__name__}")
     return graph
+
+
+def with_header(body: bytes, key: str = "") -> bytes:
+    """JSON after the line that `loads` verifies it with."""
+    return f"shardwright graph, format {FORMAT}, sha256 {_digest(key, body)}\n".encode() + body
+
+
+def _digest(key: str, body: bytes) -> str:
+    return hashlib.sha256(f"{FORMAT} {key}\n".encode() + body).hexdigest()
 
 
 class _Writer:
