@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -116,3 +117,44 @@ def test_the_number_of_micro_batches_is_chosen_for_the_run() -> None:
     assert chosen.pipeline.micro_batches == fastest.pipeline.micro_batches
     with pytest.raises(ConfigError, match="micro_batches: expected a whole number of at least 1"):
         parse(f"{text}many}}")
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("model: {name: llama2_7b}", "bfloat16"),
+        ("model: {name: pangualpha_13b}", "bfloat16"),
+        ("model: {name: llama2_7b_tiny}", None),
+        ("model: {hf: {model_type: gpt2}}", None),
+        ("model: {hf: {model_type: gpt2, dtype: bfloat16}}", "bfloat16"),
+        ("model: {hf: {model_type: gpt2, torch_dtype: bfloat16}}", "bfloat16"),
+        ("model: {hf: {model_type: gpt2, dtype: float16}}", "bfloat16"),
+        ("model: {hf: {model_type: gpt2, dtype: float32}}", None),
+        ("model: {hf: config.json}", "bfloat16"),
+        ("model: {hf: .}", "bfloat16"),
+        ("model: {name: llama2_7b}\nparallel: {compute_dtype: float32}", "float32"),
+        ("model: {name: llama2_7b_tiny}\nparallel: {compute_dtype: bfloat16}", "bfloat16"),
+        ("model: {name: llama2_7b}\ntrain: {dtype: float32}", None),
+        ("model: {name: llama2_7b}\ntrain: {dtype: bfloat16}", None),
+        ("model: {name: llama2_7b}\ntrain: {steps: 2}", "bfloat16"),
+        ("model: {target: 'a:b'}", None),
+    ],
+)
+def test_the_compute_dtype_is_that_of_the_configuration_of_the_model(
+    tmp_path: Path, text: str, dtype: str | None
+) -> None:
+    named = {"model_type": "llama", "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(named))
+    (tmp_path / "run.yaml").write_text(text)
+    assert Run.from_file(tmp_path / "run.yaml").compute_dtype == dtype
+
+
+def test_a_published_model_is_planned_and_stored_in_the_dtypes_that_it_was_trained_in(
+    tmp_path: Path,
+) -> None:
+    model = "model: {name: llama2_7b, arguments: {num_layers: 1}}\n"
+    (tmp_path / "run.yaml").write_text(f"{model}data: {{name: text, seq_length: 8, batch_size: 2}}")
+    plan = Run.from_file(tmp_path / "run.yaml").plan(2)
+    assert plan.compute_dtype == "bfloat16"
+    assert plan.graph is not None
+    assert {each.stored_dtype for each in plan.graph.parameters} == {torch.float32}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwright.errors import ConfigError
-from shardwright.models.sizes import MODELS, dimensions, feed_forward_size
+from shardwright.models.sizes import COMPUTE_DTYPES, MODELS, dimensions, feed_forward_size
 
 PUBLISHED = [name for name in MODELS if not name.endswith("_tiny")]
 
@@ -66,3 +66,8 @@ def test_an_unknown_model_is_an_error_that_names_the_known_ones() -> None:
 def test_sizes_that_do_not_fit_are_errors(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(MODELS["llama2_7b"], **changes)  # type: ignore[arg-type]
+
+
+def test_every_published_model_has_the_dtype_that_it_was_trained_in_and_a_tiny_one_none() -> None:
+    assert set(COMPUTE_DTYPES) == set(PUBLISHED)
+    assert set(COMPUTE_DTYPES.values()) == {"bfloat16"}

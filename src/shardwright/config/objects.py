@@ -21,7 +21,8 @@ from shardwright.constraints.recompute import recompute
 from shardwright.errors import ConfigError, DataError, ShardwrightError
 from shardwright.models import Dimensions, LoRA, PrefixTuning, build, build_hf, dimensions
 from shardwright.models.expert_sharding import paths_of_blocks
-from shardwright.models.hf_causal_lm import hf_config
+from shardwright.models.hf_causal_lm import hf_compute_dtype, hf_config
+from shardwright.models.sizes import COMPUTE_DTYPES
 from shardwright.train.data import DIGITS_SIZE, Samples, digits, mnist, packed_text
 from shardwright.train.lr_schedule import LRSchedule
 from shardwright.train.token_files import token_sequences
@@ -57,6 +58,21 @@ def build_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) ->
         sizes = _called("model.sizes", Dimensions, **model.sizes)
         return _called("model", build, sizes, **options)
     return _called("model", build, model.name, **options)
+
+
+def compute_dtype_of(model: schema.ModelSection, folder: Path) -> str | None:
+    """The dtype in which a published model is computed, as its configuration says; None where
+    nothing says so.
+
+    Raises:
+        ConfigError: the configuration of `hf` does not exist.
+    """
+    if model.name is not None:
+        return COMPUTE_DTYPES.get(model.name)
+    if model.hf is None:
+        return None
+    source = folder / model.hf if isinstance(model.hf, str) else model.hf
+    return _called("model", hf_compute_dtype, source)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from shardwright.config.objects import (
     build_model,
     build_optimizer,
     build_schedule,
+    compute_dtype_of,
     errors_of,
     load_samples,
     mark_recomputed,
@@ -283,7 +284,7 @@ class Run:
         )
 
     def _graph_of(self, model: nn.Module, batch: Sequence[Tensor]) -> Graph:
-        half = torch.bfloat16 if self.config.parallel.compute_dtype == "bfloat16" else None
+        half = torch.bfloat16 if self.compute_dtype == "bfloat16" else None
 
         def captured() -> Graph:
             self.on_progress("capture")
@@ -353,6 +354,7 @@ class Run:
             **parallel.keywords(FileOptions),
             "mode": "sharding_propagation" if by_expert else parallel.mode,
             "cluster": self.cluster,
+            "compute_dtype": self.compute_dtype,
             "hsdp": None if parallel.hsdp is None else parallel.hsdp.model_dump(),
             "recompute": "auto" if parallel.recomputes_as_needed else None,
             "optimizer": self.config.optimizer.name,
@@ -371,6 +373,20 @@ class Run:
         by_hand = parallel.mode == "semi_auto" and model.is_language_model
         schedule = SCHEDULES.get(parallel.schedule)
         return by_hand and schedule is not None and not schedule.chunked
+
+    @cached_property
+    def compute_dtype(self) -> str | None:
+        """The dtype in which parameters of float32 are computed. Where the file names neither that
+        nor the dtype of parameters, it is that of the model's own configuration.
+
+        Raises:
+            ConfigError: the model's configuration does not exist.
+        """
+        requested, train = self.config.parallel.compute_dtype, self.config.train
+        if requested is not None or "dtype" in train.model_fields_set:
+            return requested
+        with self._naming_file():
+            return compute_dtype_of(self.config.model, self.folder)
 
     @property
     def cluster(self) -> str | None:

@@ -82,5 +82,18 @@ def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
         raise ConfigError(f"hf: {source}: {_first_line(error)}") from None
 
 
+def hf_compute_dtype(source: str | Path | Mapping[str, Any]) -> str | None:
+    """The dtype that a configuration names (`dtype`, earlier `torch_dtype`), bfloat16 in place of
+    float16, which needs a scaled loss; None for none or float32.
+
+    Raises:
+        ConfigError: as `causal_lm`.
+    """
+    config = hf_config(source)
+    named = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    name = str(named).removeprefix("torch.")
+    return "bfloat16" if name in ("bfloat16", "float16") else None
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]

@@ -228,6 +228,12 @@ MODELS: Mapping[str, Dimensions] = {
 }
 """All models that can be built by name; `llama2_7b_tiny` is a small `llama2_7b` for tests."""
 
+COMPUTE_DTYPES: Mapping[str, str] = dict.fromkeys(_PUBLISHED, "bfloat16")
+"""The dtype in which each model was trained, with parameters of the optimizer in float32; a tiny
+model has none. LLaMA 2: the page of `transformers` on it ("trained using bfloat16"). Qwen (Bai et
+al., 2023, section 2.4) and Baichuan 2 (Yang et al., 2023): BFloat16 mixed precision. PanguAlpha
+(Zeng et al., 2021) was trained in float16, in place of which bfloat16 needs no scaled loss."""
+
 
 def dimensions(name: str) -> Dimensions:
     """The dimensions of the model with this name.
