@@ -111,7 +111,8 @@ def measured(name: str, batch: int = BATCH, many: Sequence[int] = MANY) -> Scale
     pricing = Pricing(load_cluster(CLUSTER))
 
     def planned(devices: int) -> None:
-        found = plan(graph, devices=devices, cluster=CLUSTER, mem_coeff=MEM_COEFF)
+        options = {"cluster": CLUSTER, "mem_coeff": MEM_COEFF, "memory_limit": "none"}
+        found = plan(graph, devices=devices, **options)
         assert found.memory.peak > 0
 
     gc.collect()

@@ -36,7 +36,7 @@ MANY = (8, 64, 256, 1024, 4096)
 PLANS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "data parallel": (1, {"mode": "data_parallel"}),
     "HSDP": (1, {"mode": "data_parallel", "hsdp": {"shard_size": 8, "threshold": 0}}),
-    "searched": (8, {"cluster": "h100"}),
+    "searched": (8, {"cluster": "h100", "memory_limit": "none"}),
 }
 """For each the devices for every sequence, and the options of `plan`."""
 
@@ -157,8 +157,8 @@ def measured(name: str, devices: int) -> Start | None:
 def large() -> Start:
     """LLaMA 2 70B on 1,024 devices."""
     model, plans = llama_2("70B", batch=128, sequence=4096), list[Plan]()
-    options = {"devices": 1024, "cluster": "h100", "compute_dtype": "bfloat16"}
-    planning = cpu_seconds(lambda: plans.append(plan(*model, **options)))
+    options = {"cluster": "h100", "memory_limit": "none", "compute_dtype": "bfloat16"}
+    planning = cpu_seconds(lambda: plans.append(plan(*model, devices=1024, **options)))
     return _start(model, plans[0], planning, "meta")
 
 

@@ -181,6 +181,54 @@ def test_a_memory_limit_overrides_the_configuration(folder: Path, command: Comma
     assert status == 2 and "fits into memory_limit=1.0 KiB; the smallest one needs" in err
 
 
+SMALL_CLUSTER = """
+name: small
+device: {memory: MEMORY, rates: {float64: 1 TFLOP/s}, memory_bandwidth: 1 TB/s}
+levels: [{name: link, bandwidth: 10 GB/s, latency: 1 us}]
+"""
+
+
+def test_the_memory_of_a_named_cluster_is_the_default_limit(folder: Path, command: Command) -> None:
+    def planned(*options: str) -> tuple[int, str, str]:
+        return command("plan", "config.yaml", "--devices", "2", "--json", *options)
+
+    def peak(*options: str) -> int:
+        memory = sw.Plan.from_json(planned(*options)[1]).known_memory
+        assert memory is not None
+        return memory.peak
+
+    for name, memory in (("small", 15_000), ("tiny", 1_000)):
+        (folder / f"{name}.yaml").write_text(SMALL_CLUSTER.replace("MEMORY", f"{memory} B"))
+    free = peak("--cluster", "tiny.yaml", "--memory-limit", "none")
+    assert free > 15_000
+    assert peak("--cluster", "small.yaml") <= 15_000
+    assert peak("--cluster", "small.yaml", "--memory-limit", "1GB") > 15_000
+    status, out, err = planned("--cluster", "tiny.yaml")
+    assert (status, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith(
+        "error: no plan for 2 devices fits into memory_limit=1000 B; the smallest"
+    )
+    assert "the memory of a device of cluster 'small'" in line
+
+
+def test_every_command_has_that_limit_and_the_configuration_may_drop_it(
+    folder: Path, command: Command
+) -> None:
+    (folder / "tiny.yaml").write_text(SMALL_CLUSTER.replace("MEMORY", "1 kB"))
+    (folder / "config.yaml").write_text(CONFIG + "parallel: {cluster: tiny.yaml}")
+    reading = [("plan",), ("check",), ("explain", "net.first")]
+    commands = [*reading, ("report",), ("train",), ("rehearse",)]
+    for name, *arguments in commands:
+        status, _, err = command(name, "config.yaml", *arguments, "--devices", "2")
+        assert status == 2, name
+        assert "the memory of a device of cluster" in err, name
+    text = CONFIG + "parallel: {cluster: tiny.yaml, memory_limit: none}"
+    (folder / "config.yaml").write_text(text)
+    for name, *arguments in reading:
+        assert command(name, "config.yaml", *arguments, "--devices", "2")[0] == 0, name
+
+
 def test_the_mode_may_be_exact(folder: Path, command: Command) -> None:
     (folder / "config.yaml").write_text(CONFIG + "parallel: {mode: exact, cluster: a100}")
     found = json.loads(command("plan", "config.yaml", "--devices", "4", "--json")[1])

@@ -57,4 +57,5 @@ def within_devices(options: PlanOptions) -> PlanOptions:
             "plans are ranked by the seconds of a step: name a cluster, `local` is this machine"
         )
     coefficient = options.mem_coeffs[0] if options.has_auto_mem_coeff else options.mem_coeff
-    return replace(options, memory_limit=options.device_memory, mem_coeff=coefficient)
+    limit = options.device_memory if options.memory_limit is None else options.memory_limit
+    return replace(options, memory_limit=limit, mem_coeff=coefficient)

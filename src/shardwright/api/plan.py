@@ -24,6 +24,7 @@ from shardwright.plan.ranked import LeftOut
 from shardwright.planner.candidate import Candidate, CapturedModel, candidates
 from shardwright.planner.choose_micro_batches import with_best_micro_batches
 from shardwright.planner.choose_stages import suggest_stages, with_best_stages
+from shardwright.planner.device_limit import within_device_memory
 from shardwright.planner.fit_memory import within_memory
 from shardwright.planner.mean_of_samples import check_mean_of_samples, with_mixing
 from shardwright.planner.options import PlanOptions
@@ -81,7 +82,8 @@ def plan(call: PlanCall) -> Plan:
             loss than the whole batch.
         ConfigError: if there is no such cluster, or it has fewer devices.
         PlanError: if the batch cannot be split into so many micro-batches.
-        MemoryLimitError: if nothing fits into `memory_limit`; says what would.
+        MemoryLimitError: if nothing fits into `memory_limit`, or by default into the devices of the
+            named cluster; says what would.
         LayoutError: if pinned layouts are not of this number of devices, or do not fit together.
         CaptureError: if the model cannot be captured.
     """
@@ -199,10 +201,14 @@ def _decided(
     def decide(options: PlanOptions) -> Sequence[Candidate]:
         return candidates(model, options)
 
-    if options.chooses_pipeline:
-        return with_best_stages(options, decide, ranking=ranking)
-    candidate = within_memory(options, decide, ranking)
-    if options.suggest_stages:
+    def best(options: PlanOptions) -> Candidate:
+        if options.chooses_pipeline:
+            return with_best_stages(options, decide, ranking=ranking)
+        return within_memory(options, decide, ranking)
+
+    # Of a model in eval mode the memory of a training step says nothing.
+    candidate = within_device_memory(options, best) if model.training else best(options)
+    if options.suggest_stages and not options.chooses_pipeline:
         suggest_stages(options, candidate, decide)
     return candidate
 

@@ -14,6 +14,7 @@ import typer
 
 from shardwright.config import Run
 from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.planner.options import NO_LIMIT
 from shardwright.planner.requirement import bytes_of
 from shardwright.progress import OnProgress, silent
 from shardwright.text_files import check_exists
@@ -70,9 +71,11 @@ MemCoeffOption = Annotated[
 
 
 def _check_memory_limit(text: str | None) -> str | None:
-    """Raises: typer.BadParameter: not a size."""
-    if text is not None and bytes_of(text) is None:
-        raise typer.BadParameter(f"{text!r} is no number of bytes, like 24GiB or 2GB")
+    """Raises: typer.BadParameter: neither a size nor `none`."""
+    if text is not None and text != NO_LIMIT and bytes_of(text) is None:
+        raise typer.BadParameter(
+            f"{text!r} is no number of bytes, like 24GiB or 2GB, and not {NO_LIMIT}"
+        )
     return text
 
 
@@ -80,8 +83,9 @@ MemoryLimitOption = Annotated[
     str | None,
     typer.Option(
         help="Bytes that a device may need, like 24GiB; overrides the configuration. Parameters are"
-        " sharded and operators computed again until the plan fits.",
-        metavar="SIZE",
+        " sharded and operators computed again until the plan fits. By default the memory of the"
+        " named cluster's devices; none: no limit.",
+        metavar="SIZE|none",
         callback=_check_memory_limit,
     ),
 ]

@@ -23,7 +23,7 @@ from shardwright.compare.alternatives import (
 )
 from shardwright.config.objects import mark_recomputed
 from shardwright.config.run import Run
-from shardwright.cost.cluster import Cluster
+from shardwright.cost.cluster import LOCAL, Cluster
 from shardwright.cost.clusters import load_cluster
 from shardwright.errors import ConfigError, MemoryLimitError
 from shardwright.graph.graph import Graph
@@ -36,6 +36,7 @@ from shardwright.models.expert_sharding import (
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.partition.schedules import SCHEDULES
 from shardwright.plan import Plan
+from shardwright.planner.options import NO_LIMIT
 from shardwright.progress import OnProgress, silent, within
 
 
@@ -60,7 +61,11 @@ def compare_predicted(
     run = replace(expert_run(expert), on_progress=on_progress)
     assert run.language is not None
     number = devices or run.language.parallelism.devices
-    comparison = GridComparison(run, load_cluster(cluster), number, run.language.memory_limit)
+    known = load_cluster(cluster)
+    limit = run.language.memory_limit
+    if limit is None and known.name != LOCAL:
+        limit = int(known.device.memory)
+    comparison = GridComparison(run, known, number, limit)
     return Comparison(
         model=run.language.name,
         devices=number,
@@ -201,7 +206,7 @@ class GridComparison:
             devices=self.devices,
             cluster=self.cluster,
             stages="auto",
-            memory_limit=memory_limit,
+            memory_limit=NO_LIMIT if memory_limit is None else memory_limit,
             on_progress=within(self.run.on_progress, AUTO),
             **{**self._common(), "schedule": self.run.config.parallel.schedule},
         )
@@ -229,6 +234,7 @@ class GridComparison:
             devices=self.devices,
             mode="sharding_propagation",
             cluster=self.cluster,
+            memory_limit=NO_LIMIT,
             stage_config=expert_stages(self.net, stages) if stages > 1 else None,
             on_progress=within(self.run.on_progress, "·".join(map(str, parts))),
             **{**self._common(), **({} if hsdp is None else {"hsdp": hsdp})},

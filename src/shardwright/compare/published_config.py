@@ -28,6 +28,7 @@ from shardwright.cost.cluster import Cluster
 from shardwright.cost.predict import predict
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.plan import Plan
+from shardwright.planner.options import NO_LIMIT
 
 RATE = "bfloat16"
 """Half precision of either kind takes the same time."""
@@ -105,7 +106,7 @@ class PlannedConfiguration:
         try:
             model, graph = self.run.configuration.captured()
             return self.run.configuration.plan_of(
-                model, graph, self.run.devices, cluster=self.cluster, memory_limit=None
+                model, graph, self.run.devices, cluster=self.cluster, memory_limit=NO_LIMIT
             )
         except ShardwrightError as error:
             raise ConfigError(f"row {self.run.id}: {error}") from error

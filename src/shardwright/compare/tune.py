@@ -11,14 +11,14 @@ from shardwright.cost.clusters import load_cluster
 from shardwright.errors import ConfigError
 from shardwright.layout.prime_mesh import prime_mesh
 from shardwright.plan import Plan
-from shardwright.planner.options import MEM_COEFFS
+from shardwright.planner.options import MEM_COEFFS, NO_LIMIT
 from shardwright.planner.requirement import bytes_of
 from shardwright.progress import within
 from shardwright.search.recursive.break_even import break_evens, main_operators
 
 SEARCHES = "recursive_programming"
 
-UNLIMITED = {"memory_limit": None, "recompute": None, "suggest_stages": False}
+UNLIMITED = {"memory_limit": NO_LIMIT, "recompute": None, "suggest_stages": False}
 """Options with which nothing but `mem_coeff` changes a plan."""
 
 

@@ -15,6 +15,7 @@ from shardwright.errors import ShardwrightError
 from shardwright.graph.graph import Graph
 from shardwright.plan import Plan
 from shardwright.plan.diff import differences
+from shardwright.planner.options import NO_LIMIT
 
 PRESETS: dict[str, Any] = {
     "data parallel": None,
@@ -26,7 +27,7 @@ NO_SEARCH: dict[str, Any] = {
     "mode": "data_parallel",
     "stages": 1,
     "stage_config": None,
-    "memory_limit": None,
+    "memory_limit": NO_LIMIT,
     "recompute": None,
 }
 

@@ -55,9 +55,10 @@ POSITIVE = must_be("a positive number", is_positive)
 POSITIVE_OR_AUTO = must_be(
     "a positive number, or 'auto'", lambda value: value == AUTO_MEM_COEFF or is_positive(value)
 )
-SIZE = must_be(
-    "a number of bytes, or a text like '24GiB' or '2GB'",
-    lambda value: bytes_of(value) is not None,
+NO_LIMIT = "none"
+SIZE_OR_NONE = must_be(
+    "a number of bytes, or a text like '24GiB' or '2GB', or 'none' for no limit",
+    lambda value: value == NO_LIMIT or bytes_of(value) is not None,
 )
 
 
@@ -94,7 +95,9 @@ class FileOptions:
             changed until it fits: parameters and optimizer state are sharded (`hsdp`), then
             operators are recomputed in the backward pass, then `mem_coeff` grows, then there are
             more stages. On a cluster the stages stay, and the fastest that fits of all the others
-            is taken, also if the plan would fit as it is.
+            is taken, also if the plan would fit as it is. By default, for a plan for training, the
+            memory of a device of the named cluster (none without a cluster or on `local`), with
+            which a plan that fits stays as it is. `none`: no limit.
     """
 
     mem_coeff: Annotated[float | Literal["auto"], POSITIVE_OR_AUTO] = DEFAULT_MEM_COEFF
@@ -108,7 +111,7 @@ class FileOptions:
     micro_batches: Annotated[int | Literal["auto"], COUNT_OR_AUTO] = 1
     schedule: Annotated[str, one_of((*SCHEDULES, AUTO))] = "1f1b"
     compute_dtype: Annotated[str | torch.dtype | None, one_of(("float32", "bfloat16"))] = None
-    memory_limit: Annotated[int | str | None, SIZE] = None
+    memory_limit: Annotated[int | str | None, SIZE_OR_NONE] = None
 
     @property
     def chooses_micro_batches(self) -> bool:
@@ -222,6 +225,19 @@ class PlanOptions(KeywordOptions):
             object.__setattr__(self, "cluster", load_cluster(self.cluster))
         if self.has_auto_mem_coeff and not self.weighs_memory:
             object.__setattr__(self, "mem_coeff", self.mem_coeffs[0])
+        self._check_limit()
+
+    def _check_limit(self) -> None:
+        needs_limit = {
+            "mem_coeff": self.has_auto_mem_coeff,
+            "recompute": self.recompute is not None,
+        }
+        for name in (name for name, needs in needs_limit.items() if needs):
+            if self.memory_limit == NO_LIMIT:
+                raise StrategyError(
+                    f"{name}='auto' and memory_limit={NO_LIMIT!r}: what is chosen follows from a"
+                    " limit; leave out one of them"
+                )
         if self.has_auto_mem_coeff and self.limit is None:
             raise StrategyError(
                 f"mem_coeff={AUTO_MEM_COEFF!r} needs a memory limit: set memory_limit, as in"
@@ -251,7 +267,9 @@ class PlanOptions(KeywordOptions):
 
     @property
     def limit(self) -> int | None:
-        """Bytes that a device has for a step; None if that does not matter."""
+        """Bytes that a device has for a step; None if that does not matter, or only by default."""
+        if self.memory_limit == NO_LIMIT:
+            return None
         if self.memory_limit is None and self.recompute is None:
             return self.device_memory if self.has_auto_mem_coeff else None
         if self.device_memory is None:
@@ -262,9 +280,17 @@ class PlanOptions(KeywordOptions):
         return self.device_memory
 
     @property
+    def default_limit(self) -> int | None:
+        """The memory of the named cluster's devices where nothing else is requested; None on
+        `local`, whose processes share the memory of one machine."""
+        named = self.cluster is not None and self.known_cluster.name != LOCAL
+        asks = self.memory_limit is not None or self.limit is not None
+        return self.device_memory if named and not asks else None
+
+    @property
     def device_memory(self) -> int | None:
         """Bytes that a device has: as requested, else those of the cluster's devices."""
-        if self.memory_limit is not None:
+        if self.memory_limit is not None and self.memory_limit != NO_LIMIT:
             return bytes_of(self.memory_limit)
         return None if self.cluster is None else int(self.known_cluster.device.memory)
 
