@@ -5,7 +5,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from shardwright.graph.saved_tensors import needed_in_backward, saved_before_update, saved_tensors
+from shardwright.graph.saved_tensors import (
+    needed_in_backward,
+    returned_before_update,
+    saved_before_update,
+    saved_tensors,
+)
 
 
 class Uses(nn.Module):
@@ -65,6 +70,28 @@ def test_buffers_are_kept_that_are_updated_after_they_scaled_something() -> None
 
     graph = sw.capture(Scaled(), (torch.ones(4, 4),))
     assert {value.name for value in saved_before_update(graph)} == {"scale", "turned"}
+
+
+def test_buffers_are_kept_whose_old_values_are_returned_or_put_into_another() -> None:
+    class Moving(nn.Module):
+        viewed: Tensor
+        handed_on: Tensor
+        last: Tensor
+        summed: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("viewed", "handed_on", "last", "summed"):
+                self.register_buffer(name, torch.ones(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            before, total = self.viewed, self.summed.sum()
+            self.last = self.handed_on
+            self.viewed, self.handed_on, self.summed = before + x, x * 2, x * 3
+            return before[:2], total
+
+    graph = sw.capture(Moving(), (torch.ones(4),))
+    assert {value.name for value in returned_before_update(graph)} == {"viewed", "handed_on"}
 
 
 def test_what_two_gradients_need_is_counted_once() -> None:

@@ -158,6 +158,18 @@ def saved_before_update(graph: Graph) -> frozenset[Value]:
     return updated.intersection(graph.by_name[name].inputs[index] for name, index in uses)
 
 
+def returned_before_update(graph: Graph) -> frozenset[Value]:
+    """The buffers that `forward` updates and whose old values it also returns, or puts into another
+    buffer, themselves or as views: both are read after the update."""
+    updated = frozenset(before for before, _ in graph.updates).intersection(graph.buffers)
+    memory = {buffer: buffer for buffer in updated}
+    for op in graph.ops if updated else ():
+        if _is_view(op) and op.inputs[0] in memory:
+            memory |= dict.fromkeys(op.outputs, memory[op.inputs[0]])
+    read = (*graph.output_values, *(value for before, value in graph.updates if value != before))
+    return frozenset(memory[value] for value in read if value in memory)
+
+
 def _is_view(op: Op) -> bool:
     """Whether the output shares the storage of the first input; a parameter's reshape does."""
     if op.target is aten.reshape.default:

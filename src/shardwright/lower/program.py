@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from shardwright.graph.graph import Graph, Kind, Op, Value, ops_from_inputs
-from shardwright.graph.saved_tensors import saved_before_update
+from shardwright.graph.saved_tensors import returned_before_update, saved_before_update
 from shardwright.lower.emit import NAMED_RANGE, Source, expression, write_body
 from shardwright.lower.emit_buckets import BucketLines, cast_name
 from shardwright.lower.emit_transfers import TransferLines
@@ -140,7 +140,7 @@ class _Lowering:
     kernels: Kernels = field(init=False)
     started: dict[Op, str] = field(default_factory=dict)
     casts: list[Value] = field(default_factory=list)
-    read_in_backward: frozenset[Value] = frozenset()
+    read_after_update: frozenset[Value] = frozenset()
 
     @property
     def graph(self) -> Graph:
@@ -170,8 +170,9 @@ class _Lowering:
         if self.devices.named_ranges:
             self.source.refer(NAMED_RANGE, record_function)
         again = (self.graph.by_name[name] for name in self.flow.segment_of)
-        self.read_in_backward = frozenset(value for op in again for value in op.inputs)
-        self.read_in_backward |= saved_before_update(self.graph)
+        self.read_after_update = frozenset(value for op in again for value in op.inputs)
+        self.read_after_update |= saved_before_update(self.graph)
+        self.read_after_update |= returned_before_update(self.graph)
         early = self._start_ahead()
         self.buckets.enter()
         for op in self.graph.ops:
@@ -222,8 +223,8 @@ class _Lowering:
             name = self.variables[value] = self.source.name(value.name)
             is_cast = value.dtype != value.stored_dtype
             cast = f".to({value.dtype})" if is_cast else ""
-            if value in self.flow.update_routes and value in self.read_in_backward:
-                # The backward pass reads it after it has its new value.
+            if value in self.flow.update_routes and value in self.read_after_update:
+                # The backward pass, or who called, reads it after it has its new value.
                 cast = ".clone()"
             if value.kind is Kind.PARAMETER and self.unsharded and is_cast:
                 self.casts.append(value)
