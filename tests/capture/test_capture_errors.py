@@ -106,6 +106,24 @@ def test_numbers_that_forward_draws_outside_of_torch_are_refused(draw: Callable[
         capture(Drawing(draw), (torch.randn(3, 4),))
 
 
+class Seeding(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return nn.functional.dropout(x)
+
+
+def test_seeding_in_forward_is_refused_and_undone_seeding_is_not() -> None:
+    with pytest.raises(CaptureError, match=r"`forward` of Seeding.*`torch.manual_seed`.*training"):
+        capture(Seeding(), (torch.randn(3, 4),))
+
+    class Forked(Seeding):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.random.fork_rng():
+                return super().forward(x)
+
+    assert capture(Forked(), (torch.randn(3, 4),)).ops
+
+
 @pytest.mark.parametrize(
     ("net", "line", "advice"),
     [

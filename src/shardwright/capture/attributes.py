@@ -9,18 +9,26 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwright.capture.argument_containers import ArgumentContainers
 from shardwright.capture.filled_modules import RegisteredTensors
 from shardwright.capture.global_variables import GLOBALS, globals_of, globals_read
+from shardwright.capture.known_values import KnownValues
+from shardwright.capture.naming import LocatedError, current_line, located
+from shardwright.capture.reachable_state import Change, ReachableState
+from shardwright.capture.state_contents import OF_TORCH, contents_of
 from shardwright.errors import CaptureError
-from shardwright.torch_internals.hooks import forward_hooks
+from shardwright.torch_internals.dispatch import without_dispatch_modes, without_torch_function
+from shardwright.torch_internals.hooks import backward_hooks, forward_hooks
 from shardwright.torch_internals.modules import own_buffers
 from shardwright.torch_internals.tensors import storage_id, version
 
@@ -41,13 +49,9 @@ OF_MODULES = frozenset((HOOKS, CLASSES))
 BUFFERS = "buffers of "
 """Where a buffer stands whose values were read: this and the path of its module."""
 
-_OWN = {
-    *(vars(nn.Module()) | vars(nn.Module)).keys() - {"training"},
-    *("_flat_weights", "_flat_weight_refs", "_output_capturing_hooks_installed"),
-}
-"""What modules, recurrent ones and models of `transformers` keep for themselves: the last install
-hooks in the first call that asks for outputs of submodules, such as the logits of routers."""
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+_CONTAINERS = (list, tuple, dict, set, deque)
+_DEEPEST = 4
 _PLAIN = (int, float, complex, str, bytes, type(None))
 
 
@@ -171,8 +175,20 @@ def _shallow(value: Any) -> Hashable:
     return content(value) if plain else ("object", id(value))
 
 
+_REMEDY = (
+    "Register it as a buffer (`register_buffer`) and change that in place (`copy_`), or change it "
+    "in the training loop; what is made once of shapes alone, such as a mask, is there if the model"
+    " was called before `plan`, with the longest input"
+)
+
+
+class _UnchangedError(Exception):
+    """Ends a second trace in which nothing has changed."""
+
+
 class TracedAttributes:
-    """The plain attributes of a module and its submodules while `forward` is traced.
+    """The plain attributes of a module and its submodules while `forward` is traced, and what else
+    it can reach.
 
     Args:
         reads, writes: path and name of those that were read before they were set, and of others
@@ -180,26 +196,35 @@ class TracedAttributes:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._paths = {id(child): path for path, child in module.named_modules()}
         self._by_path = dict(module.named_modules())
         self._before = {path: _contents(child) for path, child in self._by_path.items()}
+        self._at_begin: dict[str, dict[str, Any]] = {}
+        self._arguments = ArgumentContainers((), {})
+        self._hooks: dict[str, int] = {}
+        self._lines: dict[tuple[str, str], str] = {}
+        self._reachable = ReachableState(module)
+        self._filled: list[Change] = []
+        self._is_second = False
         self.writes: dict[tuple[str, str], None] = {}
         self.reads: dict[tuple[str, str], None] = dict.fromkeys(globals_read(module))
         for path, name in self.reads:
             self._before.setdefault(path, {})[name] = content(globals_of(path)[name])
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, known: KnownValues) -> Iterator[None]:
         """A context in which attributes of all modules are watched.
 
         Raises:
-            CaptureError: if `forward` reads an attribute and changes it for the next call.
+            CaptureError: if `forward` reads an attribute and changes it for the next call, or
+                changes anything else that a captured model would not.
         """
         set_attribute = nn.Module.__setattr__
 
         def read(module: nn.Module, name: str) -> Any:
             path = self._paths.get(id(module))
-            if path is not None and name not in _OWN and (path, name) not in self.writes:
+            if path is not None and name not in OF_TORCH and (path, name) not in self.writes:
                 own = object.__getattribute__(module, "__dict__")
                 if name in own or not (name.startswith("__") or self._is_known(module, name)):
                     self.reads[path, name] = None
@@ -208,30 +233,56 @@ class TracedAttributes:
         def write(module: nn.Module, name: str, value: Any) -> None:
             path = self._paths.get(id(module))
             set_attribute(module, name, value)
-            if path is not None and name in vars(module) and name not in _OWN:
+            if path is not None and name in vars(module) and name not in OF_TORCH:
                 if (path, name) not in self.reads:
                     self.writes[path, name] = None
                 elif content(value) != self._before[path].get(name):
-                    raise self._changed(path, name)
+                    self._lines.setdefault((path, name), current_line())
 
         nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
         nn.Module.__setattr__ = write  # type: ignore[method-assign, assignment]
-        registered = RegisteredTensors(self._by_path)
+        registered = RegisteredTensors(self._by_path, self._codes)
         root = self._by_path[""]
+
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._at_begin = {path: dict(vars(child)) for path, child in self._by_path.items()}
+            self._arguments = ArgumentContainers(args, kwargs)
+            self._hooks = self._count_hooks()
+            registered.begin()
+
         # What is changed in place is seen before `torch.export` undoes it.
         handles = (
-            root.register_forward_pre_hook(lambda *_: registered.begin(), prepend=True),
-            root.register_forward_hook(lambda *_: registered.check()),
+            root.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+            root.register_forward_hook(lambda _, args, result: registered.update(result)),
             root.register_forward_hook(lambda *_: self._check_unchanged()),
+            root.register_forward_hook(lambda *_: self._check_arguments_and_hooks()),
+            root.register_forward_hook(lambda *_: self._check_reachable(known)),
         )
         try:
             yield
         finally:
-            registered.end()
             for handle in handles:
                 handle.remove()
             del nn.Module.__getattribute__
             nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
+
+    def check_settled(self, trace_again: Callable[[], object]) -> None:
+        """Traces once more if the first trace has added something to what `forward` can reach.
+
+        Raises:
+            CaptureError: if that is no cache, which the second trace only reads.
+        """
+        if not self._filled:
+            return
+        self._is_second, self._reachable = True, ReachableState(self._module)
+        try:
+            trace_again()
+        except _UnchangedError:
+            return
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise self._changed_state(self._filled[0]) from error
 
     def _check_unchanged(self) -> None:
         for path, name in self.reads:
@@ -240,6 +291,50 @@ class TracedAttributes:
                 before, after = self._before[path].get(name), content(own[name])
                 if before != after and not _only_completed(before, after):
                     raise self._changed(path, name)
+        for path, before_call in self._at_begin.items():
+            attributes = vars(self._by_path[path])
+            for name in before_call.keys() - OF_TORCH:
+                value = attributes.get(name, MISSING)
+                if value is before_call[name] or before_call[name] is None:
+                    continue
+                unseen = (path, name) not in self.reads and (path, name) not in self.writes
+                if name not in attributes or (
+                    unseen and content(value) != self._before[path].get(name)
+                ):
+                    raise self._changed(path, name)
+
+    def _check_arguments_and_hooks(self) -> None:
+        if refusal := self._arguments.refusal(self._codes):
+            raise refusal
+        for path, number in self._count_hooks().items():
+            if number != self._hooks[path]:
+                raise located(
+                    self._codes,
+                    path,
+                    f"`forward` registers a hook on {f'module {path!r}' if path else 'the model'}, "
+                    "which a captured model would not do in each call: do it before `plan`",
+                )
+
+    def _count_hooks(self) -> dict[str, int]:
+        return {
+            path: sum(map(len, (*forward_hooks(child), *backward_hooks(child))))
+            for path, child in self._by_path.items()
+        }
+
+    def _check_reachable(self, known: KnownValues) -> None:
+        def equal(one: Tensor, other: Tensor) -> bool:
+            return _equal(known.value_of(one), known.value_of(other))
+
+        for change in self._reachable.changes(equal):
+            unknown = any(known.value_of(tensor) is None for tensor in _tensors(change.value))
+            if self._is_second or unknown or not change.adds:
+                raise self._changed_state(change)
+            self._filled.append(change)
+        if self._is_second:
+            raise _UnchangedError
+
+    def _changed_state(self, change: Change) -> CaptureError:
+        return located(self._codes, change.place.path, _refusal(f"{change.place}"))
 
     def _changed(self, path: str, name: str) -> CaptureError:
         if path.startswith(GLOBALS):
@@ -247,12 +342,13 @@ class TracedAttributes:
         else:
             where = f"{path}.{name}" if path else name
             what = f"attribute {where!r} of a {type(self._by_path[path]).__name__}"
-        return CaptureError(
-            f"`forward` changes the {what}, which the next call reads: a captured model would keep "
-            "its first value. Register it as a buffer (`register_buffer`) and change that in place,"
-            " or set it between steps; what is made once of shapes alone, such as a mask, is there "
-            "if the model was called before `plan`, with the longest input"
-        )
+        if line := self._lines.get((path, name)):
+            return LocatedError(f"{line}: {_refusal(what)}")
+        return located(self._codes, name, _refusal(what))
+
+    @property
+    def _codes(self) -> Iterable[CodeType]:
+        return self._reachable.codes
 
     @staticmethod
     def _is_known(module: nn.Module, name: str) -> bool:
@@ -263,5 +359,29 @@ class TracedAttributes:
         return any(name in named for named in tensors)
 
 
+def _refusal(what: str) -> str:
+    return (
+        f"`forward` changes the {what} for the next call, and a captured model would not: its "
+        f"Python runs once, on the rank that captures. {_REMEDY}"
+    )
+
+
 def _contents(module: nn.Module) -> dict[str, Hashable]:
-    return {name: content(value) for name, value in vars(module).items() if name not in _OWN}
+    return {name: content(value) for name, value in vars(module).items() if name not in OF_TORCH}
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two known values are equal."""
+    if one is None or other is None or one.dtype != other.dtype:
+        return False
+    with without_dispatch_modes(), without_torch_function():
+        return torch.equal(one, other)
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors that an object holds, also in what is inside of it."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth < _DEEPEST and isinstance(value, _CONTAINERS):
+        for part in contents_of(value).values():
+            yield from _tensors(part, depth + 1)

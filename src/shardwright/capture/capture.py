@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from shardwright.capture.hooks import check_hooks, observe_forward_hooks
 from shardwright.capture.inline_regions import inline_regions
 from shardwright.capture.known_values import KnownValues
 from shardwright.capture.layer_progress import report_layers
-from shardwright.capture.naming import line_of, line_of_error
+from shardwright.capture.naming import LocatedError, line_of, line_of_error
 from shardwright.capture.shared_memory import check_constants, check_memory
 from shardwright.capture.signature import (
     Signature,
@@ -226,7 +227,7 @@ def _export(
     trace_tags(twin)
     report_layers(twin, on_progress)
     call_in_autocast(twin, call.autocast)
-    drawn = _random_states()
+    drawn, seeded = _random_states(), torch.default_generator.get_state()
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:
         with (
@@ -237,12 +238,19 @@ def _export(
             RecordedEffects(),
             PassedGuards(),
             losses,
-            attributes.recording(),
+            attributes.recording(known),
         ):
             shapes = _dynamic_shapes(twin, fake_args, fake_kwargs, varying)
-            exported = torch.export.export(
-                twin, fake_args, fake_kwargs, dynamic_shapes=shapes, strict=False
+            export = partial(
+                torch.export.export,
+                *(twin, fake_args, fake_kwargs),
+                dynamic_shapes=shapes,
+                strict=False,
             )
+            exported = export()
+            attributes.check_settled(export)
+    except LocatedError as error:
+        raise CaptureError(str(error)) from error
     except CaptureError as error:
         raise CaptureError(f"{line_of_error(error)}: {error}") from error
     except StrategyError:
@@ -255,6 +263,12 @@ def _export(
             f"the `forward` of {type(module).__name__}, or what it calls, draws from Python's "
             "`random` or from `numpy.random`: a captured model would keep the first number. Draw "
             "with `torch`, or between steps into an attribute that `forward` reads"
+        )
+    if not torch.equal(torch.default_generator.get_state(), seeded):
+        raise CaptureError(
+            f"the `forward` of {type(module).__name__}, or what it calls, seeds PyTorch's random "
+            "numbers (`torch.manual_seed`), which a captured model would not: seed in the training "
+            "loop"
         )
     return exported, attributes, regions.device_type
 

@@ -40,7 +40,7 @@ def globals_read(
     """
     seen = {} if codes is None else codes
     for kind in dict.fromkeys(map(type, model.modules())):
-        if not _is_library(kind.__module__):
+        if not is_library(kind.__module__):
             yield from _read_by(getattr(kind, "forward", None), kind, seen)
 
 
@@ -49,10 +49,10 @@ def _read_by(function: Any, kind: type, seen: dict[CodeType, None]) -> Iterator[
     function = inspect.unwrap(function) if isinstance(function, FunctionType) else None
     if not isinstance(function, FunctionType) or function.__code__ in seen:
         return
-    if _is_library(function.__module__):
+    if is_library(function.__module__):
         return
     seen[function.__code__] = None
-    names = set(_names(function.__code__))
+    names = set(names_in(function.__code__))
     for name in sorted(names):
         for base in kind.__mro__:  # `super()` may call any of them.
             yield from _read_by(vars(base).get(name), kind, seen)
@@ -61,7 +61,7 @@ def _read_by(function: Any, kind: type, seen: dict[CodeType, None]) -> Iterator[
         return
     imported = [vars(file)[name] for name in names & vars(file).keys()]
     for place in (file, *(value for value in imported if isinstance(value, ModuleType))):
-        if _is_library(place.__name__):
+        if is_library(place.__name__):
             continue
         for name in sorted(names & vars(place).keys()):
             if _is_variable(vars(place)[name]) and not name.startswith("__"):
@@ -69,12 +69,12 @@ def _read_by(function: Any, kind: type, seen: dict[CodeType, None]) -> Iterator[
             yield from _read_by(vars(place)[name], kind, seen)
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
     """The global variables and attributes that a function uses."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def _is_variable(value: Any) -> bool:
@@ -85,5 +85,6 @@ def _is_variable(value: Any) -> bool:
     return hasattr(value, "__dict__") and not defined
 
 
-def _is_library(name: str) -> bool:
+def is_library(name: str) -> bool:
+    """Whether a module of Python is known to be no code of the user's."""
     return name.partition(".")[0] in _LIBRARIES

@@ -192,6 +192,15 @@ class KnownValues(TorchFunctionMode):
                 with suppress(_UnknownError):
                     yield tensor, recipe.value.to(self._device)
 
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """What a tensor holds, whatever the arguments of the model are; None if that is unknown."""
+        seen, recipe = self._recipes.get(tensor, (None, None))
+        with suppress(_UnknownError):
+            if recipe is not None and seen == version(tensor):
+                value: Tensor = recipe.value
+                return value
+        return None if isinstance(tensor, FakeTensor) else tensor
+
     def _find_buffers(self, module: nn.Module, twin: nn.Module) -> None:
         """`torch.export` may have put others in the place of the twin's."""
         held = dict(module.named_modules())

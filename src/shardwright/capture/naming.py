@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import operator
 import re
+import sys
 import traceback
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardwright.capture.fx_nodes import module_path
+from shardwright.errors import CaptureError
 from shardwright.graph.custom_ops import (
     batch_norm_train,
     embedding_bag,
@@ -146,15 +151,65 @@ def line_of_error(error: BaseException) -> str:
     return "the model"
 
 
-def line_of_caller() -> str:
-    """The innermost line of user code that is running on this thread, `""` if there is none."""
-    users = [f for f in traceback.extract_stack() if _is_users(f.filename) and f.lineno]
-    return _describe(users[-1].filename, users[-1].lineno or 0) if users else ""
-
-
 def line_of_function(function: Any) -> str:
     """`(file.py:12)`, where a function of user code is defined, or `""` for others."""
     code = getattr(function, "__code__", None)
     if code is None or not _is_users(code.co_filename):
         return ""
     return f"({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+class LocatedError(CaptureError):
+    """An error whose message begins with the user's line."""
+
+
+def current_line() -> str:
+    """The user's line that is running; `""` if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return _describe(frame.f_code.co_filename, frame.f_lineno) if frame else ""
+
+
+_STORES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL"}
+_CHANGES = {"STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR", "STORE_ATTR"}
+_METHODS = {
+    *("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "next"),
+    *("pop", "popitem", "popleft", "put", "remove", "reverse", "rotate", "send", "set"),
+    *("setdefault", "sort", "update"),
+}
+
+
+def line_that_changes(codes: Iterable[CodeType], path: str) -> str:
+    """The first line of these functions that seems to change what `path` names, such as
+    `stats['calls']`; `""` if none does."""
+    lines: dict[tuple[str, int], list[dis.Instruction]] = defaultdict(list)
+    for code in codes:
+        if _is_users(code.co_filename) and code.co_name != "__init__":
+            for instruction in dis.get_instructions(code):
+                position = instruction.positions
+                if position is not None and position.lineno is not None:
+                    lines[code.co_filename, position.lineno].append(instruction)
+    for name in reversed(re.findall(r"[A-Za-z_]\w*", path)):
+        for seems_to_change in (_assigns, _changes_inside):
+            for place, instructions in lines.items():
+                if seems_to_change(instructions, name):
+                    return _describe(*place)
+    return ""
+
+
+def located(codes: Iterable[CodeType], path: str, message: str) -> CaptureError:
+    """An error with the line that changes what `path` names, if one of these functions has it."""
+    line = line_that_changes(codes, path)
+    return LocatedError(f"{line}: {message}") if line else CaptureError(message)
+
+
+def _assigns(instructions: Iterable[dis.Instruction], name: str) -> bool:
+    return any(i.opname in _STORES and i.argval == name for i in instructions)
+
+
+def _changes_inside(instructions: Iterable[dis.Instruction], name: str) -> bool:
+    named = {i.argval for i in instructions if isinstance(i.argval, str)}
+    in_place = any(each.endswith("_") and not each.endswith("__") for each in named)
+    changes = in_place or named & _METHODS or any(i.opname in _CHANGES for i in instructions)
+    return name in named and bool(changes)

@@ -17,7 +17,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from shardwright.capture.naming import line_of_caller, line_of_function
+from shardwright.capture.naming import current_line, line_of_function
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
 from shardwright.partition.communication import Communication
@@ -195,7 +195,7 @@ def _refusing(
 
 
 def _message(call: str, output: OutputMark, later: OutputMark) -> str:
-    line = line_of_caller()
+    line = current_line()
     source = f" ({output.source})" if output.source else ""
     return (
         f"{line}{': ' if line else ''}{call} on {output.name}{source} of a planned model: "

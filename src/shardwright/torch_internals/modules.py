@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import adaptive, transformer
+from torch.nn.modules import module as registration
 
 AdaptiveSoftmaxOutput = adaptive._ASMoutput
 """What an adaptive softmax returns: a named tuple of the output and the loss."""
@@ -30,6 +31,15 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Those that it bears itself by their names, as the module holds them."""
     return module._buffers
+
+
+def drop_buffer_assignments_of_export() -> None:
+    """Removes the hook by which `torch.export` turns assigned buffers of the root module, and of it
+    only, into copies at the end of the graph. What removes it later ignores that it is gone."""
+    hooks = registration._global_buffer_registration_hooks
+    for number, hook in list(hooks.items()):
+        if hook.__module__.startswith("torch._functorch."):
+            del hooks[number]
 
 
 def share_state(wrapper: nn.Module, module: nn.Module) -> None:

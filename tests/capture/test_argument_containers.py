@@ -1,0 +1,56 @@
+"""Containers among the arguments of a call that `forward` fills for its caller are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwright as sw
+
+
+class Net(nn.Module):
+    def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(4, 4), change
+
+    def forward(self, x: Tensor, state: Any) -> Tensor:
+        y = self.linear(x)
+        self.change(state, y)
+        return y.sum()
+
+
+def count(state: Any, y: Tensor) -> None:
+    state["n"] += 1
+
+
+X = torch.ones(8, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "name"),
+    [
+        (lambda state, y: state.append(y.mean()), [], "'state'"),
+        (lambda state, y: state.append(y.mean()), [X], "'state'"),
+        (count, {"n": 1}, "\"state\\['n'\\]\""),
+        (lambda state, y: state[1]["x"].append(1), (X, {"x": [X]}), "\"state\\[1\\]\\['x'\\]\""),
+    ],
+)
+def test_a_list_or_a_number_that_forward_changes_is_refused(
+    change: Callable[[Any, Tensor], Any], state: Any, name: str
+) -> None:
+    with pytest.raises(sw.CaptureError, match=rf"`forward` changes {name}.*return the value"):
+        sw.capture(Net(change), (X,), {"state": state})
+
+
+def test_a_batch_may_be_prepared_in_place() -> None:
+    def prepare(batch: Any, y: Tensor) -> None:
+        batch.pop("unused")
+        batch["x"] = batch["x"] * 2
+        y += batch["x"]
+
+    graph = sw.capture(Net(prepare), (X,), {"state": {"x": X, "unused": [X]}})
+    assert len(graph.ops) > 2
