@@ -51,8 +51,8 @@ class Copied:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise PlanError(
             f"a {type(self).__name__} that is planned cannot be pickled, as it is bound to this "
-            "process: save `state_dict()` or a checkpoint, and load it into another model that is "
-            "parallelized with the same plan; `copy.deepcopy` copies it"
+            "process: save its parameters by `sw.save_state_dict(net, path)` or a checkpoint, and "
+            "load them into another model; `copy.deepcopy` copies it"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.errors import PlanError
 from shardwright.graph.graph import Graph, Value
@@ -24,7 +24,10 @@ from shardwright.partition.partitioned import Partitioned
 from shardwright.partition.pipeline_spec import PipelineSpec
 from shardwright.runtime.clip_grad import clip_grad_norm_
 from shardwright.runtime.dtensor import as_dtensor, stored_shards
+from shardwright.runtime.partial_state import refuse_to_save_stage
+from shardwright.runtime.stage_parameters import watch_stage
 from shardwright.torch_internals import pytree
+from shardwright.torch_internals.modules import state_names
 
 
 class PipelineExecution(Execution):
@@ -34,6 +37,21 @@ class PipelineExecution(Execution):
     backward over all micro-batches; called under `torch.no_grad()`, it returns what the model
     returns, whole on every rank.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._watch_parameters()
+        refuse_to_save_stage(self.module, state_names(self.template))
+
+    def of_copy(self, module: nn.Module, memo: dict[int, Any]) -> Execution:
+        result = super().of_copy(module, memo)
+        assert isinstance(result, PipelineExecution)
+        result._watch_parameters()
+        return result
+
+    def _watch_parameters(self) -> None:
+        stages = self.partitioned.stages_of_parameters
+        watch_stage(self.module, self.template, stages, self.devices.stage)
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cache
 from itertools import product
 from typing import TypeVar
 
@@ -185,6 +186,7 @@ class Devices:
             ranks + self.stage * self.layout.num_devices,
             mesh_dim_names=coarse.alias_names,
         )
+        _planned_meshes()[hash(mesh)] = self.stages
         return replace(self, mesh=mesh, mesh_axes=mesh_axes, mesh_layout=coarse)
 
     def group(self, axes: Axes) -> Group:
@@ -255,6 +257,18 @@ class Devices:
         if key not in self._subgroups:
             self._subgroups[key] = _new_subgroup(ranks, self.device)
         return self._subgroups[key]
+
+
+@cache
+def _planned_meshes() -> dict[int, int]:
+    """For the hash of each mesh of a plan in this process its number of pipeline stages."""
+    return {}
+
+
+def stages_of_plan(mesh: DeviceMesh) -> int | None:
+    """The number of pipeline stages of the plan whose mesh is equal to `mesh`; None if there is
+    none. Equal, because DTensors share what they know about results, the mesh included."""
+    return _planned_meshes().get(hash(mesh))
 
 
 def has_other_ranks() -> bool:

@@ -24,6 +24,7 @@ from shardwright.runtime.adopt_optimizer import remember
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.gathered_copies import refuse_lost_writes
 from shardwright.runtime.parameter_hooks import has_hooks, take_hooks
+from shardwright.runtime.partial_state import refuse_to_save_shards
 from shardwright.runtime.unsupported_operators import explain_unsupported_operators
 from shardwright.torch_internals.dtensor import (
     StridedShard,
@@ -88,6 +89,7 @@ def with_stored_parameters(
     refuse_lost_writes()
     explain_unsupported_operators()
     accept_whole_optimizer_states()
+    refuse_to_save_shards()
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
 
     def stored(name: str, whole: Tensor) -> Tensor:
@@ -192,7 +194,7 @@ def _check_is_own(name: str, part: DTensor, parameter: DTensor) -> None:
             f"this rank is at {mine[1]} of {mine[0]}: another rank has saved it. Use "
             "`shardwright.save_checkpoint` and `load_checkpoint`; or let all ranks enter `with "
             "shardwright.whole(net, rank0_only=True) as model:`, where rank 0 saves whole tensors "
-            "(`model.state_dict()`); or give each rank a file of its own"
+            "(`model.state_dict()`)"
         )
 
 

@@ -42,6 +42,17 @@ def drop_buffer_assignments_of_export() -> None:
             del hooks[number]
 
 
+def state_names(module: nn.Module) -> set[str]:
+    """The names in its state dict of parameters and persistent buffers; calls no hooks."""
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for path, child in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        buffers = (name for name, buffer in child._buffers.items() if buffer is not None)
+        persistent = (n for n in buffers if n not in child._non_persistent_buffers_set)
+        names.update(prefix + name for name in persistent)
+    return names
+
+
 def share_state(wrapper: nn.Module, module: nn.Module) -> None:
     """Lets `wrapper` bear the parameters, buffers and submodules of `module` under their own names:
     what is registered or replaced in one is so in the other, hooks of state dicts too."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
 from shardwright.parallel.module import ParallelModule
+from shardwright.parallel.module_wrapper import wrapped_model
 from shardwright.runtime.accelerator import generator_states, set_generator_states
 from shardwright.train.checkpoint_manifest import CheckpointWarning
 
@@ -215,6 +216,7 @@ def first_names(net: nn.Module) -> dict[str, str]:
 
 def original_module(net: nn.Module) -> nn.Module:
     """The original model, with the parameters of all stages."""
+    net = wrapped_model(net)
     return net.execution.template if isinstance(net, ParallelModule) else net
 
 

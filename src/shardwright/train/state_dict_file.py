@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
+from shardwright.parallel.module import ParallelModule
+from shardwright.parallel.module_wrapper import wrapped_model
 from shardwright.runtime.dtensor import own_tensor
 from shardwright.torch_internals.dtensor import own_part
 from shardwright.train import checkpoint_state
@@ -40,7 +42,7 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
     """
     path = _check_suffix(Path(path))
     tensors = checkpoint_state.model_tensors(net)
-    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+    if not _is_distributed(net, tensors):
         _write(net, path, lambda name: tensors[f"{checkpoint_state.MODEL}.{name}"])
         return
     shards = path.with_name(f"{path.name}.shards")
@@ -64,6 +66,13 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
         _write(net, path, read)
         shutil.rmtree(shards)
     dist.barrier()
+
+
+def _is_distributed(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether this rank lacks values of the model: it has shards, or a pipeline stage."""
+    planned = wrapped_model(net)
+    stages = planned.execution.devices.stages if isinstance(planned, ParallelModule) else 1
+    return stages > 1 or any(isinstance(tensor, DTensor) for tensor in tensors.values())
 
 
 def load_state_dict(net: nn.Module, path: str | Path) -> None:

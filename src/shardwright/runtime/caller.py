@@ -1,0 +1,40 @@
+"""The line of the user's program that called a library."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+LIBRARIES = frozenset(
+    {
+        *("accelerate", "lightning", "peft", "safetensors", "shardwright", "torch", "transformers"),
+        *("typing_extensions", *sys.stdlib_module_names),
+    }
+)
+"""Packages whose lines are not the user's."""
+
+
+def user_line() -> str:
+    """The innermost line outside of libraries, as ` (file:line)`; empty if there is none."""
+    for frame in _frames():
+        if _module(frame).partition(".")[0] not in LIBRARIES:
+            return f" ({frame.f_code.co_filename}:{frame.f_lineno})"
+    return ""
+
+
+def is_called_by(*modules: str) -> bool:
+    """Whether code of one of these packages or modules is among the callers."""
+    names = tuple(f"{module}." for module in modules)
+    return any(f"{_module(frame)}.".startswith(names) for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
