@@ -115,24 +115,27 @@ def handle(operator: OpOverload, call: Callable[[tuple[Any, ...], dict[str, Any]
 def refuse_pickling(check: Callable[[DTensor], None]) -> None:
     """Lets DTensors of this process call `check`, which raises, before they are pickled or saved
     as safetensors; `copy.copy` and `copy.deepcopy` work as before. The first check stays."""
+    reduce: Any = DTensor.__reduce_ex__
+    if hasattr(reduce, "checks_pickling"):
+        return
 
     def pickled(tensor: DTensor, protocol: Any) -> Any:
         check(tensor)
-        return Tensor.__reduce_ex__(tensor, protocol)  # type: ignore[no-untyped-call]
+        return reduce(tensor, protocol)
 
     def copied(tensor: DTensor) -> Any:
-        rebuild, arguments = Tensor.__reduce_ex__(tensor, 4)  # type: ignore[no-untyped-call]
+        rebuild, arguments = reduce(tensor, 4)
         return rebuild(*arguments)
 
     def storage(tensor: DTensor) -> Any:
         check(tensor)
         return Tensor.storage(tensor)  # type: ignore[no-untyped-call]
 
+    vars(pickled)["checks_pickling"] = True
     # safetensors asks for `storage` where `untyped_storage()` has no memory.
     methods = {"__reduce_ex__": pickled, "__copy__": copied, "storage": storage}
-    if not methods.keys() & vars(DTensor).keys():
-        for name, method in methods.items():
-            setattr(DTensor, name, method)
+    for name, method in methods.items():
+        setattr(DTensor, name, method)
 
 
 def _take_whole_gradients(number: Tensor) -> None:
