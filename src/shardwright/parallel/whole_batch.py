@@ -9,27 +9,21 @@ paired with a part.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import resolve_name
 
 from shardwright.errors import DataError
 from shardwright.parallel.paired_batch import BatchCall, BatchDims, BatchSizes, dims_of_size
+from shardwright.runtime.caller import user_line
 from shardwright.torch_internals import pytree
 from shardwright.torch_internals.compiled import run_uncompiled_with
 from shardwright.torch_internals.dispatch import without_torch_function_of_subclasses
 from shardwright.torch_internals.tensors import base_getter, grad_getter
-
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-"""The folders of code that is not the user's."""
 
 EXISTING = (base_getter, grad_getter)
 """Getters of tensors that exist already."""
@@ -120,7 +114,7 @@ def without_whole_batches(
         if name in arrivals and isinstance(leaf, WholeBatchTensor) and 0 in leaf.batch_dims:
             assert leaf.batch is not None
             raise DataError(
-                f"input {name!r}{users_line()} is {leaf.batch.output}, which is of the whole batch,"
+                f"input {name!r}{user_line()} is {leaf.batch.output}, which is of the whole batch,"
                 " but by dataset_strategy each rank gives its own part of it: make one model of"
                 " both, or plan with dataset_strategy='full_batch'"
             )
@@ -172,17 +166,6 @@ def ordinary(tensor: Tensor) -> Tensor:
         return tensor
     with without_torch_function_of_subclasses():
         return tensor.as_subclass(Tensor)
-
-
-def users_line() -> str:
-    """Of the innermost code that is neither PyTorch's nor this package's, as ` at file:line`."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((*LIBRARIES, "<")):
-            return f" at {file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def _batch_call(
@@ -237,7 +220,7 @@ def _refuse(
     shapes = " and ".join(str(list(part.shape)) for part in parts)
     sizes = batch.sizes
     raise DataError(
-        f"{resolve_name(call.function) or call.function}{users_line()} combines {batch.output},"
+        f"{resolve_name(call.function) or call.function}{user_line()} combines {batch.output},"
         f" here {list(output.shape)}, with a tensor of shape {shapes}: by dataset_strategy this"
         f" rank gave {sizes.local} of {sizes.whole} rows, but outputs are of all of them: {REMEDY}"
     )
