@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardwright.compare.alternatives import least_seconds
 from shardwright.compare.predicted import GridComparison, expert_run
 from shardwright.config import run as config_run
 from shardwright.config.graph_cache import graphs_folder
+from shardwright.cost.cluster import cluster_to_yaml
 from shardwright.cost.clusters import load_cluster
 from shardwright.cost.memory import binary as size
 from shardwright.errors import ConfigError
@@ -114,6 +116,15 @@ def test_ways_that_do_not_fit_are_named_with_their_need_and_not_counted(tmp_path
         "small: excluded, over the memory limit of 11.8 GiB: expert 4·2·1 (11.9 GiB),"
         " tensor parallel 1·8·1 (11.9 GiB)"
     )
+
+
+def test_the_limit_of_a_file_without_one_is_the_memory_of_the_cluster(tmp_path: Path) -> None:
+    small = tmp_path / "small.yaml"
+    h100 = load_cluster("h100")
+    small.write_text(cluster_to_yaml(replace(h100, device=replace(h100.device, memory=10**6))))
+    found = compare_predicted(written(tmp_path, 8, 1, 1), str(small))
+    assert found.limit == 10**6
+    assert not any(each.fits for each in found.alternatives)
 
 
 def test_a_model_is_captured_once_for_plans_and_comparisons(

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from shardwright.capture.argument_containers import ArgumentContainers
 from shardwright.capture.filled_modules import RegisteredTensors
 from shardwright.capture.global_variables import GLOBALS, globals_of, globals_read
+from shardwright.capture.hooks import count_hooks
 from shardwright.capture.known_values import KnownValues
 from shardwright.capture.naming import LocatedError, current_line, located
 from shardwright.capture.reachable_state import Change, ReachableState
 from shardwright.capture.state_contents import OF_TORCH, contents_of
 from shardwright.errors import CaptureError
 from shardwright.torch_internals.dispatch import without_dispatch_modes, without_torch_function
-from shardwright.torch_internals.hooks import backward_hooks, forward_hooks
+from shardwright.torch_internals.hooks import forward_hooks
 from shardwright.torch_internals.modules import own_buffers
 from shardwright.torch_internals.tensors import storage_id, version
 
@@ -316,10 +317,7 @@ class TracedAttributes:
                 )
 
     def _count_hooks(self) -> dict[str, int]:
-        return {
-            path: sum(map(len, (*forward_hooks(child), *backward_hooks(child))))
-            for path, child in self._by_path.items()
-        }
+        return {path: count_hooks(child) for path, child in self._by_path.items()}
 
     def _check_reachable(self, known: KnownValues) -> None:
         def equal(one: Tensor, other: Tensor) -> bool:

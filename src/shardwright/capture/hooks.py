@@ -43,14 +43,23 @@ def check_hooks(module: nn.Module) -> None:
             )
 
 
+def count_hooks(module: nn.Module) -> int:
+    """How many hooks a module has that no library has registered for its own use."""
+    kinds = (*forward_hooks(module), *backward_hooks(module))
+    return sum(not _is_of_library(hook) for hooks in kinds for hook in hooks.values())
+
+
+def _is_of_library(hook: Callable[..., Any]) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in _LIBRARIES
+
+
 def observe_forward_hooks(twin: nn.Module) -> None:
     """Lets the forward hooks of a module that is about to be traced raise CaptureError if they do
     nothing that can be captured."""
     for path, child in twin.named_modules():
         for hooks in forward_hooks(child):
             for number, hook in hooks.items():
-                library = str(getattr(hook, "__module__", "")).partition(".")[0]
-                if library not in _LIBRARIES:
+                if not _is_of_library(hook):
                     hooks[number] = _observed(path, hook)
 
 

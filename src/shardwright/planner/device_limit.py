@@ -32,10 +32,9 @@ def within_device_memory(
     requested = decide(replace(options, memory_limit=NO_LIMIT))
     needed = max(least_memory(requested.partitioned, options.optimizer))
     if needed <= limit:
-        memory = requested.memory()
-        needed = memory.peak
-        if needed <= limit:
-            return replace(requested, measured=memory)
+        needed = requested.memory().peak
+    if needed <= limit:
+        return requested
     cluster = options.known_cluster.name
     try:
         fitted = decide(replace(options, memory_limit=limit))
