@@ -278,7 +278,11 @@ def _captured(
     graph = captured(micro_batch(leaves, 0, plan.pipeline.micro_batches))
     if graph.loss is None or not plan.pipeline.averages_micro_batches:
         return graph
-    return with_mixing(graph, lambda samples: captured(with_samples(leaves, samples)))
+    return with_mixing(
+        graph,
+        plan.pipeline.micro_batches,
+        lambda samples: captured(with_samples(leaves, samples)),
+    )
 
 
 def _random_operators(eager: EagerTraining) -> tuple[str, ...]:

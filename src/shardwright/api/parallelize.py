@@ -107,7 +107,7 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
         def of_samples(samples: int) -> Graph:
             return captured_for(*pytree.tree_unflatten(with_samples(leaves, samples), spec))
 
-        return with_mixing(graph, of_samples)
+        return with_mixing(graph, plan.pipeline.micro_batches, of_samples)
 
     try:
         graph = plan.graph

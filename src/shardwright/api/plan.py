@@ -274,7 +274,7 @@ def _with_mixing(
         example = pytree.tree_unflatten(with_samples(leaves, samples), spec)
         return _captured_module(options, net, *example)
 
-    return with_mixing(graph, captured)
+    return with_mixing(graph, options.num_micro_batches, captured)
 
 
 def _compute_dtype(options: PlanOptions) -> torch.dtype | None:

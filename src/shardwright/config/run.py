@@ -276,12 +276,14 @@ class Run:
         Raises:
             CaptureError: it cannot be captured.
         """
-        graph = self._graph_of(model, batch)
-        if graph.loss is None or self.config.parallel.micro_batches == 1:
+        graph, parallel = self._graph_of(model, batch), self.config.parallel
+        if graph.loss is None or parallel.micro_batches == 1:
             return graph
-        return with_mixing(
-            graph, lambda samples: self._graph_of(model, with_samples(batch, samples))
-        )
+
+        def captured(samples: int) -> Graph:
+            return self._graph_of(model, with_samples(batch, samples))
+
+        return with_mixing(graph, parallel.num_micro_batches, captured)
 
     def _graph_of(self, model: nn.Module, batch: Sequence[Tensor]) -> Graph:
         half = torch.bfloat16 if self.compute_dtype == "bfloat16" else None

@@ -21,7 +21,7 @@ from shardwright.lower.program import Program, lower
 from shardwright.parallel.unsharded_parameters import UnshardedParameters
 from shardwright.partition.decisions import Decisions
 from shardwright.partition.partitioned import Partitioned
-from shardwright.rules.notation import call_arguments
+from shardwright.rules.notation import call_arguments, draws_random
 from shardwright.runtime.collectives import all_reduce, wait
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.micro_batches import micro_batch
@@ -260,7 +260,8 @@ def _counted(graph: Graph) -> tuple[Value | None, int]:
         or target.dtype.is_floating_point
     ):
         return None, 0
-    if ops_from_inputs(graph, [target]) is None:
+    made_by = ops_from_inputs(graph, [target])
+    if made_by is None or any(map(draws_random, made_by)):
         return None, 0
     return target, int(arguments["ignore_index"])
 

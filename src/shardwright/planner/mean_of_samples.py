@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import isclose
 from typing import Literal
 
@@ -42,7 +43,7 @@ SEVERAL = frozenset({"add", "sub", "rsub", "stack", "cat"})
 
 RESHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "to", "_to_copy", "alias"})
 
-SIZES = frozenset({"size", "shape", "end"})
+SIZES = frozenset({"size", "shape", "end", "repeats"})
 """Arguments that may depend on the number of samples: the shapes of the results tell how."""
 
 AVERAGE: Literal["average"] = "average"
@@ -96,27 +97,31 @@ def mixing(graph: Graph, larger: Graph | None = None) -> str:
     if state == AVERAGE:
         return ""
     if state == SUM:
-        return "it is a sum over samples, not their mean"
+        return (
+            "it is a sum over samples, not their mean (divide by `len(x)`, not by a given number)"
+        )
     if isinstance(state, Mixed):
         return str(state)
     return "" if whole.loss not in analysis.varying else "it depends on the batch size alone"
 
 
-def with_mixing(graph: Graph, captured: Callable[[int], Graph]) -> Graph:
+def with_mixing(graph: Graph, micro_batches: int, captured: Callable[[int], Graph]) -> Graph:
     """The graph of a micro-batch, which says whether micro-batches train the loss of the batch.
 
     Args:
+        micro_batches: of one batch.
         captured: the graph of the same model for another number of samples.
 
     Raises:
-        CaptureError: if the model cannot be captured for twice as many samples.
+        CaptureError: if the model cannot be captured for the whole batch.
     """
     samples = _samples(graph)
-    larger = captured(2 * samples)
-    if samples == 1 and _different_operator(graph, larger) is not None:
+    whole = captured(samples * micro_batches)
+    if samples == 1 and _different_operator(graph, whole) is not None:
         # Dimensions of size 1 are captured otherwise: broadcast, or left out of views.
-        return replace(graph, mixing=mixing(larger, captured(4 * samples)))
-    return replace(graph, mixing=mixing(graph, larger))
+        pair = (whole, captured(4)) if micro_batches == 2 else (captured(2), whole)
+        return replace(graph, mixing=mixing(*pair))
+    return replace(graph, mixing=mixing(graph, whole))
 
 
 def check_mean_of_samples(graph: Graph, micro_batches: int) -> None:
@@ -189,7 +194,7 @@ class _Analysis:
         if any(value in self.states for value in op.inputs):
             states = self._states(op)
             for value, state in zip(op.outputs, states, strict=True):
-                if isinstance(state, int) and not self._varies_along(value, state):
+                if not isinstance(state, Mixed) and not self._has_shape_of(value, state):
                     state = Mixed(op, "makes a shape that depends on the batch size")
                 self.states[value] = state
             return
@@ -197,8 +202,17 @@ class _Analysis:
         for value in op.outputs:
             if changed or value.shape != self._twins.get(value, value).shape:
                 self.varying.add(value)
-                if name_of(op) == "arange" and _numbers(op).get("start", 0) == 0:
+                if self._counts_samples(op):
                     self.states[value] = ROWS
+
+    def _counts_samples(self, op: Op) -> bool:
+        """Whether an operator makes the positions of all samples, from 0 on."""
+        if self.smaller is None or name_of(op) != "arange":
+            return False
+        lengths = op.output.shape[0], self._twins[op.output].shape[0]
+        numbers = _numbers(op)
+        begins = numbers.get("start 0", 0) == 0 and numbers.get("step 0", 1) == 1
+        return begins and lengths == (_samples(self.graph), _samples(self.smaller))
 
     def _states(self, op: Op) -> list[SampleState]:
         read = [self.states[value] for value in op.inputs if value in self.states]
@@ -218,7 +232,7 @@ class _Analysis:
         if len(set(read)) > 1:
             return Mixed(op, "joins samples with a mean or sum over them")
         (state,) = set(read)
-        if state == SUM and changed and _divides_by_samples(op, changed, self._ratio(op)):
+        if state == SUM and changed and _divides_by_samples(op, changed, self._ratio):
             return AVERAGE
         if changed or any(value in self.varying for value in op.inputs):
             return Mixed(op, "reads a number that depends on the batch size")
@@ -276,7 +290,7 @@ class _Analysis:
                 apart = apart and self._is_constant_along(value, dims.index(samples))
             elif value in self.varying:
                 return None
-        divides = rule.capacity.get(samples, 0) % self._ratio(op) == 0
+        divides = rule.capacity.get(samples, 0) % self._ratio == 0
         reduces = not weighs_by_targets(self.graph, op) and rule.reductions(op, {samples: 2})
         return samples if apart and divides and not reduces else None
 
@@ -284,19 +298,24 @@ class _Analysis:
         """Whether a value that depends on no sample is equal for all positions in a dimension."""
         op = self.graph.producer.get(value)
         rule = None if op is None else rule_of(op)
-        if op is None or rule is None or self._changed(op):
+        if op is None or self._changed(op):
             return False
-        if name_of(op) == "expand":
+        if name_of(op) in ("expand", "repeat"):
             source = op.inputs[0]
             from_end = dim - len(value.shape)
             if from_end < -len(source.shape) or source.shape[from_end] == 1:
-                return True
-        elif name_of(op) in CONSTANT or (rule.random and not op.inputs):
+                return source not in self.varying
+        if rule is None:
+            return False
+        if name_of(op) in CONSTANT - {"expand"} or (rule.random and not op.inputs):
             return True
         name = rule.outputs[op.outputs.index(value)][dim]
         if name is None or rule.reductions(op, {name: 2}):
             return False
-        carried = [(v, d) for v, d in zip(op.inputs, rule.inputs, strict=True) if name in d]
+        read = list(zip(op.inputs, rule.inputs, strict=True))
+        carried = [(v, d) for v, d in read if name in d]
+        if any(v in self.varying for v, d in read if name not in d):
+            return False
         return bool(carried) and all(
             d.count(name) == 1 and self._is_constant_along(v, d.index(name)) for v, d in carried
         )
@@ -312,21 +331,20 @@ class _Analysis:
                 return place
         return Mixed(op, "reads positions in the batch")
 
-    def _varies_along(self, value: Value, dim: int) -> bool:
-        """Whether only the dimension of the samples depends on their number."""
-        if self.smaller is None:
+    def _has_shape_of(self, value: Value, state: int | str) -> bool:
+        """Whether no dimension depends on the number of samples but that of the samples."""
+        if self.smaller is None or state == ROWS:
             return True
         shape, other = value.shape, self._twins[value].shape
         return len(shape) == len(other) and all(
-            (size != of_other) == (place == dim)
+            (size != of_other) == (place == state)
             for place, (size, of_other) in enumerate(zip(shape, other, strict=True))
         )
 
-    def _ratio(self, op: Op) -> int:
-        """How many micro-batches the batch of the larger graph has."""
-        if self.smaller is None:
-            return 1
-        return _samples(self.graph) // _samples(self.smaller)
+    @cached_property
+    def _ratio(self) -> float:
+        """How many times the samples of the smaller graph the larger one has."""
+        return 1.0 if self.smaller is None else _samples(self.graph) / _samples(self.smaller)
 
     def _changed(self, op: Op) -> dict[str, tuple[object, object]]:
         """The numbers among the arguments that depend on the number of samples, with those of the
@@ -339,7 +357,10 @@ class _Analysis:
 
 def _why_mixed(op: Op) -> str:
     if name_of(op) in COUNTED_LOSSES and call_arguments(op)["reduction"] == MEAN:
-        return "divides by a sum over the targets of the micro-batch, and is not the whole loss"
+        return (
+            "divides by a sum over the targets of the micro-batch, and is not the whole loss (if no"
+            " target is ignored, write `reduction='none'` and `.mean()`)"
+        )
     return "mixes samples"
 
 
@@ -365,7 +386,7 @@ def _numbers(op: Op) -> dict[str, object]:
     return numbers
 
 
-def _divides_by_samples(op: Op, changed: Mapping[str, tuple[object, object]], ratio: int) -> bool:
+def _divides_by_samples(op: Op, changed: Mapping[str, tuple[object, object]], ratio: float) -> bool:
     """Whether an operator divides a sum by a number that is proportional to the batch size."""
     if len(changed) != 1 or len(op.inputs) != 1 or op.args[0] is not op.inputs[0]:
         return False
@@ -397,6 +418,6 @@ def _indexed_samples(op: Op, states: Mapping[Value, SampleState]) -> int | None:
             return len(shape) < -samples or shape[samples] == 1
         return state == samples + len(shape)
 
-    if not all(index is own[0] or follows(index) for _, index in given):
+    if not all(follows(index) for dim, index in given if dim != place):
         return None
     return dims[0] + rank + samples
