@@ -276,7 +276,7 @@ def _captured(
         return capture(net, args, kwargs, plan.computed_in)
 
     graph = captured(micro_batch(leaves, 0, plan.pipeline.micro_batches))
-    if graph.loss is None or not plan.pipeline.averages_micro_batches:
+    if not plan.pipeline.averages_micro_batches:
         return graph
     return with_mixing(
         graph,

@@ -100,7 +100,7 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
     def captured() -> Graph:
         example = _example(plan)
         graph = captured_for(*example)
-        if not plan.pipeline.averages_micro_batches or graph.loss is None:
+        if not plan.pipeline.averages_micro_batches:
             return graph
         leaves, spec = pytree.tree_flatten(example)
 

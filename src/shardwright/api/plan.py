@@ -266,7 +266,7 @@ def _with_mixing(
     graph: Graph,
 ) -> Graph:
     """The graph of a micro-batch, which says whether micro-batches train the loss of the batch."""
-    if isinstance(net, Graph) or graph.loss is None:
+    if isinstance(net, Graph):
         return graph
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
 

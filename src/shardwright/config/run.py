@@ -267,23 +267,16 @@ class Run:
         return model, self.graph_of(model, batch)
 
     def graph_of(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Graph:
-        """The graph of `model` on `batch`, with what is attached to its modules; captured, or read
-        from the cache.
-
-        Args:
-            batch: one micro-batch.
+        """The graph of `model` on `batch`, a micro-batch, with what is attached to its modules;
+        captured, or read from the cache.
 
         Raises:
             CaptureError: it cannot be captured.
         """
-        graph, parallel = self._graph_of(model, batch), self.config.parallel
-        if graph.loss is None or parallel.micro_batches == 1:
-            return graph
-
-        def captured(samples: int) -> Graph:
-            return self._graph_of(model, with_samples(batch, samples))
-
-        return with_mixing(graph, parallel.num_micro_batches, captured)
+        graph, number = self._graph_of(model, batch), self.config.parallel.num_micro_batches
+        return with_mixing(
+            graph, number, lambda samples: self._graph_of(model, with_samples(batch, samples))
+        )
 
     def _graph_of(self, model: nn.Module, batch: Sequence[Tensor]) -> Graph:
         half = torch.bfloat16 if self.compute_dtype == "bfloat16" else None

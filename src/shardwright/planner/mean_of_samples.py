@@ -115,6 +115,8 @@ def with_mixing(graph: Graph, micro_batches: int, captured: Callable[[int], Grap
     Raises:
         CaptureError: if the model cannot be captured for the whole batch.
     """
+    if micro_batches == 1 or graph.loss is None:
+        return graph
     samples = _samples(graph)
     whole = captured(samples * micro_batches)
     if samples == 1 and _different_operator(graph, whole) is not None:
