@@ -64,7 +64,7 @@ class StateLocation(NamedTuple):
         if key == STATE:
             return self
         path = f"{self.path}[{key!r}]" if indexed else f"{self.path}.{key}".removeprefix(".")
-        return self._replace(path=path)
+        return StateLocation(self.kind, path)
 
     def __str__(self) -> str:
         return self.kind.replace("{}", repr(self.path), 1)

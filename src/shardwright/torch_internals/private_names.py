@@ -247,6 +247,10 @@ MODULES = (
     PrivateName("torch.nn.Module._backward_hooks", "the same; of tensors, which are moved"),
     PrivateName("torch.nn.modules.module._has_any_global_hook", "finds hooks, which are refused"),
     PrivateName(
+        "torch.nn.modules.module._global_buffer_registration_hooks",
+        "where `torch.export` watches assigned buffers of the root module",
+    ),
+    PrivateName(
         "torch.nn.modules.transformer._detect_is_causal_mask", "its test of a mask is passed"
     ),
     PrivateName(
