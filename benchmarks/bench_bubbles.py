@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from benchmarks.bubble_ranks import described
 from benchmarks.table import Table
 from benchmarks.torchrun import torchrun
-from shardwright.cost.pipeline_timeline import ChunkSeconds, timeline
-from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.core.cost.pipeline_timeline import ChunkSeconds, timeline
+from shardwright.core.partition.pipeline_spec import PipelineSpec
 
 STAGES = 4
 FORWARD, BACKWARD = 0.1, 0.2

@@ -17,8 +17,8 @@ from statistics import median
 
 from benchmarks.page import ROOT
 from benchmarks.table import Table
-from shardwright.compare import AUTO, EXPERT, GRID, Alternative, Comparison, compare_predicted
-from shardwright.cost.memory import binary
+from shardwright.core.cost.memory import binary
+from shardwright.tools.compare import AUTO, EXPERT, GRID, Alternative, Comparison, compare_predicted
 
 CLUSTER = "ascend910b"
 PUBLISHED = {

@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.page import ROOT
 from benchmarks.table import Table
 from benchmarks.timing import Sample
-from shardwright.compare import AUTO, RealComparison, compare_measured
-from shardwright.train.log_folder import LogFolder
+from shardwright.run.launch.log_folder import LogFolder
+from shardwright.tools.compare import AUTO, RealComparison, compare_measured
 
 MODELS = ("llama2_7b", "qwen_7b", "pangualpha_13b")
 PROCESSES, ROUNDS = 8, 10

@@ -16,9 +16,9 @@ import numpy as np
 from benchmarks.page import ROOT
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds
-from shardwright.config.run import Run
-from shardwright.train.data import Batches
-from shardwright.train.token_files import token_sequences
+from shardwright.run.config.run import Run
+from shardwright.run.data.data import Batches
+from shardwright.run.data.token_files import token_sequences
 
 DEVICES = (64, 1024)
 TOKENS, VOCABULARY = 1 << 26, 32_000

@@ -50,7 +50,7 @@ from benchmarks.program_ranks import ENDS, EXACT, WRONG
 from benchmarks.programs.outcomes import outcomes
 from benchmarks.table import Table
 from benchmarks.torchrun import python, torchrun
-from shardwright.train.checkpoint_manifest import FileChecksum, find_damage
+from shardwright.core.checkpoint.manifest import FileChecksum, find_damage
 
 FLIPS, KILLS = 500, 100
 SEEDS, EVERY = 100, 10

@@ -36,21 +36,21 @@ from benchmarks.full_size import (
 )
 from benchmarks.table import Table
 from benchmarks.timing import in_fork
-from shardwright.api import plan
-from shardwright.capture.annotations import module_tags
-from shardwright.capture.capture import capture
-from shardwright.compare.alternatives import NEAR, least_seconds
-from shardwright.cost.clusters import load_cluster
-from shardwright.cost.memory import binary
+from shardwright.core.api import plan
+from shardwright.core.capture.annotations import module_tags
+from shardwright.core.capture.capture import capture
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.cost.memory import binary
+from shardwright.core.graph.graph import Graph
+from shardwright.core.plan import Plan
 from shardwright.errors import MemoryLimitError
-from shardwright.graph.graph import Graph
 from shardwright.models.expert_sharding import (
     cut_by_model_parallel,
     expert_stages,
     paths_of_blocks,
     pin_expert,
 )
-from shardwright.plan import Plan
+from shardwright.tools.compare.alternatives import NEAR, least_seconds
 
 CLUSTER = "h100"
 Parts = tuple[int, int, int, int, int]

@@ -25,7 +25,7 @@ import shardwright as sw
 from benchmarks.memory_cases import CASES, Case
 from benchmarks.table import Table
 from benchmarks.torchrun import torchrun
-from shardwright.cost.memory import Memory, binary, memory
+from shardwright.core.cost.memory import Memory, binary, memory
 
 DEVICES = 8
 MEDIAN_GOAL, WORST_GOAL = 0.05, 0.10

@@ -18,11 +18,11 @@ from typing import Any
 from benchmarks.page import ROOT
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds, in_fork
-from shardwright.config.run import Run
-from shardwright.cost.memory import binary
+from shardwright.core.cost.memory import binary
+from shardwright.core.partition.pipeline_spec import AUTO
+from shardwright.core.plan import Plan
 from shardwright.errors import MemoryLimitError
-from shardwright.partition.pipeline_spec import AUTO
-from shardwright.plan import Plan
+from shardwright.run.config.run import Run
 
 CONFIG, CLUSTER, DEVICES = "llama2_70b_auto.yaml", "h100", 64
 LIMITS = (80, 60, 45, 35, 25, 15, 10, 9, 6)

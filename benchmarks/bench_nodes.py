@@ -26,7 +26,7 @@ from statistics import median
 
 from benchmarks.namespaces import NEEDS, Host, can_be_made, two_hosts
 from benchmarks.table import Table
-from shardwright.train.log_folder import LogFolder
+from shardwright.run.launch.log_folder import LogFolder
 
 RATE, FREE, SAMPLES = "100mbit", "100gbit", 32
 SHAPED, STEPS, TIMEOUT, PATIENCE = 7, 16, 20, 600

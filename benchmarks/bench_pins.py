@@ -37,7 +37,7 @@ import shardwright as sw
 from benchmarks.models import Model, feed_forward, small
 from benchmarks.table import Table
 from benchmarks.timing import Sample, cpu_seconds, in_fork
-from shardwright.graph.graph import Graph
+from shardwright.core.graph.graph import Graph
 
 DEVICES, BATCH_PARTS, MODEL_PARTS = 8, 2, 4
 COUNTS = (2, 4, 8)

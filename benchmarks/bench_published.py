@@ -29,9 +29,9 @@ from statistics import median
 from benchmarks.page import PAGE, ROOT
 from benchmarks.scatter import scatter
 from benchmarks.table import Table
-from shardwright.compare.measured import spearman
-from shardwright.compare.published import MeasuredRun, PlannedMeasurement
-from shardwright.compare.published_config import planned_runs
+from shardwright.tools.compare.measured import spearman
+from shardwright.tools.compare.published import MeasuredRun, PlannedMeasurement
+from shardwright.tools.compare.published_config import planned_runs
 
 ROWS = ROOT / "benchmarks" / "published_throughput.json"
 PICTURE = PAGE.with_name("published.svg")

@@ -25,9 +25,9 @@ from pathlib import Path
 from benchmarks.page import ROOT
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds
-from shardwright.config.run import Run
-from shardwright.plan import Plan
-from shardwright.plan.table import plan_text
+from shardwright.core.plan import Plan
+from shardwright.core.plan.table import plan_text
+from shardwright.run.config.run import Run
 
 DEVICES, TIMES = 64, 5
 LINES, COLUMNS, MEGABYTES = 25, 80, 5.0

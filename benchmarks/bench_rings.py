@@ -28,11 +28,11 @@ from benchmarks.rings_ranks import strategies
 from benchmarks.table import Table
 from benchmarks.timing import Sample
 from benchmarks.torchrun import torchrun
-from shardwright.capture.capture import capture
-from shardwright.cost.memory import binary
+from shardwright.core.capture.capture import capture
+from shardwright.core.cost.memory import binary
+from shardwright.core.graph.graph import Graph
+from shardwright.core.planner import candidate
 from shardwright.errors import MemoryLimitError
-from shardwright.graph.graph import Graph
-from shardwright.planner import candidate
 
 LIMITS = ("60GiB", "50GiB", "40GiB", "35GiB")
 RANKS, TOKENS, ROUNDS = 4, (4096, 8192), 5

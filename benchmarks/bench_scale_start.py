@@ -28,9 +28,9 @@ import torch
 from benchmarks.models import llama_2, small
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds, in_fresh_process
-from shardwright.api import plan, rehearse
-from shardwright.plan import Plan
-from shardwright.train.rehearsal import RankRehearsal
+from shardwright.core.api import plan, rehearse
+from shardwright.core.api.rehearsal import RankRehearsal
+from shardwright.core.plan import Plan
 
 MANY = (8, 64, 256, 1024, 4096)
 PLANS: Mapping[str, tuple[int, dict[str, Any]]] = {

@@ -24,10 +24,10 @@ import shardwright as sw
 from benchmarks.models import LLAMA_2, llama_2
 from benchmarks.table import Table
 from benchmarks.timing import Sample, cpu_seconds, in_fork
-from shardwright.graph.graph import Graph
-from shardwright.layout.prime_mesh import prime_mesh
-from shardwright.search.recursive.search import search_recursively
-from shardwright.search.request import SearchRequest
+from shardwright.core.graph.graph import Graph
+from shardwright.core.layout.prime_mesh import prime_mesh
+from shardwright.core.search.recursive.search import search_recursively
+from shardwright.core.search.request import SearchRequest
 
 BATCH, SEQUENCE = 1024, 4096
 DEVICES = (8, 64, 1024)

@@ -28,8 +28,8 @@ import shardwright as sw
 from benchmarks.models import small
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds, in_fresh_process
-from shardwright.train import PadToMultiple
-from shardwright.train.lone_rank import fake_process_group
+from shardwright.core.api.lone_rank import fake_process_group
+from shardwright.run import PadToMultiple
 
 DEVICES, WIDTH, LAYERS = 8, 4096, 64
 WAYS = {"built before, kept": None, "built before, released": 1.25, "no_init_parameters": 0.25}

@@ -25,7 +25,7 @@ import shardwright as sw
 from benchmarks.full_size import language
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds
-from shardwright.graph.custom_ops import masked_attention, windowed_attention
+from shardwright.core.graph.custom_ops import masked_attention, windowed_attention
 
 LENGTHS = (32768, 65536, 131072, 262144)
 MASKS = {

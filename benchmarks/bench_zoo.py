@@ -28,8 +28,8 @@ from benchmarks.timing import in_fork
 from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.tiny import model
 from benchmarks.zoo.written import WRITTEN, written
-from shardwright.cost.flops import work_of
-from shardwright.rules import rule_of
+from shardwright.core.cost.flops import work_of
+from shardwright.core.rules import rule_of
 
 DEVICES, EXACT_SHARE = 8, 0.95
 SITE_PACKAGES = re.compile(r"\S*site-packages/")

@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
 from benchmarks.models import small
-from shardwright.cost.cluster import GLOO, Cluster, Device, LinkLevel
-from shardwright.cost.predict import predict
-from shardwright.cost.step_time import StepTime
-from shardwright.partition.chunk import Chunk
+from shardwright.core.cost.cluster import GLOO, Cluster, Device, LinkLevel
+from shardwright.core.cost.predict import predict
+from shardwright.core.cost.step_time import StepTime
+from shardwright.core.partition.chunk import Chunk
 
 SIZES = {"batch": 4, "sequence": 128, "layers": 4, "heads": 8, "kv_heads": 8, "width": 512}
 STEPS = 5

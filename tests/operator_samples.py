@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from random_plans import random_plan
 from shardwright import ShardwrightError, capture
-from shardwright.parallel.simulate_ranks import Outcome, simulate
-from shardwright.rules import is_random
+from shardwright.core.parallel.simulate_ranks import Outcome, simulate
+from shardwright.core.rules import is_random
 
 DEVICES = 5
 PER_OPERATOR = 3

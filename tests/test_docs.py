@@ -26,9 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardwright
 from markdown_fences import PAGES, ROOT, Fence, fences
 from shardwright.cli import app
-from shardwright.config import parse
-from shardwright.cost.cluster import read_cluster
-from shardwright.rules import rule
+from shardwright.core.cost.cluster import read_cluster
+from shardwright.core.rules import rule
+from shardwright.run.config import parse
 
 MODULES = [
     module.name

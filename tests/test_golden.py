@@ -18,8 +18,8 @@ import shardwright as sw
 from commands_page import commands_page
 from markdown_fences import ROOT
 from sample_models import mlp, network
-from shardwright.api.save_graphs import program_text
-from shardwright.graph.printer import graph_text
+from shardwright.core.api.save_graphs import program_text
+from shardwright.core.graph.printer import graph_text
 
 FOLDER = Path(__file__).parent / "golden"
 

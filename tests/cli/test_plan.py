@@ -12,10 +12,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shardwright as sw
-from config.mindformers.files import small
+from mindformers.files import small
 from shardwright.cli import app
 from shardwright.cli.plan import _colored
-from shardwright.plan.file_schema import json_schema
+from shardwright.core.plan.file_schema import json_schema
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from shardwright.partition.schedules import SCHEDULES
+from shardwright.core.partition.schedules import SCHEDULES
 
 ROWS, MICRO_BATCHES, STEPS = 8, 4, 5
 

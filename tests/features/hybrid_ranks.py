@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardwright as sw
 from features.hybrid_cases import CASES, MICRO_BATCHES, ROWS, STEPS, Case
-from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout
-from shardwright.parallel.module import ParallelModule, parallel_module
-from shardwright.runtime.devices import Devices
+from shardwright.core.graph.graph import Graph
+from shardwright.core.layout.layout import Layout
+from shardwright.core.parallel.module import ParallelModule, parallel_module
+from shardwright.core.runtime.devices import Devices
 
 
 class Block(nn.Module):

@@ -13,10 +13,10 @@ from torch import nn
 
 import shardwright as sw
 from random_plans import check_random_plan, random_plan
-from shardwright.graph.custom_ops import experts
-from shardwright.graph.graph import Graph
-from shardwright.graph.serialize import dumps, loads
-from shardwright.search.assign_stages import operator_work
+from shardwright.core.graph.custom_ops import experts
+from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.serialize import dumps, loads
+from shardwright.core.search.assign_stages import operator_work
 from torchrun import torchrun
 
 transformers = pytest.importorskip("transformers", "5.0")

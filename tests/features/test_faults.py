@@ -16,11 +16,11 @@ from benchmarks.kills import kill_at_random
 
 import shardwright as sw
 from shardwright import cli
-from shardwright.config import Run
-from shardwright.train import folder_lock
-from shardwright.train.launch import launch
-from shardwright.train.log_folder import LogFolder
-from shardwright.train.rank_failure import RankFailedError
+from shardwright.core.checkpoint import folder_lock
+from shardwright.run.config import Run
+from shardwright.run.launch.launch import launch
+from shardwright.run.launch.log_folder import LogFolder
+from shardwright.run.launch.rank_failure import RankFailedError
 
 MODEL = """
 import torch

@@ -13,9 +13,9 @@ import pytest
 import shardwright as sw
 from features.fuzzed_files import CLUSTER, KINDS, STRATEGIES, fuzz
 from mutations import ALIASES, CYCLE, MERGES, RAW
-from shardwright.config.load import load
-from shardwright.cost.clusters import load_cluster
+from shardwright.core.cost.clusters import load_cluster
 from shardwright.errors import ShardwrightError
+from shardwright.run.config.load import load
 
 TESTS = Path(__file__).parents[1]
 

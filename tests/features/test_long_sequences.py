@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from random_plans import random_plan
-from shardwright.capture import causal_masks
-from shardwright.graph import blockwise_attention
-from shardwright.graph.custom_ops import masked_attention, windowed_attention
-from shardwright.layout.layout import Layout
-from shardwright.partition.decisions import Decisions, adapt_decisions
-from shardwright.planner import candidate
-from shardwright.planner.options import bytes_of
+from shardwright.core.capture import causal_masks
+from shardwright.core.graph import blockwise_attention
+from shardwright.core.graph.custom_ops import masked_attention, windowed_attention
+from shardwright.core.layout.layout import Layout
+from shardwright.core.partition.decisions import Decisions, adapt_decisions
+from shardwright.core.planner import candidate
+from shardwright.core.planner.options import bytes_of
 from torchrun import torchrun
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from random_plans import random_plan
-from shardwright.parallel.simulate_ranks import simulate
+from shardwright.core.parallel.simulate_ranks import simulate
 
 pytest.importorskip("expecttest", reason="PyTorch's operator samples need expecttest")
 

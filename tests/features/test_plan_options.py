@@ -19,11 +19,11 @@ import yaml
 from torch import nn
 
 import shardwright as sw
-from shardwright.config import parse
-from shardwright.config.schema import ParallelSection
+from shardwright.core.planner.options import FileOptions, KeywordOptions, PlanOptions
+from shardwright.core.planner.requirement import requirements
 from shardwright.errors import ConfigError, StrategyError
-from shardwright.planner.options import FileOptions, KeywordOptions, PlanOptions
-from shardwright.planner.requirement import requirements
+from shardwright.run.config import parse
+from shardwright.run.config.schema import ParallelSection
 
 MODEL = "model: {name: llama2_7b_tiny}\n"
 

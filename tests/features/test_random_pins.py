@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import shardwright as sw
 from random_graphs import random_net
 from random_plans import random_cuts
-from shardwright.layout.layout import TensorLayout
-from shardwright.layout.prime_mesh import prime_mesh
-from shardwright.rules import rule_of
+from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.layout.prime_mesh import prime_mesh
+from shardwright.core.rules import rule_of
 
 MODES = ("semi_auto", "sharding_propagation", "recursive_programming")
 

@@ -20,10 +20,10 @@ import shardwright as sw
 from random_graphs import random_net
 from random_plans import check_random_plan, random_plan, random_recompute
 from sample_models import Model, bert, encoder, gpt2, llama, mlp, resnet
-from shardwright.api.save_graphs import program_text
-from shardwright.constraints.recompute import recompute_of
-from shardwright.lower.emit import Line, nested, write_body
-from shardwright.partition.decisions import OptimizerParallel
+from shardwright.core.api.save_graphs import program_text
+from shardwright.core.constraints.recompute import recompute_of
+from shardwright.core.lower.emit import Line, nested, write_body
+from shardwright.core.partition.decisions import OptimizerParallel
 
 MODELS: dict[str, Any] = {
     "mlp": mlp,

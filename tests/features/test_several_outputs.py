@@ -14,9 +14,9 @@ from torch.nn import functional as F
 import shardwright as sw
 from random_graphs import random_outputs_net
 from random_plans import random_plan, random_recompute
-from shardwright.graph.graph import Graph
-from shardwright.parallel.simulate_ranks import Outcome, simulate
-from shardwright.partition.partitioned import Partitioned
+from shardwright.core.graph.graph import Graph
+from shardwright.core.parallel.simulate_ranks import Outcome, simulate
+from shardwright.core.partition.partitioned import Partitioned
 
 
 def partitioned(graph: Graph, devices: int, seed: int) -> Partitioned:

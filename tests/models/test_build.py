@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from random_plans import check_random_plan, random_plan
+from shardwright.core.rules import rule_of
 from shardwright.errors import ConfigError
 from shardwright.models import LoRA, build, dimensions, example_batch
 from shardwright.models.attention import Attention
-from shardwright.rules import rule_of
 
 # Those that differ when they are tiny.
 ARCHITECTURES = [
