@@ -62,7 +62,9 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
     Raises:
         ConfigError: the configuration has no such argument.
     """
-    with needs_extra("transformers", f"the model family {sizes.family} needs transformers", ConfigError):
+    with needs_extra(
+        "transformers", f"the model family {sizes.family} needs transformers", ConfigError
+    ):
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 

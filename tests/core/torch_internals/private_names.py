@@ -1,8 +1,8 @@
 """Every private name of PyTorch that this package uses: what it does, what could replace it, since
 which supported version it is there, and up to which it is needed.
 
-PyTorch may change these in any release. To support a new one, run the tests of this room with it;
-where a name has moved, the file of this room that uses it takes both.
+PyTorch may change these in any release. To support a new one, run the tests of this folder with it;
+where a name has moved, the file of `core/torch_internals` that uses it takes both.
 """
 
 from __future__ import annotations
