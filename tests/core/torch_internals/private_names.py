@@ -72,6 +72,13 @@ OPERATORS = (
         "the overload's name",
         "`OpOverload.name()`, taken apart",
     ),
+    PrivateName(
+        "torch._ops.OpOverload._op_dk",
+        "runs the kernel that composes an operator of others, to capture those",
+        "`OpOverload.decompose`, which lacks those of `torch._foreach_*`",
+    ),
+    PrivateName("torch._C.DispatchKey.CompositeImplicitAutograd", "the key of such kernels"),
+    PrivateName("torch._C.DispatchKey.CompositeExplicitAutograd", "the same"),
     PrivateName("torch.fx.Node._erased", "whether a node that is met was removed meanwhile"),
     PrivateName(
         "torch.library.Library._destroy", "takes back the kernels of a dry run on meta tensors"
