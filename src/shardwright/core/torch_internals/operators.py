@@ -51,8 +51,9 @@ def overload_name(overload: OpOverload) -> str:
 
 def call_composite(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Runs the kernel that calls other operators in place of this one."""
+    name = overload.name()  # type: ignore[no-untyped-call]
     for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.CompositeExplicitAutograd):
-        if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
             # Modes for functions, such as that of `make_fx`, would call the operator itself.
             with torch._C.DisableTorchFunction():
                 return overload._op_dk(key, *args, **kwargs)
