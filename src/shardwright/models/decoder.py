@@ -12,7 +12,7 @@ from shardwright.errors import ConfigError, needs_extra
 from shardwright.models.attention import Attention, register_with_transformers
 from shardwright.models.loss import next_token_loss
 from shardwright.models.prefix import Prefixes, PrefixTuning
-from shardwright.models.sizes import Dimensions, Family
+from shardwright.models.sizes import Dimensions
 
 
 class Decoder(nn.Module):
@@ -83,7 +83,7 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
     return Decoder(net.model, net.lm_head)
 
 
-MODEL_TYPES: Mapping[Family, tuple[str, tuple[str, ...]]] = {
+MODEL_TYPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "llama": ("llama", ()),
     "telechat": ("llama", ()),
     "qwen": ("qwen2", ()),
