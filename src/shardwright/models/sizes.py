@@ -139,7 +139,7 @@ def feed_forward_size(
 
 
 def _published(
-    family: Family, width: int, layers: int, heads: int, ffn: int, vocabulary: int, **others: Any
+    family: str, width: int, layers: int, heads: int, ffn: int, vocabulary: int, **others: Any
 ) -> Dimensions:
     return Dimensions(
         family=family,
