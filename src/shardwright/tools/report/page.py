@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
+from shardwright.core.cost.memory import binary
+from shardwright.core.plan.rows import seconds_text
 from shardwright.errors import PlanError, needs_extra
 from shardwright.tools.report.picture import Picture
 
@@ -103,9 +107,7 @@ class Operator:
     shapes: str
     cuts: tuple[tuple[str, tuple[int, ...]], ...]
     bytes: int
-    bytes_text: str
     seconds: float
-    seconds_text: str
     why: str
     reason: str
     facts: tuple[tuple[str, str], ...]
@@ -116,22 +118,33 @@ class Operator:
 
 @dataclass(frozen=True)
 class Branch:
-    """A module with what is in it, in the order of the model.
-
-    Args:
-        axes: the numbers of the axes that cut something in it.
-        count: of the operators in it.
-    """
+    """A module with what is in it, in the order of the model."""
 
     name: str
     path: str
     children: tuple[Branch | Operator, ...]
-    axes: tuple[int, ...]
-    count: int
-    bytes: int
-    bytes_text: str
-    seconds: float
-    seconds_text: str
+
+    @cached_property
+    def axes(self) -> tuple[int, ...]:
+        """The numbers of the axes that cut something in it."""
+        inside = (
+            each.axes if isinstance(each, Branch) else (a for _, axes in each.cuts for a in axes)
+            for each in self.children
+        )
+        return tuple(sorted(set(chain.from_iterable(inside))))
+
+    @cached_property
+    def count(self) -> int:
+        """Of the operators in it."""
+        return sum(child.count for child in self.children)
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(child.bytes for child in self.children)
+
+    @cached_property
+    def seconds(self) -> float:
+        return sum(child.seconds for child in self.children)
 
 
 @dataclass(frozen=True)
@@ -240,4 +253,5 @@ def page_html(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters |= {"binary": binary, "seconds": seconds_text}
     return environment.get_template("page.html").render(page=page)
