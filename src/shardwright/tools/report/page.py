@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
+from typing import TypeVar
 
 from shardwright.core.cost.memory import binary
 from shardwright.core.plan.rows import seconds_text
 from shardwright.errors import PlanError, needs_extra
 from shardwright.tools.report.picture import Picture
+
+Size = TypeVar("Size", int, float)
+"""Bytes or seconds."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,17 @@ class Bar:
     length: float
     hidden: float = 0.0
     note: str = ""
+
+
+def stacked(
+    sizes: Mapping[str, Size], whole: float, text: Callable[[Size], str]
+) -> tuple[Bar, ...]:
+    """Bars one after the other, one for each kind, with its size as `text`."""
+    starts = accumulate(sizes.values(), initial=0)
+    return tuple(
+        Bar(kind, kind, text(size), start / whole, size / whole)
+        for (kind, size), start in zip(sizes.items(), starts, strict=False)
+    )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from shardwright.tools.report.page import (
     Page,
     Stack,
     page_html,
+    stacked,
 )
 from shardwright.tools.report.tree import page_tree
 
@@ -225,22 +226,18 @@ def _memory(plan: PlanData) -> Chart:
     used = [name for name in StageMemory.NAMES if any(getattr(s, name) for s in memory.stages)]
     rows, table = [], []
     for stage in memory.stages:
-        sizes = [getattr(stage, name) for name in used]
-        starts = accumulate(sizes, initial=0)
+        sizes = {name: getattr(stage, name) for name in used}
         over = limit is not None and stage.peak > limit
         rows.append(
             Stack(
                 label=f"stage {stage.stage}" if len(memory.stages) > 1 else "each device",
                 text=binary(stage.peak),
-                bars=tuple(
-                    Bar(name, name, binary(size), start / width, size / width)
-                    for name, size, start in zip(used, sizes, starts, strict=False)
-                ),
+                bars=stacked(sizes, width, binary),
                 limit=None if limit is None else limit / width,
                 state="bad" if over else "",
             )
         )
-        table.append((rows[-1].label, *map(binary, (*sizes, stage.peak)), stage.moment))
+        table.append((rows[-1].label, *map(binary, (*sizes.values(), stage.peak)), stage.moment))
     note = f"One device at its peak, with {memory.optimizer}"
     note += "." if limit is None else f"; the line is the limit of {binary(limit)}."
     return Chart(tuple(rows), tuple(used), note, ("", *used, "peak", "when"), tuple(table))
@@ -346,9 +343,9 @@ def _traffic(plan: PlanData) -> Chart:
         (steps, f"{count:,}", binary(there), binary(back))
         for steps, (count, there, back) in ranked[:MOST_ROWS]
     ]
-    for crossing in fold_crossings(plan.crossings):
+    for stages, crossing in fold_crossings(plan.crossings):
         there, back = crossing.forward_bytes, crossing.backward_bytes
-        table.append((f"send: {crossing.stages}", "each", binary(there), binary(back)))
+        table.append((f"send: {stages}", "each", binary(there), binary(back)))
     left = len(ranked) - MOST_ROWS
     devices = "one device sends" if plan.pipeline.stages == 1 else "one device of each stage sends"
     note = (

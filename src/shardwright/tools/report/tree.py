@@ -126,4 +126,4 @@ def _redistributions(row: OperatorRow) -> Iterable[tuple[str, str, str]]:
     for each in row.redistributions:
         shared = "; the rest is shared with an earlier operator" if each.shared else ""
         sizes = f"{binary(each.forward_bytes)} forward, {binary(each.backward_bytes)} backward"
-        yield each.value or "inside", ", then ".join(each.steps), f"{sizes}{shared}"
+        yield each.value or "inside", each.steps_text, f"{sizes}{shared}"
