@@ -101,14 +101,15 @@ class _Input(_InFile):
 
 def _mesh(read: _Mesh, info: ValidationInfo) -> Layout:
     """The mesh, on which the layouts that are read after it are."""
-    mesh = Layout(read.device_matrix, read.alias_names)
-    info.context["mesh"] = mesh
+    context: Any = info.context
+    context["mesh"] = mesh = Layout(read.device_matrix, read.alias_names)
     return mesh
 
 
 def _on_mesh(read: _LayoutOnMesh, info: ValidationInfo) -> TensorLayout | None:
     """The layout; None if the mesh is invalid, which is the error that is reported."""
-    mesh = info.context.get("mesh")
+    context: Any = info.context
+    mesh = context.get("mesh")
     axes = (read.axes, frozenset(read.partial), frozenset(read.varying))
     return None if mesh is None else one_layout(mesh, *axes)
 
@@ -126,6 +127,8 @@ _IN_FILE: dict[Any, Any] = {
 }
 """What the file holds of a value, by its type: numbers are at least 0."""
 
+MEANINGS = tuple(each.name.lower() for each in Meaning)
+
 _LIMITED: dict[type, dict[str, Any]] = {
     PlanData: {
         "memory_limit": AtLeastOne | None,
@@ -133,11 +136,11 @@ _LIMITED: dict[type, dict[str, Any]] = {
             Annotated[_Input, AfterValidator(dict)] | str | int | float | bool | None, ...
         ],
     },
-    OperatorRow: {"meanings": dict[str, Literal[tuple(each.name.lower() for each in Meaning)]]},
+    OperatorRow: {"meanings": GenericAlias(dict, (str, Literal[MEANINGS]))},
     TimePart: {"kind": Literal[KINDS]},
     OtherChoice: {
         "cost": Annotated[float, Field(allow_inf_nan=False)],
-        "turns": dict[Literal[KNOBS], Amount],
+        "turns": GenericAlias(dict, (Literal[KNOBS], Amount)),
     },
     OptimizerParallel: {"shard_size": int},
     PipelineSpec: {
@@ -151,11 +154,12 @@ _LIMITED: dict[type, dict[str, Any]] = {
 """Fields whose values have other limits than their types."""
 
 
+@cache
 def _in_file(kind: Any) -> Any:
     """The type of what the file holds of values of the type `kind`."""
     if kind in _IN_FILE:
         return _IN_FILE[kind]
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         return Annotated[_model(kind), AfterValidator(partial(_made, kind))]
     origin = get_origin(kind)
     if origin is None:
@@ -166,7 +170,6 @@ def _in_file(kind: Any) -> Any:
     return GenericAlias(dict if origin is Mapping else origin, parts)
 
 
-@cache
 def _model(of: type, **more: Any) -> type[BaseModel]:
     """What the file holds of the dataclass `of`, under its keys there, and `more`."""
     hints, limited, optional = get_type_hints(of), _LIMITED.get(of, {}), ADDED_LATER.get(of, ())
@@ -180,7 +183,6 @@ def _model(of: type, **more: Any) -> type[BaseModel]:
     return create_model(of.__name__, __base__=_InFile, **definitions, **more)
 
 
-@cache
 def _names(of: Any) -> tuple[str, ...]:
     """The fields of a dataclass that are in the file."""
     left_out = OF_THIS_RUN if issubclass(of, PlanData) else ()
