@@ -198,7 +198,7 @@ PlanFile = _model(PlanData, version=int, devices=AtLeastOne)
 
 
 def json_schema() -> str:
-    """The JSON Schema of plan files, as `plan/plan.schema.json` publishes it."""
+    """The JSON Schema of plan files, as `plan.schema.json` publishes it."""
     title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Shardwright plan"}
     return json.dumps({**PlanFile.model_json_schema(), **title}, indent=1) + "\n"
 

@@ -149,13 +149,12 @@ def _memory_headline(plan: PlanData) -> Headline:
     if memory is None:
         note = "" if limit is None else f"the limit is {binary(limit)}"
         return Headline("Memory per device", "not predicted", note)
-    most = max(memory.stages, key=lambda stage: stage.peak)
-    place = f"peak, stage {most.stage}" if len(memory.stages) > 1 else "peak"
+    place = f"peak, stage {memory.largest_stage.stage}" if len(memory.stages) > 1 else "peak"
     if limit is None:
         return Headline("Memory per device", binary(memory.peak), f"{place}; no limit is known")
-    verdict = "does not fit" if memory.peak > limit else "fits"
+    verdict = "does not fit" if plan.over_limit else "fits"
     note = f"of {binary(limit)} ({memory.peak / limit:.0%}), {place}: {verdict}"
-    state = "bad" if memory.peak > limit else "good"
+    state = "bad" if plan.over_limit else "good"
     return Headline("Memory per device", binary(memory.peak), note, state)
 
 
@@ -269,7 +268,7 @@ def _largest(plan: PlanData) -> Chart:
     """The tensors at the peak of the stage that needs most, those of repeated blocks together."""
     if plan.known_memory is None:
         return Chart()
-    stage = max(plan.known_memory.stages, key=lambda each: each.peak)
+    stage = plan.known_memory.largest_stage
     header = ("made by, or for", "kind", "size")
     note = f"The largest at the peak ({stage.moment}), of those that one micro-batch has made."
     rows = tuple((name, kind, binary(size)) for name, kind, size in stage.largest)
@@ -375,8 +374,7 @@ def _compared(plan: PlanData | str, to: PlanData) -> tuple[str, ...]:
         return ("", "", "", "", "", "", plan)
     step, memory, own = plan.step_time, plan.known_memory, to.step_time
     size = "" if memory is None else binary(memory.peak)
-    if memory is not None and plan.memory_limit is not None and memory.peak > plan.memory_limit:
-        size += ", does not fit"
+    size += ", does not fit" * plan.over_limit
     return (
         f"{plan.devices:,}",
         "" if step is None else seconds_text(step),
