@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from random_cases import random_cases
 from random_plans import check_random_plan, random_plan
 from shardwright.core.graph.custom_ops import experts
 from shardwright.core.graph.graph import Graph
@@ -86,27 +87,14 @@ def dispatches(graph: Graph) -> list[str]:
     return [op.name for op in graph.ops if op.target is experts]
 
 
-@pytest.mark.parametrize(
-    ("build", "devices"),
-    list(zip(MODELS, (4, 2, 2, 2, 2), strict=True)),
-    ids=lambda x: getattr(x, "__name__", x),
-)
-def test_a_random_plan_changes_no_result(build: Any, devices: int) -> None:
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+@random_cases(1, slow=5)
+def test_a_random_plan_changes_no_result(build: Any, seed: int) -> None:
     torch.manual_seed(0)
     net, kwargs = build(), batch()
     graph = sw.capture(net, (), kwargs)
     assert len(dispatches(graph)) == 1
-    check_random_plan(net, (), kwargs, graph, random_plan(graph, devices, devices))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
-def test_random_plans_change_no_result(build: Any) -> None:
-    torch.manual_seed(0)
-    net, kwargs = build(), batch()
-    graph = sw.capture(net, (), kwargs)
-    for seed in range(12):
-        check_random_plan(net, (), kwargs, graph, random_plan(graph, (2, 4, 6)[seed % 3], seed))
+    check_random_plan(net, (), kwargs, graph, random_plan(graph, (2, 4, 6)[seed % 3], seed))
 
 
 @pytest.mark.slow
