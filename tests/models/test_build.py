@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -157,7 +158,9 @@ def test_sequence_length_and_number_of_layers_can_be_chosen() -> None:
     assert "model.layers.2.mlp.up_proj.weight" not in shapes  # the third is the query layer
 
 
-def test_unknown_models_and_kinds_of_attention_are_errors() -> None:
+def test_unknown_models_families_and_kinds_of_attention_are_errors() -> None:
+    with pytest.raises(ConfigError, match="family='mamba': must be one of llama, telechat, qwen,"):
+        build(replace(dimensions("llama2_7b_tiny"), family="mamba"))
     with pytest.raises(ConfigError, match="unknown model 'gpt5'"):
         build("gpt5")
     with pytest.raises(ConfigError, match="attention='flash': valid are fused, explicit"):

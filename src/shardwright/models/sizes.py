@@ -11,19 +11,6 @@ from shardwright.errors import ConfigError
 MAX_LAYERS = 512
 """Blocks of a language model; capturing so many takes minutes. Published ones have up to 126."""
 
-Family = Literal[
-    "llama",
-    "telechat",
-    "qwen",
-    "glm",
-    "mixtral",
-    "qwen_moe",
-    "deepseek_v2",
-    "baichuan1",
-    "baichuan",
-    "pangualpha",
-    "gpt",
-]
 Gelu = Literal["gelu", "gelu_tanh", "fast_gelu"]
 Positions = Literal["rotary", "alibi", "learned"]
 
@@ -33,10 +20,10 @@ class Dimensions:
     """The dimensions of a language model.
 
     Args:
-        family: `llama`, `telechat` (with biases of the last layers of attention and MLP), `qwen`
-            (with biases of queries, keys and values), `glm`, `mixtral`, `qwen_moe` and
-            `deepseek_v2` are built on `transformers`; `baichuan1`, `baichuan` (Baichuan 2),
-            `pangualpha` and `gpt` (GPT-2) are modules of this package.
+        family: a key of `FAMILIES` in `models/build.py`. `llama`, `telechat` (with biases of the
+            last layers of attention and MLP), `qwen` (with biases of queries, keys and values),
+            `glm`, `mixtral`, `qwen_moe` and `deepseek_v2` are built on `transformers`; `baichuan1`,
+            `baichuan` (Baichuan 2), `pangualpha` and `gpt` (GPT-2) are modules of this package.
         num_layers: number of blocks; in PanguAlpha the last one is the query layer.
         num_kv_heads: key-value heads, each shared by `num_heads / num_kv_heads` query heads.
         intermediate_size: width of the feed-forward layers, or of each expert.
@@ -53,7 +40,7 @@ class Dimensions:
         ConfigError: if a size is not a positive int, or the sizes and heads are not divisible.
     """
 
-    family: Family
+    family: str
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -94,7 +81,7 @@ class Dimensions:
             raise ConfigError("PanguAlpha needs at least 2 layers: the last is its query layer")
 
     def _check_kinds(self) -> None:
-        kinds = (("family", Family), ("positions", Positions), ("activation", Gelu))
+        kinds = (("positions", Positions), ("activation", Gelu))
         for name, valid in ((name, get_args(kind)) for name, kind in kinds):
             if getattr(self, name) not in valid:
                 raise ConfigError(

@@ -258,7 +258,8 @@ def check_outputs_reach_every_rank() -> None:
             with torch.no_grad():
                 loss, logits = parallel(*batch(rows))
                 wanted = nets[1](*batch(rows))
-            torch.testing.assert_close(loss, wanted[0])
+            if plan.pipeline.averages_micro_batches:
+                torch.testing.assert_close(loss, wanted[0])
             torch.testing.assert_close(logits, wanted[1])
         for net in (parallel, nets[1]):
             net.train()
