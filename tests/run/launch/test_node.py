@@ -135,7 +135,7 @@ def test_nodes_that_do_not_come_are_not_waited_for_forever(port: int, tmp_path: 
 GIVES_UP = """
 import os, signal, time
 from torch.distributed.elastic.multiprocessing.errors import record
-from shardwright.core.runtime.collective_errors import CommunicationError
+from shardwright.errors import CommunicationError
 
 @record
 def main():

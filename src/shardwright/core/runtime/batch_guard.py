@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.core.agreement.collective import has_other_ranks
+from shardwright.core.agreement.content_hash import content_hash, text_hash
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.runtime.accelerator import Arrival, SideStream, pinned
-from shardwright.core.runtime.agreement import hash_of
-from shardwright.core.runtime.content_hash import content_hash
-from shardwright.core.runtime.devices import Devices, has_other_ranks
+from shardwright.core.runtime.devices import Devices
 from shardwright.errors import DataError
 
 FIRST_CALLS = 10
@@ -173,7 +173,7 @@ class BatchGuard:
         """A row for each rank, zero but for this one's: a hash of what is called, the size of its
         batch, and places for the hashes of inputs."""
         table = torch.zeros(dist.get_world_size(), 2 + len(self._inputs), dtype=torch.int64)
-        table[dist.get_rank(), 0] = hash_of(re.sub(r" at 0x[0-9a-f]+", "", repr(kind)))
+        table[dist.get_rank(), 0] = text_hash(re.sub(r" at 0x[0-9a-f]+", "", repr(kind)))
         table[dist.get_rank(), 1] = _rows(leaves)
         return table
 

@@ -18,6 +18,7 @@ from types import FrameType
 import torch
 
 from shardwright.core.partition.parameter_buckets import Bucket
+from shardwright.errors import CommunicationError
 
 PROGRAM = "<program>"
 """The file name that programs are compiled under."""
@@ -33,10 +34,6 @@ LENGTH = 120
 
 NEAR = 6
 """Frames between a program and what it calls, at most."""
-
-
-class CommunicationError(RuntimeError):
-    """A collective failed: another rank is gone, or did not come within the time-out."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.core.agreement.collective import has_other_ranks
 from shardwright.core.runtime.batch_guard import EVERY, FIRST_CALLS, GRACE_SECONDS
-from shardwright.core.runtime.devices import Devices, has_other_ranks
+from shardwright.core.runtime.devices import Devices
 from shardwright.errors import DataError
 
 TOLERANCE = 1e-3

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.core.runtime.collective_errors import CommunicationError
+from shardwright.errors import CommunicationError
 from shardwright.run.launch.log_folder import LogFolder
 
 # Signals that indicate a lost device; SIGABRT is not one of them, libraries raise it on errors.
