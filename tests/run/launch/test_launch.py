@@ -116,7 +116,8 @@ def test_a_signal_to_the_launching_process_ends_all_ranks(
     program = RANK + "print(os.getpid(), flush=True); time.sleep(10_000)"
     launcher = (
         "from pathlib import Path\n"
-        "from shardwright.run.launch.launch import StoppedError, launch\n"
+        "from shardwright.run.launch.launch import launch\n"
+        "from shardwright.run.launch.rank_failure import StoppedError\n"
         "from shardwright.run.launch.log_folder import LogFolder\n"
         "try:\n"
         f"    launch(['-c', {program!r}], 2, LogFolder(Path({str(logs.root)!r})))\n"

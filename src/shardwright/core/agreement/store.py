@@ -34,7 +34,7 @@ PATIENCE = 60.0
 """Seconds without any after which a rank goes on without rank 0."""
 
 FAREWELL = 10.0
-"""Seconds for which rank 0, whose process may serve the store, waits for all to have read it."""
+"""Seconds for which the process that serves the store waits for the others before it ends."""
 
 PIECE = 4 * 2**20
 """Bytes of one entry of the store, which takes no more than 8 MiB."""
@@ -62,7 +62,8 @@ def check_same_facts(
         difference = _tell(store, lambda: _difference(ranks) or _used_twice(ranks), str)
     else:
         difference = _told(store)
-    _wait_for_readers(store, rank, size)
+    # The process of rank 0 may serve the store.
+    count_until(store, "read", 1, lambda readers: rank != 0 or readers >= size)
     if difference:
         raise ConfigError(difference)
 
@@ -110,6 +111,14 @@ def on_rank_0(
     except dist.DistNetworkError as error:
         raise CommunicationError(f"rank 0, which makes the {what}, is gone") from error
     return read(result)
+
+
+def count_until(store: Store, key: str, step: int, enough: Callable[[int], bool]) -> None:
+    """Adds `step` to a count in the store, and returns once it is enough, or after `FAREWELL`."""
+    count, deadline = store.add(key, step), time.monotonic() + FAREWELL
+    while not enough(count) and time.monotonic() < deadline:
+        time.sleep(0.01)
+        count = store.add(key, 0)
 
 
 @contextmanager
@@ -175,14 +184,6 @@ def _send(store: Store, answer: Mapping[str, Any]) -> None:
     for number, piece in enumerate(pieces):
         store.set(f"piece {number}", piece)  # type: ignore[arg-type]
     store.set("pieces", str(len(pieces)))
-
-
-def _wait_for_readers(store: Store, rank: int, size: int) -> None:
-    """Counts this rank; on rank 0 returns once all have been counted."""
-    read, deadline = store.add("read", 1), time.monotonic() + FAREWELL
-    while rank == 0 and read < size and time.monotonic() < deadline:
-        time.sleep(0.01)
-        read = store.add("read", 0)
 
 
 def _difference(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:

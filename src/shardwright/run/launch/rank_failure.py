@@ -1,4 +1,5 @@
-"""Which rank made a run fail: the others then fail too, because they wait for it."""
+"""How a run ended that did not succeed, and which rank made it fail: the others then fail too,
+because they wait for it."""
 
 from __future__ import annotations
 
@@ -30,6 +31,16 @@ class RankFailedError(Exception):
         self.kind = kind
         self.text = text
         self.lost = lost
+
+
+class StoppedError(Exception):
+    """The run was stopped by a signal to the launching process, such as Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(
+            f"stopped by {signal.Signals(number).name}; all ranks have been terminated"
+        )
+        self.number = number
 
 
 @dataclass(frozen=True)
