@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import shardwright as sw
 from shardwright.run import World
-from shardwright.run.launch import process_group
+from shardwright.run.launch.process_group import process_group
 
 
 class Loss(nn.Module):

@@ -100,7 +100,7 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from shardwright.run import World
-from shardwright.run.launch import process_group
+from shardwright.run.launch.process_group import process_group
 
 @record
 def main():

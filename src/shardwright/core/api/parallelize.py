@@ -16,8 +16,8 @@ from shardwright.core.capture.attributes import has_attributes
 from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.capture import capture
 from shardwright.core.graph.graph import Graph
+from shardwright.core.misuse.original import OriginalModel
 from shardwright.core.parallel.module import parallel_module
-from shardwright.core.parallel.original import OriginalModel
 from shardwright.core.partition.fold_axes import dtensor_axes
 from shardwright.core.plan import Plan
 from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_mixing

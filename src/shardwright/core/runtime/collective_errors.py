@@ -156,7 +156,7 @@ def _described(bucket: Bucket) -> str:
 
 _BUCKETS = "shardwright.core.runtime.buckets"
 _CONVERTING = {"shardwright.core.runtime.collectives", "shardwright.core.runtime.overlap", _BUCKETS}
-_GUARD = "shardwright.core.runtime.batch_guard"
+_GUARD = "shardwright.core.misuse.batch_guard"
 _STARTED = re.compile(r"(\w+) = start_([a-z]\w+)\(")
 _GONE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
 """What gloo and stores say of another process that is gone, or does not answer."""
