@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardwright.mindformers.keys import Keys
-from shardwright.models.sizes import Family, Positions
+from shardwright.models.sizes import Positions
 
-_ARCHITECTURES: Mapping[str, tuple[Family, Positions, str]] = {
+_ARCHITECTURES: Mapping[str, tuple[str, Positions, str]] = {
     "LlamaForCausalLM": ("llama", "rotary", "LlamaConfig"),
     "InternLMForCausalLM": ("llama", "rotary", "InternLMConfig"),
     "InternLM2ForCausalLM": ("llama", "rotary", "InternLM2Config"),
@@ -34,7 +34,7 @@ _REASONS: Mapping[str, str] = {
 """What those do that are no models of the next token."""
 
 
-def read_architecture(arch: Keys) -> tuple[Family, Positions, str]:
+def read_architecture(arch: Keys) -> tuple[str, Positions, str]:
     """Family, positions, and the type that the model's configuration must have.
 
     Raises:

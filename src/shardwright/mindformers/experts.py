@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardwright.mindformers.keys import Keys
-from shardwright.models.sizes import Family
 
 _NO_EFFECT: Mapping[str, str] = {
     "capacity_factor": "no token is dropped",
@@ -16,8 +15,8 @@ _NO_EFFECT: Mapping[str, str] = {
 
 
 def read_experts(
-    section: Keys, config: Keys, family: Family, notes: list[str]
-) -> tuple[Family, dict[str, Any]]:
+    section: Keys, config: Keys, family: str, notes: list[str]
+) -> tuple[str, dict[str, Any]]:
     """The family, which biases and experts make another one, and the sizes of its experts.
 
     Raises:
@@ -41,7 +40,7 @@ def read_experts(
     }
 
 
-def _mixtral_or_qwen(section: Keys, config: Keys) -> tuple[Family, dict[str, Any]]:
+def _mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
     biased = config.flag("qkv_has_bias", False)
     shared = section.whole("shared_expert_num", 0, least=0)
     normalized = section.flag("norm_topk_prob", True)
@@ -62,7 +61,7 @@ def _mixtral_or_qwen(section: Keys, config: Keys) -> tuple[Family, dict[str, Any
     return "qwen_moe", {"hf": hf}
 
 
-def _deepseek_v2(section: Keys, config: Keys) -> tuple[Family, dict[str, Any]]:
+def _deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
     """Latent attention, and experts of which some layers and some parts have one kind only."""
     if section.flag("norm_topk_prob", True):
         raise section.error("norm_topk_prob", "must be False: the weights of experts are no shares")
@@ -86,7 +85,7 @@ def _deepseek_v2(section: Keys, config: Keys) -> tuple[Family, dict[str, Any]]:
 _LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 """Sizes of latent attention."""
 
-_MIXTURES: Mapping[Family, Callable[[Keys, Keys], tuple[Family, dict[str, Any]]]] = {
+_MIXTURES: Mapping[str, Callable[[Keys, Keys], tuple[str, dict[str, Any]]]] = {
     "llama": _mixtral_or_qwen,
     "deepseek_v2": _deepseek_v2,
 }

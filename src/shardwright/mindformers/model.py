@@ -15,7 +15,6 @@ from shardwright.models.attention import Attention
 from shardwright.models.loss import IGNORED
 from shardwright.models.sizes import (
     Dimensions,
-    Family,
     Gelu,
     Positions,
     feed_forward_size,
@@ -104,7 +103,7 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
 
 def _sizes(
     config: Keys,
-    family: Family,
+    family: str,
     positions: Positions,
     experts: Mapping[str, Any],
     kind: str,
@@ -156,7 +155,7 @@ def _sizes(
         raise ConfigError(f"{config.file}: {config.path}: {error}") from None
 
 
-def _further(config: Keys, family: Family, positions: Positions) -> dict[str, Any]:
+def _further(config: Keys, family: str, positions: Positions) -> dict[str, Any]:
     """Arguments of the configuration of `transformers`: biases, tied weights, longer positions."""
     kind = config.text("type")
     biases = {"InternLMConfig": ("has_bias", True), "InternLM2Config": ("has_bias", False)}

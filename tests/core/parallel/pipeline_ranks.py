@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import shardwright as sw
 from core.parallel.pipeline_models import (
@@ -258,7 +258,8 @@ def check_outputs_reach_every_rank() -> None:
             with torch.no_grad():
                 loss, logits = parallel(*batch(rows))
                 wanted = nets[1](*batch(rows))
-            torch.testing.assert_close(loss, wanted[0])
+            if plan.pipeline.averages_micro_batches:
+                torch.testing.assert_close(loss, wanted[0])
             torch.testing.assert_close(logits, wanted[1])
         for net in (parallel, nets[1]):
             net.train()

@@ -104,7 +104,7 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ),
         (
             "optimizer: {betas: [0.9, 0.95]}",
-            "optimizer: the keys betas and eps are for adam and adamw, not sgd",
+            "optimizer: the key betas is for name: adam or adamw, not sgd",
         ),
         (
             "optimizer: {name: adam, betas: [0.9]}",

@@ -14,7 +14,7 @@ from shardwright.core.api.rehearsal import STEPS, Rehearsal, first_and_last_rank
 from shardwright.core.capture.capture import check_arguments
 from shardwright.core.checkpoint.checkpoint import Checkpoints
 from shardwright.core.checkpoint.position import Position
-from shardwright.core.cost.optimizer_state import KINDS
+from shardwright.core.cost.optimizer_state import OPTIMIZERS
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.plan import Plan
 from shardwright.core.planner.pipeline import Pipeline
@@ -29,7 +29,9 @@ def rehearse(
     *,
     ranks: Sequence[int] = (),
     device: str | torch.device = "meta",
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = KINDS["adamw"],
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = OPTIMIZERS[
+        "adamw"
+    ].example,
     clip_norm: float | None = 1.0,
 ) -> Rehearsal:
     """Trains `net` for three steps as each of some ranks of the plan's devices, in this process:

@@ -7,8 +7,8 @@ parameter.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 
 import torch
@@ -20,11 +20,32 @@ from shardwright.errors import PlanError
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
-KINDS: dict[str, MakeOptimizer] = {
-    "sgd": partial(torch.optim.SGD, lr=1e-3),
-    "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
-    "adam": partial(torch.optim.Adam, lr=1e-3),
-    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """An optimizer that plans and configurations refer to by name.
+
+    Args:
+        constructor: its class.
+        keys: the arguments of its own that a configuration may give, beside the learning rate and
+            the weight decay.
+        required: those that it must give, with an example.
+    """
+
+    constructor: Callable[..., torch.optim.Optimizer]
+    keys: tuple[str, ...] = ()
+    required: Mapping[str, float] = field(default_factory=dict)
+
+    def example(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        """One whose state has the shapes and dtypes of any other's."""
+        return self.constructor(parameters, lr=1e-3, **self.required)
+
+
+OPTIMIZERS: Mapping[str, NamedOptimizer] = {
+    "sgd": NamedOptimizer(torch.optim.SGD),
+    "momentum": NamedOptimizer(torch.optim.SGD, required={"momentum": 0.9}),
+    "adam": NamedOptimizer(torch.optim.Adam, keys=("betas", "eps")),
+    "adamw": NamedOptimizer(torch.optim.AdamW, keys=("betas", "eps")),
 }
 
 
@@ -75,9 +96,10 @@ def _maker(optimizer: str | torch.optim.Optimizer) -> MakeOptimizer:
         known = inspect.signature(kind).parameters
         options = {key: value for key, value in optimizer.defaults.items() if key in known}
         return lambda parameters: kind(parameters, **options)
-    if optimizer not in KINDS:
-        raise PlanError(f"optimizer={optimizer!r}: valid are {', '.join(KINDS)}, or an optimizer")
-    return KINDS[optimizer]
+    if optimizer not in OPTIMIZERS:
+        valid = ", ".join(OPTIMIZERS)
+        raise PlanError(f"optimizer={optimizer!r}: valid are {valid}, or an optimizer")
+    return OPTIMIZERS[optimizer].example
 
 
 @lru_cache(maxsize=1 << 12)

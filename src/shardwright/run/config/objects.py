@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.core.constraints.recompute import recompute
+from shardwright.core.cost.optimizer_state import OPTIMIZERS
 from shardwright.errors import ConfigError, DataError, ShardwrightError
 from shardwright.models import Dimensions, LoRA, PrefixTuning, build, build_hf, dimensions
 from shardwright.models.expert_sharding import paths_of_blocks
@@ -205,19 +206,14 @@ def build_optimizer(
         value = getattr(chosen, name)
         if value is not None:
             options[name] = tuple(value) if name == "betas" else value
-    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "sgd": torch.optim.SGD,
-        "momentum": torch.optim.SGD,
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-    }
+    constructor = OPTIMIZERS[chosen.name].constructor
     trained = [p for p in parameters if p.requires_grad]
     if chosen.decay_vectors:
-        return kinds[chosen.name](trained, **options)
+        return constructor(trained, **options)
     # Both groups are on every rank, also where a stage has nothing for one of them.
     decayed = {"params": [p for p in trained if p.ndim > 1]}
     others = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
-    return kinds[chosen.name]([decayed, others], **options)
+    return constructor([decayed, others], **options)
 
 
 def build_schedule(chosen: schema.OptimizerSection) -> LRSchedule | None:

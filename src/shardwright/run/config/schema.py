@@ -15,6 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from shardwright.core.cost.optimizer_state import OPTIMIZERS
 from shardwright.core.planner.options import FileOptions, PlanOptions
 from shardwright.core.planner.requirement import requirements
 from shardwright.errors import ConfigError
@@ -159,7 +160,7 @@ class OptimizerSection(Section, frozen=True):
     `decay_vectors`, biases and the weights of norms have no `weight_decay`.
     """
 
-    name: Literal["sgd", "momentum", "adam", "adamw"] = "sgd"
+    name: str = "sgd"
     learning_rate: Positive = 0.001
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     weight_decay: NotNegative | None = None
@@ -169,21 +170,29 @@ class OptimizerSection(Section, frozen=True):
     schedule: ScheduleSection | None = None
     clip_norm: Positive | None = None
 
-    @model_validator(mode="after")
-    def _betas_where_used(self) -> Self:
-        adam = self.name in ("adam", "adamw")
-        if not adam and (self.betas is not None or self.eps is not None):
-            raise ValueError(f"the keys betas and eps are for adam and adamw, not {self.name}")
-        if self.betas is not None and (len(self.betas) != 2 or max(self.betas) >= 1):
-            raise ValueError(f"betas: expected two numbers below 1, got {self.betas}")
-        return self
+    @field_validator("name", mode="before")
+    @classmethod
+    def _has_name(cls, value: Any) -> Any:
+        if value not in OPTIMIZERS:
+            *names, last = (repr(name) for name in OPTIMIZERS)
+            expected = f"{', '.join(names)} or {last}"
+            raise PydanticCustomError("option_error", "expected {expected}", {"expected": expected})
+        return value
 
     @model_validator(mode="after")
-    def _momentum_where_used(self) -> Self:
-        if self.name == "momentum" and self.momentum is None:
-            raise ValueError("name: momentum needs the key momentum, for example 0.9")
-        if self.name != "momentum" and self.momentum is not None:
-            raise ValueError(f"the key momentum is for name: momentum, not {self.name}")
+    def _keys_where_used(self) -> Self:
+        chosen = OPTIMIZERS[self.name]
+        for key, example in chosen.required.items():
+            if getattr(self, key) is None:
+                raise ValueError(f"name: {self.name} needs the key {key}, for example {example}")
+        taken = {*chosen.keys, *chosen.required}
+        for key in ("momentum", "betas", "eps"):
+            if key not in taken and getattr(self, key) is not None:
+                others = [n for n, o in OPTIMIZERS.items() if key in (*o.keys, *o.required)]
+                valid = " or ".join(others)
+                raise ValueError(f"the key {key} is for name: {valid}, not {self.name}")
+        if self.betas is not None and (len(self.betas) != 2 or max(self.betas) >= 1):
+            raise ValueError(f"betas: expected two numbers below 1, got {self.betas}")
         return self
 
 
@@ -242,7 +251,7 @@ class RecomputeSection(Section, frozen=True):
 
 
 class ParallelSection(Section, FileOptions, frozen=True):
-    """How the plan is searched. The options of `shardwright.plan` are keys with the same names and
+    """How the plan is searched. The options of `shardwright.core.plan` are keys with the same names and
     defaults; what is not an option of it, or is written otherwise in a file, stands here."""
 
     mode: str = PlanOptions.mode
