@@ -248,14 +248,11 @@ class TimedSearch:
 
     def _with_column(self, choices: Choices, axis: int, column: Sequence[int]) -> Choices:
         """The choices with those of one axis in its place, where sizes allow."""
-        size = self.model.mesh.device_matrix[axis]
+        sizes = self.model.mesh.device_matrix
         changed: Choices = []
         for variable, row, choice in zip(self.problem.variables, choices, column, strict=True):
-            parts = [1] * len(variable.kind.factors)
-            for other, taken in enumerate(row):
-                if other != axis and taken != NO_CUT:
-                    parts[taken] *= self.model.mesh.device_matrix[other]
-            divides = choice != NO_CUT and variable.kind.divides(choice, parts, size)
+            parts = variable.kind.parts(row, sizes, axis)
+            divides = choice != NO_CUT and variable.kind.divides(choice, parts, sizes[axis])
             fresh = row[axis] if variable.pinned is not None else choice if divides else NO_CUT
             changed.append([*row[:axis], fresh, *row[axis + 1 :]])
         return changed
