@@ -26,7 +26,6 @@ from shardwright.core.runtime.collectives import all_reduce, wait
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import micro_batch
 from shardwright.core.runtime.random import seed_of
-from shardwright.core.torch_internals.operators import OpOverload, operator_name
 from shardwright.errors import PlanError
 
 
@@ -241,14 +240,14 @@ def _loss_op(graph: Graph) -> Op | None:
 
 def _scales(op: Op) -> bool:
     """Whether an operator casts its only tensor, or multiplies it by a number."""
-    casts = name_of(op) in ("to", "_to_copy", "mul", "div", "neg", "alias")
+    casts = op.short_name in ("to", "_to_copy", "mul", "div", "neg", "alias")
     return casts and len(op.inputs) == 1 and op.args[0] is op.inputs[0]
 
 
 def _counted(graph: Graph) -> tuple[Value | None, int]:
     """The targets that a mean loss counts, and which of them it ignores."""
     op = _loss_op(graph)
-    if op is None or name_of(op) not in COUNTED_LOSSES:
+    if op is None or op.short_name not in COUNTED_LOSSES:
         return None, 0
     arguments = call_arguments(op)
     target = arguments["target"]
@@ -262,10 +261,3 @@ def _counted(graph: Graph) -> tuple[Value | None, int]:
     if made_by is None or any(map(draws_random, made_by)):
         return None, 0
     return target, int(arguments["ignore_index"])
-
-
-def name_of(op: Op) -> str:
-    """The name of the function that an operator calls, without its overload."""
-    if isinstance(op.target, OpOverload):
-        return operator_name(op.target)
-    return op.target.__name__
