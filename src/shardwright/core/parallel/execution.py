@@ -37,7 +37,12 @@ from shardwright.core.misuse.whole_batch import (
 from shardwright.core.parallel.call import PlannedCall, key_of
 from shardwright.core.parallel.output_tensor import in_parts
 from shardwright.core.parallel.python_state import PythonState
-from shardwright.core.parallel.train_step import GradientAccumulation, TrainStep, loss_of
+from shardwright.core.parallel.train_step import (
+    GradientAccumulation,
+    StepInputs,
+    TrainStep,
+    loss_of,
+)
 from shardwright.core.partition.decisions import adapt_decisions
 from shardwright.core.partition.fold_axes import dtensor_axes, fold_axes, split_axes
 from shardwright.core.partition.partitioned import Partitioned, random_operators
@@ -237,9 +242,9 @@ class Execution:
         parameters, buffers = bound.places.read()
         self.random_step += 1
         with self._guard.explaining_errors(), self._autocast.disabled():
-            loss, gradients, changed = bound.step.train(
-                stored_shards(parameters), buffers, leaves, self.random_seed + self.random_step
-            )
+            seed = self.random_seed + self.random_step
+            inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed)
+            loss, gradients, changed = bound.step.train(inputs)
         add_gradients(parameters, gradients)
         bound.places.write(changed)
         return loss

@@ -20,6 +20,7 @@ from shardwright.core.misuse.whole_batch import output_batches, sizes_of_batch
 from shardwright.core.parallel.call import Call
 from shardwright.core.parallel.execution import Execution, TensorPlaces
 from shardwright.core.parallel.pipeline_stage import RankStages
+from shardwright.core.parallel.train_step import StepInputs
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
@@ -68,8 +69,9 @@ class PipelineExecution(Execution):
         stages = bound.step
         assert isinstance(stages, RankStages)
         parameters, buffers = bound.places.read()
-        shards, seed = stored_shards(parameters), self.random_seed + self.random_step
-        local_outputs, changed = stages.evaluate(shards, buffers, leaves, seed)
+        seed = self.random_seed + self.random_step
+        inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed)
+        local_outputs, changed = stages.evaluate(inputs)
         bound.places.write(changed)
         graph = stages.partitioned.graph
         outputs = [
