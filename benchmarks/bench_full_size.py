@@ -34,6 +34,7 @@ from benchmarks.full_size import (
     qwen_3_32b,
     recommender,
 )
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import in_fork
 from shardwright.core.api import plan
@@ -95,9 +96,11 @@ CASES = (
     Case("SDXL U-Net", denoiser, 64, 512, None),
     Case("DLRM", recommender, 64, 65536, None),
 )
+FEW = (0, 7, 11)
+"""Those that are planned at the default size."""
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     table = Table(
         "Planned for H100",
         (
@@ -105,7 +108,7 @@ def run() -> list[Table]:
             *("best of grid, s", "as"),
         ),
     )
-    for case in CASES:
+    for case in size.of(tuple(CASES[number] for number in FEW), full=CASES):
         in_fork(partial(measured, case)).add_to(table, case)
     return [table]
 

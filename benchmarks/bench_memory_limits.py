@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.page import ROOT
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds, in_fork
 from shardwright.core.cost.memory import binary
@@ -36,16 +37,17 @@ Found = tuple[float, str, float, int]
 """CPU seconds; the plan in words; seconds of its step; bytes that a device needs."""
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     table = Table("By limit, GiB", ("stages", "limit", "plan", "step, s", "memory", "planning, s"))
     run = Run.from_file(ROOT / "configs" / CONFIG).on(DEVICES)
     model, graph = run.captured()
     gc.collect()
     gc.freeze()
-    for stages, changes in WAYS.items():
+    ways, limits = size.of((("8",), LIMITS[::4]), full=(tuple(WAYS), LIMITS))
+    for stages in ways:
         fastest = 0.0
-        for limit in LIMITS:
-            options = {"cluster": CLUSTER, "memory_limit": f"{limit}GiB", **changes}
+        for limit in limits:
+            options = {"cluster": CLUSTER, "memory_limit": f"{limit}GiB", **WAYS[stages]}
             planned = partial(run.plan_of, model, graph, DEVICES, **options)
             seconds, plan, step, needed = in_fork(partial(_measured, planned))
             shown = f"{step:.2f}" if plan else "–"

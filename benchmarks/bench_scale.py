@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from benchmarks.page import ROOT
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds, in_fork, in_fresh_process
 from shardwright.core.api import plan
@@ -55,8 +56,8 @@ class Scale:
     memory: float
 
 
-def run() -> list[Table]:
-    return [table(NAMES)]
+def run(size: Size = Size.DEFAULT) -> list[Table]:
+    return [table(size.of(NAMES[::3], full=NAMES))]
 
 
 def table(names: Sequence[str]) -> Table:

@@ -21,6 +21,7 @@ from functools import partial
 import torch
 
 from benchmarks.models import llama_2
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import Sample, cpu_seconds, in_fork
 from shardwright.core.capture.capture import capture
@@ -50,20 +51,21 @@ GOAL = 1.0
 """Seconds for one search."""
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     near = Table(
         "Plans relative to the lower bound, two layers of LLaMA 2 7B on 4 devices",
         ("cluster", "batch", "bound, ms", "exact", "by step time", "symbolic", "data parallel"),
     )
-    for batch in BATCHES:
+    batches, clusters = size.of((BATCHES[1:], CLUSTERS[:1]), full=(BATCHES, CLUSTERS))
+    for batch in batches:
         graph = _captured("7B", batch, 2)
-        for cluster in CLUSTERS:
+        for cluster in clusters:
             _compare(near, graph, batch, cluster)
     fast = Table(
         "The search by step time alone, in ms, median (smallest–largest)",
         ("model", "operators", "batch", *(f"{n} devices" for n in MANY)),
     )
-    for name, batch in MODELS:
+    for name, batch in size.of(MODELS[:1], full=MODELS):
         _time(fast, name, batch)
     return [near, fast]
 

@@ -35,12 +35,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Eight blocks between a table and a head that are one parameter."""
+    """Four blocks between a table and a head that are one parameter."""
 
     def __init__(self, recompute: bool) -> None:
         super().__init__()
         self.table = nn.Embedding(32, 16)
-        self.blocks = nn.ModuleList(Block(16) for _ in range(8))
+        self.blocks = nn.ModuleList(Block(16) for _ in range(4))
         self.norm = nn.LayerNorm(16)
         self.head = nn.Linear(16, 32, bias=False)
         self.head.weight = self.table.weight

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import shardwright as sw
 from features.agreement_ranks import BATCH, perceptron, refused
@@ -39,7 +39,7 @@ def captures(on_rank_0: int, seconds: float = 0.0) -> Iterator[None]:
         return capture(*args, **kwargs)
 
     calls = list[Any]()
-    rooms = [import_module(f"shardwright.core.api.{name}") for name in ("plan", "parallelize")]
+    rooms = [import_module(f"shardwright.core.api.{name}") for name in ("decide", "parallelize")]
     with (
         mock.patch.multiple(rooms[0], capture=counted),
         mock.patch.multiple(rooms[1], capture=counted),

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 import shardwright as sw
 from core.capture.autograd_ranks import CHECKS
+from random_cases import random_cases
 from random_plans import random_plan
 from shardwright.core.capture.function_trials import reduced
 from shardwright.errors import CaptureError
@@ -102,7 +103,7 @@ class Net(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("seed", range(4))
+@random_cases(4)
 def test_functions_that_compute_element_by_element_train_under_any_plan(seed: int) -> None:
     net, batch = Net(), (torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)),)
     plan = random_plan(sw.capture(net, batch), 4, seed)

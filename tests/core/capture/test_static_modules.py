@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.ao import quantization
 
 import shardwright as sw
+from random_cases import random_cases
 from random_plans import check_random_plan, random_plan
 from shardwright.core.capture.capture import capture
 from shardwright.errors import CaptureError
@@ -23,7 +24,7 @@ class Adaptive(nn.Module):
         return result.loss + self.softmax(x[0], y[0]).output, result.output
 
 
-@pytest.mark.parametrize("seed", range(2))
+@random_cases(2)
 def test_an_adaptive_softmax_trains_as_eager(seed: int) -> None:
     torch.manual_seed(seed)
     net, batch = Adaptive(), (torch.randn(8, 8), torch.randint(20, (8,)))

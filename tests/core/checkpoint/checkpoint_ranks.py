@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import shardwright as sw
 from random_plans import random_plan
@@ -87,9 +88,14 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
+@cache
+def planned(name: str, norm: str) -> sw.Plan:
+    return PLANS[name][1](model(0, norm))
+
+
 def made(case: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, sw.Plan]:
     plan_name, optimizer, norm = case.split(":")
-    plan = PLANS[plan_name][1](model(0, norm))
+    plan = planned(plan_name, norm)
     net = sw.parallelize(model(seed, norm), plan)
     return net, OPTIMIZERS[optimizer](net), plan
 

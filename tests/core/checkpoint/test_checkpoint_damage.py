@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import shardwright as sw
+from random_cases import first_seed
 from shardwright.core.checkpoint.manifest import (
     INFO_FILE,
     VERSION,
@@ -53,21 +54,26 @@ def flip(path: Path, byte: int = 100) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("flips", [45, pytest.param(500, marks=pytest.mark.slow)])
-def test_every_changed_bit_is_refused_by_the_name_of_its_file(tmp_path: Path, flips: int) -> None:
+@pytest.mark.random
+def test_every_changed_bit_is_refused_by_the_name_of_its_file(tmp_path: Path) -> None:
     net = save(tmp_path, 1)
     optimizer = torch.optim.AdamW(net.parameters())
     ends = flip_bits(
-        tmp_path / "step-1", lambda: sw.load_checkpoint(tmp_path, net, optimizer), flips
+        tmp_path / "step-1",
+        lambda: sw.load_checkpoint(tmp_path, net, optimizer),
+        flips=45,
+        seed=first_seed(),
     )
-    assert ends == {REFUSED: flips}
+    assert ends == {REFUSED: 45}
 
 
-def test_no_bit_of_the_manifest_can_change(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_bit_of_the_manifest_can_change(tmp_path: Path, bits: int) -> None:
+    """One of nine: another one of each byte and the next."""
     save(tmp_path, 1)
     path = tmp_path / "step-1" / INFO_FILE
     content = path.read_bytes()
-    for number in range(8 * len(content)):
+    for number in range(0, 8 * len(content), bits):
         changed = bytearray(content)
         changed[number // 8] ^= 1 << number % 8
         path.write_bytes(changed)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from random_cases import random_cases
 from random_plans import random_plan
 from shardwright.core.capture.capture import capture
 from shardwright.errors import StrategyError
@@ -68,7 +69,7 @@ def test_inputs_and_outputs_of_each_call_lie_as_pinned(mode: str, in_place: bool
     assert sw.check(net, BATCH, {}, plan).passes()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@random_cases(4)
 def test_a_random_plan_with_pinned_modules_equals_the_eager_module(seed: int) -> None:
     net = Net(in_place=seed % 2 == 1)
     sw.shard(net.block, *PINNED)

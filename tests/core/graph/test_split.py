@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
+from random_cases import random_cases
 from random_graphs import random_net
 from shardwright.core.graph.float64 import graph_in_float64, in_float64
 from shardwright.core.graph.graph import Graph, Value
@@ -49,7 +50,7 @@ def chained(
     return returned
 
 
-@pytest.mark.parametrize("seed", range(12))
+@random_cases(12)
 def test_the_parts_of_a_random_graph_compute_what_the_whole_does(seed: int) -> None:
     net, args = trained_net(seed)
     graph = graph_in_float64(sw.capture(net, args))

@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwright as sw
 from core.parallel.pipeline_models import EarlyLoss, Tied, batch
+from random_cases import random_cases
 from random_graphs import random_net
 from random_plans import random_cuts, random_outputs, random_storage
 from shardwright.core.graph.graph import Graph
@@ -78,24 +79,15 @@ def fits(net: nn.Module, args: tuple[Any, ...]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", range(10))
+@random_cases(10, slow=50)
 def test_random_models_in_random_stages_equal_one_device(seed: int) -> None:
-    net, args = trained_net(seed)
-    graph = sw.capture(net, tuple(x[:1] for x in args))
-    result = sw.check(net, args, {}, staged_plan(graph, (1, 2, 4)[seed % 3], seed))
-    assert result.passes(1e-9), str(result)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 250))
-def test_many_random_models_in_random_stages_equal_one_device(seed: int) -> None:
     net, args = trained_net(seed)
     graph = sw.capture(net, tuple(x[:1] for x in args))
     result = sw.check(net, args, {}, staged_plan(graph, (1, 2, 4, 6)[seed % 4], seed))
     assert result.passes(1e-9), str(result)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@random_cases(6)
 def test_casts_that_micro_batches_share_give_every_bit_of_casts_of_their_own(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from random_cases import random_cases
 from sample_models import llama, mlp
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.split import split_graph
@@ -73,7 +74,7 @@ def test_more_parts_than_working_operators_are_refused() -> None:
         balanced_stages(graph, 4)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@random_cases(20)
 def test_of_all_divisions_with_no_heavier_chunk_the_one_that_sends_least_is_taken(
     seed: int,
 ) -> None:

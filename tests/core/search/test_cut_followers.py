@@ -9,6 +9,7 @@ import pytest
 import shardwright as sw
 from core.search.handmade import GraphBuilder, aten
 from core.search.handmade import llama as llama_graph
+from random_cases import random_cases
 from random_plans import random_cuts
 from sample_models import Model, bert, encoder, llama
 from shardwright.core.graph.graph import Graph, Kind
@@ -98,7 +99,7 @@ def test_a_stream_of_few_bytes_does_not_take_more_messages() -> None:
     assert "0.last" in found and "1.last" not in found
 
 
-@pytest.mark.parametrize("seed", range(6))
+@random_cases(6)
 def test_no_decision_is_taken_back_and_no_more_is_sent(seed: int) -> None:
     graph = llama_graph(2)
     cuts = random_cuts(graph, EIGHT, seed)

@@ -233,8 +233,8 @@ def _observe(trainee: Trainee, lone: LoneRank, clock: _Clock) -> list[int]:
     lone.track([own_tensor(parameter) for parameter in net.parameters()], PARAMETERS)
     lone.track(list(net.buffers()), "")
 
-    def train_step(*args: Any) -> Tensor:
-        loss: Tensor = step(*args)
+    def train_step(*args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = step(*args, **kwargs)
         sent.append(sum(each.bytes for each in lone.traffic.values()))
         return loss
 

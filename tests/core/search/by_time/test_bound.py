@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from core.search.toy import CLUSTERS, TOY, captured, random_layout, searcher
+from random_cases import random_cases
 from random_graphs import random_net
 from sample_models import llama, mlp
 from shardwright.core.capture.capture import capture
@@ -101,7 +102,7 @@ def fold_gap(graph: Graph, mesh: Layout, axes: tuple[tuple[int, ...], ...]) -> f
     return gap_of(graph, mesh, Decisions(cuts, {}), Pricing(TOY), 0.1)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@random_cases(6)
 def test_no_random_plan_of_a_random_model_is_below_the_bound(seed: int) -> None:
     net, args = random_net(seed)
     graph, mesh = capture(net, args), prime_mesh(4)

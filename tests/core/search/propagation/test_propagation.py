@@ -6,17 +6,15 @@ import random
 import time
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shardwright as sw
 from core.search.handmade import GraphBuilder, aten
 from core.search.handmade import llama as llama_graph
+from random_cases import random_cases
 from random_plans import random_cuts
 from sample_models import Model, llama, mlp, resnet
 from shardwright.core.graph.graph import Graph, Kind
@@ -377,39 +375,14 @@ def random_pins(graph: Graph, mesh: Layout, seed: int) -> Pins:
     return {name: cuts[name] for name in random.Random(seed).sample(sorted(cuts), 1 + seed % 5)}
 
 
-def check_random_pins(name: str, devices: int, seed: int) -> None:
-    (net, args, kwargs), graph = captured(name)
+@random_cases(4, slow=40)
+def test_random_pins_give_the_values_and_gradients_of_one_device(seed: int) -> None:
+    draw = random.Random(seed)
+    (net, args, kwargs), graph = captured(draw.choice(list(MODELS)))
+    devices = draw.choice((2, 4, 8))
     plan = planned(graph, devices, random_pins(graph, prime_mesh(devices), seed))
     result = sw.check(net, args, kwargs, plan)
     assert result.passes(1e-9), f"{result}\n{plan}"
-
-
-def every(examples: int) -> Any:
-    def decorate(test: Any) -> Any:
-        drawn = given(
-            name=st.sampled_from(sorted(MODELS)),
-            devices=st.sampled_from([2, 4, 8]),
-            seed=st.integers(0, 2**32),
-        )(test)
-        return settings(max_examples=examples, deadline=None, derandomize=True)(drawn)
-
-    return decorate
-
-
-@every(4)
-def test_random_pins_give_the_values_and_gradients_of_one_device(
-    name: str, devices: int, seed: int
-) -> None:
-    check_random_pins(name, devices, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@every(350)
-def test_many_random_pins_give_the_values_and_gradients_of_one_device(
-    name: str, devices: int, seed: int
-) -> None:
-    check_random_pins(name, devices, seed)
 
 
 def test_the_searchs_costs_know_the_pins() -> None:
@@ -434,10 +407,9 @@ def test_the_search_accepts_that_all_that_can_be_cut_is_pinned_whole() -> None:
     assert search_recursively(SearchRequest(net.build(), EIGHT, pinned={"layer": {}})) == {}
 
 
-@given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 2**32))
-@settings(max_examples=8, deadline=None, derandomize=True)
-def test_neither_propagation_nor_the_search_changes_random_pins(name: str, seed: int) -> None:
-    _, graph = captured(name)
+@random_cases(8)
+def test_neither_propagation_nor_the_search_changes_random_pins(seed: int) -> None:
+    _, graph = captured(random.Random(seed).choice(list(MODELS)))
     pins = random_pins(graph, EIGHT, seed)
     request = SearchRequest(graph, EIGHT, pins)
     for cuts in (propagate(request), search_recursively(request)):

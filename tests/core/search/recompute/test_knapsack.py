@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from random_cases import random_cases
 from shardwright.core.search.recompute import knapsack
 from shardwright.core.search.recompute.knapsack import KnapsackItem, cheapest
 
@@ -27,7 +28,7 @@ def total(blocks: list[list[KnapsackItem]], chosen: list[int]) -> tuple[int, flo
     return sum(option.freed for option in taken), sum(option.cost for option in taken)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@random_cases(40)
 def test_the_choice_is_the_cheapest_of_all_that_free_enough(seed: int) -> None:
     blocks = random_blocks(seed)
     needed = random.Random(seed).randrange(1, 40)
