@@ -1,10 +1,7 @@
 """Checkpoints: on one device here, on four devices in one launch, a matrix of plans (slow)."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,7 @@ from core.checkpoint.checkpoint_ranks import (
     undisturbed,
 )
 from shardwright.core.checkpoint.manifest import INFO_FILE
+from torchrun import torchrun
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -37,16 +35,7 @@ HERE = sw.Position(step=3, epoch=1, batch=1)
 
 def launch(ranks: int, verbs: str, folder: Path, cases: list[str]) -> str:
     script = Path(__file__).with_name("checkpoint_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*command, str(script), verbs, str(folder), *cases],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1000,
-        check=False,
-    )
-    return done.stdout + done.stderr[-6000:]
+    return torchrun(script, ranks, verbs, str(folder), *cases, timeout=1000)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +88,6 @@ def test_an_ordinary_model_loads_the_files_that_four_devices_wrote(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(4000)
 def test_every_plan_goes_on_from_what_every_plan_saved(tmp_path: Path) -> None:
     """9 plans × 9 plans × 2 optimizers, on 1, 2, 4 and 8 devices, in 1, 2 and 4 stages."""
     cases = [f"{plan}:{optimizer}:layer" for plan in PLANS for optimizer in OPTIMIZERS]
