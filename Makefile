@@ -2,6 +2,7 @@
 #   make demo       plan a model for 8 devices, train it in 8 local processes, compare with one
 #   make test       the default test suite
 #   make test-slow  what takes long, in 45 minutes on 2 cores; SEED=7 draws other random cases
+#   make test-times the same, and what its files cost
 #   make golden     write the texts of tests/golden anew, to be read as a diff
 #   make check      lint, format, types, import order
 #   make bench      the benchmarks, in an hour; with FULL=1 all of their cases, into docs/benchmarks.md
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install test test-slow golden check format bench bench-gpu docs docs-serve figures report-picture demo clean
+.PHONY: install test test-times test-slow golden check format bench bench-gpu docs docs-serve figures report-picture demo clean
 
 install: $(STAMP)
 
@@ -37,6 +38,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --re
 
 test: install
 	$(PYTEST)
+
+test-times: install
+	$(PYTEST) --cpu-times 20
 
 test-slow: install
 	$(PYTEST) -m slow

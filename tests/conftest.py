@@ -4,15 +4,36 @@ import os
 
 import pytest
 
+from cpu_times import CpuTimes
 from random_cases import pytest_runtest_makereport, seed_hypothesis
 
-__all__ = ["pytest_collection_modifyitems", "pytest_runtest_makereport"]
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_runtest_makereport",
+]
 
 # No test leaves a graph in the user's own folder, or reads one; the tests of the cache ask for it.
 os.environ.setdefault("SHARDWRIGHT_GRAPH_CACHE", "off")
 
 SLOW_TIMEOUT = 3600
 """Seconds for a slow test: some take minutes on an idle machine, and machines are shared."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-times",
+        type=int,
+        metavar="FILES",
+        help="print the FILES that cost most CPU, with that of the processes they start",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    lines = config.getoption("--cpu-times")
+    if lines is not None:
+        config.pluginmanager.register(CpuTimes(lines), "cpu-times")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

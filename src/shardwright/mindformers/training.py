@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardwright.mindformers.keys import Keys
 from shardwright.mindformers.parallelism import WHOLE_OPERATORS, Parallelism
 from shardwright.models.sizes import MAX_LAYERS
-from shardwright.run.loop.lr_schedule import LRSchedule
 
 _OPTIMIZERS = (
     *("FP32StateAdamWeightDecay", "FusedAdamWeightDecay", "AdamWeightDecayX"),
@@ -31,21 +31,6 @@ _OF_SCHEDULES = {"warmup_lr_init": 0.0, "warmup_epochs": 0.0, "num_cycles": 0.5}
 
 _CLIP_NORM = 1.0
 """To which norm gradients are clipped where `use_clip_grad` does not say."""
-
-
-@dataclass(frozen=True)
-class MindFormersOptimizer:
-    """AdamW, to which all optimizers of these files come down.
-
-    Args:
-        clip_norm: norm of all gradients together above which they are scaled down; None for never.
-    """
-
-    schedule: LRSchedule
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    clip_norm: float | None
 
 
 StageBlocks = bool | tuple[int, ...]
@@ -71,32 +56,20 @@ class Recomputation:
 
 
 @dataclass(frozen=True)
-class Checkpointing:
-    """Where, after how many steps each, and how many checkpoints are kept."""
-
-    folder: str
-    every: int
-    keep: int
-    asynchronous: bool
-
-
-@dataclass(frozen=True)
 class Training:
     """A run of training.
 
     Args:
-        run_mode: `train` from new weights, or `finetune` from those of `load_checkpoint`.
-        load_checkpoint: a file or folder, empty for none.
+        seed: of the weights and of the order of samples.
+        resume: whether it goes on with the run that a checkpoint is of.
+        optimizer, train: the sections of these names in a configuration of our own.
     """
 
-    run_mode: str
     seed: int
-    epochs: int
-    optimizer: MindFormersOptimizer
-    recompute: Recomputation
-    load_checkpoint: str
     resume: bool
-    checkpoints: Checkpointing | None
+    recompute: Recomputation
+    optimizer: Mapping[str, Any]
+    train: Mapping[str, Any]
 
 
 def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
@@ -105,29 +78,25 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
     Raises:
         ConfigError: an unknown kind, a rate that is no number, or two that differ.
     """
-    runner = keys.section("runner_config")
-    mode = keys.text("run_mode", "train", valid=("train", "finetune"))
-    return Training(
-        run_mode=mode,
-        seed=keys.whole("seed", 0, least=0),
-        epochs=runner.whole("epochs", 1),
-        optimizer=_optimizer(keys, notes),
-        recompute=_recompute(keys.section("recompute_config"), stages, notes),
-        load_checkpoint=keys.text("load_checkpoint"),
-        resume=_resume(keys),
-        checkpoints=_checkpoints(keys),
-    )
-
-
-def _resume(keys: Keys) -> bool:
-    if not keys.flag("resume_training", False):
-        return False
-    if not keys.text("load_checkpoint"):
+    keys.text("run_mode", "train", valid=("train", "finetune"))
+    seed, epochs = keys.whole("seed", 0, least=0), keys.section("runner_config").whole("epochs", 1)
+    optimizer = _optimizer(keys, notes)
+    recompute = _recompute(keys.section("recompute_config"), stages, notes)
+    load, resume = keys.text("load_checkpoint"), keys.flag("resume_training", False)
+    if resume and not load:
         raise keys.error("resume_training", "True needs load_checkpoint: the folder to resume from")
-    return True
+    checkpoint = _checkpoint(keys)
+    if resume:
+        checkpoint["folder"] = load
+    train: dict[str, Any] = {"epochs": epochs, "seed": seed, "resume": resume}
+    if checkpoint:
+        train["checkpoint"] = checkpoint
+    if load and not resume:
+        train["load"] = load
+    return Training(seed, resume, recompute, optimizer, train)
 
 
-def _checkpoints(keys: Keys) -> Checkpointing | None:
+def _checkpoint(keys: Keys) -> dict[str, Any]:
     """What the callback `CheckpointMonitor` says; other callbacks have no effect."""
     callbacks, folder = keys.any("callbacks") or [], keys.text("output_dir", "output")
     if not isinstance(callbacks, list):
@@ -135,30 +104,34 @@ def _checkpoints(keys: Keys) -> Checkpointing | None:
     for place, content in enumerate(callbacks):
         if isinstance(content, Mapping) and content.get("type") in _CHECKPOINTS:
             monitor = Keys(content, f"callbacks[{place}]", keys.file)
-            return Checkpointing(
-                folder,
-                every=monitor.whole("save_checkpoint_steps", 1),
-                keep=monitor.whole("keep_checkpoint_max", 5),
-                asynchronous=monitor.flag("async_save", False),
-            )
-    return None
+            return {
+                "folder": folder,
+                "every": monitor.whole("save_checkpoint_steps", 1),
+                "keep": monitor.whole("keep_checkpoint_max", 5),
+                "async": monitor.flag("async_save", False),
+            }
+    return {}
 
 
-def _optimizer(keys: Keys, notes: list[str]) -> MindFormersOptimizer:
+def _optimizer(keys: Keys, notes: list[str]) -> dict[str, Any]:
+    """AdamW, to which all optimizers of these files come down."""
     section, wrapper = keys.section("optimizer"), keys.section("runner_wrapper")
     section.text("type", "AdamW", valid=_OPTIMIZERS)
     clips = wrapper.flag("use_clip_grad", False)
     norm = wrapper.number("max_grad_norm", _CLIP_NORM, above=0)
-    return MindFormersOptimizer(
-        schedule=_schedule(keys, section, notes),
-        betas=_betas(section),
-        eps=section.number("eps", 1e-8, above=0),
-        weight_decay=section.number("weight_decay", 0.0, least=0),
-        clip_norm=norm if clips else None,
-    )
+    return {
+        "name": "adamw",
+        "learning_rate": _rate(section, keys.section("lr_schedule"), notes),
+        "schedule": _schedule(keys),
+        "betas": _betas(section),
+        "eps": section.number("eps", 1e-8, above=0),
+        "weight_decay": section.number("weight_decay", 0.0, least=0),
+        "decay_vectors": False,
+        "clip_norm": norm if clips else None,
+    }
 
 
-def _betas(section: Keys) -> tuple[float, float]:
+def _betas(section: Keys) -> list[float]:
     """`beta1` and `beta2`, or the two `betas`."""
     betas = section.any("betas")
     if betas is None:
@@ -170,11 +143,10 @@ def _betas(section: Keys) -> tuple[float, float]:
     else:
         names = ("betas[0]", "betas[1]")
         section = Keys(dict(zip(names, betas, strict=True)), section.path, section.file)
-    first, second = (
+    return [
         section.number(name, default, least=0, below=1)
         for name, default in zip(names, (0.9, 0.999), strict=True)
-    )
-    return first, second
+    ]
 
 
 def _rate(optimizer: Keys, schedule: Keys, notes: list[str]) -> float:
@@ -189,14 +161,13 @@ def _rate(optimizer: Keys, schedule: Keys, notes: list[str]) -> float:
     return rate
 
 
-def _schedule(keys: Keys, optimizer: Keys, notes: list[str]) -> LRSchedule:
+def _schedule(keys: Keys) -> dict[str, Any]:
     section = keys.section("lr_schedule")
-    rate = _rate(optimizer, section, notes)
     for name in ("lr_scale", "layer_scale"):
         if keys.flag(name, False):
             raise keys.error(name, "True is not supported: learning rates are not scaled")
     if not section.content:
-        return LRSchedule("constant", rate)
+        return {"kind": "constant"}
     for name, value in _OF_SCHEDULES.items():
         if section.number(name, value) != value:
             raise section.error(name, f"{section.any(name)} is not supported: must be {value:g}")
@@ -207,15 +178,14 @@ def _schedule(keys: Keys, optimizer: Keys, notes: list[str]) -> LRSchedule:
         if steps:
             raise section.error("warmup_ratio", f"{ratio:g}, but warmup_steps says {steps} steps")
     total = section.whole("total_steps", -1, least=-1)
-    return LRSchedule(
-        kind=kind,
-        peak=rate,
-        end=section.number("lr_end", 0.0, least=0),
-        warmup_steps=steps,
-        warmup_ratio=ratio,
-        total_steps=None if total < 1 else total,
-        power=section.number("lr_power", 1.0, above=0),
-    )
+    return {
+        "kind": kind,
+        "end": section.number("lr_end", 0.0, least=0),
+        "warmup_steps": steps,
+        "warmup_ratio": ratio,
+        "total_steps": None if total < 1 else total,
+        "power": section.number("lr_power", 1.0, above=0),
+    }
 
 
 def _recompute(section: Keys, stages: int, notes: list[str]) -> Recomputation:

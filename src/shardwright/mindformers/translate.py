@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwright.mindformers.model import MindFormersModel
 from shardwright.mindformers.run import LanguageRun
-from shardwright.mindformers.training import MindFormersOptimizer, StageBlocks, Training
+from shardwright.mindformers.training import StageBlocks
 from shardwright.run.config.load import validated
 from shardwright.run.config.schema import Config
 
@@ -28,7 +28,7 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
             "batch_size": run.batch.global_batch(devices),
             "seed": run.training.seed,
         },
-        "optimizer": _optimizer(run.training.optimizer),
+        "optimizer": run.training.optimizer,
         "parallel": {
             **_parallel(run),
             **_storage_and_recompute(run),
@@ -36,7 +36,7 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
             "memory_limit": run.memory_limit,
             "save_strategies": run.strategy_file or None,
         },
-        "train": _train(run.training, run.model.param_dtype),
+        "train": {**run.training.train, "dtype": run.model.param_dtype},
     }
     if run.dataset:
         content["data"]["path"] = run.dataset
@@ -52,20 +52,6 @@ def _model(run: LanguageRun) -> dict[str, Any]:
         if tuned is not None:
             section[name] = vars(tuned)
     return section
-
-
-def _optimizer(optimizer: MindFormersOptimizer) -> dict[str, Any]:
-    schedule = {key: value for key, value in vars(optimizer.schedule).items() if key != "peak"}
-    return {
-        "name": "adamw",
-        "learning_rate": optimizer.schedule.peak,
-        "betas": list(optimizer.betas),
-        "eps": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-        "decay_vectors": False,
-        "clip_norm": optimizer.clip_norm,
-        "schedule": schedule,
-    }
 
 
 def _parallel(run: LanguageRun) -> dict[str, Any]:
@@ -137,24 +123,3 @@ def _selected(model: MindFormersModel) -> list[str]:
     by_sigmoid = "sigmoid" if sizes.positions == "learned" else "silu"
     # The experts of Mixtral are one operator, with their activation.
     return [*([] if sizes.family == "mixtral" else [by_sigmoid]), "mul", *softmax]
-
-
-def _train(training: Training, dtype: str) -> dict[str, Any]:
-    section: dict[str, Any] = {
-        "epochs": training.epochs,
-        "seed": training.seed,
-        "dtype": dtype,
-        "resume": training.resume,
-        "load": None if training.resume else training.load_checkpoint or None,
-    }
-    checkpoints = training.checkpoints
-    if training.resume:
-        section["checkpoint"] = {"folder": training.load_checkpoint}
-    if checkpoints is not None:
-        section["checkpoint"] = {
-            "folder": training.load_checkpoint if training.resume else checkpoints.folder,
-            "every": checkpoints.every,
-            "keep": checkpoints.keep,
-            "async": checkpoints.asynchronous,
-        }
-    return section

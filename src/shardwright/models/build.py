@@ -14,10 +14,9 @@ from shardwright.errors import ConfigError
 from shardwright.models.attention import Attention
 from shardwright.models.baichuan import Baichuan
 from shardwright.models.decoder import MODEL_TYPES, Decoder, decoder
-from shardwright.models.gpt import GPT
+from shardwright.models.gpt import GPT, PanguAlpha
 from shardwright.models.hf_causal_lm import causal_lm
 from shardwright.models.lora import LoRA, adapt
-from shardwright.models.pangualpha import PanguAlpha
 from shardwright.models.prefix import PrefixTuning
 from shardwright.models.sizes import Dimensions, dimensions
 

@@ -87,15 +87,15 @@ def test_layers_that_are_cut_otherwise_have_a_row_of_their_own(deep: sw.Plan) ->
 
 
 def test_equal_crossings_are_one_line(deep: sw.Plan) -> None:
-    (crossing,) = fold_crossings(deep.crossings)
-    assert crossing.stages == "each of stages 0..2 to the next"
+    ((stages, crossing),) = fold_crossings(deep.crossings)
+    assert stages == "each of stages 0..2 to the next"
     assert len(crossing.values) == 1
     assert crossing.values[0].startswith("layers.{")
 
 
 def test_crossings_of_a_v_go_there_and_back() -> None:
     rows = [CrossingRow(a, b, (f"layers.{n}",), 8, 8) for n, (a, b) in enumerate(V_OF_THREE)]
-    crossings = [(each.stages, each.values) for each in fold_crossings(rows)]
+    crossings = [(stages, row.values) for stages, row in fold_crossings(rows)]
     assert crossings == [
         ("each of stages 0..1 to the next", ("layers.{0..1}",)),
         ("each of stages 1..2 to the previous", ("layers.{2..3}",)),

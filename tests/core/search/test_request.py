@@ -10,19 +10,6 @@ from shardwright.core.search.request import SearchRequest
 from shardwright.errors import StrategyError
 
 
-@pytest.mark.parametrize("mem_coeff", [0.0, -1.0, float("nan")])
-def test_mem_coeff_must_be_positive(mem_coeff: float) -> None:
-    with pytest.raises(
-        StrategyError, match=f"mem_coeff must be a positive number, not {mem_coeff}"
-    ):
-        SearchRequest(case_a(), prime_mesh(8), mem_coeff=mem_coeff)
-
-
-def test_an_unknown_order_is_refused_with_the_valid_ones() -> None:
-    with pytest.raises(StrategyError, match="'random'; valid are weight, topology"):
-        SearchRequest(case_a(), prime_mesh(8), order="random")
-
-
 def test_an_unknown_pin_is_refused_with_the_nearest_names() -> None:
     match = r"not in the model: layr2, nosuch; nearest to 'layr2': layer2"
     with pytest.raises(StrategyError, match=match):

@@ -5,18 +5,20 @@ Ranks that are to be ended sleep for longer than a test may take.
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from shardwright.run.launch.launch import launch
+from core.checkpoint.lock_holder import FORK
+from shardwright.run.launch.launch import StoppedError, launch
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.rank_failure import RankFailedError
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork"),
+]
 
 RANK = "import os, sys, time, signal; rank = int(os.environ['RANK'])\n"
 AFTER = "while not (os.path.exists({0!r}) and os.path.getsize({0!r})): time.sleep(0.01)"
@@ -93,11 +95,11 @@ def test_a_rank_that_exits_with_a_status_is_named_and_the_others_are_ended(logs:
 
 def test_the_first_ranks_traceback_is_told_not_its_consequences(logs: LogFolder) -> None:
     program = (
+        "if rank == 0: time.sleep(10_000)\n"
         "from torch.distributed.elastic.multiprocessing.errors import record\n"
         "@record\n"
         "def main():\n"
-        "    if rank == 1: raise ValueError('the cause: this')\n"
-        "    time.sleep(10_000)\n"
+        "    raise ValueError('the cause: this')\n"
         "main()"
     )
     with pytest.raises(RankFailedError) as caught:
@@ -109,28 +111,28 @@ def test_the_first_ranks_traceback_is_told_not_its_consequences(logs: LogFolder)
     assert (caught.value.kind, caught.value.text) == ("ValueError", "the cause: this")
 
 
+def launch_until_stopped(logs: LogFolder, said: Path) -> None:
+    program = RANK + "print(os.getpid(), flush=True); time.sleep(10_000)"
+    try:
+        launch(["-c", program], 2, logs)
+    except StoppedError as error:
+        said.write_text(str(error))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launching_process_ends_all_ranks(
     logs: LogFolder, number: signal.Signals
 ) -> None:
-    program = RANK + "print(os.getpid(), flush=True); time.sleep(10_000)"
-    launcher = (
-        "from pathlib import Path\n"
-        "from shardwright.run.launch.launch import StoppedError, launch\n"
-        "from shardwright.run.launch.log_folder import LogFolder\n"
-        "try:\n"
-        f"    launch(['-c', {program!r}], 2, LogFolder(Path({str(logs.root)!r})))\n"
-        "except StoppedError as error:\n"
-        "    print(error)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
+    said = logs.root / "said"
+    process = FORK.Process(target=launch_until_stopped, args=(logs, said))
+    process.start()
     while not all(
         logs.stdout(rank).exists() and logs.stdout(rank).read_text() for rank in range(2)
     ):
         time.sleep(0.05)
-    process.send_signal(number)
-    output, _ = process.communicate()
-    assert output == f"stopped by {number.name}; all ranks have been terminated\n"
+    os.kill(process.pid or 0, number)
+    process.join()
+    assert said.read_text() == f"stopped by {number.name}; all ranks have been terminated"
     assert not any(alive(pid) for pid in pids(logs))
 
 

@@ -3,16 +3,17 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from core.checkpoint.lock_holder import FORK
 from shardwright.run.launch.launch import launch
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.rank_failure import RankFailedError
@@ -20,6 +21,7 @@ from shardwright.run.launch.rank_failure import RankFailedError
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork"),
 ]
 
 RANK = "import os, sys, time, signal; rank = int(os.environ['RANK'])\n"
@@ -55,16 +57,11 @@ def pids(logs: LogFolder) -> list[int]:
 
 def test_ranks_are_killed_with_their_launcher(logs: LogFolder) -> None:
     program = RANK + "print(os.getpid(), flush=True); time.sleep(100)"
-    launcher = (
-        "from pathlib import Path\n"
-        "from shardwright.run.launch.launch import launch\n"
-        "from shardwright.run.launch.log_folder import LogFolder\n"
-        f"launch(['-c', {program!r}], 2, LogFolder(Path({str(logs.root)!r})))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", launcher])
+    process = FORK.Process(target=launch, args=(["-c", program], 2, logs))
+    process.start()
     wait_for(lambda: len(pids(logs)) == 2)
     process.kill()
-    process.wait()
+    process.join()
     wait_for(lambda: not any(runs(pid) for pid in pids(logs)))
 
 
@@ -95,12 +92,21 @@ def test_a_rank_that_is_continued_in_time_goes_on(logs: LogFolder) -> None:
 
 
 TRAINS = """
-import os, signal, sys, time
+import json, os, time
 from datetime import timedelta
+from pathlib import Path
 import torch, torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from shardwright.run import World
-from shardwright.run.launch import process_group
+from shardwright.run import World, process_group
+
+def listening(pid):
+    inodes = set()
+    for each in Path(f"/proc/{{pid}}/fd").iterdir():
+        try: inodes.add(os.readlink(each))
+        except FileNotFoundError: pass
+    lines = [line.split() for name in ("tcp", "tcp6")
+             for line in Path(f"/proc/net/{{name}}").read_text().splitlines()[1:]]
+    return [line[1] for line in lines if line[3] == "0A" and f"socket:[{{line[9]}}]" in inodes]
 
 @record
 def main():
@@ -108,25 +114,44 @@ def main():
     with process_group(world):
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
         dist.all_reduce(torch.ones(1), group=group)
-        {then}
+        print(json.dumps([listening(os.getpid()), listening(os.getppid())]), flush=True)
+        dist.all_reduce(torch.ones(1), group=group)
+        if world.rank == 1:
+            print(int(time.time()), flush=True)
+            os.kill(os.getpid(), {number})
         dist.all_reduce(torch.ones(1), group=group)
 main()
 """
+
+Run = tuple[LogFolder, RankFailedError, float]
+"""Its logs, how it ended, and when."""
+
+
+@pytest.fixture(scope="module")
+def run_until(tmp_path_factory: pytest.TempPathFactory) -> Callable[[signal.Signals], Run]:
+    """Runs two ranks until the second sends itself a signal; once for each signal."""
+
+    @cache
+    def run(number: signal.Signals) -> Run:
+        logs = LogFolder(tmp_path_factory.mktemp("run") / "log_output")
+        logs.clear(2)
+        program = TRAINS.format(number=int(number))
+        with pytest.raises(RankFailedError) as caught:
+            launch(["-c", program], 2, logs, timeout=timedelta(seconds=5))
+        return logs, caught.value, time.time()
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("number", "verb"), [(signal.SIGSTOP, "stopped"), (signal.SIGKILL, "killed")]
 )
 def test_a_rank_that_others_wait_for_is_named_and_not_they(
-    logs: LogFolder, number: signal.Signals, verb: str
+    run_until: Callable[[signal.Signals], Run], number: signal.Signals, verb: str
 ) -> None:
-    then = (
-        f"if world.rank == 1: print(int(time.time()), flush=True); os.kill(os.getpid(), {number})"
-    )
-    with pytest.raises(RankFailedError) as caught:
-        launch(["-c", TRAINS.format(then=then)], 2, logs, timeout=timedelta(seconds=5))
-    assert time.time() - int(logs.stdout(1).read_text()) < 60, "15 s where idle"
-    first, *others = str(caught.value).splitlines()
+    logs, error, ended = run_until(number)
+    assert ended - int(logs.stdout(1).read_text().split()[-1]) < 60, "15 s where idle"
+    first, *others = str(error).splitlines()
     assert first.startswith("rank 1 (process ")
     assert f") was {verb} by {number.name}; its log: " in first
     if number == signal.SIGSTOP:
@@ -134,27 +159,15 @@ def test_a_rank_that_others_wait_for_is_named_and_not_they(
         assert other.startswith("rank 0: communication failed in `main` (<string>, line ")
     else:
         assert others == []
-        assert caught.value.lost == {1}
+        assert error.lost == {1}
 
 
-LISTENING = """import json
-        from pathlib import Path
-        def listening(pid):
-            inodes = set()
-            for each in Path(f"/proc/{{pid}}/fd").iterdir():
-                try: inodes.add(os.readlink(each))
-                except FileNotFoundError: pass
-            lines = [line.split() for name in ("tcp", "tcp6")
-                     for line in Path(f"/proc/net/{{name}}").read_text().splitlines()[1:]]
-            return [line[1] for line in lines
-                    if line[3] == "0A" and f"socket:[{{line[9]}}]" in inodes]
-        print(json.dumps([listening(os.getpid()), listening(os.getppid())]), flush=True)"""
-
-
-def test_no_process_of_a_local_run_can_be_reached_from_elsewhere(logs: LogFolder) -> None:
-    launch(["-c", TRAINS.format(then=LISTENING.format())], 2, logs)
+def test_no_process_of_a_local_run_can_be_reached_from_elsewhere(
+    run_until: Callable[[signal.Signals], Run],
+) -> None:
+    logs, _, _ = run_until(signal.SIGKILL)
     for rank in range(2):
-        own, launchers = json.loads(logs.stdout(rank).read_text())
+        own, launchers = json.loads(logs.stdout(rank).read_text().splitlines()[0])
         assert own and launchers
         addresses = {address.partition(":")[0] for address in own + launchers}
         assert addresses == {"0100007F"}, "127.0.0.1"

@@ -134,32 +134,33 @@ def test_nodes_that_do_not_come_are_not_waited_for_forever(port: int, tmp_path: 
 
 GIVES_UP = """
 import os, signal, time
+if os.environ["RANK"] == "2":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.environ["RANK"] != "0":
+    time.sleep(60)
 from torch.distributed.elastic.multiprocessing.errors import record
 from shardwright.core.runtime.collective_errors import CommunicationError
 
 @record
 def main():
-    if os.environ["RANK"] == "0":
-        time.sleep(1)
-        raise CommunicationError("nobody came")
-    if {deaf}:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(60)
+    raise CommunicationError("nobody came")
 
 main()
 """
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("deaf", [False, True])
 def test_ranks_that_the_agent_ends_are_not_said_to_be_killed(
-    port: int, tmp_path: Path, deaf: bool
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = Node(0, 1, 1, "127.0.0.1", port, local_size=2)
+    """Neither rank 1 by SIGTERM nor rank 2, which ignores that, by SIGKILL."""
+    monkeypatch.setattr(room, "SHUTDOWN_SECONDS", 1)
+    alone = Node(0, 1, 1, "127.0.0.1", port, local_size=3)
     with pytest.raises(RankFailedError) as raised:
-        launch_node(["-c", GIVES_UP.format(deaf=deaf)], alone, LogFolder(tmp_path), timeout=SHORT)
+        launch_node(["-c", GIVES_UP], alone, LogFolder(tmp_path), timeout=SHORT)
     first, last = str(raised.value).splitlines()
     assert "rank 1 (process " in first
+    assert ") did not answer the others, rank 2 (process " in first
     assert ") did not answer the others; its log: " in first
     assert last == "rank 0: nobody came"
     assert not raised.value.lost

@@ -33,7 +33,6 @@ from shardwright.core.capture.fake_copy import (
     isolate_capture,
     warn_of_packing,
 )
-from shardwright.core.capture.foreach import expand_foreach
 from shardwright.core.capture.functionalize import functionalize
 from shardwright.core.capture.fx_nodes import restore_users
 from shardwright.core.capture.hooks import check_hooks, observe_forward_hooks
@@ -172,7 +171,6 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     """
     module, signature, graph = call.module, traced.signature, traced.graph
     check_constants(module, signature.constants.values())
-    expand_foreach(graph)
     decompose(graph)
     keep_rows_of_targets(graph)
     read_strides_of_elements(graph)

@@ -1,4 +1,8 @@
-"""Operators that ATen composes of others become those, which have rules, where they have none."""
+"""Operators without rules become those that ATen composes them of, which have rules.
+
+`torch._foreach_*`, which does the same to each tensor of a list, becomes one operator for each, so
+that each tensor keeps its own layout.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,12 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwright.core.capture.fx_nodes import ORIGIN, is_tensor, tensor
-from shardwright.core.torch_internals.operators import OpOverload, operator_name
+from shardwright.core.torch_internals.operators import (
+    OpOverload,
+    call_composite,
+    operator_name,
+    schema_of,
+)
 
 COMPOSED = frozenset(
     (
@@ -29,8 +38,8 @@ COMPOSED = frozenset(
 def decompose(graph: fx.Graph) -> None:
     """Replaces the operators in place, before any are made functional."""
     for node in list(graph.nodes):
-        if isinstance(node.target, OpOverload) and operator_name(node.target) in COMPOSED:
-            results = _composed(node)
+        if isinstance(node.target, OpOverload) and _is_composed(operator_name(node.target)):
+            results = _composed(node, node.target)
             users = list(node.users)
             if is_tensor(node):
                 node.replace_all_uses_with(results)
@@ -41,19 +50,23 @@ def decompose(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _composed(node: fx.Node) -> Any:
+def _is_composed(name: str) -> bool:
+    return name in COMPOSED or name.startswith("_foreach_")
+
+
+def _composed(node: fx.Node, target: OpOverload) -> Any:
     """Inserts what an operator is composed of; returns its results."""
     inputs = node.all_input_nodes
-    target: Any = node.target
 
     def run(*tensors: torch.Tensor) -> Any:
         values = dict(zip(inputs, tensors, strict=True))
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        return target.decompose(*args, **kwargs)
+        return call_composite(target, *args, **kwargs)
 
-    # Some are composed otherwise where nothing requires a gradient.
+    # Some are composed otherwise where nothing requires a gradient, but autograd forbids writing
+    # into leaves that do.
     fakes = [tensor(each).detach() for each in inputs]
-    for fake in fakes:
+    for fake in fakes if not schema_of(target).is_mutable else ():
         fake.requires_grad_(fake.is_floating_point() or fake.is_complex())
     mode: Any = fakes[0].fake_mode  # type: ignore[attr-defined]
     with mode, torch.enable_grad():

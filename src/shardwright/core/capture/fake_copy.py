@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 from unittest.mock import patch
@@ -227,11 +227,7 @@ class RecordedEffects(TorchFunctionMode):
     Functions that look at values do not, and a mixture of experts is one operator."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         refuse_autograd(func, args)
         if func is torch.autograd.grad:
@@ -258,11 +254,7 @@ class LossesInSinglePrecision(TorchFunctionMode):
     """A context in which losses of half-precision tensors are computed in float32."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in LOSSES:
             args, kwargs = pytree.tree_map_only(Tensor, _single, (args, kwargs or {}))

@@ -10,7 +10,7 @@ import ast
 import linecache
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from types import FrameType
@@ -54,11 +54,7 @@ class PassedGuards(TorchFunctionMode):
     """A context in which tests of values that only guard are passed."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is assert_tensor and isinstance(args[0], Tensor):
             return None

@@ -119,9 +119,14 @@ class Memory:
     optimizer: str
 
     @property
+    def largest_stage(self) -> StageMemory:
+        """The stage whose devices need most."""
+        return max(self.stages, key=lambda stage: stage.peak)
+
+    @property
     def peak(self) -> int:
         """Bytes of the device that needs most."""
-        return max(stage.peak for stage in self.stages)
+        return self.largest_stage.peak
 
     def __str__(self) -> str:
         """A small table."""

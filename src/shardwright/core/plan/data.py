@@ -244,6 +244,12 @@ class PlanData:
         but its file may hold the memory."""
         return self.memory if self.graph is not None and self.training else self.saved_memory
 
+    @property
+    def over_limit(self) -> bool:
+        """Whether a device needs more memory than the limit, as far as both are known."""
+        memory, limit = self.known_memory, self.memory_limit
+        return memory is not None and limit is not None and memory.peak > limit
+
     @cached_property
     def choices(self) -> tuple[AxisChoice, ...]:
         """What the operators that have a cost could cut else, and what that would cost; of a plan
@@ -330,10 +336,12 @@ class PlanData:
         Raises:
             PlanError: if there is no operator of that name; lists the nearest.
         """
-        for row in self.operators:
-            if row.name == name:
-                return row
-        raise PlanError(_unknown(name, [row.name for row in self.operators]))
+        rows, _ = self.neighbors
+        if name not in rows:
+            near = get_close_matches(name, rows, n=3, cutoff=0.3)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            raise PlanError(f"the plan has no operator {name!r}{hint}")
+        return rows[name]
 
 
 def target_text(op: Op) -> str:
@@ -344,9 +352,3 @@ def target_text(op: Op) -> str:
 def dtype_name(value: Value) -> str:
     """The dtype in which a parameter is stored or an input is passed."""
     return str(value.stored_dtype).removeprefix("torch.")
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=3, cutoff=0.3)
-    hint = f"; nearest: {', '.join(near)}" if near else ""
-    return f"the plan has no operator {name!r}{hint}"

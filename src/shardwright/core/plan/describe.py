@@ -26,6 +26,9 @@ from shardwright.core.plan.rows import (
     strategy_text,
 )
 
+SHARED = ", the rest shared with an earlier operator"
+"""Of a redistribution some of whose steps an earlier reader of the value needs too."""
+
 
 def dump(plan: PlanData) -> str:
     """See `Plan.dump`."""
@@ -39,7 +42,7 @@ def dump(plan: PlanData) -> str:
         lines += ["", "between stages, per micro-batch", *_crossings(plan)]
     if plan.returned:
         lines += ["", "outputs"]
-        lines += [f"  {line}" for row in plan.returned for line in (row.value, _steps(row))]
+        lines += [f"  {line}" for row in plan.returned for line in (row.value, f"  {_steps(row)}")]
     return "\n".join(lines) + "\n"
 
 
@@ -96,31 +99,27 @@ def _operator(plan: PlanData, row: OperatorRow) -> Iterator[str]:
         saved = "" if communication else ", without its communication"
         yield f"  recomputed in the backward pass, in segment {row.segment}{saved}"
     yield f"  cuts {cuts_text(row) or 'none'}, strategy {strategy_text(row.strategy)}"
-    by_input = {c.input: c for c in row.redistributions if c.input is not None}
+    redistributed = {each.input: each for each in row.redistributions}
     for index, ((name, dims, kind), layout) in enumerate(
         zip(row.inputs, row.input_layouts, strict=True)
     ):
         yield f"  input {name} {list(dims)} {kind}: {layout.placement}"
-        if index in by_input:
-            yield f"  {_steps(by_input[index])}"
+        if index in redistributed:
+            yield f"    {_steps(redistributed[index])}"
     for inside in (c for c in row.redistributions if not c.value):
-        yield f"  inside: {_steps(inside).strip()}"
+        yield f"  inside: {_steps(inside)}"
     pinned = plan.outputs.get(row.name, (None,) * len(row.outputs))
     for dims, layout, axes in zip(row.outputs, row.output_layouts, pinned, strict=True):
-        target = (
+        yield f"  output {list(dims)}: {layout.placement}" + (
             "" if axes is None else f", redistributed to {TensorLayout(plan.mesh, axes).placement}"
         )
-        yield f"  output {list(dims)}: {layout.placement}{target}"
     for redistribution in (c for c in row.redistributions if c.input is None and c.value):
-        yield f"  {_steps(redistribution)}"
+        yield f"    {_steps(redistribution)}"
 
 
-def _steps(redistribution: RedistributionRow) -> str:
-    shared = ", the rest shared with an earlier operator" if redistribution.shared else ""
-    return (
-        f"  {', then '.join(redistribution.steps)}: {redistribution.forward_bytes:,} bytes forward,"
-        f" {redistribution.backward_bytes:,} backward{shared}"
-    )
+def _steps(row: RedistributionRow) -> str:
+    sent = f"{row.forward_bytes:,} bytes forward, {row.backward_bytes:,} backward"
+    return f"{row.steps_text}: {sent}{SHARED if row.shared else ''}"
 
 
 def explanation(plan: PlanData, row: OperatorRow) -> str:
@@ -133,7 +132,7 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
     for label, text in choice_lines(plan, row):
         lines.append(f"    {f'{label}: ' if label else '  '}{text}")
     lines += [f"  {line}" for line in _recomputed(plan, row)]
-    by_input = {c.input: c for c in row.redistributions if c.input is not None}
+    redistributed = {each.input: each for each in row.redistributions}
     for index, ((name, sizes, kind), counts) in enumerate(
         zip(row.inputs, row.strategy, strict=True)
     ):
@@ -141,8 +140,8 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
         if kind == "parameter" and name in plan.storage:
             stored = tuple(plan.mesh.size(axes) for axes in plan.storage[name])
             lines.append(f"    stored {_shards(stored)}")
-        if index in by_input:
-            lines += [f"    {line}" for line in _redistribution_lines(by_input[index])]
+        if index in redistributed:
+            lines += [f"    {line}" for line in _redistribution_lines(redistributed[index])]
     for redistribution in row.redistributions:
         if redistribution.input is None:
             lines += [f"  {line}" for line in _redistribution_lines(redistribution)]
@@ -151,7 +150,7 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
     for _, reader in plan.neighbors[1].get(row.name, ()):
         for each in reader.redistributions:
             if each.value == row.name:
-                lines.append(f"    for {reader.name}: {', then '.join(each.steps)}")
+                lines.append(f"    for {reader.name}: {each.steps_text}")
                 lines.append(f"      {_sent(each)}")
     return "\n".join(lines)
 
@@ -177,14 +176,10 @@ def _recomputed(plan: PlanData, row: OperatorRow) -> Iterable[str]:
         yield f"in segment {recompute.segment}, but not recomputed: autograd saves nothing of it"
 
 
-def _redistribution_lines(redistribution: RedistributionRow) -> Iterable[str]:
-    yield from redistribution.steps
-    yield _sent(redistribution)
+def _redistribution_lines(row: RedistributionRow) -> tuple[str, ...]:
+    return (*row.steps, _sent(row))
 
 
-def _sent(redistribution: RedistributionRow) -> str:
-    shared = ", the rest shared with an earlier operator" if redistribution.shared else ""
-    return (
-        f"sends {binary(redistribution.forward_bytes)} forward, "
-        f"{binary(redistribution.backward_bytes)} backward{shared}"
-    )
+def _sent(row: RedistributionRow) -> str:
+    sent = f"{binary(row.forward_bytes)} forward, {binary(row.backward_bytes)} backward"
+    return f"sends {sent}{SHARED if row.shared else ''}"

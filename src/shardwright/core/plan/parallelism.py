@@ -21,34 +21,31 @@ WORDS = {
     "feature": "tensor-parallel",
     "expert": "expert-parallel",
 }
-PURPOSES = {
-    "dp": "data parallel",
-    "fsdp": "fully sharded data parallel",
-    "sp": "sequence parallel",
-    "ep": "expert parallel",
-    "tp": "tensor parallel",
+AXIS_NAMES = {
+    "dp": ("data parallel", "batch"),
+    "fsdp": ("fully sharded data parallel", "batch"),
+    "sp": ("sequence parallel", "position"),
+    "ep": ("expert parallel", "expert"),
+    "tp": ("tensor parallel", "parameter"),
 }
+"""What an axis of this name is for, and what it cuts in files that do not say it of each factor."""
+
 LEVELS = {
     "level1": "gathered and reduced once a step",
     "level2": "with gradients reduced in each micro-batch",
     "level3": "gathered for each use",
 }
-AXIS_MEANINGS = {
-    "dp": "batch",
-    "fsdp": "batch",
-    "sp": "position",
-    "tp": "parameter",
-    "ep": "expert",
-}
-"""What an axis of this name cuts, for files that do not say it of each factor."""
 
 
 def axis_purpose(plan: PlanData, axis: int) -> str:
     """What an axis of the device matrix is for."""
     if axis in plan.unused_axes:
         return "equal copies"
-    name = plan.mesh.alias_names[axis].rstrip("0123456789")
-    return PURPOSES.get(name, "mixed parallel")
+    return _of_name(plan.mesh.alias_names[axis])[0]
+
+
+def _of_name(axis: str) -> tuple[str, str]:
+    return AXIS_NAMES.get(axis.rstrip("0123456789"), ("mixed parallel", ""))
 
 
 def sentence(plan: PlanData) -> str:
@@ -97,8 +94,7 @@ def _phrases(plan: PlanData, row: OperatorRow) -> Iterator[str]:
 
 
 def _meaning(row: OperatorRow, factor: str, axes: Axes) -> str:
-    name = row.cuts[factor][0].rstrip("0123456789") if axes else ""
-    return row.meanings.get(factor) or AXIS_MEANINGS.get(name, "")
+    return row.meanings.get(factor) or (_of_name(row.cuts[factor][0])[1] if axes else "")
 
 
 def _weights(row: OperatorRow) -> dict[str, TensorLayout]:

@@ -15,8 +15,8 @@ from shardwright.core.constraints.strategy_file import strategies_to_text
 from shardwright.core.graph.graph import Graph
 from shardwright.core.plan.data import PlanData, dtype_name, target_text
 from shardwright.core.plan.describe import dump, explanation
-from shardwright.core.plan.json import plan_from_json, plan_to_json
 from shardwright.core.plan.measured import Measured
+from shardwright.core.plan.plan_file import plan_from_json, plan_to_json
 from shardwright.core.plan.strategies import strategies
 from shardwright.core.plan.table import plan_text
 from shardwright.core.rules import rule_of
@@ -64,9 +64,10 @@ class Plan(PlanData):
                 graph, what other choices would cost, and how far the best plan is at most, so that
                 all can be read from the file.
         """
-        if memory:
-            return plan_to_json(self, self.known_memory, self.choices, self.gap)
-        return plan_to_json(self, self.saved_memory, self.saved_choices, self.saved_gap)
+        if not memory:
+            return plan_to_json(self)
+        known = {"saved_memory": self.known_memory, "saved_choices": self.choices, "gap": self.gap}
+        return plan_to_json(self, **known)
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:

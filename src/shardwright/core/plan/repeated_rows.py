@@ -88,40 +88,18 @@ def _fold(members: Sequence[OperatorRow]) -> Fold:
     return Fold(replace(members[0], name=join_names(names)), tuple(members), stages, mark)
 
 
-@dataclass(frozen=True)
-class RepeatedCrossing:
-    """Equal crossings from each of several stages to its neighbor.
-
-    Args:
-        stages: the stages, as text.
-        values: names of the values that cross.
-        forward_bytes, backward_bytes: of one crossing, as in `CrossingRow`.
-    """
-
-    stages: str
-    values: tuple[str, ...]
-    forward_bytes: int
-    backward_bytes: int
-
-
-def fold_crossings(rows: Sequence[CrossingRow]) -> list[RepeatedCrossing]:
-    """Equal crossings as one each, in the order of their first."""
+def fold_crossings(rows: Sequence[CrossingRow]) -> list[tuple[str, CrossingRow]]:
+    """Equal crossings as one each, in the order of their first, after the stages as text."""
     groups: dict[tuple[object, ...], list[CrossingRow]] = {}
     for row in rows:
         values = tuple(map(_pattern, row.values))
         step = row.to_stage - row.stage
         groups.setdefault((step, values, row.forward_bytes, row.backward_bytes), []).append(row)
-    return [
-        RepeatedCrossing(
-            _stages(members),
-            tuple(
-                join_names(names) for names in zip(*(row.values for row in members), strict=True)
-            ),
-            members[0].forward_bytes,
-            members[0].backward_bytes,
-        )
-        for members in groups.values()
-    ]
+    folded = []
+    for members in groups.values():
+        names = map(join_names, zip(*(row.values for row in members), strict=True))
+        folded.append((_stages(members), replace(members[0], values=tuple(names))))
+    return folded
 
 
 def _stages(members: Sequence[CrossingRow]) -> str:

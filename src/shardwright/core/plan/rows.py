@@ -31,6 +31,11 @@ class RedistributionRow:
     shared: bool
     input: int | None = None
 
+    @property
+    def steps_text(self) -> str:
+        """The steps in one line."""
+        return ", then ".join(self.steps)
+
 
 @dataclass(frozen=True)
 class CrossingRow:

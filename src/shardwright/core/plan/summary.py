@@ -58,12 +58,9 @@ def _answer(plan: PlanData) -> Iterator[tuple[str, str]]:
     if plan.gap is not None:
         yield "gap", f"within {plan.gap:.1%} of the best on this mesh" + stages_text(plan)
     if memory is not None:
-        most = max(memory.stages, key=lambda stage: stage.peak)
-        place = f" of stage {most.stage}" if len(memory.stages) > 1 else ""
-        against = ""
-        if limit is not None:
-            verdict = ": over the limit" if memory.peak > limit else ""
-            against = f" of {binary(limit)}{verdict}"
+        place = f" of stage {memory.largest_stage.stage}" if len(memory.stages) > 1 else ""
+        against = "" if limit is None else f" of {binary(limit)}"
+        against += ": over the limit" * plan.over_limit
         yield "memory", f"{binary(memory.peak)}{against} per device{place}, with {memory.optimizer}"
     sent = f"{binary(plan.forward_bytes)} forward, {binary(plan.backward_bytes)} backward"
     yield (

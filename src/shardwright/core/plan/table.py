@@ -82,7 +82,7 @@ def _redistributions(row: OperatorRow) -> Iterable[str]:
         words = [word for word in redistribution.value.split(".") if not word.isdigit()]
         short = ".".join(words[-2:]) or "inside"
         mark = " (shared)" if redistribution.shared else ""
-        yield f"{short}: {', then '.join(redistribution.steps)}{mark}"
+        yield f"{short}: {redistribution.steps_text}{mark}"
 
 
 def _below(plan: PlanData, every: bool) -> Iterator[str]:
@@ -91,9 +91,9 @@ def _below(plan: PlanData, every: bool) -> Iterator[str]:
     if samples is not None and micro_batches > 1:
         rows = samples // micro_batches
         yield f"shapes and redistributions are per micro-batch, of {rows:,} rows of the batch"
-    for crossing in fold_crossings(plan.crossings):
+    for stages, crossing in fold_crossings(plan.crossings):
         yield (
-            f"{crossing.stages}: {', '.join(crossing.values)};"
+            f"{stages}: {', '.join(crossing.values)};"
             f" {binary(crossing.forward_bytes)} forward, {binary(crossing.backward_bytes)} backward"
             " per micro-batch"
         )

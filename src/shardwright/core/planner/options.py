@@ -1,13 +1,13 @@
-"""The options of a plan: name, type, default, requirement and meaning of each, in one place.
+"""The options of a plan as one frozen value: type, default and requirement of each.
 
-`sw.plan` and `AutoParallel` take their keywords from these classes, and the section `parallel` of a
-configuration its keys. The class of an option says where it applies:
+`sw.plan`, `sw.best_plans` and `sw.AutoParallel` write them out as parameters and make this value of
+them; the docstring of `plan` says what each means. The class of an option says where it applies:
 
 | class | its fields are |
 |---|---|
-| `FileOptions` | keywords of `plan` and `AutoParallel`, and keys of a configuration |
-| `KeywordOptions` | keywords of `plan` and `AutoParallel` |
-| `PlanOptions` | keywords of `plan` |
+| `FileOptions` | parameters of all three, and keys of the section `parallel` of a configuration |
+| `KeywordOptions` | parameters of all three |
+| `PlanOptions` | parameters of `plan` and `best_plans` |
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 
@@ -64,41 +64,7 @@ SIZE_OR_NONE = must_be(
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """Options that a configuration file has too, as keys of its section `parallel`.
-
-    Args:
-        mem_coeff: weight of memory relative to communication: small values favor data parallel,
-            large ones model parallel. `auto`: the smallest that fits `memory_limit`, or the memory
-            of the cluster's devices; by step time, from the default on.
-        cost_model: `symbolic`, the relative costs of the published search, or `time`, the seconds
-            of a step on a cluster; by default `time` if there is a cluster.
-        cluster: `local` (this machine), a built-in one (`h100`, `ascend910b`, …), or a YAML file.
-        order: in which the search decides operators, by `weight` or `topology`.
-        log_costs: log every decision at level INFO of the logger `shardwright.search`; a mode that
-            weighs no costs says so.
-        stages: number of pipeline stages. Each is an equal share of the devices and runs a part of
-            the model; parts have nearly equal work, or on a cluster nearly equal time. `auto`: the
-            number with the shortest step, at most `max_stages` and at most `micro_batches`.
-        max_stages: the largest number that `stages="auto"` tries.
-        suggest_stages: log the number that `auto` would choose if it is not `stages`; needs a
-            cluster.
-        micro_batches: pieces into which the batch is split, computed one after the other; at least
-            as many as stages. A graph must be captured with one micro-batch. `auto`: of all numbers
-            that divide the batch the one with the shortest step; each is captured and planned by
-            itself. The loss must be a plain mean over samples; `auto` is 1 where it is not known
-            to be one.
-        schedule: order in which stages run micro-batches; `docs/pipeline.md` lists them. `auto`:
-            the one with the shortest step, with several chunks a stage where that is faster.
-        compute_dtype: `bfloat16` (or `torch.bfloat16`) computes and communicates in bfloat16 what
-            is stored in float32; parameters and optimizer state stay in float32.
-        memory_limit: bytes per device, or a text like `24GiB`. A plan that needs more in a step is
-            changed until it fits: parameters and optimizer state are sharded (`hsdp`), then
-            operators are recomputed in the backward pass, then `mem_coeff` grows, then there are
-            more stages. On a cluster the stages stay, and the fastest that fits of all the others
-            is taken, also if the plan would fit as it is. By default, for a plan for training, the
-            memory of a device of the named cluster (none without a cluster or on `local`), with
-            which a plan that fits stays as it is. `none`: no limit.
-    """
+    """Options that a configuration file has too, as keys of its section `parallel`."""
 
     mem_coeff: Annotated[float | Literal["auto"], POSITIVE_OR_AUTO] = DEFAULT_MEM_COEFF
     cost_model: Annotated[str | None, one_of(("symbolic", "time"))] = None
@@ -124,6 +90,11 @@ class FileOptions:
         assert not isinstance(self.micro_batches, str)
         return self.micro_batches
 
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> Self:
+        """The options among the arguments of a call that has them all, given as its `locals()`."""
+        return cls(**{each.name: arguments[each.name] for each in fields(cls)})
+
     def keywords(self, of: type[FileOptions]) -> dict[str, Any]:
         """The options by name that the class `of` has too."""
         return {each.name: getattr(self, each.name) for each in fields(of)}
@@ -131,22 +102,8 @@ class FileOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class KeywordOptions(FileOptions):
-    """Further options of `plan` and `AutoParallel`. A configuration has sections of its own for
-    `hsdp` and `recompute`.
-
-    Args:
-        dataset_strategy: `full_batch` (every device receives the whole batch and keeps its shard),
-            `data_parallel` (every device of a stage receives its own equal part), or a tuple with
-            an entry (shard counts, a layout, or None) for each tensor input.
-        stage_config: names of modules, each with the number of its stage, in place of `stages`.
-        hsdp: shards parameters over devices that would replicate them (optimizer parallel): True,
-            an `OptimizerParallel`, or a mapping with its fields.
-        bucket_mb: size in MiB up to which collectives of parameters are merged.
-        recompute: `auto` recomputes as much as the memory limit requires before anything else is
-            changed; without a limit, as the memory of the cluster's devices requires.
-        optimizer: whose state counts in the memory: `sgd`, `momentum`, `adam`, `adamw`, or an
-            optimizer like the one to be used.
-        on_progress: called with the name of each part of the work as it begins.
+    """Options of `AutoParallel`. A configuration has sections of its own for `hsdp` and
+    `recompute`.
 
     Raises:
         StrategyError: if one is not valid.
@@ -191,16 +148,8 @@ class KeywordOptions(FileOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(KeywordOptions):
-    """All options of a call of `plan`. `AutoParallel` has its own `parallel_mode`, and runs on as
-    many devices as there are processes.
-
-    Args:
-        devices: number of devices over which the model is split.
-        mode: `recursive_programming` (the double recursive search), `exact` (all operators and
-            axes together, for small models), `sharding_propagation` (from the operators that
-            `shard` has pinned outwards, with the least redistribution), `semi_auto` (operators
-            that `shard` has pinned as pinned, all others along the batch), `data_parallel`
-            (everything follows the batch) or `stand_alone` (nothing is cut).
+    """All options of a plan. `AutoParallel` has its own `parallel_mode`, and plans for as many
+    devices as there are processes.
 
     Raises:
         StrategyError: if one is not valid.

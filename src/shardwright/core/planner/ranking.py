@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwright.core.plan.ranked import LeftOut, PlanKind, RankedPlans
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.planner.options import PlanOptions
+from shardwright.errors import StrategyError
 
 
 def found_kind(candidate: Candidate) -> PlanKind:
@@ -72,3 +73,19 @@ class Ranking:
     def _has(self, kind: PlanKind) -> bool:
         """Whether a plan of this kind is found, whether it recomputes or not."""
         return any(each.requested == kind.requested for each in self.found)
+
+
+def options_to_rank(options: PlanOptions) -> PlanOptions:
+    """The options with the memory of the cluster's devices as limit, if there is no other. All of
+    `mem_coeff="auto"` compete, where `plan` takes the smallest that fits unchanged.
+
+    Raises:
+        StrategyError: without a cluster.
+    """
+    if options.cluster is None:
+        raise StrategyError(
+            "plans are ranked by the seconds of a step: name a cluster, `local` is this machine"
+        )
+    coefficient = options.mem_coeffs[0] if options.has_auto_mem_coeff else options.mem_coeff
+    limit = options.device_memory if options.memory_limit is None else options.memory_limit
+    return replace(options, memory_limit=limit, mem_coeff=coefficient)

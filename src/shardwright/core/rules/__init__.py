@@ -12,7 +12,7 @@ import torch
 from shardwright.core.graph.graph import Op
 
 # These modules are imported for the rules that they register.
-from shardwright.core.rules import (
+from shardwright.core.rules import (  # noqa: F401
     attention,
     batched,
     blockwise_attention,
@@ -38,22 +38,6 @@ from shardwright.core.rules.rule import RuleMaker, ShardingRule, find_rule_maker
 from shardwright.errors import StrategyError
 
 __all__ = ["ShardingRule", "is_random", "register", "rule_of"]
-
-_REGISTERING = (
-    *(
-        attention,
-        batched,
-        blockwise_attention,
-        contraction,
-        convolution,
-        creation,
-        cross_entropy,
-        dropout,
-        embedding,
-        experts,
-    ),
-    *(indexing, loss, normalization, pointwise, pooling, recurrent, reduction, views),
-)
 
 
 def rule_of(op: Op) -> ShardingRule | None:

@@ -67,11 +67,11 @@ class SearchRequest:
         order: in which the symbolic search decides operators with a cost on an axis: the heaviest
             first, or as they stand in the graph; in both, embeddings come after the contractions.
         log_costs: whether a search by costs writes those of every choice to the logger
-            `shardwright.search`.
+            `shardwright.core.search`.
         on_share: is told the share of a search by seconds that is done; others take less than one.
 
     Raises:
-        StrategyError: if `mem_coeff` is not positive, or `order` or a pinned operator is unknown.
+        StrategyError: if a pinned operator is unknown.
     """
 
     graph: Graph
@@ -86,11 +86,6 @@ class SearchRequest:
     on_share: OnShare = field(default=unheard, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.mem_coeff > 0:
-            raise StrategyError(f"mem_coeff must be a positive number, not {self.mem_coeff!r}")
-        if self.order not in VISIT_ORDERS:
-            valid = ", ".join(VISIT_ORDERS)
-            raise StrategyError(f"unknown order {self.order!r}; valid are {valid}")
         unknown = [name for name in self.pinned if name not in self.graph.by_name]
         if unknown:
             nearest = get_close_matches(unknown[0], self.graph.by_name, n=3, cutoff=0.3)

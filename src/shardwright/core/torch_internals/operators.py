@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import FunctionSchema, fx
+from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.library import Library
 
@@ -13,6 +15,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "assert_tensor",
+    "call_composite",
     "is_erased",
     "operator_name",
     "operators_of_several_tensors",
@@ -44,6 +47,17 @@ def operator_name(overload: OpOverload) -> str:
 def overload_name(overload: OpOverload) -> str:
     """`dim` of `aten.mean.dim`."""
     return overload._overloadname
+
+
+def call_composite(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Runs the kernel that calls other operators in place of this one."""
+    name = overload.name()  # type: ignore[no-untyped-call]
+    for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.CompositeExplicitAutograd):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+            # Modes for functions, such as that of `make_fx`, would call the operator itself.
+            with torch._C.DisableTorchFunction():
+                return overload._op_dk(key, *args, **kwargs)
+    raise NotImplementedError(f"{overload} is not composed of others")
 
 
 @cache

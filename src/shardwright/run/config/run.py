@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.core.api import WithLoss
-from shardwright.core.api.best_plans import within_devices
-from shardwright.core.api.plan import decide_model, plan_model
+from shardwright.core.api.decide import decide_model, plan_model
 from shardwright.core.api.save_graphs import SavedGraphs
 from shardwright.core.capture.annotations import module_tags
 from shardwright.core.capture.capture import capture
@@ -32,7 +31,7 @@ from shardwright.core.planner.candidate import Candidate
 from shardwright.core.planner.choose_micro_batches import with_best_micro_batches
 from shardwright.core.planner.mean_of_samples import with_mixing
 from shardwright.core.planner.options import FileOptions, PlanOptions
-from shardwright.core.planner.ranking import Ranking
+from shardwright.core.planner.ranking import Ranking, options_to_rank
 from shardwright.core.runtime.micro_batches import micro_batch, numbers_of_pieces, with_samples
 from shardwright.errors import ConfigError, DataError, ShardwrightError
 from shardwright.models.expert_sharding import expert_stages, pin_expert
@@ -226,7 +225,7 @@ class Run:
         def decided(run: Run) -> Candidate:
             model, graph = run.captured()
             options = run._options(model, devices)
-            options = options if ranking is None else within_devices(options)
+            options = options if ranking is None else options_to_rank(options)
             return decide_model(options, graph, ranking=ranking)
 
         def with_number(number: int) -> Candidate:

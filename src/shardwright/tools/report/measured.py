@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 from statistics import fmean
 
 from shardwright.core.cost.collective_totals import CollectiveTotal
@@ -12,7 +11,7 @@ from shardwright.core.cost.time_parts import COMMUNICATION, COMPUTATION, WAITING
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.measured import EXPOSED, Measured, MeasuredRank
 from shardwright.core.plan.rows import seconds_text
-from shardwright.tools.report.page import Bar, Chart, Stack
+from shardwright.tools.report.page import Chart, Stack, stacked
 
 BETWEEN = "between operators"
 KINDS = (*COMPUTATION, EXPOSED, WAITING, BETWEEN)
@@ -67,13 +66,8 @@ def _planned(plan: PlanData) -> dict[str, float]:
 
 
 def _stack(label: str, kinds: Mapping[str, float], whole: float) -> Stack:
-    shown = [(kind, kinds[kind]) for kind in KINDS if kinds.get(kind)]
-    starts = accumulate((seconds for _, seconds in shown), initial=0.0)
-    bars = tuple(
-        Bar(kind, kind, seconds_text(seconds), start / whole, seconds / whole)
-        for (kind, seconds), start in zip(shown, starts, strict=False)
-    )
-    return Stack(label, seconds_text(sum(kinds.values())), bars)
+    shown = {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}
+    return Stack(label, seconds_text(sum(kinds.values())), stacked(shown, whole, seconds_text))
 
 
 def _compared(name: str, predicted: float | None, measured: float | None) -> tuple[str, ...]:

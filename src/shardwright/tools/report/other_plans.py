@@ -45,10 +45,9 @@ def _rows(plan: PlanData, longest: float, largest: int, most: int) -> Iterator[S
         yield _row("step", seconds_text(plan.step_time), plan.step_time / longest)
     peak, limit = _peak(plan), plan.memory_limit
     if peak:
-        over = limit is not None and peak > limit
-        text = binary(peak) + (", does not fit" if over else "")
+        text = binary(peak) + ", does not fit" * plan.over_limit
         place = None if limit is None else limit / largest
-        yield _row("memory", text, peak / largest, place, "bad" if over else "")
+        yield _row("memory", text, peak / largest, place, "bad" if plan.over_limit else "")
     yield _row("sent", binary(plan.bytes), plan.bytes / (most or 1))
 
 

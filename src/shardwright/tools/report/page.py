@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain
+from typing import TypeVar
 
+from shardwright.core.cost.memory import binary
+from shardwright.core.plan.rows import seconds_text
 from shardwright.errors import PlanError, needs_extra
 from shardwright.tools.report.picture import Picture
+
+Size = TypeVar("Size", int, float)
+"""Bytes or seconds."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,17 @@ class Bar:
     length: float
     hidden: float = 0.0
     note: str = ""
+
+
+def stacked(
+    sizes: Mapping[str, Size], whole: float, text: Callable[[Size], str]
+) -> tuple[Bar, ...]:
+    """Bars one after the other, one for each kind, with its size as `text`."""
+    starts = accumulate(sizes.values(), initial=0)
+    return tuple(
+        Bar(kind, kind, text(size), start / whole, size / whole)
+        for (kind, size), start in zip(sizes.items(), starts, strict=False)
+    )
 
 
 @dataclass(frozen=True)
@@ -103,9 +123,7 @@ class Operator:
     shapes: str
     cuts: tuple[tuple[str, tuple[int, ...]], ...]
     bytes: int
-    bytes_text: str
     seconds: float
-    seconds_text: str
     why: str
     reason: str
     facts: tuple[tuple[str, str], ...]
@@ -116,22 +134,33 @@ class Operator:
 
 @dataclass(frozen=True)
 class Branch:
-    """A module with what is in it, in the order of the model.
-
-    Args:
-        axes: the numbers of the axes that cut something in it.
-        count: of the operators in it.
-    """
+    """A module with what is in it, in the order of the model."""
 
     name: str
     path: str
     children: tuple[Branch | Operator, ...]
-    axes: tuple[int, ...]
-    count: int
-    bytes: int
-    bytes_text: str
-    seconds: float
-    seconds_text: str
+
+    @cached_property
+    def axes(self) -> tuple[int, ...]:
+        """The numbers of the axes that cut something in it."""
+        inside = (
+            each.axes if isinstance(each, Branch) else (a for _, axes in each.cuts for a in axes)
+            for each in self.children
+        )
+        return tuple(sorted(set(chain.from_iterable(inside))))
+
+    @cached_property
+    def count(self) -> int:
+        """Of the operators in it."""
+        return sum(child.count for child in self.children)
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(child.bytes for child in self.children)
+
+    @cached_property
+    def seconds(self) -> float:
+        return sum(child.seconds for child in self.children)
 
 
 @dataclass(frozen=True)
@@ -240,4 +269,5 @@ def page_html(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters |= {"binary": binary, "seconds": seconds_text}
     return environment.get_template("page.html").render(page=page)

@@ -30,6 +30,7 @@ from shardwright.tools.report.page import (
     Page,
     Stack,
     page_html,
+    stacked,
 )
 from shardwright.tools.report.tree import page_tree
 
@@ -148,13 +149,12 @@ def _memory_headline(plan: PlanData) -> Headline:
     if memory is None:
         note = "" if limit is None else f"the limit is {binary(limit)}"
         return Headline("Memory per device", "not predicted", note)
-    most = max(memory.stages, key=lambda stage: stage.peak)
-    place = f"peak, stage {most.stage}" if len(memory.stages) > 1 else "peak"
+    place = f"peak, stage {memory.largest_stage.stage}" if len(memory.stages) > 1 else "peak"
     if limit is None:
         return Headline("Memory per device", binary(memory.peak), f"{place}; no limit is known")
-    verdict = "does not fit" if memory.peak > limit else "fits"
+    verdict = "does not fit" if plan.over_limit else "fits"
     note = f"of {binary(limit)} ({memory.peak / limit:.0%}), {place}: {verdict}"
-    state = "bad" if memory.peak > limit else "good"
+    state = "bad" if plan.over_limit else "good"
     return Headline("Memory per device", binary(memory.peak), note, state)
 
 
@@ -225,22 +225,18 @@ def _memory(plan: PlanData) -> Chart:
     used = [name for name in StageMemory.NAMES if any(getattr(s, name) for s in memory.stages)]
     rows, table = [], []
     for stage in memory.stages:
-        sizes = [getattr(stage, name) for name in used]
-        starts = accumulate(sizes, initial=0)
+        sizes = {name: getattr(stage, name) for name in used}
         over = limit is not None and stage.peak > limit
         rows.append(
             Stack(
                 label=f"stage {stage.stage}" if len(memory.stages) > 1 else "each device",
                 text=binary(stage.peak),
-                bars=tuple(
-                    Bar(name, name, binary(size), start / width, size / width)
-                    for name, size, start in zip(used, sizes, starts, strict=False)
-                ),
+                bars=stacked(sizes, width, binary),
                 limit=None if limit is None else limit / width,
                 state="bad" if over else "",
             )
         )
-        table.append((rows[-1].label, *map(binary, (*sizes, stage.peak)), stage.moment))
+        table.append((rows[-1].label, *map(binary, (*sizes.values(), stage.peak)), stage.moment))
     note = f"One device at its peak, with {memory.optimizer}"
     note += "." if limit is None else f"; the line is the limit of {binary(limit)}."
     return Chart(tuple(rows), tuple(used), note, ("", *used, "peak", "when"), tuple(table))
@@ -272,7 +268,7 @@ def _largest(plan: PlanData) -> Chart:
     """The tensors at the peak of the stage that needs most, those of repeated blocks together."""
     if plan.known_memory is None:
         return Chart()
-    stage = max(plan.known_memory.stages, key=lambda each: each.peak)
+    stage = plan.known_memory.largest_stage
     header = ("made by, or for", "kind", "size")
     note = f"The largest at the peak ({stage.moment}), of those that one micro-batch has made."
     rows = tuple((name, kind, binary(size)) for name, kind, size in stage.largest)
@@ -346,9 +342,9 @@ def _traffic(plan: PlanData) -> Chart:
         (steps, f"{count:,}", binary(there), binary(back))
         for steps, (count, there, back) in ranked[:MOST_ROWS]
     ]
-    for crossing in fold_crossings(plan.crossings):
+    for stages, crossing in fold_crossings(plan.crossings):
         there, back = crossing.forward_bytes, crossing.backward_bytes
-        table.append((f"send: {crossing.stages}", "each", binary(there), binary(back)))
+        table.append((f"send: {stages}", "each", binary(there), binary(back)))
     left = len(ranked) - MOST_ROWS
     devices = "one device sends" if plan.pipeline.stages == 1 else "one device of each stage sends"
     note = (
@@ -378,8 +374,7 @@ def _compared(plan: PlanData | str, to: PlanData) -> tuple[str, ...]:
         return ("", "", "", "", "", "", plan)
     step, memory, own = plan.step_time, plan.known_memory, to.step_time
     size = "" if memory is None else binary(memory.peak)
-    if memory is not None and plan.memory_limit is not None and memory.peak > plan.memory_limit:
-        size += ", does not fit"
+    size += ", does not fit" * plan.over_limit
     return (
         f"{plan.devices:,}",
         "" if step is None else seconds_text(step),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from shardwright.core.cost.memory import binary
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.reasons import choice_lines, origin
 from shardwright.core.plan.repeated_rows import Fold, fold_rows, module_words
-from shardwright.core.plan.rows import OperatorRow, seconds_text, shape_text, shapes_text
+from shardwright.core.plan.rows import OperatorRow, shape_text, shapes_text
 from shardwright.tools.report.page import Branch, Operator, OperatorTensor
 from shardwright.tools.report.picture import Picture, picture
 
@@ -18,58 +18,37 @@ DEEPEST = 24
 """Levels of modules in modules; deeper ones stand at the last."""
 
 
+_Placed = tuple[list[str], Operator]
+"""An operator with the names of the modules that it is in."""
+
+
 def page_tree(plan: PlanData) -> tuple[tuple[Branch | Operator, ...], tuple[Picture, ...]]:
     """The modules of a plan, and the pictures of the layouts in it."""
     pictures: dict[TensorLayout, int] = {}
-    root = _Module("", "")
+    placed: list[_Placed] = []
     for fold in fold_rows(plan.operators):
         *modules, name = module_words(fold.row.name, DEEPEST)
-        at = root
-        for word in modules:
-            at = at.module(word)
-        at.children.append(_operator(plan, fold, name, pictures))
-    return tuple(map(_branch, root.children)), tuple(map(picture, pictures))
+        placed.append((modules, _operator(plan, fold, name, pictures)))
+    return tuple(_nodes(placed)), tuple(map(picture, pictures))
 
 
-@dataclass
-class _Module:
-    """A module while its children are collected."""
-
-    name: str
-    path: str
-    children: list[_Module | Operator] = field(default_factory=list)
-    modules: dict[str, _Module] = field(default_factory=dict)
-
-    def module(self, name: str) -> _Module:
-        if name not in self.modules:
-            self.modules[name] = _Module(name, f"{self.path}.{name}".lstrip("."))
-            self.children.append(self.modules[name])
-        return self.modules[name]
-
-
-def _branch(node: _Module | Operator) -> Branch | Operator:
-    if isinstance(node, Operator):
-        return node
-    children = tuple(map(_branch, node.children))
-    if len(children) == 1 and isinstance(only := children[0], Branch):
-        return Branch(**{**vars(only), "name": f"{node.name}.{only.name}"})
-    sent, seconds = sum(child.bytes for child in children), sum(child.seconds for child in children)
-    axes: set[int] = set()
-    for child in children:
-        axes |= (
-            set(child.axes) if isinstance(child, Branch) else {a for _, c in child.cuts for a in c}
-        )
-    return Branch(
-        name=node.name,
-        path=node.path,
-        children=children,
-        axes=tuple(sorted(axes)),
-        count=sum(child.count for child in children),
-        bytes=sent,
-        bytes_text=binary(sent) if sent else "",
-        seconds=seconds,
-        seconds_text=seconds_text(seconds) if seconds else "",
-    )
+def _nodes(placed: list[_Placed], path: str = "") -> Iterator[Branch | Operator]:
+    """What is in the module at `path`, in the order of the model; modules that hold nothing but
+    another module are one branch with it."""
+    groups: dict[str | int, list[_Placed]] = {}
+    for modules, operator in placed:
+        group = groups.setdefault(modules[0] if modules else id(operator), [])
+        group.append((modules[1:], operator))
+    for name, inside in groups.items():
+        if isinstance(name, int):
+            yield inside[0][1]
+            continue
+        own = f"{path}.{name}".lstrip(".")
+        first, *others = _nodes(inside, own)
+        if isinstance(first, Branch) and not others:
+            yield replace(first, name=f"{name}.{first.name}")
+        else:
+            yield Branch(name, own, (first, *others))
 
 
 def _operator(plan: PlanData, fold: Fold, name: str, pictures: dict[TensorLayout, int]) -> Operator:
@@ -83,9 +62,7 @@ def _operator(plan: PlanData, fold: Fold, name: str, pictures: dict[TensorLayout
         shapes=shapes_text(row),
         cuts=tuple((f, tuple(map(plan.mesh.axis, axes))) for f, axes in row.cuts.items()),
         bytes=number * row.bytes,
-        bytes_text=binary(number * row.bytes) if row.bytes else "",
         seconds=number * row.seconds,
-        seconds_text=seconds_text(number * row.seconds) if row.seconds else "",
         why=why,
         reason=reason,
         facts=tuple(_facts(plan, fold, reason)),
@@ -149,4 +126,4 @@ def _redistributions(row: OperatorRow) -> Iterable[tuple[str, str, str]]:
     for each in row.redistributions:
         shared = "; the rest is shared with an earlier operator" if each.shared else ""
         sizes = f"{binary(each.forward_bytes)} forward, {binary(each.backward_bytes)} backward"
-        yield each.value or "inside", ", then ".join(each.steps), f"{sizes}{shared}"
+        yield each.value or "inside", each.steps_text, f"{sizes}{shared}"

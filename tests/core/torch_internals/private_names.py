@@ -1,8 +1,8 @@
 """Every private name of PyTorch that this package uses: what it does, what could replace it, since
 which supported version it is there, and up to which it is needed.
 
-PyTorch may change these in any release. To support a new one, run the tests of this room with it;
-where a name has moved, the file of this room that uses it takes both.
+PyTorch may change these in any release. To support a new one, run the tests of this folder with it;
+where a name has moved, the file of `core/torch_internals` that uses it takes both.
 """
 
 from __future__ import annotations
@@ -72,6 +72,13 @@ OPERATORS = (
         "the overload's name",
         "`OpOverload.name()`, taken apart",
     ),
+    PrivateName(
+        "torch._ops.OpOverload._op_dk",
+        "runs the kernel that composes an operator of others, to capture those",
+        "`OpOverload.decompose`, which lacks those of `torch._foreach_*`",
+    ),
+    PrivateName("torch._C.DispatchKey.CompositeImplicitAutograd", "the key of such kernels"),
+    PrivateName("torch._C.DispatchKey.CompositeExplicitAutograd", "the same"),
     PrivateName("torch.fx.Node._erased", "whether a node that is met was removed meanwhile"),
     PrivateName(
         "torch.library.Library._destroy", "takes back the kernels of a dry run on meta tensors"

@@ -1,4 +1,4 @@
-"""`python -m shardwright.core.rules` prints the operators that have rules, each with an example."""
+"""The page of all operators that have sharding rules, each kind with an example."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ from shardwright.core.rules.rule import RuleMaker, ShardingRule, find_rule_maker
 from shardwright.core.torch_internals.operators import OpOverload, operator_name
 
 aten = torch.ops.aten
+
+INTRODUCTION = """\
+# Operators
+
+Operators that have a [sharding rule](rules.md), by the module of `shardwright.core.rules` that
+registers them: an example of the rule, and the factors whose sharding leaves partial sums.
+Operators of one row share their rule.
+
+"""
 
 
 def _tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -101,6 +110,11 @@ def example(target: OpTarget, args: tuple[object, ...]) -> ShardingRule | None:
     return rule_of(example_op(target, args))
 
 
+def operators_page() -> str:
+    """The page in Markdown."""
+    return INTRODUCTION + rules_table() + "\n"
+
+
 def rules_table() -> str:
     """A Markdown table: for each rule its operators, an example and the factors that it reduces."""
     operators: dict[RuleMaker, dict[str, None]] = {}
@@ -109,7 +123,9 @@ def rules_table() -> str:
     examples = {find_rule_maker(target): example(target, args) for target, args in _EXAMPLES}
     lines = ["| operators | example | reduces |", "|---|---|---|"]
     module = ""
-    for maker in sorted(operators, key=lambda maker: maker.__module__):
+    # Tests that run in the same process register rules of their own.
+    own = (maker for maker in operators if maker.__module__.startswith("shardwright."))
+    for maker in sorted(own, key=lambda maker: maker.__module__):
         if maker.__module__ != module:
             module = maker.__module__
             lines.append(f"| **{module.rpartition('.')[2]}** | | |")
@@ -128,7 +144,3 @@ def _name(target: object) -> str:
     if isinstance(target, OpOverload):
         return operator_name(target)
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
-
-
-if __name__ == "__main__":
-    print(rules_table())
