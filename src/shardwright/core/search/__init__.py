@@ -38,7 +38,8 @@ Objective, without a cluster (elements sent and held, as MindSpore's recursive p
 
     (2)  sum over o, axis by axis, of  min over f of  cut_cost(o, f) + redistribution to the decided
 
-    implemented in: core/cost/symbolic.py: cut_cost, redistribution_cost; recursive/search.py: Recursion
+    implemented in: core/cost/symbolic.py: cut_cost, redistribution_cost;
+                    recursive/search.py: Recursion
 
 Constraints:
 
