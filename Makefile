@@ -1,10 +1,11 @@
 # Everything happens in .venv, which the first target that needs it makes.
 #   make demo       plan a model for 8 devices, train it in 8 local processes, compare with one
-#   make test       the default test suite        make test-slow   the long property tests
+#   make test       the default test suite
+#   make test-slow  what takes long, in 45 minutes on 2 cores; SEED=7 draws other random cases
 #   make test-times the same, and what its files cost
 #   make golden     write the texts of tests/golden anew, to be read as a diff
 #   make check      lint, format, types, import order
-#   make bench      the numbers of docs/benchmarks.md
+#   make bench      the benchmarks, in an hour; with FULL=1 all of their cases, into docs/benchmarks.md
 #   make docs       the site, into build/site    make docs-serve  the same at localhost:8000
 #   make figures    the drawings of docs/    make report-picture  those of docs/report.md, with Chromium
 #   make bench-gpu  what one accelerator can tell, into gpu_results/
@@ -59,7 +60,7 @@ format: install
 	$(BIN)/ruff format .
 
 bench: install
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(if $(FULL),--full)
 
 bench-gpu: install
 	$(BIN)/python benchmarks/gpu.py --out gpu_results

@@ -17,25 +17,29 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.bubble_ranks import described
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.torchrun import torchrun
-from shardwright.cost.pipeline_timeline import ChunkSeconds, timeline
-from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.core.cost.pipeline_timeline import ChunkSeconds, timeline
+from shardwright.core.partition.pipeline_spec import PipelineSpec
 
 STAGES = 4
 FORWARD, BACKWARD = 0.1, 0.2
 GOAL = 0.05
+LOADS = ((4, 1), (12, 1), (8, 2))
+"""Micro-batches, and how many times as long the second stage takes."""
+
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble_v", 2))
 
 Case = tuple[PipelineSpec, list[ChunkSeconds]]
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     table = Table(
         f"Share of idle time of {STAGES} stages",
         ("schedule", "chunks", "micro-batches", "parts", "predicted", "measured"),
     )
-    found = cases()
+    found = cases(size.of(LOADS[::2], full=LOADS))
     for (pipeline, parts), measured in zip(found, measure(found), strict=True):
         predicted = timeline(pipeline, parts).bubble
         kind = "even" if len(set(parts)) == 1 else "uneven"
@@ -51,11 +55,11 @@ def run() -> list[Table]:
     return [table]
 
 
-def cases() -> list[Case]:
-    """Every schedule with few and many micro-batches, and with an uneven stage."""
+def cases(loads: Sequence[tuple[int, int]] = LOADS) -> list[Case]:
+    """Every schedule with each of the loads."""
     found = []
     for schedule, chunks in SCHEDULES:
-        for pieces, slow in ((4, 1), (12, 1), (8, 2)):
+        for pieces, slow in loads:
             pipeline = PipelineSpec(STAGES, pieces, schedule, chunks)
             parts = []
             for number in range(pipeline.num_chunks):

@@ -14,6 +14,7 @@ from typing import Any
 
 import shardwright as sw
 from benchmarks.models import Model, example, examples, small
+from benchmarks.size import Size
 from benchmarks.table import Table
 
 DEVICES = 8
@@ -27,17 +28,18 @@ MODELS = ("mlp", "network", "resnet", "encoder", "llama", "gpt2", "bert")
 """Builders in `tests/sample_models.py`."""
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     table = Table(
         f"Bytes that one of {DEVICES} devices sends per step, forward + backward",
         ("model", "plan", "planned", "counted", "equal"),
     )
     models: dict[str, Callable[[], Model]] = {name: partial(example, name) for name in examples()}
     models |= {name: partial(small, name, batch=DEVICES) for name in MODELS}
+    titles = size.of(("mem_coeff=0.1", "data_parallel"), full=tuple(PLANS))
     for name, build in models.items():
-        for title, options in PLANS.items():
+        for title in titles:
             net, args, kwargs = build()
-            plan = sw.plan(net, args, kwargs, devices=DEVICES, **options)
+            plan = sw.plan(net, args, kwargs, devices=DEVICES, **PLANS[title])
             add(table, name, title, sw.check(net, args, kwargs, plan))
     return [table]
 

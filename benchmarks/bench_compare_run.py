@@ -16,30 +16,32 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.page import ROOT
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import Sample
-from shardwright.compare import AUTO, RealComparison, compare_measured
-from shardwright.train.log_folder import LogFolder
+from shardwright.run.launch.log_folder import LogFolder
+from shardwright.tools.compare import AUTO, RealComparison, compare_measured
 
 MODELS = ("llama2_7b", "qwen_7b", "pangualpha_13b")
-PROCESSES, ROUNDS = 8, 10
+PROCESSES = 8
 LEAST, MOST_OFF = 0.8, 0.25
 """Of ρ, and of a prediction."""
 
 
-def run() -> list[Table]:
-    experts = [ROOT / "configs" / f"{name}_expert.yaml" for name in MODELS]
+def run(size: Size = Size.DEFAULT) -> list[Table]:
+    names, rounds = size.of((MODELS[:1], 5), full=(MODELS, 10))
+    experts = [ROOT / "configs" / f"{name}_expert.yaml" for name in names]
     with tempfile.TemporaryDirectory() as folder:
         logs = LogFolder(Path(folder))
-        found = compare_measured(experts, logs, devices=PROCESSES, rounds=ROUNDS)
-    return [table(each) for each in found]
+        found = compare_measured(experts, logs, devices=PROCESSES, rounds=rounds)
+    return [table(each, rounds) for each in found]
 
 
-def table(found: RealComparison) -> Table:
+def table(found: RealComparison, rounds: int) -> Table:
     """A row for each way, and what is missed."""
     shown = Table(
         f"{found.model}: {found.batch} × {found.seq_length} tokens on {found.processes} processes,"
-        f" {ROUNDS} rounds; ρ = {found.correlation:.2f}",
+        f" {rounds} rounds; ρ = {found.correlation:.2f}",
         ("data · tensor · pipeline parallel", "predicted, ms", "measured, ms", "ratio", "speedup"),
     )
     for each in found.runs:

@@ -14,25 +14,26 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.page import ROOT
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds
-from shardwright.config.run import Run
-from shardwright.train.data import Batches
-from shardwright.train.token_files import token_sequences
+from shardwright.run.config.run import Run
+from shardwright.run.data.data import Batches
+from shardwright.run.data.token_files import token_sequences
 
 DEVICES = (64, 1024)
 TOKENS, VOCABULARY = 1 << 26, 32_000
 TIMES, MOST = 5, 0.05
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     head = ("devices", "tokens of a batch", "read, s", "M tokens a second", "step, s", "share")
     table = Table("Reading a batch", head)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tokens.bin"
         numbers = np.random.default_rng(0)
         numbers.integers(0, VOCABULARY, TOKENS, dtype=np.uint16).tofile(file)
-        for devices in DEVICES:
+        for devices in size.of(DEVICES[:1], full=DEVICES):
             planned = Run.from_file(ROOT / "configs" / "llama2_7b_auto.yaml").on(devices)
             step, data = planned.plan(devices).step, planned.config.data
             assert step is not None and data.seq_length is not None

@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import json
 
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import Sample
 from benchmarks.torchrun import torchrun
 
-RANKS, ROUNDS = 4, 30
+RANKS = 4
 TIMEOUT = 1800
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
+    rounds = size.of(10, full=30)
     table = Table(
-        f"A training step on {RANKS} processes, {ROUNDS} rounds, median (quartiles)",
+        f"A training step on {RANKS} processes, {rounds} rounds, median (quartiles)",
         ("ours / PyTorch's", "ours, ms", "PyTorch's, ms", "PyTorch / ours"),
     )
-    for name, pairs in measured(ROUNDS).items():
+    for name, pairs in measured(rounds).items():
         ours, theirs = (Sample(tuple(values)) for values in zip(*pairs, strict=True))
         ratio = Sample(tuple(b / a for a, b in pairs))
         table.add(name, f"{1e3 * ours.median:.0f}", f"{1e3 * theirs.median:.0f}", ratio.ratio())

@@ -47,30 +47,33 @@ from benchmarks.bit_flips import RAW, REFUSED, SILENT, flip_bits
 from benchmarks.kills import MOMENTS, VICTIMS, kill_at_random
 from benchmarks.page import ROOT
 from benchmarks.program_ranks import ENDS, EXACT, WRONG
+from benchmarks.programs import PROGRAMS
 from benchmarks.programs.outcomes import outcomes
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.torchrun import python, torchrun
-from shardwright.train.checkpoint_manifest import FileChecksum, find_damage
-
-FLIPS, KILLS = 500, 100
-SEEDS, EVERY = 100, 10
-"""Mutated files of each kind; of so many operators the samples of one are run."""
+from shardwright.core.checkpoint.manifest import FileChecksum, find_damage
 
 FILE_KINDS = ("config", "plan", "cluster", "strategies")
 MEGABYTES, FILES = 256, 4
 GUARDED, GUARD_SECONDS = 2, 1e-4
 
 
-def run() -> list[Table]:
-    inputs = [mutated_files(SEEDS), operator_samples(EVERY)]
-    breaks = [bit_flips(FLIPS), kills(KILLS)]
-    return [user_programs(), *inputs, *breaks, guards(), checksum_speed()]
+def run(size: Size = Size.DEFAULT) -> list[Table]:
+    inputs = [
+        user_programs(size.of(8, full=1)),
+        mutated_files(size.of(25, full=100)),
+        operator_samples(size.of(50, full=10)),
+    ]
+    breaks = [bit_flips(size.of(90, full=500)), kills(size.of(3, full=100))]
+    return [*inputs, *breaks, guards(), checksum_speed()]
 
 
-def user_programs() -> Table:
-    """How programs end that users write; those that are refused by name."""
-    ends = outcomes()
-    table = Table("Programs under two plans each", ("ended", "programs × plans", "which"))
+def user_programs(every: int) -> Table:
+    """How one in `every` of the programs ends that users write; those that are refused by name."""
+    ends = outcomes(list(PROGRAMS)[::every])
+    whole = "Programs" if every == 1 else f"One in {every} programs"
+    table = Table(f"{whole} under two plans each", ("ended", "programs × plans", "which"))
     for end in ENDS:
         ended = [one for one in ends if one.end == end]
         names = dict.fromkeys(one.program for one in ended) if end != EXACT else {}

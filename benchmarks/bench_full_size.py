@@ -34,23 +34,24 @@ from benchmarks.full_size import (
     qwen_3_32b,
     recommender,
 )
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import in_fork
-from shardwright.api import plan
-from shardwright.capture.annotations import module_tags
-from shardwright.capture.capture import capture
-from shardwright.compare.alternatives import NEAR, least_seconds
-from shardwright.cost.clusters import load_cluster
-from shardwright.cost.memory import binary
+from shardwright.core.api import plan
+from shardwright.core.capture.annotations import module_tags
+from shardwright.core.capture.capture import capture
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.cost.memory import binary
+from shardwright.core.graph.graph import Graph
+from shardwright.core.plan import Plan
 from shardwright.errors import MemoryLimitError
-from shardwright.graph.graph import Graph
 from shardwright.models.expert_sharding import (
     cut_by_model_parallel,
     expert_stages,
     paths_of_blocks,
     pin_expert,
 )
-from shardwright.plan import Plan
+from shardwright.tools.compare.alternatives import NEAR, least_seconds
 
 CLUSTER = "h100"
 Parts = tuple[int, int, int, int, int]
@@ -95,9 +96,11 @@ CASES = (
     Case("SDXL U-Net", denoiser, 64, 512, None),
     Case("DLRM", recommender, 64, 65536, None),
 )
+FEW = (0, 7, 11)
+"""Those that are planned at the default size."""
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     table = Table(
         "Planned for H100",
         (
@@ -105,7 +108,7 @@ def run() -> list[Table]:
             *("best of grid, s", "as"),
         ),
     )
-    for case in CASES:
+    for case in size.of(tuple(CASES[number] for number in FEW), full=CASES):
         in_fork(partial(measured, case)).add_to(table, case)
     return [table]
 

@@ -16,13 +16,14 @@ from functools import partial
 from typing import Any
 
 from benchmarks.page import ROOT
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds, in_fork
-from shardwright.config.run import Run
-from shardwright.cost.memory import binary
+from shardwright.core.cost.memory import binary
+from shardwright.core.partition.pipeline_spec import AUTO
+from shardwright.core.plan import Plan
 from shardwright.errors import MemoryLimitError
-from shardwright.partition.pipeline_spec import AUTO
-from shardwright.plan import Plan
+from shardwright.run.config.run import Run
 
 CONFIG, CLUSTER, DEVICES = "llama2_70b_auto.yaml", "h100", 64
 LIMITS = (80, 60, 45, 35, 25, 15, 10, 9, 6)
@@ -36,16 +37,17 @@ Found = tuple[float, str, float, int]
 """CPU seconds; the plan in words; seconds of its step; bytes that a device needs."""
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     table = Table("By limit, GiB", ("stages", "limit", "plan", "step, s", "memory", "planning, s"))
     run = Run.from_file(ROOT / "configs" / CONFIG).on(DEVICES)
     model, graph = run.captured()
     gc.collect()
     gc.freeze()
-    for stages, changes in WAYS.items():
+    ways, limits = size.of((("8",), LIMITS[::4]), full=(tuple(WAYS), LIMITS))
+    for stages in ways:
         fastest = 0.0
-        for limit in LIMITS:
-            options = {"cluster": CLUSTER, "memory_limit": f"{limit}GiB", **changes}
+        for limit in limits:
+            options = {"cluster": CLUSTER, "memory_limit": f"{limit}GiB", **WAYS[stages]}
             planned = partial(run.plan_of, model, graph, DEVICES, **options)
             seconds, plan, step, needed = in_fork(partial(_measured, planned))
             shown = f"{step:.2f}" if plan else "–"

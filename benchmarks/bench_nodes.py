@@ -25,8 +25,9 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.namespaces import NEEDS, Host, can_be_made, two_hosts
+from benchmarks.size import Size
 from benchmarks.table import Table
-from shardwright.train.log_folder import LogFolder
+from shardwright.run.launch.log_folder import LogFolder
 
 RATE, FREE, SAMPLES = "100mbit", "100gbit", 32
 SHAPED, STEPS, TIMEOUT, PATIENCE = 7, 16, 20, 600
@@ -58,15 +59,16 @@ levels:
 """
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     if not can_be_made():
-        table = Table("Skipped", ("why",))
-        table.add(NEEDS)
-        return [table]
+        skipped = Table("Skipped", ("why",))
+        skipped.add(NEEDS)
+        return [skipped]
     with tempfile.TemporaryDirectory() as folder, two_hosts() as hosts:
         for name, text in (("model_of_the_nodes.py", MODEL), ("link.yaml", LINK)):
             (Path(folder) / name).write_text(text)
-        return [plans(hosts, Path(folder)), recoveries(hosts, Path(folder))]
+        tables = size.of((plans,), full=(plans, recoveries))
+        return [table(hosts, Path(folder)) for table in tables]
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from benchmarks.models import Model, small
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import Sample, cpu_seconds, paired
 
-ROUNDS, WARM_UP = 150, 5
+WARM_UP = 5
 GOAL = 1.05
 
 TRANSFORMER = {"batch": 4, "sequence": 128, "width": 128, "layers": 2, "vocabulary": 512}
@@ -34,14 +35,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
+    rounds = size.of(50, full=150)
     table = Table(
-        f"Program / original, {ROUNDS} rounds, median (quartiles)",
+        f"Program / original, {rounds} rounds, median (quartiles)",
         ("model", "parameters", "original, ms", "program / original", "noise"),
     )
     for name, (builder, sizes) in MODELS.items():
         model = small(builder, **sizes)
-        original, ratio, noise = compared(model, ROUNDS)
+        original, ratio, noise = compared(model, rounds)
         table.add(
             name,
             f"{sum(p.numel() for p in model[0].parameters()):,}",

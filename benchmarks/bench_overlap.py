@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.namespaces import two_hosts
 from benchmarks.overlap_ranks import BANDWIDTH
 from benchmarks.page import ROOT
+from benchmarks.size import Size
 from benchmarks.table import Table
 
 RATE = f"{BANDWIDTH * 8 // 10**6}mbit"
@@ -28,12 +29,12 @@ TIMEOUT = 600
 COLUMNS = ("step, ms", "communication, ms", "exposed, ms", "share exposed")
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     table = Table(
         f"A training step on two hosts, {RATE} between them",
         ("program", *COLUMNS, "predicted: communication, ms", "exposed, ms", "share exposed"),
     )
-    rows = measured()
+    rows = measured(size.of(2, full=5))
     shares = {name: row["exposed"] / row["communication"] for name, row in rows.items()}
     for name in ("at once", "overlapped", "compiled"):
         table.add(name, *_times(rows[name]), *_times(rows[f"predicted {name}"])[1:])
@@ -48,7 +49,7 @@ def _times(row: dict[str, float]) -> list[str]:
     return [*times, f"{row['exposed'] / row['communication']:.0%}"]
 
 
-def measured(*arguments: str) -> dict[str, dict[str, float]]:
+def measured(steps: int) -> dict[str, dict[str, float]]:
     """For each kind of program the milliseconds of a step.
 
     Raises:
@@ -62,7 +63,7 @@ def measured(*arguments: str) -> dict[str, dict[str, float]]:
         for rank, host in enumerate(hosts):
             host.shape(RATE)
             environment = {**where, "RANK": str(rank), "PYTHONPATH": path}
-            command = (sys.executable, "-m", "benchmarks.overlap_ranks", *arguments)
+            command = (sys.executable, "-m", "benchmarks.overlap_ranks", str(steps))
             processes.append(host.start(*command, output=files[rank], environment=environment))
         statuses = [process.wait(TIMEOUT) for process in processes]
         if any(statuses):

@@ -35,9 +35,10 @@ from torch import nn
 
 import shardwright as sw
 from benchmarks.models import Model, feed_forward, small
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import Sample, cpu_seconds, in_fork
-from shardwright.graph.graph import Graph
+from shardwright.core.graph.graph import Graph
 
 DEVICES, BATCH_PARTS, MODEL_PARTS = 8, 2, 4
 COUNTS = (2, 4, 8)
@@ -117,7 +118,7 @@ class Planned:
     seconds: float
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     table = Table(
         f"Plans for {DEVICES} devices",
         (
@@ -126,7 +127,7 @@ def run() -> list[Table]:
         ),
     )
     for name, case in CASES.items():
-        for count in (0, *COUNTS):
+        for count in (0, *size.of(COUNTS[1:2], full=COUNTS)):
             graph = pinned_graph(case, count)
             # A fork that collects garbage would walk over, and so copy, all that capture left.
             gc.collect()

@@ -28,10 +28,11 @@ from statistics import median
 
 from benchmarks.page import PAGE, ROOT
 from benchmarks.scatter import scatter
+from benchmarks.size import Size
 from benchmarks.table import Table
-from shardwright.compare.measured import spearman
-from shardwright.compare.published import MeasuredRun, PlannedMeasurement
-from shardwright.compare.published_config import planned_runs
+from shardwright.tools.compare.measured import spearman
+from shardwright.tools.compare.published import MeasuredRun, PlannedMeasurement
+from shardwright.tools.compare.published_config import planned_runs
 
 ROWS = ROOT / "benchmarks" / "published_throughput.json"
 PICTURE = PAGE.with_name("published.svg")
@@ -74,10 +75,20 @@ class Prediction:
         return self.run.source.partition(" ")[0].partition("@")[0].rstrip(",:;")
 
 
-def run(rows: Path = ROWS) -> list[Table]:
+def run(size: Size = Size.DEFAULT, rows: Path = ROWS) -> list[Table]:
+    """Of the published runs one in five at the default size; all of the runs of another file."""
     planned, left_out = planned_runs(rows)
+    if rows == ROWS:
+        planned = planned[:: size.of(5, full=1)]
     # All rows are checked before any is planned; a plan is dropped as soon as it is priced.
     predictions = [predicted(copy(each)) for each in planned]
+    if rows != ROWS or size is Size.FULL:
+        draw(predictions, PICTURE if rows == ROWS else rows.with_suffix(".svg"))
+    return [summary(predictions), each_row(predictions), *unread(left_out)]
+
+
+def draw(predictions: list[Prediction], picture: Path) -> None:
+    """Writes predicted against measured throughput, a color for each hardware."""
     kinds = sorted({each.run.hardware for each in predictions})
     points = {
         kind: [
@@ -87,12 +98,10 @@ def run(rows: Path = ROWS) -> list[Table]:
         ]
         for kind in kinds
     }
-    picture = PICTURE if rows == ROWS else rows.with_suffix(".svg")
     try:
         picture.write_text(scatter("Tokens per second and device", points), encoding="utf-8")
     except OSError as error:  # The numbers took minutes; they are worth more than their picture.
         print(f"no picture: {picture}: {error.strerror}", file=sys.stderr)
-    return [summary(predictions), each_row(predictions), *unread(left_out)]
 
 
 def predicted(planned: PlannedMeasurement) -> Prediction:

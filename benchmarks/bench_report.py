@@ -23,11 +23,12 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.page import ROOT
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds
-from shardwright.config.run import Run
-from shardwright.plan import Plan
-from shardwright.plan.table import plan_text
+from shardwright.core.plan import Plan
+from shardwright.core.plan.table import plan_text
+from shardwright.run.config.run import Run
 
 DEVICES, TIMES = 64, 5
 LINES, COLUMNS, MEGABYTES = 25, 80, 5.0
@@ -37,15 +38,16 @@ COMMAND = ("-m", "shardwright")
 TINY = ROOT / "configs" / "tiny" / "llama2_7b.yaml"
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     with tempfile.TemporaryDirectory() as folder:
-        return [pages(Path(folder)), starts(), from_nothing(Path(folder))]
+        tables = [pages(Path(folder), size.of(4, full=1)), starts()]
+        return [*tables, from_nothing(Path(folder))] if size is Size.FULL else tables
 
 
-def pages(folder: Path) -> Table:
-    """A row for each model."""
+def pages(folder: Path, every: int) -> Table:
+    """A row for one in `every` of the models."""
     table = Table("The page and the text", ("model", "lines", "widest", "page, s", "page, MB"))
-    for file in sorted((ROOT / "configs").glob("*_auto.yaml")):
+    for file in sorted((ROOT / "configs").glob("*_auto.yaml"))[::every]:
         Run.from_file(file).on(DEVICES).plan(DEVICES).save(folder / "plan.json")
         plan, html = Plan.load(folder / "plan.json"), folder / "page.html"
         seconds = cpu_seconds(partial(plan.report, html))
@@ -85,7 +87,7 @@ def from_nothing(folder: Path) -> Table:
     install = [*("-m", "pip", "install", "--quiet"), "-c", str(ROOT / "constraints.txt")]
     steps: dict[str, list[str]] = {
         "python -m venv": [sys.executable, "-m", "venv", str(folder / "venv")],
-        "pip install, with models and report": [str(python), *install, f"{ROOT}[models,report]"],
+        "pip install, with tools": [str(python), *install, f"{ROOT}[tools]"],
         "shardwright init llama": [str(python), *COMMAND, "init", "llama"],
         "shardwright report llama2_7b.yaml --devices 8": [
             *(str(python), *COMMAND, "report", "llama2_7b.yaml", "--devices", "8")

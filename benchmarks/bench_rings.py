@@ -15,7 +15,7 @@ grows in them. Goals: the ring takes less memory than gathering, and the losses 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -25,29 +25,31 @@ import torch
 import shardwright as sw
 from benchmarks.full_size import language, llama_3
 from benchmarks.rings_ranks import strategies
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import Sample
 from benchmarks.torchrun import torchrun
-from shardwright.capture.capture import capture
-from shardwright.cost.memory import binary
+from shardwright.core.capture.capture import capture
+from shardwright.core.cost.memory import binary
+from shardwright.core.graph.graph import Graph
+from shardwright.core.planner import candidate
 from shardwright.errors import MemoryLimitError
-from shardwright.graph.graph import Graph
-from shardwright.planner import candidate
 
 LIMITS = ("60GiB", "50GiB", "40GiB", "35GiB")
-RANKS, TOKENS, ROUNDS = 4, (4096, 8192), 5
+RANKS, TOKENS = 4, (4096, 8192)
 
 
-def run() -> list[Table]:
-    return [_predicted(), _measured()]
+def run(size: Size = Size.DEFAULT) -> list[Table]:
+    limits, tokens, rounds = size.of((LIMITS[2:3], TOKENS[:1], 3), full=(LIMITS, TOKENS, 5))
+    return [_predicted(limits), _measured(tokens, rounds)]
 
 
-def _predicted() -> Table:
+def _predicted(limits: Sequence[str]) -> Table:
     table = Table("Plans", ("limit", "step, s", "memory", "cuts of attention", "without rings, s"))
     net, kwargs = language(lambda: llama_3("8B", num_hidden_layers=4), 1, 2**20)
     graph = capture(net, (), kwargs, compute_dtype=torch.bfloat16)
     gains = []
-    for limit in LIMITS:
+    for limit in limits:
         plan, without = _plan(graph, limit), None
         with _without_rings():
             without = _plan(graph, limit)
@@ -84,11 +86,11 @@ def _without_rings() -> Iterator[None]:
         yield
 
 
-def _measured() -> Table:
+def _measured(lengths: Sequence[int], rounds: int) -> Table:
     columns = ("tokens", "attention", "ms", "peak grows by", "bytes sent")
-    table = Table(f"On {RANKS} processes, {ROUNDS} steps, median (smallest–largest)", columns)
-    for tokens in TOKENS:
-        found = {way: _of_ranks(way, tokens) for way in strategies(RANKS)}
+    table = Table(f"On {RANKS} processes, {rounds} steps, median (smallest–largest)", columns)
+    for tokens in lengths:
+        found = {way: _of_ranks(way, tokens, rounds) for way in strategies(RANKS)}
         for way, facts in found.items():
             seconds = Sample(tuple(facts["seconds"])).milliseconds()
             table.add(f"{tokens:,}", way, seconds, binary(facts["peak"]), f"{facts['bytes']:,}")
@@ -100,13 +102,13 @@ def _measured() -> Table:
     return table
 
 
-def _of_ranks(way: str, tokens: int) -> Mapping[str, Any]:
+def _of_ranks(way: str, tokens: int, rounds: int) -> Mapping[str, Any]:
     """What rank 0 printed.
 
     Raises:
         RuntimeError: if the processes fail.
     """
-    arguments = "--way", way, "--tokens", str(tokens), "--rounds", str(ROUNDS)
+    arguments = "--way", way, "--tokens", str(tokens), "--rounds", str(rounds)
     output = torchrun("rings_ranks", RANKS, *arguments)
     facts: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return facts

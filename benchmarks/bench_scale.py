@@ -19,15 +19,16 @@ from functools import partial
 import torch
 
 from benchmarks.page import ROOT
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds, in_fork, in_fresh_process
-from shardwright.api import plan
-from shardwright.capture.capture import capture
-from shardwright.config.run import Run
-from shardwright.cost.clusters import load_cluster
-from shardwright.layout.prime_mesh import prime_mesh
-from shardwright.search.by_time.search import search_by_time
-from shardwright.search.request import Pricing, SearchRequest
+from shardwright.core.api import plan
+from shardwright.core.capture.capture import capture
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.layout.prime_mesh import prime_mesh
+from shardwright.core.search.by_time.search import search_by_time
+from shardwright.core.search.request import Pricing, SearchRequest
+from shardwright.run.config.run import Run
 
 NAMES = (
     *("llama2_7b", "llama2_13b", "llama2_70b", "baichuan2_7b", "baichuan2_13b"),
@@ -55,8 +56,8 @@ class Scale:
     memory: float
 
 
-def run() -> list[Table]:
-    return [table(NAMES)]
+def run(size: Size = Size.DEFAULT) -> list[Table]:
+    return [table(size.of(NAMES[::3], full=NAMES))]
 
 
 def table(names: Sequence[str]) -> Table:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.page import ROOT
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.torchrun import python
 
@@ -55,10 +56,11 @@ class Comparison:
         return max(self.saved, self.resumed) < TOLERANCE and self.output
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     columns = ("script", "lines", "in place of", "difference", "resumed", "output")
     table = Table("Scripts on 4 processes, and resumed on 2", columns)
-    for name, words in SCRIPTS.items():
+    for name in size.of(("nanogpt", "images"), full=tuple(SCRIPTS)):
+        words = SCRIPTS[name]
         added, removed = changed_lines(name)
         if name == "sft" and find_spec("trl") is None:
             table.add(words, added, removed, "trl is not installed", "", "")

@@ -22,12 +22,13 @@ from functools import partial
 
 import shardwright as sw
 from benchmarks.models import LLAMA_2, llama_2
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import Sample, cpu_seconds, in_fork
-from shardwright.graph.graph import Graph
-from shardwright.layout.prime_mesh import prime_mesh
-from shardwright.search.recursive.search import search_recursively
-from shardwright.search.request import SearchRequest
+from shardwright.core.graph.graph import Graph
+from shardwright.core.layout.prime_mesh import prime_mesh
+from shardwright.core.search.recursive.search import search_recursively
+from shardwright.core.search.request import SearchRequest
 
 BATCH, SEQUENCE = 1024, 4096
 DEVICES = (8, 64, 1024)
@@ -57,7 +58,7 @@ class Measured:
     searches: dict[int, Searched]
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     _capture("7B", 1)
     models = Table(
         "Search of LLaMA 2 in ms, median (smallest–largest)",
@@ -76,7 +77,7 @@ def run() -> list[Table]:
     full = LLAMA_2[GROWN]["num_hidden_layers"]
     _add_model(models, "7B", _measured("7B", None))
     start = None
-    for layers in LAYERS:
+    for layers in size.of(LAYERS[::3], full=LAYERS):
         found = _measured(GROWN, layers)
         largest = found.searches[DEVICES[-1]].first
         start = start or largest.median

@@ -15,6 +15,7 @@ under 1 s for two layers, later ones in half the time of the first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from resource import RUSAGE_SELF, getrusage
@@ -26,10 +27,11 @@ from torch import nn
 
 import shardwright as sw
 from benchmarks.models import small
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds, in_fresh_process
-from shardwright.train import PadToMultiple
-from shardwright.train.lone_rank import fake_process_group
+from shardwright.core.api.lone_rank import fake_process_group
+from shardwright.run import PadToMultiple
 
 DEVICES, WIDTH, LAYERS = 8, 4096, 64
 WAYS = {"built before, kept": None, "built before, released": 1.25, "no_init_parameters": 0.25}
@@ -39,14 +41,14 @@ LENGTHS = (16, 24, 32, 40, 48)
 SECONDS_GOAL = 1.0
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     table = Table("Memory at start", ("the model is", "of the parameters", "GiB"))
     for way, goal in WAYS.items():
         rise, size = in_fresh_process(partial(memory, way))
         table.add(way, f"{rise / size:.2f}", f"{rise / 2**30:.2f}")
         if goal is not None and rise > goal * size:
             table.missed.append(f"{way}: {rise / size:.2f} is more than {goal}")
-    return [table, shapes()]
+    return [table, shapes(size.of((2, 8), full=(2, 8, 32)))]
 
 
 def memory(way: str) -> tuple[int, int]:
@@ -78,13 +80,13 @@ def peak() -> int:
     return getrusage(RUSAGE_SELF).ru_maxrss * 1024
 
 
-def shapes() -> Table:
+def shapes(counts: Sequence[int]) -> Table:
     """Seconds of the first call with each length."""
     head = ("layers", "lengths are", "first", "second", "later")
     table = Table("CPU seconds of the first call with a length", head)
     for layers, name, multiple in (
         (2, "padded to 64", 64),
-        *((layers, "as they are", 1) for layers in (2, 8, 32)),
+        *((layers, "as they are", 1) for layers in counts),
     ):
         first, second, later = seconds_of_calls(layers, multiple)
         table.add(layers, name, *(f"{s:.2f}" for s in (first, second, later)))

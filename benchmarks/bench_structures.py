@@ -18,22 +18,24 @@ from typing import Any
 import torch
 
 import shardwright as sw
+from benchmarks.size import Size
 from benchmarks.structures_ranks import ALONE, MODELS
 from benchmarks.table import Table
 from benchmarks.timing import Sample
 from benchmarks.torchrun import torchrun
 
-RANKS, ROUNDS = 8, 10
+RANKS = 8
 DATA_PARALLEL, AUTOMATIC = "data parallel", "automatic"
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
+    rounds = size.of(3, full=10)
     table = Table(
-        f"A training step on {RANKS} processes, {ROUNDS} rounds, median (smallest–largest)",
+        f"A training step on {RANKS} processes, {rounds} rounds, median (smallest–largest)",
         ("model", "way", "device mesh", "ms", "bytes planned", "counted"),
     )
     for name in MODELS:
-        found = measured(name, ROUNDS)
+        found = measured(name, rounds)
         for way, facts in found.items():
             seconds = Sample(tuple(facts["seconds"]))
             table.add(name, way, facts.get("mesh", "–"), seconds.milliseconds(), *_bytes(facts))

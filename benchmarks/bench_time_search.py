@@ -21,21 +21,22 @@ from functools import partial
 import torch
 
 from benchmarks.models import llama_2
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import Sample, cpu_seconds, in_fork
-from shardwright.capture.capture import capture
-from shardwright.cost.clusters import load_cluster
-from shardwright.cost.step_time import TimeModel
-from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout
-from shardwright.layout.prime_mesh import prime_mesh
-from shardwright.search.baselines import data_parallel
-from shardwright.search.by_time.exact import search_exactly
-from shardwright.search.by_time.objective import Objective
-from shardwright.search.by_time.problem import search_problem
-from shardwright.search.by_time.search import search_by_time
-from shardwright.search.recursive.search import search_recursively
-from shardwright.search.request import CutsOfGraph, Pricing, SearchRequest
+from shardwright.core.capture.capture import capture
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.cost.step_time import TimeModel
+from shardwright.core.graph.graph import Graph
+from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.prime_mesh import prime_mesh
+from shardwright.core.search.baselines import data_parallel
+from shardwright.core.search.by_time.exact import search_exactly
+from shardwright.core.search.by_time.objective import Objective
+from shardwright.core.search.by_time.problem import search_problem
+from shardwright.core.search.by_time.search import search_by_time
+from shardwright.core.search.recursive.search import search_recursively
+from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
 
 SEQUENCE, DEVICES, MEM_COEFF = 4096, 4, 0.1
 CLUSTERS = ("h100", "ascend910b")
@@ -50,20 +51,21 @@ GOAL = 1.0
 """Seconds for one search."""
 
 
-def run() -> list[Table]:
+def run(size: Size = Size.DEFAULT) -> list[Table]:
     near = Table(
         "Plans relative to the lower bound, two layers of LLaMA 2 7B on 4 devices",
         ("cluster", "batch", "bound, ms", "exact", "by step time", "symbolic", "data parallel"),
     )
-    for batch in BATCHES:
+    batches, clusters = size.of((BATCHES[1:], CLUSTERS[:1]), full=(BATCHES, CLUSTERS))
+    for batch in batches:
         graph = _captured("7B", batch, 2)
-        for cluster in CLUSTERS:
+        for cluster in clusters:
             _compare(near, graph, batch, cluster)
     fast = Table(
         "The search by step time alone, in ms, median (smallest–largest)",
         ("model", "operators", "batch", *(f"{n} devices" for n in MANY)),
     )
-    for name, batch in MODELS:
+    for name, batch in size.of(MODELS[:1], full=MODELS):
         _time(fast, name, batch)
     return [near, fast]
 

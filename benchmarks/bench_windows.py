@@ -12,7 +12,7 @@ compared. Goal: never slower.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -23,9 +23,10 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from benchmarks.full_size import language
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds
-from shardwright.graph.custom_ops import masked_attention, windowed_attention
+from shardwright.core.graph.custom_ops import masked_attention, windowed_attention
 
 LENGTHS = (32768, 65536, 131072, 262144)
 MASKS = {
@@ -38,16 +39,19 @@ KERNELS = ((2048, 1024), (4096, 1024), (8192, 1024), (8192, 4096))
 PACKED = (4096, 8192)
 
 
-def run() -> list[Table]:
-    return [_plans(), _kernels()]
+def run(size: Size = Size.DEFAULT) -> list[Table]:
+    lengths, kernels, packed = size.of(
+        (LENGTHS[:2], KERNELS[:2], PACKED[:1]), full=(LENGTHS, KERNELS, PACKED)
+    )
+    return [_plans(lengths), _kernels(kernels, packed)]
 
 
-def _plans() -> Table:
+def _plans(lengths: Sequence[int]) -> Table:
     columns = ("tokens", "mask", "memory, GiB", "step, ms", "sent forward, MiB", "cuts")
     table = Table("Plans", columns)
     for mask in MASKS:
         peaks = []
-        for length in LENGTHS:
+        for length in lengths:
             plan = _plan(length, mask)
             assert plan.memory is not None
             assert plan.step_time is not None
@@ -75,12 +79,12 @@ def _plan(length: int, mask: str) -> sw.Plan:
     return sw.plan(net, (), kwargs, devices=16, cluster="h100", memory_limit="none")
 
 
-def _kernels() -> Table:
+def _kernels(kernels: Sequence[tuple[int, int]], packed: Sequence[int]) -> Table:
     table = Table("Kernel", ("tokens", "mask", "a tensor, s", "not held, s", "ratio"))
-    for length, window in KERNELS:
+    for length, window in kernels:
         mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
         _compare(table, f"window of {window:,}", mask, partial(windowed_attention, window=window))
-    for length in PACKED:
+    for length in packed:
         document = torch.arange(length) // 1024
         vectors = document[:, None], document[None]
         mask = (vectors[0] == vectors[1]).tril()

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import shardwright as sw
 from benchmarks.slow import Chain, slept
-from shardwright.cost.pipeline_timeline import ChunkSeconds
-from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.core.cost.pipeline_timeline import ChunkSeconds
+from shardwright.core.partition.pipeline_spec import PipelineSpec
 
 STEPS = 2
 

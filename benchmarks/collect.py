@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import benchmarks
+from benchmarks.size import Size
 from benchmarks.table import Table
 
 PREFIX = "bench_"
@@ -21,7 +22,7 @@ def names() -> list[str]:
     return sorted(name.removeprefix(PREFIX) for name in found if name.startswith(PREFIX))
 
 
-def measure(name: str, *arguments: Path) -> tuple[str, list[Table]]:
+def measure(name: str, size: Size = Size.DEFAULT, *arguments: Path) -> tuple[str, list[Table]]:
     """The docstring of a benchmark and its tables, measured in a fresh process on one thread, so
     that no benchmark finds caches, modules or threads that another one left.
 
@@ -31,9 +32,9 @@ def measure(name: str, *arguments: Path) -> tuple[str, list[Table]]:
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(_run, name, *arguments).result()
+        return pool.submit(_run, name, size, *arguments).result()
 
 
-def _run(name: str, *arguments: Path) -> tuple[str, list[Table]]:
+def _run(name: str, size: Size, *arguments: Path) -> tuple[str, list[Table]]:
     module = importlib.import_module(f"benchmarks.{PREFIX}{name}")
-    return module.__doc__ or "", module.run(*arguments)
+    return module.__doc__ or "", module.run(size, *arguments)

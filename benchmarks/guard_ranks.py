@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
+from shardwright.core.parallel.planned_parameters import FIRST_CALLS
+from shardwright.core.runtime import batch_guard
+from shardwright.core.runtime.agreement import take_values_of_rank_0
 from shardwright.models import Dimensions, build
-from shardwright.parallel.planned_parameters import FIRST_CALLS
-from shardwright.runtime import batch_guard
-from shardwright.runtime.agreement import take_values_of_rank_0
 
 STEPS, CALLS, MEBIBYTES = 3, 300, 256
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 import shardwright as sw
-from shardwright.config import Run
-from shardwright.train.log_folder import LogFolder
+from shardwright.run.config import Run
+from shardwright.run.launch.log_folder import LogFolder
 
 RANKS, EVERY, STEPS_PER_KILL = 4, 10, 40
 """Processes, steps between two checkpoints, and steps for each kill."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.config.run import Run
+from shardwright.run.config.run import Run
 
 Model = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 

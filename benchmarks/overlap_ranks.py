@@ -17,21 +17,20 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
 from benchmarks.models import small
-from shardwright.cost.cluster import GLOO, Cluster, Device, LinkLevel
-from shardwright.cost.predict import predict
-from shardwright.cost.step_time import StepTime
-from shardwright.partition.chunk import Chunk
+from shardwright.core.cost.cluster import GLOO, Cluster, Device, LinkLevel
+from shardwright.core.cost.predict import predict
+from shardwright.core.cost.step_time import StepTime
+from shardwright.core.partition.chunk import Chunk
 
 SIZES = {"batch": 4, "sequence": 128, "layers": 4, "heads": 8, "kv_heads": 8, "width": 512}
-STEPS = 5
 BANDWIDTH, LATENCY = 50_000_000, 1e-4
 """Bytes per second that a host sends, and seconds until they arrive."""
 
 
-def main(steps: int, sizes: Mapping[str, int]) -> None:
+def main(steps: int) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    net, args, kwargs = small("llama", **sizes)
+    net, args, kwargs = small("llama", **SIZES)
     plan = sw.plan(net, args, kwargs, devices=dist.get_world_size(), mem_coeff=1000.0)
     result = {}
     for name in ("at once", "overlapped", "compiled"):
@@ -102,4 +101,4 @@ def predicted(plan: sw.Plan, at_once: Mapping[str, float], beside: bool) -> dict
 
 
 if __name__ == "__main__":
-    main(STEPS, SIZES) if len(sys.argv) == 1 else main(1, json.loads(sys.argv[1]))
+    main(int(sys.argv[1]))

@@ -14,7 +14,7 @@ from benchmarks.table import Table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
-COMMAND = "python -m benchmarks"
+COMMAND = "python -m benchmarks --full"
 
 OWN_PAGES = {"zoo": PAGE.with_name("zoo.md")}
 """Of benchmarks whose tables are long."""
@@ -25,7 +25,7 @@ def facts() -> dict[str, str]:
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit(),
-        "command": f"`{COMMAND}`, which `make bench` runs",
+        "command": f"`{COMMAND}`, which `make bench FULL=1` runs",
         "Python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers")},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores; one thread is used",
@@ -44,9 +44,11 @@ def page(sections: Mapping[str, Sequence[Table]], about: Mapping[str, str]) -> s
         head.add(*item)
     parts = [
         "# Benchmarks",
-        "`make bench` regenerates this page. Times depend on the machine; ratios, growth and bytes"
-        f" should be the same everywhere. `{COMMAND} --only NAME` measures one section, and"
-        " `--write` puts it here, with a date and a commit of its own.",
+        "`make bench FULL=1` regenerates this page, in some hours. Times depend on the machine;"
+        " ratios, growth and bytes should be the same everywhere."
+        f" `{COMMAND} --only NAME` replaces one section, with a date and a commit of its own."
+        " Without `--full` the same benchmarks measure fewer cases, in about two minutes each, and"
+        " print what they find.",
         head.markdown(),
         *(_section(docstring, tables) for docstring, tables in sections.items()),
     ]
@@ -73,7 +75,7 @@ def own_page(name: str, docstring: str, tables: Sequence[Table], about: Mapping[
     """The text of the page that one benchmark has for itself."""
     note = (
         f"*Measured {about['date']}, commit {about['commit']}, torch {about['torch']}, "
-        f"transformers {about['transformers']}, by `{COMMAND} --only {name} --write`.*"
+        f"transformers {about['transformers']}, by `{COMMAND} --only {name}`.*"
     )
     return _section(docstring, tables, note).removeprefix("#") + "\n"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.cost.pipeline_timeline import ChunkSeconds
+from shardwright.core.cost.pipeline_timeline import ChunkSeconds
 
 slept: list[float] = []
 """Seconds of each sleep of this process since the list was cleared."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.train import Batches, World, digits, process_group
+from shardwright.run import Batches, World, digits, process_group
 
 
 class Classifier(nn.Module):

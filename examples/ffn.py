@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.train import Batches, World, mnist_or_digits, process_group
+from shardwright.run import Batches, World, mnist_or_digits, process_group
 
 
 class FFN(nn.Module):

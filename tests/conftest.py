@@ -5,6 +5,14 @@ import os
 import pytest
 
 from cpu_times import CpuTimes
+from random_cases import pytest_runtest_makereport, seed_hypothesis
+
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_runtest_makereport",
+]
 
 # No test leaves a graph in the user's own folder, or reads one; the tests of the cache ask for it.
 os.environ.setdefault("SHARDWRIGHT_GRAPH_CACHE", "off")
@@ -30,5 +38,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        seed_hypothesis(item)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT))

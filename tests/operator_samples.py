@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from random_plans import random_plan
 from shardwright import ShardwrightError, capture
-from shardwright.parallel.simulate_ranks import Outcome, simulate
-from shardwright.rules import is_random
+from shardwright.core.parallel.simulate_ranks import Outcome, simulate
+from shardwright.core.rules import is_random
 
 DEVICES = 5
 PER_OPERATOR = 3
@@ -93,13 +93,13 @@ def operators() -> list[Any]:
     ]
 
 
-def samples(op: Any) -> Iterator[tuple[int, Any]]:
-    """Some samples of an operator, each with its number; the same at each call."""
+def samples(op: Any, count: int, seed: int) -> Iterator[tuple[int, Any]]:
+    """`count` samples of an operator, each with its number; the same at each call."""
     torch.manual_seed(0)
     drawn = list(enumerate(islice(op.sample_inputs("cpu", torch.float64, requires_grad=True), 200)))
     small = [each for each in drawn if _elements(each[1]) <= MOST_ELEMENTS]
-    draw = random.Random(op.full_name)
-    yield from sorted(draw.sample(small, min(PER_OPERATOR, len(small))), key=lambda each: each[0])
+    draw = random.Random(f"{op.full_name} {seed}" if seed else op.full_name)
+    yield from sorted(draw.sample(small, min(count, len(small))), key=lambda each: each[0])
 
 
 def _elements(sample: Any) -> int:
@@ -107,12 +107,12 @@ def _elements(sample: Any) -> int:
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def endings(chosen: Sequence[Any]) -> list[Ending]:
-    """How the samples of these operators end."""
+def endings(chosen: Sequence[Any], count: int = PER_OPERATOR, seed: int = 0) -> list[Ending]:
+    """How `count` samples of each of these operators end."""
     return [
         Ending(op.full_name, number, *_ending(op, sample, number))
         for op in chosen
-        for number, sample in samples(op)
+        for number, sample in samples(op, count, seed)
     ]
 
 

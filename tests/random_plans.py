@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 import shardwright as sw
-from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout
-from shardwright.layout.prime_mesh import prime_mesh
-from shardwright.partition.decisions import Decisions, Recompute
-from shardwright.partition.partitioned import Partitioned
-from shardwright.plan import Plan, make_plan
-from shardwright.rules import rule_of
+from shardwright.core.graph.graph import Graph
+from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.prime_mesh import prime_mesh
+from shardwright.core.partition.decisions import Decisions, Recompute
+from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.plan import Plan, make_plan
+from shardwright.core.rules import rule_of
 
 Cuts = dict[str, dict[str, tuple[int, ...]]]
 

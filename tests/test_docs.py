@@ -28,9 +28,9 @@ import shardwright
 from forked import python
 from markdown_fences import PAGES, ROOT, Fence, fences
 from shardwright.cli import app
-from shardwright.config import parse
-from shardwright.cost.cluster import read_cluster
-from shardwright.rules import rule
+from shardwright.core.cost.cluster import read_cluster
+from shardwright.core.rules import rule
+from shardwright.run.config import parse
 
 MODULES = [
     module.name

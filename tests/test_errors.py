@@ -10,7 +10,7 @@ import pytest
 from shardwright import errors
 from shardwright.models import LoRA, build, build_hf
 from shardwright.models.lora import adapt
-from shardwright.train.data import digits
+from shardwright.run.data.data import digits
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("module", "extra", "use"),
     [
-        ("transformers", "models", lambda: build("llama2_7b_tiny")),
-        ("transformers", "models", lambda: build_hf({"model_type": "gpt2"})),
-        ("peft", "models", lambda: adapt(build("pangualpha_2_6b_tiny"), LoRA())),
-        ("sklearn.datasets", "data", lambda: digits(8)),
+        ("transformers", "transformers", lambda: build("llama2_7b_tiny")),
+        ("transformers", "transformers", lambda: build_hf({"model_type": "gpt2"})),
+        ("peft", "transformers", lambda: adapt(build("pangualpha_2_6b_tiny"), LoRA())),
+        ("sklearn.datasets", "run", lambda: digits(8)),
     ],
 )
 def test_a_missing_package_is_one_error_that_names_its_extra(
@@ -36,4 +36,4 @@ def test_every_extra_that_an_error_names_exists() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     named = {part.split('"')[0] for part in sources.split('needs_extra("')[1:]}
-    assert {"models", "report"} <= named <= set(project["optional-dependencies"])
+    assert {"transformers", "tools"} <= named <= set(project["optional-dependencies"])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.train import Batches, MeanAbsoluteError, mnist_or_digits
+from shardwright.run import Batches, MeanAbsoluteError, mnist_or_digits
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LINE = re.compile(r"^epoch: (\d+), step: (\d+), loss is (\d+\.\d+)$", re.MULTILINE)

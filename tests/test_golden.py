@@ -17,9 +17,10 @@ from torch.nn import functional as F
 import shardwright as sw
 from commands_page import commands_page
 from markdown_fences import ROOT
+from operators_page import operators_page
 from sample_models import mlp, network
-from shardwright.api.save_graphs import program_text
-from shardwright.graph.printer import graph_text
+from shardwright.core.api.save_graphs import program_text
+from shardwright.core.graph.printer import graph_text
 
 FOLDER = Path(__file__).parent / "golden"
 
@@ -157,3 +158,7 @@ def test_a_value_that_is_read_in_two_ways_is_converted_twice_in_the_dump() -> No
 
 def test_the_page_of_commands() -> None:
     compare_file(ROOT / "docs" / "commands.md", commands_page())
+
+
+def test_the_page_of_operators() -> None:
+    compare_file(ROOT / "docs" / "operators.md", operators_page())

@@ -11,9 +11,9 @@ from benchmarks.memory_cases import CASES
 from benchmarks.one_gpu.llama import Llama
 from benchmarks.one_gpu.sizes import Sizes
 from benchmarks.table import Table
-from shardwright.api import plan, rehearse
-from shardwright.cost.memory import binary
-from shardwright.train.rehearsal import RankRehearsal
+from shardwright.core.api import plan, rehearse
+from shardwright.core.api.rehearsal import RankRehearsal
+from shardwright.core.cost.memory import binary
 
 DEVICES = 8
 PLANS = (

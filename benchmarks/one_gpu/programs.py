@@ -13,7 +13,7 @@ from benchmarks.one_gpu.llama import BlockLoss
 from benchmarks.one_gpu.sizes import Sizes
 from benchmarks.table import Table
 from benchmarks.timing import paired
-from shardwright.runtime.accelerator import seconds_of
+from shardwright.core.runtime.accelerator import seconds_of
 
 WARM_UP = 3
 GOAL = 1.02

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from benchmarks.one_gpu.sizes import Sizes
 from benchmarks.table import Table
-from shardwright.cost.cluster import Cluster, Device
-from shardwright.cost.clusters import load_cluster
-from shardwright.cost.measure import measure_device
-from shardwright.runtime.accelerator import pinned, seconds_of
+from shardwright.core.cost.cluster import Cluster, Device
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.cost.measure import measure_device
+from shardwright.core.runtime.accelerator import pinned, seconds_of
 
 HALVES = (0.0, *(2.0**power for power in range(3, 12)))
 """Values of `matrix_half` that are tried."""

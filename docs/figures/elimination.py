@@ -8,9 +8,9 @@ import torch
 from svg import COLORS, INK, SOFT, Drawing
 from torch import nn
 
-from shardwright.capture.capture import capture
-from shardwright.search.by_time.elimination import min_fill
-from shardwright.search.by_time.problem import SearchProblem, search_problem
+from shardwright.core.capture.capture import capture
+from shardwright.core.search.by_time.elimination import min_fill
+from shardwright.core.search.by_time.problem import SearchProblem, search_problem
 
 PANEL = (292.0, 196.0)
 FIRST, MIDDLE = 28, 94

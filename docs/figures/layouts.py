@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from svg import SOFT, Drawing, draw_tensor
 
-from shardwright.layout.layout import Layout, TensorLayout
-from shardwright.layout.redistribution import redistribution
+from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.redistribution import redistribution
 
 MESH = Layout((2, 2, 2), ("dp", "sp", "mp"))
 SIDE = 128

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from svg import COLORS, SOFT, Drawing
 
-from shardwright.cost.pipeline_timeline import ChunkSeconds, Timeline, timeline
-from shardwright.partition.pipeline_spec import PipelineSpec
+from shardwright.core.cost.pipeline_timeline import ChunkSeconds, Timeline, timeline
+from shardwright.core.partition.pipeline_spec import PipelineSpec
 
 STAGES, MICRO_BATCHES = 4, 8
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble_v": 2}

@@ -6,10 +6,10 @@ import torch
 from svg import SOFT, Drawing, draw_tensor
 from torch import nn
 
-from shardwright.capture.capture import capture
-from shardwright.graph.graph import Op
-from shardwright.layout.layout import Layout, TensorLayout
-from shardwright.rules import rule_of
+from shardwright.core.capture.capture import capture
+from shardwright.core.graph.graph import Op
+from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.rules import rule_of
 
 SIZES = {"b": 84, "k": 60, "j": 108}
 """Pixels."""

@@ -6,12 +6,12 @@ import torch
 from svg import SOFT, Drawing, draw_tensor
 from torch import nn
 
-from shardwright.capture.capture import capture
-from shardwright.layout.layout import Layout
-from shardwright.rules import rule_of
-from shardwright.search.indexed_graph import index_graph
-from shardwright.search.recursive.search import Recursion, record
-from shardwright.search.request import CutsOfGraph
+from shardwright.core.capture.capture import capture
+from shardwright.core.layout.layout import Layout
+from shardwright.core.rules import rule_of
+from shardwright.core.search.indexed_graph import index_graph
+from shardwright.core.search.recursive.search import Recursion, record
+from shardwright.core.search.request import CutsOfGraph
 
 LAYERS = ("layer1", "layer2", "layer3")
 SIDES = {784: 80, 512: 66, 32: 44, 1: 32}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from xml.sax.saxutils import escape
 
-from shardwright.layout.layout import TensorLayout
+from shardwright.core.layout.layout import TensorLayout
 
 INK, SOFT, LINE = "#1f2328", "#59636e", "#8c959f"
 COLORS = (

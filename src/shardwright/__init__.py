@@ -6,12 +6,10 @@ and trains it there.
 """
 
 import ast
-import sys
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -25,18 +23,6 @@ _SOURCES = {
 """Module and name there of each public name: what type checkers read is what is loaded."""
 
 __all__ = sorted(_SOURCES)
-
-
-class _LazyPackage(ModuleType):
-    """Public names win over subpackages of the same name, `plan` and `capture`, which the import
-    system sets as attributes of their package."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _SOURCES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _LazyPackage
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """The public names, from where `__init__.py` loads each when it is first used."""
 
-from shardwright.api import (
+from shardwright.core.api import (
     AutoParallel,
     Check,
     Examination,
@@ -16,13 +16,24 @@ from shardwright.api import (
     save_pretrained,
     show_progress,
 )
-from shardwright.capture.capture import capture
-from shardwright.capture.experts import mixture_of_experts
-from shardwright.constraints.load_strategies import load_strategies
-from shardwright.constraints.recompute import recompute
-from shardwright.constraints.shard import NamedFunction as Op
-from shardwright.constraints.shard import shard
-from shardwright.deferred import materialize, no_init_parameters
+from shardwright.core.capture.capture import capture
+from shardwright.core.capture.experts import mixture_of_experts
+from shardwright.core.checkpoint.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+from shardwright.core.checkpoint.dataloader import dataloader
+from shardwright.core.checkpoint.manifest import CheckpointWarning
+from shardwright.core.checkpoint.position import Position
+from shardwright.core.checkpoint.state_dict_file import load_state_dict, save_state_dict
+from shardwright.core.constraints.load_strategies import load_strategies
+from shardwright.core.constraints.recompute import recompute
+from shardwright.core.constraints.shard import NamedFunction as Op
+from shardwright.core.constraints.shard import shard
+from shardwright.core.deferred import materialize, no_init_parameters
+from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.parallel.whole import whole
+from shardwright.core.partition.decisions import OptimizerParallel
+from shardwright.core.plan import Plan
+from shardwright.core.plan.ranked import RankedPlans
+from shardwright.core.runtime.adopt_optimizer import adopt
 from shardwright.errors import (
     CaptureError,
     CheckpointError,
@@ -37,17 +48,6 @@ from shardwright.errors import (
     ShardwrightError,
     StrategyError,
 )
-from shardwright.layout.layout import Layout, TensorLayout
-from shardwright.parallel.whole import whole
-from shardwright.partition.decisions import OptimizerParallel
-from shardwright.plan import Plan
-from shardwright.plan.ranked import RankedPlans
-from shardwright.runtime.adopt_optimizer import adopt
-from shardwright.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
-from shardwright.train.checkpoint_manifest import CheckpointWarning
-from shardwright.train.dataloader import dataloader
-from shardwright.train.position import Position
-from shardwright.train.state_dict_file import load_state_dict, save_state_dict
 
 __version__: str
 

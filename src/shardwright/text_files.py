@@ -10,7 +10,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,36 +126,48 @@ _TOO_DEEP = f"more than {MAX_DEPTH} levels of lists and mappings in each other"
 
 def _check(data: Any, most: float) -> None:
     """Raises: ValueError: a value that is not plain, too many of them, or too deeply nested."""
-    pending: list[tuple[str, int, Any]] = [("", 0, data)]
+    pending: list[tuple[_Place, int, Any]] = [(None, 0, data)]
     count = 0
     while pending:
-        where, depth, value = pending.pop()
+        place, depth, value = pending.pop()
         count += 1
         if count > most:
             raise ValueError(f"more than {most} values, counting what aliases stand for")
         if depth > MAX_DEPTH:
             raise ValueError(_TOO_DEEP)
-        problem = _problem(value)
-        if problem:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                pending.append(((None, shown, key), depth + 1, key))
+                pending.append(((place, _dotted, key), depth + 1, item))
+        elif isinstance(value, list):
+            pending += (((place, _NUMBER, at), depth + 1, item) for at, item in enumerate(value))
+        elif problem := _problem(value):
+            where = _place_text(place)
             raise ValueError(f"{where}: {problem}" if where else problem)
-        pending += ((place, depth + 1, item) for place, item in _items(where, value))
 
 
-def _items(where: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            place = f"{where}.{shown(key) if not isinstance(key, str) else key}".lstrip(".")
-            yield shown(key), key
-            yield place, item
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            yield f"{where}[{number}]", item
+_Place = tuple[Any, Callable[[Any], str], Any] | None
+"""Where a value is: the place of what holds it, how its key there is written, and the key. Text is
+made of it only for an error: a plan can have millions of values."""
+
+_NUMBER = "[{}]".format
+
+
+def _dotted(key: Any) -> str:
+    return f".{key if isinstance(key, str) else shown(key)}"
+
+
+def _place_text(place: _Place) -> str:
+    if place is None:
+        return ""
+    outer, written, key = place
+    return (_place_text(outer) + written(key)).lstrip(".")
 
 
 def _problem(value: Any) -> str:
     if isinstance(value, int) and value not in INTEGERS:
         return f"an integer of {value.bit_length()} bits; at most 64 are read"
-    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+    if isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
         return "half of a surrogate pair in a text"
     return ""
 

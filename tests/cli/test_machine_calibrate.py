@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwright.cli import app
-from shardwright.compare import measure_processes
-from shardwright.cost.cluster import Cluster, LinkLevel
-from shardwright.cost.clusters import load_cluster
-from shardwright.cost.measure import measure_device
+from shardwright.core.cost.cluster import Cluster, LinkLevel
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.cost.measure import measure_device
+from shardwright.tools.compare import measure_processes
 
 MODEL = """
 from torch import nn

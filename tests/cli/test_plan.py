@@ -12,10 +12,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shardwright as sw
-from config.mindformers.files import small
+from mindformers.files import small
 from shardwright.cli import app
 from shardwright.cli.plan import _colored
-from shardwright.plan.file_schema import json_schema
+from shardwright.core.plan.plan_file import json_schema
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def plan_of_two_axes() -> sw.Plan:
 
 def test_the_json_of_a_plan_is_what_the_published_schema_describes(published: Path) -> None:
     schema = json.loads(
-        (files("shardwright") / "plan" / "plan.schema.json").read_text(encoding="utf-8")
+        (files("shardwright") / "core" / "plan" / "plan.schema.json").read_text(encoding="utf-8")
     )
     assert schema == json.loads(json_schema())
     assert set(json.loads(printed(published, "--json"))) == set(schema["properties"])

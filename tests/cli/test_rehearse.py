@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwright.cli import app, rehearse
-from shardwright.config import rehearse as of_config
+from shardwright.core.api.rehearsal import Rehearsal
 from shardwright.errors import PlanError
-from shardwright.train.rehearsal import Rehearsal
+from shardwright.run.config import rehearse as of_config
 
 CONFIG = Path(__file__).parents[2] / "examples" / "digits.yaml"
 

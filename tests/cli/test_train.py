@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwright.cli import app
-from shardwright.plan.measured import FILE, Measured
+from shardwright.core.plan.measured import FILE, Measured
 
 CONFIG = """
 model: {target: "profiled_net:Net"}

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardwright as sw
 from shardwright.errors import DataError
-from shardwright.train import BatchSampler
+from shardwright.run import BatchSampler
 
 SAMPLES = TensorDataset(
     torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 4

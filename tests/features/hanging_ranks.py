@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import shardwright as sw
-from shardwright.train import World, process_group
+from shardwright.run import World, process_group
 
 
 class Loss(nn.Module):

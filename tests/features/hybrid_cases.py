@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from shardwright.partition.schedules import SCHEDULES
+from shardwright.core.partition.schedules import SCHEDULES
 
-ROWS, MICRO_BATCHES, STEPS = 8, 4, 5
+ROWS, MICRO_BATCHES, STEPS = 8, 4, 2
+"""The second step is the first that has momentum, and parameters that a step has changed."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardwright as sw
 from features.hybrid_cases import CASES, MICRO_BATCHES, ROWS, STEPS, Case
-from shardwright.graph.graph import Graph
-from shardwright.layout.layout import Layout
-from shardwright.parallel.module import ParallelModule, parallel_module
-from shardwright.runtime.devices import Devices
+from shardwright.core.graph.graph import Graph
+from shardwright.core.layout.layout import Layout
+from shardwright.core.parallel.module import ParallelModule, parallel_module
+from shardwright.core.runtime.devices import Devices
 
 
 class Block(nn.Module):
@@ -35,12 +35,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Eight blocks between a table and a head that are one parameter."""
+    """Four blocks between a table and a head that are one parameter."""
 
     def __init__(self, recompute: bool) -> None:
         super().__init__()
         self.table = nn.Embedding(32, 16)
-        self.blocks = nn.ModuleList(Block(16) for _ in range(8))
+        self.blocks = nn.ModuleList(Block(16) for _ in range(4))
         self.norm = nn.LayerNorm(16)
         self.head = nn.Linear(16, 32, bias=False)
         self.head.weight = self.table.weight

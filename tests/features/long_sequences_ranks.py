@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardwright as sw
 from features.test_long_sequences import Attention, Packed, WindowedAttention
-from shardwright.capture import causal_masks
-from shardwright.graph.custom_ops import masked_attention, windowed_attention
-from shardwright.layout.layout import Layout
-from shardwright.partition.decisions import Decisions
-from shardwright.partition.partitioned import Partitioned
-from shardwright.plan import make_plan
+from shardwright.core.capture import causal_masks
+from shardwright.core.graph.custom_ops import masked_attention, windowed_attention
+from shardwright.core.layout.layout import Layout
+from shardwright.core.partition.decisions import Decisions
+from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.plan import make_plan
 from torchrun import run_checks
 
 

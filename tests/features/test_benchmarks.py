@@ -9,6 +9,7 @@ from itertools import count
 from math import prod
 from pathlib import Path
 
+import benchmarks.__main__ as benchmarks
 import pytest
 import torch
 from benchmarks import (
@@ -26,6 +27,7 @@ from benchmarks.__main__ import main
 from benchmarks.collect import measure, names
 from benchmarks.models import LLAMA_2, example, examples, llama_2, small
 from benchmarks.page import facts, page, with_section
+from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import Sample, cpu_seconds, in_fork, in_fresh_process, paired
 from torch import nn
@@ -44,6 +46,33 @@ def test_an_unknown_benchmark_is_refused_with_the_valid_names(capsys):
     message = capsys.readouterr().err
     assert "speed" in message
     assert all(name in message for name in names())
+
+
+def test_only_full_sizes_are_written_into_the_page_and_seconds_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = []
+
+    def found(name: str, size: Size) -> tuple[str, list[Table]]:
+        sizes.append(size)
+        return f"The {name}\n\nHow.", [Table(name, ("n",), rows=[("12",)])]
+
+    page_file = tmp_path / "benchmarks.md"
+    monkeypatch.setattr(benchmarks, "measure", found)
+    monkeypatch.setattr(benchmarks, "names", lambda: ["bytes", "search"])
+    monkeypatch.setattr(benchmarks, "PAGE", page_file)
+    monkeypatch.setattr(benchmarks, "ROOT", tmp_path)
+    assert main([]) == 0
+    assert sizes == [Size.DEFAULT] * 2 and not page_file.exists()
+    assert "Wall time" in capsys.readouterr().out
+    assert main(["--full"]) == 0
+    assert sizes[2:] == [Size.FULL] * 2
+    assert "## The search" in page_file.read_text()
+    page_file.write_text("# Benchmarks\n\n## The bytes\n\nold\n\n## Others\n\n3\n")
+    main(["--only", "bytes"])
+    assert "old" in page_file.read_text()
+    main(["--only", "bytes", "--full"])
+    assert "old" not in page_file.read_text() and "## Others" in page_file.read_text()
 
 
 def test_without_network_namespaces_one_line_says_why_nodes_are_skipped(monkeypatch):
@@ -269,11 +298,16 @@ def test_the_structure_of_a_package_with_a_circle_and_a_name_twice_is_told(tmp_p
     (tmp_path / "pack" / "loose.py").write_text(
         "class Two:\n    def f(self):\n        pass\n\n\ndef g():\n    pass\n"
     )
-    (table,) = bench_structure.run(tmp_path / "pack")
+    table, rooms = bench_structure.run(package=tmp_path / "pack")
     figures = dict(table.rows)
-    assert (figures["places"], figures["files"], figures["lines of code"]) == ("2", "3", "10")
+    assert (figures["rooms"], figures["files"], figures["lines of code"]) == ("2", "3", "10")
     assert figures["a circle of files"] == "yes"
     assert table.missed == ["files import each other in a circle", "names that stand twice: Two"]
+    assert rooms.rows == [
+        ("loose", "1", "5", "0", "0.0", "2"),
+        ("room", "2", "5", "0", "20.0", "1"),
+        ("all", "3", "10", "0", "10.0", "3"),
+    ]
 
 
 def test_mutated_files_are_counted_by_kind_and_raw_errors_miss_the_goal(monkeypatch):

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from random_plans import random_plan, random_recompute
+from shardwright.core.graph.float64 import graph_in_float64
+from shardwright.core.parallel.simulate_ranks import simulate
+from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.errors import CaptureError, PlanError
-from shardwright.graph.float64 import graph_in_float64
-from shardwright.parallel.simulate_ranks import simulate
-from shardwright.partition.decisions import OptimizerParallel
 
 BATCH, WIDTH = 8, 12
 

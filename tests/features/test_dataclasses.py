@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from random_plans import check_random_plan, random_plan
-from shardwright.capture.capture import capture
+from shardwright.core.capture.capture import capture
+from shardwright.core.graph.interpreter import interpret
+from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError
-from shardwright.graph.interpreter import interpret
-from shardwright.torch_internals import pytree
 
 
 @dataclass

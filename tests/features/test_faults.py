@@ -15,12 +15,13 @@ import torch
 from benchmarks.kills import kill_at_random
 
 import shardwright as sw
+from random_cases import first_seed
 from shardwright import cli
-from shardwright.config import Run
-from shardwright.train import folder_lock
-from shardwright.train.launch import launch
-from shardwright.train.log_folder import LogFolder
-from shardwright.train.rank_failure import RankFailedError
+from shardwright.core.checkpoint import folder_lock
+from shardwright.run.config import Run
+from shardwright.run.launch.launch import launch
+from shardwright.run.launch.log_folder import LogFolder
+from shardwright.run.launch.rank_failure import RankFailedError
 
 MODEL = """
 import torch
@@ -260,12 +261,12 @@ def test_a_rank_that_does_not_come_is_told_by_the_redistribution_that_waited(
 
 
 @pytest.mark.slow
+@pytest.mark.random
 @pytest.mark.distributed
-@pytest.mark.timeout(4000)
 def test_kills_at_random_moments_leave_the_parameters_of_an_undisturbed_run(folder: Path) -> None:
     """Of ranks, of two at once and of launchers; while processes start, while they train, while
     files are written. With dropout, to the last bit."""
-    report = kill_at_random(folder, 9)
+    report = kill_at_random(folder, 9, first_seed())
     assert len(report.kills) == 9
     assert report.is_undisturbed, report
 

@@ -10,8 +10,8 @@ from benchmarks.bubble_ranks import described
 from benchmarks.memory_cases import CASES
 from benchmarks.slow import slept, slow
 
-from shardwright.cost.memory import Memory, StageMemory
-from shardwright.cost.pipeline_timeline import actions
+from shardwright.core.cost.memory import Memory, StageMemory
+from shardwright.core.cost.pipeline_timeline import actions
 
 
 def stage(number: int, peak: int) -> StageMemory:

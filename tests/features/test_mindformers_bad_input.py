@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from config.mindformers.files import small
+from mindformers.files import small
 from shardwright import cli
 
 SEMI = {"parallel__parallel_mode": 1}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.config.mindformers import LanguageRun, language_run
 from shardwright.errors import ConfigError
+from shardwright.mindformers import LanguageRun, language_run
 from shardwright.models import MODELS
 from shardwright.text_files import parse_yaml, read_text
 

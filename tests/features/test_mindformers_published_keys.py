@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwright import cli
-from shardwright.config import Run
+from shardwright.run.config import Run
 
 FILE = """
 seed: 3

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from config.mindformers.files import small
-from shardwright.config import Run
-from shardwright.plan import Plan
+from mindformers.files import small
+from shardwright.core.plan import Plan
+from shardwright.run.config import Run
 
 SEMI = {"parallel__parallel_mode": 1, "parallel_config__data_parallel": 2}
 STAGES = {"parallel_config__pipeline_stage": 2, "parallel_config__micro_batch_num": 4}

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import shardwright as sw
-from config.mindformers.files import small
+from mindformers.files import small
 from shardwright import cli
-from shardwright.config import Run
 from shardwright.errors import CheckpointError, DataError
-from shardwright.train.weights import load_weights
+from shardwright.run.config import Run
+from shardwright.run.loop.weights import load_weights
 
 TRAINED = {
     "runner_config": {"epochs": 2, "batch_size": 1},

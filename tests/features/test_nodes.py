@@ -15,8 +15,8 @@ from benchmarks.namespaces import NEEDS, Host, can_be_made, two_hosts
 
 import shardwright as sw
 from markdown_fences import ROOT, fences
-from shardwright.config import Run
-from shardwright.train.log_folder import LogFolder
+from shardwright.run.config import Run
+from shardwright.run.launch.log_folder import LogFolder
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shardwright import cli
-from shardwright.config import Run
-from shardwright.train.launch import LogFolder
-from shardwright.train.weights import load_weights
+from shardwright.run.config import Run
+from shardwright.run.launch.launch import LogFolder
+from shardwright.run.loop.weights import load_weights
 
 MODEL = """
 import torch

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
+from random_cases import first_seed
 from random_plans import random_plan
-from shardwright.parallel.simulate_ranks import simulate
+from shardwright.core.parallel.simulate_ranks import simulate
 
 pytest.importorskip("expecttest", reason="PyTorch's operator samples need expecttest")
 
@@ -41,19 +42,22 @@ def named(*names: str) -> list[object]:
     return [op for op in operators() if op.full_name in names]
 
 
+@pytest.mark.random
 def test_some_operators_are_exact_or_refused() -> None:
-    ends = endings(random.Random(12).sample(operators(), 25))
+    seed = first_seed()
+    ends = endings(random.Random(12 + seed).sample(operators(), 25), seed=seed)
     assert not bad(ends), bad(ends)
     assert counts(ends)[REFUSED] < len(ends) / 4
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.random
 def test_all_operators_are_exact_or_refused() -> None:
-    ends = endings(operators())
+    """One sample of each."""
+    ends = endings(operators(), count=1, seed=first_seed())
     print(counts(ends))
     assert not bad(ends), bad(ends)
-    assert counts(ends)[REFUSED] < 100 < 1300 < len(ends)
+    assert counts(ends)[REFUSED] < 50 < 500 < len(ends)
 
 
 @pytest.mark.parametrize("names", [MENDED, CONJUGATED])

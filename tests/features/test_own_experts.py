@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 import shardwright as sw
 from random_plans import check_random_plan, random_plan
+from shardwright.core.graph import custom_ops
 from shardwright.errors import CaptureError
-from shardwright.graph import custom_ops
 
 HIDDEN, INNER, EXPERTS = 8, 12, 4
 

@@ -1,4 +1,5 @@
-"""One set of options: keywords of `plan` and `AutoParallel`, and keys of configurations.
+"""One frozen value has the options of a plan: the public calls write them out, configurations and
+commands take them from it. Whatever lags behind it fails here.
 
 Nothing here names what options there are, but where a value that is not valid is shown."""
 
@@ -8,9 +9,11 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
+from inspect import Parameter, signature
 from pathlib import Path
+from types import FunctionType
 from typing import Any, get_type_hints
 
 import pytest
@@ -19,12 +22,16 @@ import yaml
 from torch import nn
 
 import shardwright as sw
-from shardwright.config import parse
-from shardwright.config.schema import ParallelSection
+from shardwright.cli.options import run_of
+from shardwright.cli.plan import explain_command, plan_command
+from shardwright.cli.train import train_command
+from shardwright.core.planner.options import FileOptions, KeywordOptions, PlanOptions
+from shardwright.core.planner.requirement import requirements
 from shardwright.errors import ConfigError, StrategyError
-from shardwright.planner.options import FileOptions, KeywordOptions, PlanOptions
-from shardwright.planner.requirement import requirements
+from shardwright.run.config import parse
+from shardwright.run.config.schema import ParallelSection
 
+KEYWORD = Parameter.KEYWORD_ONLY
 MODEL = "model: {name: llama2_7b_tiny}\n"
 
 
@@ -33,25 +40,78 @@ def defaults(options: type[FileOptions]) -> dict[str, Any]:
     return {each.name: each.default for each in fields(options)}
 
 
-def keyword_defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters.values()
-    return {
-        each.name: MISSING if each.default is each.empty else each.default
-        for each in parameters
-        if each.kind == each.KEYWORD_ONLY
+CALLS_WITH_OPTIONS: dict[str, tuple[Callable[..., Any], type[FileOptions]]] = {
+    "plan": (sw.plan, PlanOptions),
+    "best_plans": (sw.best_plans, PlanOptions),
+    "AutoParallel": (sw.AutoParallel.__init__, KeywordOptions),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_WITH_OPTIONS)
+def test_the_parameters_of_a_call_are_the_options_with_their_defaults_and_types(name: str) -> None:
+    call, options = CALLS_WITH_OPTIONS[name]
+    parameters = [each for each in signature(call).parameters.values() if each.kind == KEYWORD]
+    given = {
+        each.name: MISSING if each.default is each.empty else each.default for each in parameters
     }
+    assert given == defaults(options)
+    of_call, of_value = get_type_hints(call), get_type_hints(options)
+    assert {each: of_call[each] for each in given} == {each: of_value[each] for each in given}
 
 
-def test_every_option_is_a_keyword_of_plan_with_the_same_default_and_type() -> None:
-    assert keyword_defaults(sw.plan) == defaults(PlanOptions)
-    hints = get_type_hints(PlanOptions)
-    for name, parameter in inspect.signature(sw.plan).parameters.items():
-        assert parameter.annotation == hints.get(name, parameter.annotation), name
+@pytest.mark.parametrize("name", CALLS_WITH_OPTIONS)
+def test_a_call_stands_as_it_is_written_with_nothing_around_it(name: str) -> None:
+    call, _ = CALLS_WITH_OPTIONS[name]
+    assert isinstance(call, FunctionType)
+    assert not vars(call)
+    kinds = {each.kind for each in signature(call).parameters.values()}
+    assert kinds == {Parameter.POSITIONAL_OR_KEYWORD, KEYWORD}
 
 
-def test_every_option_but_devices_and_mode_is_a_keyword_of_the_one_object_form() -> None:
-    assert keyword_defaults(sw.AutoParallel) == defaults(KeywordOptions)
+@pytest.mark.parametrize("name", sw.__all__)
+def test_no_public_call_leaves_its_parameters_to_another_one(name: str) -> None:
+    """Only options of other libraries' calls are handed on as they are."""
+    value = getattr(sw, name)
+    if isinstance(value, type) and issubclass(value, Exception | str):
+        return
+    passed_on = [
+        each.name
+        for each in signature(value).parameters.values()
+        if each.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    ]
+    foreign = name in ("dataloader", "from_pretrained", "save_pretrained")
+    assert passed_on == (["options"] if foreign else [])
+
+
+def test_all_options_but_devices_and_mode_are_those_of_the_one_object_form() -> None:
     assert set(defaults(PlanOptions)) - set(defaults(KeywordOptions)) == {"devices", "mode"}
+
+
+class OptionsReachedError(Exception):
+    """Carries what a call made its options of."""
+
+
+@pytest.mark.parametrize("name", CALLS_WITH_OPTIONS)
+def test_every_argument_of_a_call_reaches_the_options(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(arguments: Mapping[str, Any]) -> None:
+        raise OptionsReachedError(arguments)
+
+    _, options = CALLS_WITH_OPTIONS[name]
+    monkeypatch.setattr(options, "from_arguments", stop)
+    given = {each: object() for each in defaults(options)}
+    with pytest.raises(OptionsReachedError) as reached:
+        getattr(sw, name)(nn.Linear(2, 2), **given)
+    (arguments,) = reached.value.args
+    assert {each: arguments[each] for each in given} == given
+
+
+def test_options_are_made_of_all_arguments_that_are_options() -> None:
+    arguments = {**defaults(KeywordOptions), "stages": 2, "network": nn.Linear(2, 2)}
+    assert KeywordOptions.from_arguments(arguments) == KeywordOptions(stages=2)
+    with pytest.raises(KeyError, match="devices"):
+        PlanOptions.from_arguments(arguments)
 
 
 def test_every_option_of_files_is_a_key_with_the_same_default() -> None:
@@ -64,6 +124,31 @@ def test_every_option_of_files_is_a_key_with_the_same_default() -> None:
         assert keys[name].default == defaults(PlanOptions)[name], name
 
 
+def test_what_a_command_changes_are_keys_of_the_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(MODEL)
+    of_command = signature(run_of).parameters.keys() - {"config", "resume", "on_progress"}
+    assert of_command <= set(defaults(FileOptions))
+    given = {"mem_coeff": "4", "memory_limit": "1GiB", "cluster": "h100", "log_costs": True}
+    assert given.keys() == of_command
+    section = run_of(file, **given).config.parallel
+    assert {name: str(getattr(section, name)) for name in given} == {
+        **{name: str(value) for name, value in given.items()},
+        "mem_coeff": "4.0",
+    }
+
+
+@pytest.mark.parametrize("option", [plan_command, explain_command, train_command])
+def test_options_of_commands_with_the_name_of_an_option_are_left_open(
+    option: Callable[..., Any],
+) -> None:
+    """What is left open is what the configuration says."""
+    same = signature(option).parameters.keys() & set(defaults(FileOptions))
+    assert same
+    for name in same:
+        assert not signature(option).parameters[name].default, name
+
+
 def test_what_a_file_says_is_what_the_options_hold() -> None:
     values = {"log_costs": True, "stages": "auto", "micro_batches": 4, "memory_limit": "1GiB"}
     section = parse(MODEL + yaml.safe_dump({"parallel": values})).parallel
@@ -71,12 +156,8 @@ def test_what_a_file_says_is_what_the_options_hold() -> None:
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(PlanOptions)])
-def test_every_option_is_documented_once_by_its_class_and_shown_by_help(name: str) -> None:
-    heading = f"\n    {name}: "
-    classes = (FileOptions, KeywordOptions, PlanOptions)
-    documented = [each for each in classes if heading in (inspect.getdoc(each) or "")]
-    assert [name in inspect.get_annotations(each) for each in documented] == [True]
-    assert (inspect.getdoc(sw.plan) or "").count(heading) == 1
+def test_every_option_is_described_once_in_the_help_of_plan(name: str) -> None:
+    assert (inspect.getdoc(sw.plan) or "").count(f"\n    {name}: ") == 1
 
 
 @pytest.mark.parametrize("name", requirements(FileOptions))
@@ -98,18 +179,22 @@ def test_only_an_option_that_may_be_left_open_takes_none(name: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: sw.plan(nn.Linear(2, 2), devices=2, memory_limt=1), "plan().*mean 'memory_limit'"),
-        (lambda: sw.plan(nn.Linear(2, 2), devices=2, xyz=1), "plan().*'xyz': valid are net, args,"),
-        (lambda: sw.plan(nn.Linear(2, 2)), "plan().*missing a required argument: 'devices'"),
-        (lambda: sw.AutoParallel(nn.Linear(2, 2), micro_batch=1), "mean 'micro_batches'"),
-        (lambda: sw.AutoParallel(nn.Linear(2, 2), mode="exact"), "mean 'parallel_mode'"),
+        (lambda: sw.plan(nn.Linear(2, 2), devices=2, memory_limt=1), "plan().*'memory_limt'"),
+        (lambda: sw.plan(nn.Linear(2, 2)), "plan().*'devices'"),
+        (lambda: sw.best_plans(nn.Linear(2, 2), devices=2, tops=1), "best_plans().*'tops'"),
+        (lambda: sw.AutoParallel(nn.Linear(2, 2), mode="exact"), "AutoParallel.*'mode'"),
     ],
 )
-def test_an_argument_that_there_is_not_is_named_with_the_nearest(
+def test_an_argument_that_there_is_not_or_that_lacks_is_named(
     wrong: Callable[[], Any], message: str
 ) -> None:
     with pytest.raises(TypeError, match=message.replace("()", r"\(\)")):
         wrong()
+
+
+def test_a_number_of_plans_that_is_not_valid_is_refused() -> None:
+    with pytest.raises(StrategyError, match="top=0: must be a whole number of at least 1"):
+        sw.best_plans(nn.Linear(2, 2), devices=2, cluster="h100", top=0)
 
 
 def test_an_option_that_is_not_valid_is_refused_before_the_model_is_called() -> None:

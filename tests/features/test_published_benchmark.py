@@ -9,8 +9,8 @@ from benchmarks import bench_published
 from benchmarks.__main__ import main
 from benchmarks.scatter import scatter
 
-from compare.test_published import planned, row
-from shardwright.compare.published import read_published
+from shardwright.tools.compare.published import read_published
+from tools.compare.test_published import planned, row
 
 
 @pytest.fixture(scope="module")

@@ -5,21 +5,22 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import shardwright as sw
+from random_cases import random_cases
 from random_graphs import random_net
 from random_plans import random_cuts
-from shardwright.layout.layout import TensorLayout
-from shardwright.layout.prime_mesh import prime_mesh
-from shardwright.rules import rule_of
+from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.layout.prime_mesh import prime_mesh
+from shardwright.core.rules import rule_of
 
 MODES = ("semi_auto", "sharding_propagation", "recursive_programming")
 
 
-def check_random_pins(seed: int, devices: int, mode: str) -> None:
-    draw = random.Random(seed)
+@pytest.mark.parametrize("mode", MODES)
+@random_cases(5, slow=40)
+def test_random_pins_are_kept_and_change_no_result(mode: str, seed: int) -> None:
+    draw, devices = random.Random(seed), (2, 4, 6, 8, 12)[seed % 5]
     net, args = random_net(seed)
     graph, mesh = sw.capture(net, args), prime_mesh(devices)
     cuts = random_cuts(graph, mesh, seed)
@@ -44,20 +45,3 @@ def check_random_pins(seed: int, devices: int, mode: str) -> None:
         assert plan.strategies[name] == counts, f"{name}\n{plan}"
     result = sw.check(net, args, {}, plan)
     assert result.passes(1e-9), f"{result}\n{plan.text(every=True)}"
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(5))
-def test_random_pins_are_kept_and_change_no_result(mode: str, seed: int) -> None:
-    check_random_pins(seed, (2, 4, 6, 8, 12)[seed], mode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_many_random_pins_are_kept_and_change_no_result(mode: str) -> None:
-    @settings(max_examples=350, deadline=None)
-    @given(st.integers(0, 10**6), st.sampled_from([2, 3, 4, 6, 8]))
-    def run(seed: int, devices: int) -> None:
-        check_random_pins(seed, devices, mode)
-
-    run()

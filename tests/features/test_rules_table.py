@@ -1,10 +1,10 @@
-"""The table of rules that `python -m shardwright.rules` prints, and the page that quotes it."""
+"""The table of all operators with rules, and the page that quotes it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from shardwright.rules.__main__ import rules_table
+from operators_page import rules_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
 

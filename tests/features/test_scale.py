@@ -13,9 +13,9 @@ from torch import nn
 
 import shardwright as sw
 from sample_models import llama
-from shardwright.layout.layout import Layout
-from shardwright.runtime.devices import Devices
-from shardwright.torch_internals.distributed import FakeStore
+from shardwright.core.layout.layout import Layout
+from shardwright.core.runtime.devices import Devices
+from shardwright.core.torch_internals.distributed import FakeStore
 
 DEVICES = 256
 
@@ -78,7 +78,7 @@ def test_a_group_that_splits_gives_the_groups_of_an_axis_in_one_call(
         calls.append(ranks)
         return parent
 
-    monkeypatch.setattr("shardwright.runtime.devices.splits", lambda group: True)
+    monkeypatch.setattr("shardwright.core.runtime.devices.splits", lambda group: True)
     monkeypatch.setattr(dist, "split_group", split_group)
     Devices.of_process(Layout((2, 128), ("a", "b")), torch.device("cpu")).group((0, 1))
     assert calls == [

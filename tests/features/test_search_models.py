@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 
 import sample_models as models
-from search.handmade import llama as llama_by_hand
-from shardwright.capture.capture import capture
-from shardwright.graph.graph import Graph
-from shardwright.layout.prime_mesh import prime_mesh
-from shardwright.rules import rule_of
-from shardwright.search.baselines import data_parallel
-from shardwright.search.recursive.search import search_recursively
-from shardwright.search.request import CutsOfGraph, SearchRequest
+from core.search.handmade import llama as llama_by_hand
+from shardwright.core.capture.capture import capture
+from shardwright.core.graph.graph import Graph
+from shardwright.core.layout.prime_mesh import prime_mesh
+from shardwright.core.rules import rule_of
+from shardwright.core.search.baselines import data_parallel
+from shardwright.core.search.recursive.search import search_recursively
+from shardwright.core.search.request import CutsOfGraph, SearchRequest
 
 
 @pytest.fixture(scope="module")

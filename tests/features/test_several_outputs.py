@@ -6,17 +6,17 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from random_cases import random_cases
 from random_graphs import random_outputs_net
 from random_plans import random_plan, random_recompute
-from shardwright.graph.graph import Graph
-from shardwright.parallel.simulate_ranks import Outcome, simulate
-from shardwright.partition.partitioned import Partitioned
+from shardwright.core.graph.graph import Graph
+from shardwright.core.parallel.simulate_ranks import Outcome, simulate
+from shardwright.core.partition.partitioned import Partitioned
 
 
 def partitioned(graph: Graph, devices: int, seed: int) -> Partitioned:
@@ -36,10 +36,11 @@ def run(net: nn.Module, args: tuple[Any, ...], model: Partitioned, starts: list[
     return simulate(model, named, {}, list(args), output_gradients=starts)
 
 
-def check_any_outputs(seed: int, devices: int) -> None:
+@random_cases(12, slow=60)
+def test_any_outputs_of_random_models_are_trained_as_by_the_module(seed: int) -> None:
     """Values, gradients, and which parameters have none; bytes are those of what is trained."""
     net, args = random_outputs_net(seed)
-    model = partitioned(sw.capture(net, args), devices, seed)
+    model = partitioned(sw.capture(net, args), (2, 3, 4, 6, 8)[seed % 5], seed)
     outputs = list(net(*args).values())
     draw = random.Random(seed)
     chosen = [t.requires_grad and draw.random() < 0.5 for t in outputs]
@@ -61,17 +62,6 @@ def check_any_outputs(seed: int, devices: int) -> None:
         assert outcome.stage_bytes == model.step_bytes
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_any_outputs_of_random_models_are_trained_as_by_the_module(seed: int) -> None:
-    check_any_outputs(seed, (2, 4, 6)[seed % 3])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 400))
-def test_any_outputs_of_many_random_models_are_trained_as_by_the_module(seed: int) -> None:
-    check_any_outputs(seed, (2, 3, 4, 6, 8)[seed % 5])
-
-
 class Language(nn.Module):
     """Returns its loss with logits, or alone."""
 
@@ -86,7 +76,7 @@ class Language(nn.Module):
         return (loss, logits) if self.logits else loss
 
 
-@pytest.mark.parametrize("seed", range(4))
+@random_cases(4)
 def test_logits_that_are_not_trained_cost_no_communication(seed: int) -> None:
     x, labels = torch.randn(8, 8), torch.randint(0, 12, (8,))
     sent = []
@@ -110,7 +100,7 @@ class Aside(nn.Module):
         return {"aside": self.aside(hidden), "loss": self.head(hidden).square().mean()}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@random_cases(6)
 def test_bytes_are_predicted_for_a_training_step_of_the_loss(seed: int) -> None:
     net, x = Aside(), torch.randn(8, 8)
     model = partitioned(sw.capture(net, (x,)), 4, seed)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.capture.annotations import module_tags
-from shardwright.graph.graph import Graph
+from shardwright.core.capture.annotations import module_tags
+from shardwright.core.graph.graph import Graph
 from shardwright.models import Dimensions
 from shardwright.models.build import build
 from shardwright.models.expert_sharding import pin_expert

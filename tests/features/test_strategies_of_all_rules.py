@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from shardwright.layout.layout import TensorLayout
-from shardwright.rules import rule_of
+from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.rules import rule_of
 
 
 class Applied(nn.Module):

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.layout.axes import prime_factors
-from shardwright.layout.prime_mesh import prime_mesh
-from shardwright.partition.decisions import Decisions
-from shardwright.partition.partitioned import Partitioned
-from shardwright.plan import Plan, make_plan
+from shardwright.core.layout.axes import prime_factors
+from shardwright.core.layout.prime_mesh import prime_mesh
+from shardwright.core.partition.decisions import Decisions
+from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.plan import Plan, make_plan
 
 BATCH, HIDDEN, EXPANDED = 16, 32, 64
 ITEMSIZE = 4

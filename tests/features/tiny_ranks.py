@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwright.api import parallelize
-from shardwright.config import Run
-from shardwright.config.objects import build_schedule
-from shardwright.config.schema import LoraSection
-from shardwright.train.process_group import World, process_group
+from shardwright.core.api import parallelize
+from shardwright.run.config import Run
+from shardwright.run.config.objects import build_schedule
+from shardwright.run.config.schema import LoraSection
+from shardwright.run.launch.process_group import World, process_group
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny"
 # Those that differ when they are tiny.

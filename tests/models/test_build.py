@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from random_cases import random_cases
 from random_plans import check_random_plan, random_plan
+from shardwright.core.rules import rule_of
 from shardwright.errors import ConfigError
 from shardwright.models import LoRA, build, dimensions, example_batch
 from shardwright.models.attention import Attention
-from shardwright.rules import rule_of
 
 # Those that differ when they are tiny.
 ARCHITECTURES = [
@@ -90,29 +92,13 @@ def test_a_tiny_model_on_eight_ranks_equals_one_device(name: str, lora: LoRA | N
     check_random_plan(net, batch, {}, graph, sw.plan(graph, devices=8, mem_coeff=16.0))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "llama2_70b" else pytest.mark.slow)
-        for name in ARCHITECTURES
-    ],
-)
-def test_a_random_plan_of_a_tiny_model_equals_one_device(name: str) -> None:
-    net, batch = tiny(name)
+@random_cases(1, slow=11)
+def test_a_random_plan_of_a_tiny_model_equals_one_device(seed: int) -> None:
+    """Each architecture in turn, with and without adapters."""
+    name = ARCHITECTURES[seed % len(ARCHITECTURES)]
+    net, batch = tiny(name, LoRA(rank=8) if seed // len(ARCHITECTURES) % 2 else None)
     graph = sw.capture(net, batch)
-    check_random_plan(net, batch, {}, graph, random_plan(graph, 8, seed=0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, LoRA(rank=8)], ids=["full", "lora"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_any_plan_of_a_tiny_model_on_eight_ranks_equals_one_device(
-    name: str, lora: LoRA | None
-) -> None:
-    net, batch = tiny(name, lora)
-    graph = sw.capture(net, batch)
-    for seed in range(1, 11):
-        check_random_plan(net, batch, {}, graph, random_plan(graph, 8, seed))
+    check_random_plan(net, batch, {}, graph, random_plan(graph, 8, seed))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -172,7 +158,9 @@ def test_sequence_length_and_number_of_layers_can_be_chosen() -> None:
     assert "model.layers.2.mlp.up_proj.weight" not in shapes  # the third is the query layer
 
 
-def test_unknown_models_and_kinds_of_attention_are_errors() -> None:
+def test_unknown_models_families_and_kinds_of_attention_are_errors() -> None:
+    with pytest.raises(ConfigError, match="family='mamba': must be one of llama, telechat, qwen,"):
+        build(replace(dimensions("llama2_7b_tiny"), family="mamba"))
     with pytest.raises(ConfigError, match="unknown model 'gpt5'"):
         build("gpt5")
     with pytest.raises(ConfigError, match="attention='flash': valid are fused, explicit"):

@@ -10,11 +10,11 @@ import transformers
 from torch import nn
 
 import shardwright as sw
+from shardwright.core.plan import Plan
 from shardwright.errors import ConfigError
 from shardwright.models import MODELS, build, example_batch
 from shardwright.models.attention import Attention
 from shardwright.models.expert_sharding import expert_stages, pin_expert
-from shardwright.plan import Plan
 
 LLAMA = MODELS["llama2_7b_tiny"]
 TINY = ("llama2_7b_tiny", "qwen_7b_tiny", "baichuan2_13b_tiny", "pangualpha_2_6b_tiny")

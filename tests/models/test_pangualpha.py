@@ -6,7 +6,7 @@ import torch
 
 import shardwright as sw
 from shardwright.models import MODELS, Dimensions, build, example_batch
-from shardwright.models.pangualpha import fast_gelu
+from shardwright.models.gpt import fast_gelu
 
 
 def test_fast_gelu_is_the_published_function() -> None:

@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from shardwright import __version__, errors
+from shardwright.core.torch_internals.modules import log_only
 from shardwright.errors import ShardwrightError
-from shardwright.torch_internals.modules import log_only
-from shardwright.train.launch import StoppedError
-from shardwright.train.rank_failure import RankFailedError
+from shardwright.run.launch.launch import StoppedError
+from shardwright.run.launch.rank_failure import RankFailedError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 

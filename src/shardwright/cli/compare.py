@@ -12,10 +12,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardwright.api.show_progress import show_progress
 from shardwright.cli.app import app
 from shardwright.cli.options import LOG_DIR, LogDirOption, ProgressOption, existing
-from shardwright.compare import (
+from shardwright.core.api.show_progress import show_progress
+from shardwright.core.checkpoint.folder_lock import lock_folders
+from shardwright.core.cost.memory import binary
+from shardwright.errors import ConfigError
+from shardwright.progress import within
+from shardwright.run.launch.log_folder import LogFolder
+from shardwright.tools.compare import (
     AUTO,
     DATA_PARALLEL,
     EXPERT,
@@ -28,11 +33,6 @@ from shardwright.compare import (
     compare_measured,
     compare_predicted,
 )
-from shardwright.cost.memory import binary
-from shardwright.errors import ConfigError
-from shardwright.progress import within
-from shardwright.train.folder_lock import lock_folders
-from shardwright.train.log_folder import LogFolder
 
 WIDTH, CLUSTER, PROCESSES, ROUNDS = 140, "ascend910b", 8, 12
 

@@ -12,20 +12,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardwright.api.show_progress import show_progress
 from shardwright.cli.app import app
 from shardwright.cli.options import LOG_DIR, LogDirOption, ProgressOption, existing
-from shardwright.compare.fit_cluster import fit_cluster
-from shardwright.compare.measure_processes import calibrate
-from shardwright.compare.published_config import planned_runs
-from shardwright.cost.cluster import cluster_to_yaml
-from shardwright.cost.clusters import load_cluster
-from shardwright.cost.local_cluster import cache_file
+from shardwright.core.api.show_progress import show_progress
+from shardwright.core.checkpoint.folder_lock import lock_folders
+from shardwright.core.cost.cluster import cluster_to_yaml
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.cost.local_cluster import cache_file
 from shardwright.errors import ConfigError
 from shardwright.models import MODELS, build
-from shardwright.train.folder_lock import lock_folders
-from shardwright.train.launch import launch
-from shardwright.train.log_folder import LogFolder
+from shardwright.run.launch.launch import launch
+from shardwright.run.launch.log_folder import LogFolder
+from shardwright.tools.compare.fit_cluster import fit_cluster
+from shardwright.tools.compare.measure_processes import calibrate
+from shardwright.tools.compare.published_config import planned_runs
 
 WIDTH = 140
 MOST = 1024

@@ -12,13 +12,13 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from shardwright.config import Run
+from shardwright.core.planner.options import NO_LIMIT
+from shardwright.core.planner.requirement import bytes_of
 from shardwright.errors import ConfigError, ShardwrightError
-from shardwright.planner.options import NO_LIMIT
-from shardwright.planner.requirement import bytes_of
 from shardwright.progress import OnProgress, silent
+from shardwright.run.config import Run
+from shardwright.run.launch.process_group import is_launched
 from shardwright.text_files import check_exists
-from shardwright.train.process_group import is_launched
 
 P = TypeVar("P", Path, Path | None, list[Path])
 
@@ -132,20 +132,20 @@ def run_of(
 def _report_keys(run: Run, config: Path) -> None:
     """Reports keys of a MindFormers configuration file that are ignored or interpreted
     differently."""
-    if run.language is None or is_launched():
+    if run.foreign is None or is_launched():
         return
-    for note in run.language.notes:
+    for note in run.foreign.notes:
         typer.echo(f"{config}: {note}", err=True)
-    if run.language.unused:
-        count, names = len(run.language.unused), ", ".join(run.language.unused)
+    if run.foreign.unused:
+        count, names = len(run.foreign.unused), ", ".join(run.foreign.unused)
         keys = "key is" if count == 1 else "keys are"
         typer.echo(f"{config}: {count} {keys} ignored: {names}", err=True)
 
 
 def report_batch(run: Run, config: Path, devices: int) -> None:
     """Reports how the global batch of a MindFormers configuration file is computed."""
-    if run.language is not None and not is_launched():
-        typer.echo(f"{config}: {run.language.batch.formula(devices)}", err=True)
+    if run.foreign is not None and not is_launched():
+        typer.echo(f"{config}: {run.foreign.batch_formula(devices)}", err=True)
 
 
 ProgressOption = Annotated[

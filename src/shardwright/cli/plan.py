@@ -15,9 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.api import check
-from shardwright.api.save_graphs import SavedGraphs
-from shardwright.api.show_progress import show_progress
 from shardwright.cli.app import app
 from shardwright.cli.options import (
     ClusterOption,
@@ -31,14 +28,17 @@ from shardwright.cli.options import (
     report_batch,
     run_of,
 )
-from shardwright.config.other_plans import RunWithPlan
+from shardwright.core.api import check
+from shardwright.core.api.save_graphs import SavedGraphs
+from shardwright.core.api.show_progress import show_progress
+from shardwright.core.plan import Plan
+from shardwright.core.plan.diff import Difference, differences
+from shardwright.core.plan.measured import Measured
+from shardwright.core.plan.table import plan_text
+from shardwright.core.plan.text_columns import text_width
 from shardwright.errors import ConfigError, PlanError, PlanInterrupted
-from shardwright.plan import Plan
-from shardwright.plan.diff import Difference, differences
-from shardwright.plan.measured import Measured
-from shardwright.plan.table import plan_text
-from shardwright.plan.text_columns import text_width
 from shardwright.progress import OnProgress
+from shardwright.run.config.other_plans import RunWithPlan
 
 DIFF_WIDTH = 140
 PRESETS = "presets"

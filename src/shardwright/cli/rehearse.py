@@ -23,12 +23,12 @@ from shardwright.cli.options import (
     report_batch,
     run_of,
 )
-from shardwright.config.rehearse import rehearse_run
-from shardwright.cost.memory import binary
+from shardwright.core.api.rehearsal import RankRehearsal, Rehearsal
+from shardwright.core.cost.memory import binary
+from shardwright.core.plan import Plan
+from shardwright.core.plan.text_columns import printed
 from shardwright.errors import PlanError
-from shardwright.plan import Plan
-from shardwright.plan.text_columns import printed
-from shardwright.train.rehearsal import RankRehearsal, Rehearsal
+from shardwright.run.config.rehearse import rehearse_run
 
 WIDTH = 140
 

@@ -28,22 +28,22 @@ from shardwright.cli.options import (
     report_batch,
     run_of,
 )
-from shardwright.config import Run
-from shardwright.config.training import Profile, check_profiled_steps, train_rank
+from shardwright.core.checkpoint.folder_lock import lock_folders
+from shardwright.core.checkpoint.manifest import CheckpointWarning
+from shardwright.core.checkpoint.position import Position
+from shardwright.core.plan import Plan
+from shardwright.core.plan.measured import FILE, Measured
 from shardwright.errors import ConfigError, LayoutError, PlanError, StrategyError
-from shardwright.plan import Plan
-from shardwright.plan.measured import FILE, Measured
-from shardwright.train.checkpoint_manifest import CheckpointWarning
-from shardwright.train.folder_lock import lock_folders
-from shardwright.train.launch import DeviceRange, StoppedError, launch, launch_elastic
-from shardwright.train.log_folder import LogFolder
-from shardwright.train.node import Node, launch_node
-from shardwright.train.position import Position
-from shardwright.train.process_group import World, is_launched
-from shardwright.train.progress_bar import LiveProgress, followed
-from shardwright.train.same_run import same_run
-from shardwright.train.step_log import StepRecord, open_step_log
-from shardwright.train.trackers import check_trackers, trackers
+from shardwright.run.config import Run
+from shardwright.run.config.training import Profile, check_profiled_steps, train_rank
+from shardwright.run.launch.launch import DeviceRange, StoppedError, launch, launch_elastic
+from shardwright.run.launch.log_folder import LogFolder
+from shardwright.run.launch.node import Node, launch_node
+from shardwright.run.launch.process_group import World, is_launched
+from shardwright.run.launch.same_run import same_run
+from shardwright.run.loop.progress_bar import LiveProgress, followed
+from shardwright.run.loop.step_log import StepRecord, open_step_log
+from shardwright.run.loop.trackers import check_trackers, trackers
 
 PAGE = "profile.html"
 
@@ -193,7 +193,7 @@ def _train(options: _Options) -> None:
         profile = None if world.restarts else options.profile
         if profile is not None:
             _check_profile(run, profile)
-        if run.language is not None and run.language.only_strategies:
+        if run.foreign is not None and run.foreign.only_strategies:
             if not isinstance(chosen, Plan) and world.rank == 0:
                 chosen()
             return
@@ -384,7 +384,7 @@ def _check_profile(run: Run, steps: int) -> None:
     check_profiled_steps(steps, run.num_steps)
     if find_spec("jinja2") is None:
         raise ConfigError(
-            "--profile writes a page, which needs jinja2: pip install 'shardwright[report]'"
+            "--profile writes a page, which needs jinja2: pip install 'shardwright[tools]'"
         )
 
 

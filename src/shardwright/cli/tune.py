@@ -10,7 +10,6 @@ import typer
 from rich.console import Console, Group
 from rich.table import Table
 
-from shardwright.api.show_progress import show_progress
 from shardwright.cli.app import app
 from shardwright.cli.options import (
     ClusterOption,
@@ -19,9 +18,10 @@ from shardwright.cli.options import (
     ProgressOption,
     run_of,
 )
-from shardwright.compare.tune import Trial, Tuning, tune_mem_coeff
-from shardwright.cost.memory import binary
-from shardwright.plan.rows import seconds_text
+from shardwright.core.api.show_progress import show_progress
+from shardwright.core.cost.memory import binary
+from shardwright.core.plan.rows import seconds_text
+from shardwright.tools.compare.tune import Trial, Tuning, tune_mem_coeff
 
 WIDTH = 120
 NAMES = 3

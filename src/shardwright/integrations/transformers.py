@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardwright.api.parallelize import parallelize
-from shardwright.api.plan import plan as plan_model
-from shardwright.api.pretrained import unchanged_configurations
+from shardwright.core.api.parallelize import parallelize
+from shardwright.core.api.plan import plan as plan_model
+from shardwright.core.api.pretrained import unchanged_configurations
+from shardwright.core.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from shardwright.core.checkpoint.parameter_names import trained_but_not_in
+from shardwright.core.checkpoint.position import Position
+from shardwright.core.parallel.module import ParallelModule
+from shardwright.core.parallel.whole import whole
+from shardwright.core.plan import Plan
+from shardwright.core.runtime.devices import from_rank_0, is_rank_0
+from shardwright.core.torch_internals import pytree
 from shardwright.errors import ConfigError, PlanError
 from shardwright.integrations.fused_lm_head import without_fused_lm_heads
-from shardwright.parallel.module import ParallelModule
-from shardwright.parallel.whole import whole
-from shardwright.plan import Plan
-from shardwright.runtime.devices import from_rank_0, is_rank_0
-from shardwright.torch_internals import pytree
-from shardwright.train.checkpoint import load_checkpoint, save_checkpoint
-from shardwright.train.parameter_names import trained_but_not_in
-from shardwright.train.position import Position
 
 try:
     from accelerate.data_loader import prepare_data_loader
@@ -42,7 +42,7 @@ try:
 except ImportError as error:
     raise ConfigError(
         f"ShardwrightTrainer needs transformers and accelerate ({error}): pip install "
-        "'shardwright[models]'"
+        "'shardwright[transformers]'"
     ) from None
 
 log = logging.getLogger("shardwright")
@@ -76,7 +76,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     Other trainers become planned ones by a class: `class Planned(ShardwrightTrainer, SFTTrainer)`.
 
     Args:
-        plan: a plan, the path of one, or options of `shardwright.plan`, such as `mem_coeff`.
+        plan: a plan, the path of one, or options of `shardwright.core.plan`, such as `mem_coeff`.
 
     Raises:
         ConfigError: for training arguments that another way of distribution needs.

@@ -6,7 +6,7 @@ prevent cutting the heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from math import floor, log2
 from typing import Any, Literal
 
@@ -66,7 +66,7 @@ def register_with_transformers(kind: Attention) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name = f"shardwright_{kind}"
-    AttentionInterface.register(name, _FORWARDS[kind])
+    AttentionInterface.register(name, partial(_forward, kind))
     AttentionMaskInterface.register(name, _mask)
     return name
 
@@ -101,20 +101,6 @@ def _forward(
     key, value = add_prefix(layer, prefixes, key, value)
     attended = causal_attention(kind, query, key, value, scale, dropout)
     return attended.transpose(1, 2), None
-
-
-def _fused(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return _forward("fused", *args, **kwargs)
-
-
-def _explicit(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return _forward("explicit", *args, **kwargs)
-
-
-_FORWARDS: dict[Attention, Callable[..., tuple[Tensor, None]]] = {
-    "fused": _fused,
-    "explicit": _explicit,
-}
 
 
 def _mask(**options: Any) -> Tensor | None:

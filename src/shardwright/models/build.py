@@ -14,14 +14,13 @@ from shardwright.errors import ConfigError
 from shardwright.models.attention import Attention
 from shardwright.models.baichuan import Baichuan
 from shardwright.models.decoder import MODEL_TYPES, Decoder, decoder
-from shardwright.models.gpt import GPT
+from shardwright.models.gpt import GPT, PanguAlpha
 from shardwright.models.hf_causal_lm import causal_lm
 from shardwright.models.lora import LoRA, adapt
-from shardwright.models.pangualpha import PanguAlpha
 from shardwright.models.prefix import PrefixTuning
 from shardwright.models.sizes import Dimensions, dimensions
 
-_FAMILIES: Mapping[str, Callable[[Dimensions, Attention], nn.Module]] = {
+FAMILIES: Mapping[str, Callable[[Dimensions, Attention], nn.Module]] = {
     **dict.fromkeys(MODEL_TYPES, decoder),
     **dict.fromkeys(("baichuan1", "baichuan"), Baichuan),
     "pangualpha": PanguAlpha,
@@ -56,8 +55,8 @@ def build(
         dtype: dtype of the parameters.
 
     Raises:
-        ConfigError: if the name is unknown, the dimensions are inconsistent, no module matches
-            `lora`, or the model is not built on `transformers` and takes no `prefix`.
+        ConfigError: if the name or the family is unknown, the dimensions are inconsistent, no
+            module matches `lora`, or a model not built on `transformers` gets a `prefix`.
     """
     sizes = dimensions(model) if isinstance(model, str) else model
     sizes = replace(
@@ -65,7 +64,9 @@ def build(
         seq_length=sizes.seq_length if seq_length is None else seq_length,
         num_layers=sizes.num_layers if num_layers is None else num_layers,
     )
-    net = _FAMILIES[sizes.family](sizes, _check_attention(attention))
+    if sizes.family not in FAMILIES:
+        raise ConfigError(f"family={sizes.family!r}: must be one of {', '.join(FAMILIES)}")
+    net = FAMILIES[sizes.family](sizes, _check_attention(attention))
     if prefix is not None:
         _tune_prefixes(net, prefix, lora)
     return _finish(net, lora, dtype)

@@ -12,7 +12,7 @@ from shardwright.errors import ConfigError, needs_extra
 from shardwright.models.attention import Attention, register_with_transformers
 from shardwright.models.loss import next_token_loss
 from shardwright.models.prefix import Prefixes, PrefixTuning
-from shardwright.models.sizes import Dimensions, Family
+from shardwright.models.sizes import Dimensions
 
 
 class Decoder(nn.Module):
@@ -62,7 +62,9 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
     Raises:
         ConfigError: the configuration has no such argument.
     """
-    with needs_extra("models", f"the model family {sizes.family} needs transformers", ConfigError):
+    with needs_extra(
+        "transformers", f"the model family {sizes.family} needs transformers", ConfigError
+    ):
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -81,7 +83,7 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
     return Decoder(net.model, net.lm_head)
 
 
-MODEL_TYPES: Mapping[Family, tuple[str, tuple[str, ...]]] = {
+MODEL_TYPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "llama": ("llama", ()),
     "telechat": ("llama", ()),
     "qwen": ("qwen2", ()),

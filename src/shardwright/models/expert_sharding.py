@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from shardwright.constraints.shard import shard
+from shardwright.core.constraints.shard import shard
+from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.errors import ConfigError
-from shardwright.layout.layout import Layout, TensorLayout
 
 COLUMN = (
     *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj"),

@@ -1,17 +1,27 @@
-"""GPT-2's architecture (Radford et al., 2019): learned positions, LayerNorm, GELU, a tied head."""
+"""GPT-2 (Radford et al., 2019) and PanguAlpha (Zeng et al., 2021): learned positions, LayerNorm, a
+head tied to the embedding. PanguAlpha ends with a query layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwright.models.attention import Attention
+from shardwright.errors import ConfigError
+from shardwright.models.attention import Attention, causal_attention
 from shardwright.models.loss import draw_weights, next_token_loss
-from shardwright.models.pangualpha import Activation, PanguBlock, fast_gelu, first_positions
 from shardwright.models.sizes import Dimensions
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def fast_gelu(x: Tensor) -> Tensor:
+    """The sigmoid approximation of GELU (Hendrycks and Gimpel, 2016)."""
+    return x * torch.sigmoid(1.702 * x)
+
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": F.gelu,
@@ -20,26 +30,103 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
+class GPTAttention(nn.Module):
+    """Multi-head attention whose queries come from `x`, or from `queries` if given."""
+
+    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+        super().__init__()
+        self.heads, self.scale, self.kind = sizes.num_heads, sizes.head_size**-0.5, kind
+        self.dropout = sizes.dropout
+        width = sizes.hidden_size
+        self.q_proj = nn.Linear(width, width)
+        self.k_proj = nn.Linear(width, width)
+        self.v_proj = nn.Linear(width, width)
+        self.o_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
+        """`x` is `[batch, positions, width]`; `queries` has the same shape or, if shared by the
+        batch, `[positions, width]`."""
+        query = self.q_proj(x if queries is None else queries)
+        query, key, value = (
+            projected.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+            for projected in (query, self.k_proj(x), self.v_proj(x))
+        )
+        dropout = self.dropout if self.training else 0.0
+        query = query.expand(key.shape)
+        attended = causal_attention(self.kind, query, key, value, self.scale, dropout)
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+class GPTFeedForward(nn.Module):
+    def __init__(self, sizes: Dimensions, activation: Activation) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size)
+        self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.up_proj(x)))
+
+
+class GPTBlock(nn.Module):
+    """A pre-norm transformer block; with `queries` it is the query layer."""
+
+    def __init__(self, sizes: Dimensions, kind: Attention, activation: Activation) -> None:
+        super().__init__()
+        self.self_attn = GPTAttention(sizes, kind)
+        self.mlp = GPTFeedForward(sizes, activation)
+        self.input_layernorm = nn.LayerNorm(sizes.hidden_size, sizes.norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(sizes.hidden_size, sizes.norm_eps)
+        self.dropout = nn.Dropout(sizes.dropout)
+
+    def forward(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), queries))
+        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+
+
 class GPTBackbone(nn.Module):
     """From token ids to hidden states."""
 
-    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+    def __init__(
+        self, sizes: Dimensions, kind: Attention, num_blocks: int, activation: Activation
+    ) -> None:
         super().__init__()
         width = sizes.hidden_size
         self.embed_tokens = nn.Embedding(sizes.vocab_size, width)
         self.embed_positions = nn.Embedding(sizes.seq_length, width)
         self.dropout = nn.Dropout(sizes.dropout)
-        self.layers = nn.ModuleList(
-            PanguBlock(sizes, kind, ACTIVATIONS[sizes.activation]) for _ in range(sizes.num_layers)
-        )
+        self.layers = nn.ModuleList(GPTBlock(sizes, kind, activation) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(width, sizes.norm_eps)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        positions = first_positions(self.embed_positions, input_ids.shape[1])
-        x = self.dropout(self.embed_tokens(input_ids) + positions)
+        """
+        Raises:
+            ConfigError: the sequence has more positions than the model.
+        """
+        positions, limit = input_ids.shape[1], self.embed_positions.num_embeddings
+        if positions > limit:
+            raise ConfigError(
+                f"the sequence has {positions} positions, but the model only has {limit}: shorten"
+                " the sequence, or build the model with a larger seq_length"
+            )
+        x = self.embed_tokens(input_ids) + self.embed_positions.weight[:positions]
+        x = self.dropout(x)
         for layer in self.layers:
             x = layer(x)
         return self.norm(x)
+
+
+class PanguBackbone(GPTBackbone):
+    """From token ids to the hidden states of the query layer, the last of the model's blocks."""
+
+    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+        super().__init__(sizes, kind, sizes.num_layers - 1, fast_gelu)
+        self.embed_queries = nn.Embedding(sizes.seq_length, sizes.hidden_size)
+        self.query_layer = GPTBlock(sizes, kind, fast_gelu)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = super().forward(input_ids)
+        return self.query_layer(hidden, self.embed_queries.weight[: input_ids.shape[1]])
 
 
 class GPT(nn.Module):
@@ -47,10 +134,20 @@ class GPT(nn.Module):
 
     def __init__(self, sizes: Dimensions, kind: Attention) -> None:
         super().__init__()
-        self.model = GPTBackbone(sizes, kind)
+        self.model = self.backbone(sizes, kind)
         draw_weights(self)
+
+    @staticmethod
+    def backbone(sizes: Dimensions, kind: Attention) -> GPTBackbone:
+        return GPTBackbone(sizes, kind, sizes.num_layers, ACTIVATIONS[sizes.activation])
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """The mean next-token loss; both arguments are `[batch, positions]`."""
         hidden = self.model(input_ids)
         return next_token_loss(F.linear(hidden, self.model.embed_tokens.weight), labels)
+
+
+class PanguAlpha(GPT):
+    """PanguAlpha with its loss."""
+
+    backbone = staticmethod(PanguBackbone)

@@ -37,7 +37,7 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
         ConfigError: if the file does not exist, or `transformers` does not know the model or cannot
             build it with these arguments.
     """
-    with needs_extra("models", "hf: a model of transformers needs transformers", ConfigError):
+    with needs_extra("transformers", "hf: a model of transformers needs transformers", ConfigError):
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = hf_config(source)
@@ -64,7 +64,7 @@ def _implementation(kind: Any, config: Any, attention: Attention) -> str | None:
 
 def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
     """The configuration that `causal_lm` builds a model of. Raises: ConfigError: as `causal_lm`."""
-    with needs_extra("models", "hf: a model of transformers needs transformers", ConfigError):
+    with needs_extra("transformers", "hf: a model of transformers needs transformers", ConfigError):
         from transformers import AutoConfig
 
     if isinstance(source, Mapping):

@@ -56,7 +56,7 @@ def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
     Raises:
         ConfigError: if no module, or no parameter, matches.
     """
-    with needs_extra("models", "LoRA needs peft", ConfigError):
+    with needs_extra("transformers", "LoRA needs peft", ConfigError):
         from peft import LoraConfig, inject_adapter_in_model
 
     targets = lora.target_modules

@@ -11,19 +11,6 @@ from shardwright.errors import ConfigError
 MAX_LAYERS = 512
 """Blocks of a language model; capturing so many takes minutes. Published ones have up to 126."""
 
-Family = Literal[
-    "llama",
-    "telechat",
-    "qwen",
-    "glm",
-    "mixtral",
-    "qwen_moe",
-    "deepseek_v2",
-    "baichuan1",
-    "baichuan",
-    "pangualpha",
-    "gpt",
-]
 Gelu = Literal["gelu", "gelu_tanh", "fast_gelu"]
 Positions = Literal["rotary", "alibi", "learned"]
 
@@ -33,10 +20,10 @@ class Dimensions:
     """The dimensions of a language model.
 
     Args:
-        family: `llama`, `telechat` (with biases of the last layers of attention and MLP), `qwen`
-            (with biases of queries, keys and values), `glm`, `mixtral`, `qwen_moe` and
-            `deepseek_v2` are built on `transformers`; `baichuan1`, `baichuan` (Baichuan 2),
-            `pangualpha` and `gpt` (GPT-2) are modules of this package.
+        family: a key of `FAMILIES` in `models/build.py`. `llama`, `telechat` (with biases of the
+            last layers of attention and MLP), `qwen` (with biases of queries, keys and values),
+            `glm`, `mixtral`, `qwen_moe` and `deepseek_v2` are built on `transformers`; `baichuan1`,
+            `baichuan` (Baichuan 2), `pangualpha` and `gpt` (GPT-2) are modules of this package.
         num_layers: number of blocks; in PanguAlpha the last one is the query layer.
         num_kv_heads: key-value heads, each shared by `num_heads / num_kv_heads` query heads.
         intermediate_size: width of the feed-forward layers, or of each expert.
@@ -53,7 +40,7 @@ class Dimensions:
         ConfigError: if a size is not a positive int, or the sizes and heads are not divisible.
     """
 
-    family: Family
+    family: str
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -94,7 +81,7 @@ class Dimensions:
             raise ConfigError("PanguAlpha needs at least 2 layers: the last is its query layer")
 
     def _check_kinds(self) -> None:
-        kinds = (("family", Family), ("positions", Positions), ("activation", Gelu))
+        kinds = (("positions", Positions), ("activation", Gelu))
         for name, valid in ((name, get_args(kind)) for name, kind in kinds):
             if getattr(self, name) not in valid:
                 raise ConfigError(
@@ -151,75 +138,39 @@ def feed_forward_size(
     return -(-size // multiple_of) * multiple_of
 
 
-def _llama(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> Dimensions:
+def _published(
+    family: str, width: int, layers: int, heads: int, ffn: int, vocabulary: int, **others: Any
+) -> Dimensions:
     return Dimensions(
-        family="llama",
-        hidden_size=hidden,
+        family=family,
+        hidden_size=width,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=kv_heads,
-        intermediate_size=ffn,
-        vocab_size=32000,
-        seq_length=4096,
-        norm_eps=1e-5,
-    )
-
-
-def _qwen(hidden: int, layers: int, heads: int, ffn: int, vocabulary: int) -> Dimensions:
-    return Dimensions(
-        family="qwen",
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
         intermediate_size=ffn,
         vocab_size=vocabulary,
-        seq_length=8192,
-        norm_eps=1e-6,
+        **{"num_kv_heads": heads, "seq_length": 4096, "norm_eps": 1e-6, **others},
     )
 
 
-def _baichuan(hidden: int, layers: int, heads: int, ffn: int, positions: Positions) -> Dimensions:
-    return Dimensions(
-        family="baichuan",
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        intermediate_size=ffn,
-        vocab_size=125696,
-        seq_length=4096,
-        norm_eps=1e-6,
-        positions=positions,
-    )
-
-
-def _pangualpha(hidden: int, layers: int, heads: int) -> Dimensions:
-    return Dimensions(
-        family="pangualpha",
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        intermediate_size=4 * hidden,
-        vocab_size=40000,
-        seq_length=1024,
-        norm_eps=1e-5,
-        positions="learned",
-        dropout=0.1,
-    )
-
+_LLAMA: Mapping[str, Any] = {"norm_eps": 1e-5}
+_QWEN: Mapping[str, Any] = {"seq_length": 8192}
+_PANGU: Mapping[str, Any] = {
+    "seq_length": 1024,
+    "norm_eps": 1e-5,
+    "positions": "learned",
+    "dropout": 0.1,
+}
 
 _PUBLISHED = {
-    "llama2_7b": _llama(4096, 32, 32, 32, 11008),
-    "llama2_13b": _llama(5120, 40, 40, 40, 13824),
-    "llama2_70b": _llama(8192, 80, 64, 8, 28672),
-    "qwen_7b": _qwen(4096, 32, 32, 11008, 151936),
-    "qwen_14b": _qwen(5120, 40, 40, 13696, 152064),
-    "baichuan2_7b": _baichuan(4096, 32, 32, 11008, "rotary"),
-    "baichuan2_13b": _baichuan(5120, 40, 40, 13696, "alibi"),
-    "pangualpha_2_6b": _pangualpha(2560, 32, 32),
-    "pangualpha_13b": _pangualpha(5120, 40, 40),
+    "llama2_7b": _published("llama", 4096, 32, 32, 11008, 32000, **_LLAMA),
+    "llama2_13b": _published("llama", 5120, 40, 40, 13824, 32000, **_LLAMA),
+    "llama2_70b": _published("llama", 8192, 80, 64, 28672, 32000, num_kv_heads=8, **_LLAMA),
+    "qwen_7b": _published("qwen", 4096, 32, 32, 11008, 151936, **_QWEN),
+    "qwen_14b": _published("qwen", 5120, 40, 40, 13696, 152064, **_QWEN),
+    "baichuan2_7b": _published("baichuan", 4096, 32, 32, 11008, 125696),
+    "baichuan2_13b": _published("baichuan", 5120, 40, 40, 13696, 125696, positions="alibi"),
+    "pangualpha_2_6b": _published("pangualpha", 2560, 32, 32, 4 * 2560, 40000, **_PANGU),
+    "pangualpha_13b": _published("pangualpha", 5120, 40, 40, 4 * 5120, 40000, **_PANGU),
 }
 
 MODELS: Mapping[str, Dimensions] = {

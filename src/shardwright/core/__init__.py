@@ -1,0 +1,1 @@
+"""The parallelizer: from a model to a plan, and from a plan to a model that runs as planned."""

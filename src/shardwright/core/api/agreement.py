@@ -1,0 +1,82 @@
+"""That all ranks parallelize the same model as the same plan says, from the same values."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.core.deferred import Deferred, init_record_lines, share_starts
+from shardwright.core.graph.graph import Graph
+from shardwright.core.plan import Plan
+from shardwright.core.runtime.agreement import check_description, take_values_of_rank_0
+from shardwright.core.runtime.content_hash import content_hash
+
+log = logging.getLogger(__name__)
+
+DECIDED = (
+    *("mesh", "pipeline", "training", "compute_dtype", "inputs", "structure", "arrivals", "cuts"),
+    *("storage", "outputs", "sharding", "bucket_bytes", "recompute", "fingerprint"),
+)
+"""The fields of a plan that a program depends on."""
+
+
+def several_ranks(plan: Plan) -> bool:
+    """Whether the process group is that of the plan, and has others than this rank."""
+    return plan.devices > 1 and dist.is_initialized() and dist.get_world_size() == plan.devices
+
+
+def check_ranks_agree(net: nn.Module, graph: Graph, plan: Plan, device: torch.device) -> None:
+    """Every rank must call this.
+
+    Raises:
+        PlanError: on every rank, if models or plans differ; with the first difference.
+    """
+    check_description([*_model_lines(net, graph), *_plan_lines(plan)], device)
+
+
+def take_state_of_rank_0(net: nn.Module, device: torch.device) -> None:
+    """Gives `net` the parameters and buffers of rank 0, in place; every rank must call this."""
+    real = {
+        name: t for name, t in _state(net).items() if not (isinstance(t, Deferred) or t.is_meta)
+    }
+    differ = take_values_of_rank_0(real, device)
+    if differ:
+        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+        log.info("%s%s differed between ranks: the values are those of rank 0", differ[0], more)
+    share_starts(_state(net).values(), lambda states: take_values_of_rank_0(states, device))
+
+
+def _state(net: nn.Module) -> dict[str, Tensor]:
+    return dict(net.named_parameters()) | dict(net.named_buffers())
+
+
+def _model_lines(net: nn.Module, graph: Graph) -> Iterator[str]:
+    for name, tensor in _state(net).items():
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        words = ("frozen" * (kind == "parameter" and not tensor.requires_grad), _place(tensor))
+        yield ", ".join((f"{kind} {name} {dtype} {list(tensor.shape)}", *filter(None, words)))
+    for value, tensor in graph.constants.items():
+        # A tensor that is no buffer is part of the program; its values are not sent.
+        yield f"the tensor {value} with the hash {int(content_hash(tensor)):x} (no buffer)"
+    yield from init_record_lines(_state(net).values())
+
+
+def _place(tensor: Tensor) -> str:
+    if isinstance(tensor, Deferred):
+        return "without values yet"
+    return "on the meta device" * tensor.is_meta
+
+
+def _plan_lines(plan: Plan) -> Iterator[str]:
+    fields = json.loads(plan.to_json())
+    for key in DECIDED:
+        if isinstance(fields[key], dict) and key not in ("mesh", "pipeline"):
+            yield from (f"plan: {key} of {name}: {each}" for name, each in fields[key].items())
+        else:
+            yield f"plan: {key}: {fields[key]}"

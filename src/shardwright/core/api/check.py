@@ -1,0 +1,331 @@
+"""Compares a planned program on simulated ranks with the user's own module on one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.core.api.trained_steps import (
+    Differences,
+    EagerTraining,
+    Rounding,
+    TrainedSteps,
+    interpreted,
+    train_program,
+)
+from shardwright.core.capture.capture import capture, check_arguments
+from shardwright.core.capture.filled_caches import without_new_cached_tensors
+from shardwright.core.capture.naming import line_of_error
+from shardwright.core.deferred import values_of
+from shardwright.core.graph.float64 import (
+    CastsToFloat64,
+    float64_by_default,
+    graph_in_float64,
+    in_float64,
+    module_in_float64,
+    paired_operators,
+)
+from shardwright.core.graph.graph import Graph, Op
+from shardwright.core.parallel.simulate_pipeline import simulate_stages
+from shardwright.core.parallel.simulate_ranks import Outcome, simulate, simulate_step
+from shardwright.core.parallel.train_step import LossWeights, loss_of
+from shardwright.core.partition.partitioned import Partitioned, random_operators
+from shardwright.core.plan import Plan
+from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_mixing
+from shardwright.core.planner.pipeline import Pipeline
+from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.micro_batches import HOW_CUT, micro_batch, with_samples
+from shardwright.core.torch_internals import pytree
+from shardwright.errors import CaptureError, PlanError
+
+TOLERANCE = 1e-9
+"""Of differences in float64."""
+
+ROUNDINGS, MOST_BY_ROUNDING = 100.0, 1e-6
+"""A difference is rounding up to so many times what one more rounding of each result changes, and
+at most this much: to normalize nearly equal numbers enlarges it a million times."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Two training steps of a plan's program on simulated ranks, compared with those of the module
+    itself: SGD with momentum on the gradients of all outputs, or with micro-batches of the loss.
+
+    Args:
+        loss: of the module, in the first step; None if it has no scalar loss.
+        loss_difference: largest difference of any output.
+        gradient_difference: largest difference of any parameter's gradient, relative to the
+            largest gradient of that parameter; infinite where only one side has a gradient.
+        worst_parameter: the parameter where that is.
+        replica_difference: largest difference between ranks that should hold the same.
+        counted_bytes: what one device sent, forward and backward, counted while it ran.
+        planned_bytes: what the plan says.
+        state_difference: largest difference of any parameter or buffer after the steps.
+        worst_state: the parameter or buffer where that is.
+        cause: where there is a difference, on which side it lies: `capture` if the captured
+            operators differ from the module on one device already, else `split`.
+        random_operators: what draws random numbers, so that values cannot be compared.
+        rounding: where there is a difference, how far the same numbers move on one device if
+            all results of operators change in their last digit.
+    """
+
+    loss: float | None
+    loss_difference: float
+    gradient_difference: float
+    worst_parameter: str
+    replica_difference: float
+    counted_bytes: tuple[int, int]
+    planned_bytes: tuple[int, int]
+    state_difference: float = 0.0
+    worst_state: str = ""
+    cause: str = ""
+    random_operators: tuple[str, ...] = ()
+    rounding: float = 0.0
+
+    def passes(self, tolerance: float = TOLERANCE) -> bool:
+        """Whether every difference is within `tolerance`, or what rounding explains, and the bytes
+        are as planned; of a model with random operators, whether ranks that should hold the same
+        do."""
+        worst = self.replica_difference
+        if not self.random_operators:
+            values = (self.loss_difference, self.gradient_difference, self.state_difference)
+            worst = max(worst, *values)
+        tolerance = max(tolerance, min(ROUNDINGS * self.rounding, MOST_BY_ROUNDING))
+        return worst <= tolerance and self.counted_bytes == self.planned_bytes
+
+    def __str__(self) -> str:
+        """The differences and the verdict, a line each."""
+        loss = "none" if self.loss is None else f"{self.loss:.9g}"
+        counted, planned = self.counted_bytes, self.planned_bytes
+        return "\n".join(
+            [
+                f"loss on one device    {loss}",
+                f"loss difference       {self.loss_difference:.1e}",
+                f"gradient difference   {self.gradient_difference:.1e} ({self.worst_parameter})",
+                f"after two steps       {self.state_difference:.1e} ({self.worst_state})",
+                f"replica difference    {self.replica_difference:.1e}",
+                f"bytes per device      {sum(counted):,} counted, {sum(planned):,} planned",
+                self._verdict(),
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def _verdict(self) -> str:
+        if self.random_operators:
+            first, *others = self.random_operators
+            drawing = f"{first} and {len(others)} more draw" if others else f"{first} draws"
+            equal = "equal on replicas" if self.passes() else "NOT equal"
+            return f"{equal}; values not compared, as {drawing} random numbers: set dropout to 0"
+        if self.passes():
+            return "equal"
+        return f"NOT equal, by the {self.cause}" if self.cause else "NOT equal"
+
+
+def check(
+    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, plan: Plan
+) -> Check:
+    """Trains the planned program on simulated ranks in this process, and the module itself, in
+    float64: outputs, gradients, and after two steps parameters and buffers are compared.
+
+    Values that depend on random numbers cannot be compared: put the model in eval mode before it is
+    planned, or set dropout to 0.
+
+    Raises:
+        CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
+        StrategyError: if the micro-batches of the plan would train another loss than the batch.
+        PlanError: if the plan is for another model, parameters have no values, a process group
+            is running, the module itself fails in float64, or an operator draws random numbers
+            without saying so.
+    """
+    check_arguments(args, kwargs)
+    net = net.net if isinstance(net, Pipeline) else net
+    captured = plan.graph if plan.graph is not None else _captured(net, args, kwargs, plan)
+    plan.check_fits(captured)
+    if plan.pipeline.averages_micro_batches:
+        check_mean_of_samples(captured, plan.pipeline.micro_batches)
+    values = _values(net)
+    leaves = pytree.tree_map_only(Tensor, in_float64, pytree.tree_leaves((args, kwargs or {})))
+    with float64_by_default(), torch.random.fork_rng(), without_new_cached_tensors():
+        module = module_in_float64(net, values)
+        piece = micro_batch(leaves, 0, plan.pipeline.micro_batches)
+        with _in_float64(plan.pipeline.micro_batches), CastsToFloat64():
+            twin = capture(copy.deepcopy(module), *pytree.tree_unflatten(piece, captured.in_spec))
+        if not paired_operators(captured, twin):
+            # In another mode, or changed since.
+            plan.check_fits(_captured(net, args, kwargs, plan))
+        partitioned = plan.partition(graph_in_float64(captured, twin))
+        state = {name: in_float64(tensor) for name, tensor in values.items()}
+        return _compared(partitioned, module, state, leaves)
+
+
+@contextmanager
+def _in_float64(micro_batches: int) -> Iterator[None]:
+    """Says of errors of the module itself that they are its own."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except Exception as error:
+        where = "" if isinstance(error, CaptureError) else f"{line_of_error(error)}: "
+        pieces = ""
+        if micro_batches > 1:
+            pieces = f", called with one of {micro_batches} micro-batches ({HOW_CUT})"
+        raise PlanError(
+            "the module itself fails in float64, in which `check` computes it (an operator without "
+            "float64, or a tensor that a function has cached in another dtype, can be trained, but "
+            f"not checked){pieces}: {where}{error}"
+        ) from error
+
+
+def _compared(
+    partitioned: Partitioned, module: nn.Module, state: dict[str, Tensor], leaves: list[Any]
+) -> Check:
+    graph, pipeline = partitioned.graph, partitioned.pipeline
+    count = pipeline.micro_batches
+    pieces = [micro_batch(leaves, number, count) for number in range(count)]
+    weights: Sequence[float | Tensor] = [1.0] * count
+    if count > 1:
+        loss_of(graph)
+        if pipeline.loss_reduction == "mean":
+            weights = LossWeights(graph, Devices.of_rank(partitioned.mesh, 0))(pieces)
+    # The module itself is trained on the whole batch, whatever the micro-batches of the plan.
+    calls = pieces if pipeline.loss_reduction == "sum" else [leaves]
+    eager = EagerTraining(module, graph, calls, trains_loss=count > 1)
+    with _in_float64(len(calls)):
+        draws = _random_operators(eager)
+        wanted, starts = eager.run()
+    outcomes: list[Outcome] = []
+
+    def planned(mine: Mapping[str, Tensor]) -> Outcome:
+        if count == 1:
+            outcomes.append(simulate(partitioned, mine, mine, leaves, output_gradients=starts))
+        else:
+            run = simulate_stages if pipeline.stages > 1 else simulate_step
+            outcomes.append(run(partitioned, mine, mine, leaves))
+        return outcomes[-1]
+
+    found = Differences.between(train_program(planned, graph, state), wanted)
+    counted, bytes_planned = _bytes(partitioned, outcomes[0])
+    result = Check(
+        loss=_loss(graph, wanted),
+        loss_difference=found.output,
+        gradient_difference=found.gradient,
+        worst_parameter=found.worst_parameter,
+        state_difference=found.state,
+        worst_state=found.worst_state,
+        replica_difference=max(outcome.replica_difference for outcome in outcomes),
+        counted_bytes=counted,
+        planned_bytes=bytes_planned,
+        random_operators=draws,
+    )
+    if draws or found.largest <= TOLERANCE:
+        return result
+    own = {str(op.target) for op in graph.ops if not _is_known(op)}
+    if own and _differ(eager, 0, 1) and not _differ(eager, 0, 0):
+        raise PlanError(
+            f"the module draws random numbers in {' or '.join(sorted(own))}, which does not say so:"
+            " ranks would each draw their own. Define it with"
+            " `tags=torch.Tag.nondeterministic_seeded`"
+        )
+    one_device = interpreted(graph, pieces, weights, starts)
+    witness = train_program(one_device, graph, state)
+    with Rounding():
+        rounded = train_program(one_device, graph, state)
+    rounding = Differences.between(rounded, witness).largest
+    of_capture = Differences.between(witness, wanted).largest
+    cause = "capture" if of_capture > found.largest / 2 else "split"
+    result = replace(result, rounding=rounding)
+    return result if result.passes() else replace(result, cause=cause)
+
+
+def _values(net: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, those that are deferred initialized.
+
+    Raises:
+        PlanError: if one is on the meta device and nothing says how to initialize it.
+    """
+    named: dict[str, Tensor] = dict(net.named_parameters())
+    named |= dict(net.named_buffers())
+    named |= values_of(named, lambda name, whole: whole)
+    for name, tensor in named.items():
+        if tensor.is_meta:
+            raise PlanError(
+                f"{name!r} is on the meta device: it can be planned, but has no values to compare;"
+                " build the model inside `no_init_parameters`, or on a real device"
+            )
+    return named
+
+
+def _captured(
+    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, plan: Plan
+) -> Graph:
+    """The model for one micro-batch."""
+    leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+
+    def captured(leaves: list[Any]) -> Graph:
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return capture(net, args, kwargs, plan.computed_in)
+
+    graph = captured(micro_batch(leaves, 0, plan.pipeline.micro_batches))
+    if not plan.pipeline.averages_micro_batches:
+        return graph
+    return with_mixing(
+        graph,
+        plan.pipeline.micro_batches,
+        lambda samples: captured(with_samples(leaves, samples)),
+    )
+
+
+def _random_operators(eager: EagerTraining) -> tuple[str, ...]:
+    """The operators that draw random numbers, if what is compared depends on these: outputs, or
+    gradients alone, where a layer that begins as zeros follows."""
+    drawing = random_operators(eager.graph)
+    names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _is_seeded(op))
+    if not names:
+        return ()
+    return names if _differ(eager, 0, 1) else ()
+
+
+def _differ(eager: EagerTraining, *seeds: int) -> bool:
+    """Whether what is compared differs between two trainings with these seeds."""
+    one, other = (_trained(eager, seed) for seed in seeds)
+    return Differences.between(one, other).largest > TOLERANCE
+
+
+def _trained(eager: EagerTraining, seed: int) -> TrainedSteps:
+    torch.manual_seed(seed)
+    steps, _ = replace(eager, module=copy.deepcopy(eager.module)).run()
+    return steps
+
+
+def _is_known(op: Op) -> bool:
+    return getattr(op.target, "namespace", "aten") in ("aten", "shardwright")
+
+
+def _is_seeded(op: Op) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
+
+
+def _bytes(partitioned: Partitioned, outcome: Outcome) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes that one device sent, forward and backward, counted and as planned; with several stages
+    those of one where they differ, or else of the busiest."""
+    pairs = list(zip(outcome.stage_bytes, partitioned.step_bytes, strict=True))
+    return max(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair[1])))
+
+
+def _loss(graph: Graph, steps: TrainedSteps) -> float | None:
+    if graph.loss is None:
+        return None
+    outputs = steps.outputs[0]
+    # With micro-batches the loss of the batch is all there is.
+    alone = len(outputs) != len(graph.output_values)
+    return float(outputs[0 if alone else graph.output_values.index(graph.loss)])

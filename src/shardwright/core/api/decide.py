@@ -1,0 +1,245 @@
+"""Decides how a model is split, from the options as one value."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.core.api.shared_plan import are_all_ranks, shared_plan
+from shardwright.core.capture.autocast import Autocast
+from shardwright.core.capture.capture import capture
+from shardwright.core.constraints.shard import pins_of
+from shardwright.core.cost.cluster import LOCAL
+from shardwright.core.graph.graph import Graph
+from shardwright.core.plan import Plan
+from shardwright.core.plan.ranked import LeftOut
+from shardwright.core.planner.candidate import Candidate, CapturedModel, candidates
+from shardwright.core.planner.choose_micro_batches import with_best_micro_batches
+from shardwright.core.planner.choose_stages import suggest_stages, with_best_stages
+from shardwright.core.planner.device_limit import within_device_memory
+from shardwright.core.planner.fit_memory import within_memory
+from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_mixing
+from shardwright.core.planner.options import PlanOptions
+from shardwright.core.planner.pipeline import Pipeline, merged_options, micro_batch_example
+from shardwright.core.planner.ranking import Ranking, requested_kind
+from shardwright.core.runtime.accelerator import device_of_group
+from shardwright.core.runtime.micro_batches import HOW_CUT, numbers_of_pieces, with_samples
+from shardwright.core.torch_internals import pytree
+from shardwright.errors import CaptureError, StrategyError
+from shardwright.progress import within
+
+MANY_OBJECTS = 20_000
+"""So many more must there be before Python looks for cycles among the youngest. Searches make
+millions of objects and hardly any cycles, and would spend a seventh of their time on that."""
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    before = gc.get_threshold()
+    if before[0]:
+        gc.set_threshold(max(MANY_OBJECTS, before[0]), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def plan_collectively(
+    options: PlanOptions,
+    net: nn.Module | Graph,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Plan:
+    """The plan of rank 0 on all ranks, if the process group has `options.devices` of them.
+
+    Raises: as `plan`.
+    """
+    if not are_all_ranks(options.devices):
+        return plan_model(options, net, args, kwargs)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+    asked = {**vars(options), "on_progress": None}
+    if options.cluster is not None and options.known_cluster.name == LOCAL:
+        asked["cluster"] = LOCAL  # Each machine measures its own.
+    request = (asked, net, shapes, repr(spec))
+    shared = shared_plan(request, lambda: plan_model(options, net, args, kwargs))
+    return replace(shared, optimizer=options.optimizer)
+
+
+def plan_model(
+    options: PlanOptions,
+    net: nn.Module | Graph,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Plan:
+    """The plan that this process makes for itself. Raises: as `plan`."""
+    return decide_model(options, net, args, kwargs).plan()
+
+
+@_rare_collections()
+def decide_model(
+    options: PlanOptions,
+    net: nn.Module | Graph,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    ranking: Ranking | None = None,
+) -> Candidate:
+    """What the plan is made of. Raises: as `plan`.
+
+    Args:
+        ranking: is told the fastest of each kind, as long as it wants one.
+    """
+    loss_reduction = "mean"
+    if isinstance(net, Pipeline):
+        options, loss_reduction, net = merged_options(options, net), net.loss_reduction, net.net
+    if not options.chooses_micro_batches:
+        return _decided(options, net, args, kwargs, loss_reduction, ranking)
+    mixing: str | None = None
+    if isinstance(net, Graph):
+        raise StrategyError(
+            "micro_batches='auto', but the graph was captured with one micro-batch: plan the model,"
+            " or give the number"
+        )
+    numbers = numbers_of_pieces(pytree.tree_leaves((args, dict(kwargs or {}))))
+
+    def decided(number: int) -> Candidate:
+        nonlocal mixing
+        part = f"{number} micro-batches", numbers.index(number), len(numbers)
+        report = within(options.on_progress, *part)
+        fixed = replace(options, micro_batches=number, on_progress=report)
+        candidate = _decided(fixed, net, args, kwargs, loss_reduction, ranking, mixing)
+        mixing = candidate.model.graph.mixing
+        return candidate
+
+    return with_best_micro_batches(numbers, decided)
+
+
+def _decided(
+    options: PlanOptions,
+    net: nn.Module | Graph,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    loss_reduction: str,
+    ranking: Ranking | None,
+    mixing: str | None = None,
+) -> Candidate:
+    """The best candidate with a number of micro-batches. Raises: as `plan`.
+
+    Args:
+        mixing: as `Graph.mixing`, if it is known from another number.
+    """
+    graph = _captured(options, net, args, kwargs)
+    if options.num_micro_batches > 1 and loss_reduction == "mean":
+        if mixing is None:
+            graph = _with_mixing(options, net, args, kwargs, graph)
+        else:
+            graph = replace(graph, mixing=mixing)
+        try:
+            check_mean_of_samples(graph, options.num_micro_batches)
+        except StrategyError:
+            if ranking is not None:
+                reason = LeftOut.because("the loss is not known to be the mean over samples")
+                ranking.leave_out(requested_kind(replace(options, stages=1)), reason)
+            raise
+    model = CapturedModel(
+        graph,
+        pins_of(graph),
+        () if isinstance(net, Graph) else tuple(name for name, _ in net.named_modules()),
+        net.training if isinstance(net, nn.Module) else True,
+        loss_reduction,
+    )
+
+    def decide(options: PlanOptions) -> Sequence[Candidate]:
+        return candidates(model, options)
+
+    def best(options: PlanOptions) -> Candidate:
+        if options.chooses_pipeline:
+            return with_best_stages(options, decide, ranking=ranking)
+        return within_memory(options, decide, ranking)
+
+    # Of a model in eval mode the memory of a training step says nothing.
+    candidate = within_device_memory(options, best) if model.training else best(options)
+    if options.suggest_stages and not options.chooses_pipeline:
+        suggest_stages(options, candidate, decide)
+    return candidate
+
+
+def _captured(
+    options: PlanOptions,
+    net: nn.Module | Graph,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+) -> Graph:
+    """The graph of a model for one micro-batch; a graph that is given as it is.
+
+    Raises:
+        StrategyError: if a graph is given that is computed in another dtype than requested.
+        CaptureError: if the model cannot be captured.
+    """
+    dtype = _compute_dtype(options)
+    if isinstance(net, nn.Module):
+        count = options.num_micro_batches
+        try:
+            return _captured_module(options, net, *micro_batch_example(args, kwargs, count))
+        except CaptureError as error:
+            if count == 1:
+                raise
+            raise CaptureError(
+                f"{error} (captured for one of {count} micro-batches: {HOW_CUT})"
+            ) from error
+    if options.compute_dtype is not None and net.compute_dtype != dtype:
+        raise StrategyError(
+            f"compute_dtype={options.compute_dtype!r}, but the graph was captured with"
+            f" compute_dtype={net.compute_dtype}: capture the model with it, or plan the model"
+        )
+    return net
+
+
+def _captured_module(
+    options: PlanOptions, net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Graph:
+    options.on_progress("capture")
+    return capture(
+        net,
+        args,
+        kwargs,
+        compute_dtype=_compute_dtype(options),
+        on_progress=options.on_progress,
+        autocast=Autocast(_device_type(options)),
+    )
+
+
+def _with_mixing(
+    options: PlanOptions,
+    net: nn.Module | Graph,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    graph: Graph,
+) -> Graph:
+    """The graph of a micro-batch, which says whether micro-batches train the loss of the batch."""
+    if isinstance(net, Graph):
+        return graph
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
+
+    def captured(samples: int) -> Graph:
+        example = pytree.tree_unflatten(with_samples(leaves, samples), spec)
+        return _captured_module(options, net, *example)
+
+    return with_mixing(graph, options.num_micro_batches, captured)
+
+
+def _compute_dtype(options: PlanOptions) -> torch.dtype | None:
+    return None if options.compute_dtype in (None, "float32") else torch.bfloat16
+
+
+def _device_type(options: PlanOptions) -> str | None:
+    """Of the devices that are planned for; None if they are another machine's."""
+    here = device_of_group()
+    elsewhere = options.cluster is not None and options.known_cluster.name != LOCAL
+    return None if elsewhere and here.type == "cpu" else here.type

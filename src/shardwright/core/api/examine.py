@@ -1,0 +1,79 @@
+"""Which operators of a model can be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwright.core.capture.capture import capture
+from shardwright.core.graph.graph import Graph
+from shardwright.core.planner.pipeline import Pipeline
+from shardwright.core.rules import rule_of
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The operators of a model before it is planned.
+
+    Args:
+        operators: number of operators.
+        main: names of the operators that the search decides by cost.
+        without_rule: names and targets of operators without a rule, which every device computes in
+            full.
+        parameters: number of parameters.
+    """
+
+    operators: int
+    main: tuple[str, ...]
+    without_rule: tuple[tuple[str, str], ...]
+    parameters: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.operators} operators, {len(self.main)} of them main, "
+            f"{self.parameters:,} parameters"
+        ]
+        if self.without_rule:
+            lines.append("no sharding rule, computed in full on every device:")
+            lines += [f"  {name}: {target}" for name, target in self.without_rule]
+        else:
+            lines.append("every operator has a sharding rule")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def examine(
+    net: nn.Module | Graph, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Examination:
+    """Lists which operators of a model can be sharded, and which cannot, before it is planned.
+
+    Raises:
+        CaptureError: if the model cannot be captured.
+    """
+    net = net.net if isinstance(net, Pipeline) else net
+    graph = net if isinstance(net, Graph) else capture(net, args, kwargs)
+    ruled = [(op, rule_of(op)) for op in graph.ops]
+    return Examination(
+        operators=len(graph.ops),
+        main=tuple(op.name for op, r in ruled if r is not None and r.main is not None),
+        without_rule=tuple((op.name, str(op.target)) for op, r in ruled if r is None),
+        parameters=sum(value.numel for value in graph.parameters),
+    )
+
+
+class WithLoss(nn.Module):
+    """A model and its loss as one module: `forward(x, y) = loss_fn(net(x), y)`."""
+
+    def __init__(self, net: nn.Module, loss_fn: Callable[[Any, Any], Tensor]) -> None:
+        super().__init__()
+        self.net = net
+        self.loss_fn = loss_fn
+
+    def forward(self, x: Any, y: Any) -> Tensor:
+        return self.loss_fn(self.net(x), y)

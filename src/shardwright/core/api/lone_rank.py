@@ -1,0 +1,188 @@
+"""One rank of a process group whose other ranks are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.cost.tensor_tracking import LiveBytes
+from shardwright.core.parallel.simulate_ranks import sent_bytes
+from shardwright.core.runtime.accelerator import CPU
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.distributed import (
+    FAKE,
+    FakeStore,
+    is_collective,
+    is_group_call,
+)
+from shardwright.errors import PlanError
+
+KINDS = {
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+    "allreduce_": "all-reduce",
+    "send": "send to a stage",
+}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind that a rank takes part in, and the bytes that it sends in them."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+@contextmanager
+def fake_process_group(rank: int, size: int, device: torch.device = CPU) -> Iterator[None]:
+    """A process group in which only this rank is there. One rank needs none.
+
+    Args:
+        device: where its tensors are.
+
+    Raises:
+        PlanError: a process group is running.
+    """
+    if dist.is_initialized():
+        raise PlanError("ranks cannot be rehearsed while a process group is running")
+    if size == 1:
+        yield
+        return
+    devices = dist.Backend.backend_capability[FAKE]
+    if device.type not in devices:  # Stages send each other tensors that are there.
+        devices.append(device.type)
+    dist.init_process_group(FAKE, store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
+    """Answers every collective as if the other ranks held what this one holds, and counts it.
+
+    What reads a number of a tensor on the meta device reads 1, or that two are equal.
+
+    Args:
+        traffic: by kind of collective, since the last call of `begin_step`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic: dict[str, Traffic] = {}
+        self._counts = self._tracks = False
+
+    def track(self, tensors: list[Tensor], kind: str) -> None:
+        """From here on the bytes of these and of all new tensors are counted."""
+        self._tracks = True
+        self.watch(tensors, kind)
+
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function; of its last call the collectives are counted."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.traffic, self._counts = {}, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._counts = False
+
+        return call
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if DTensor in types:
+            # What it does with local tensors comes by here afterwards.
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func.__name__.partition(".")[0]
+        if is_collective(func):
+            self._count(name, args)
+            return _answer(name, args)
+        if is_group_call(func):
+            return self._call_group(func, name, args, kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return _numbers((), args[0].dtype).item()
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta:
+            return _copied(args[0], kwargs)
+        return func(*args, **kwargs)
+
+    def _made(self, out: Tensor, args: tuple[Any, ...]) -> None:
+        if self._tracks:
+            super()._made(out, args)
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        kind = KINDS.get(name)
+        if kind is None or not self._counts:
+            return
+        before = self.traffic.get(kind, Traffic())
+        sent = before.bytes + _bytes_of_call(name, args)
+        self.traffic[kind] = Traffic(before.calls + 1, sent)
+
+    def _call_group(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What `torch.distributed` does itself: stages exchange tensors, all agree on numbers."""
+        self._count(name, args)
+        # The fake group does not look at tensors, and has none on the meta device.
+        here = pytree.tree_map_only(Tensor, lambda t: torch.empty(0) if t.is_meta else t, args)
+        result = func(*here, **kwargs)
+        if name in ("recv_", "broadcast_"):
+            for tensor in args[0]:
+                # Whole numbers are votes of PyTorch's stages: the others vote for what is agreed.
+                tensor.fill_(0 if tensor.is_floating_point() else 1)
+        return result
+
+
+def _bytes_of_call(name: str, args: tuple[Any, ...]) -> int:
+    if name == "send":
+        return sum(tensor.nbytes for tensor in args[0])
+    if name == "allreduce_":
+        size = dist.ProcessGroup.unbox(args[1]).size()
+        return sum(-(-2 * (size - 1) * tensor.nbytes // size) for tensor in args[0])
+    return sent_bytes(name, args)
+
+
+def _answer(name: str, args: tuple[Any, ...]) -> Tensor:
+    """What a functional collective gives."""
+    x: Tensor = args[0]
+    if name in ("wait_tensor", "all_reduce_"):
+        return x
+    if name == "all_gather_into_tensor":
+        return x.repeat(args[1], *[1] * (x.ndim - 1))
+    if name == "reduce_scatter_tensor":
+        return x.chunk(args[2])[0].clone()
+    if name == "all_to_all_single":
+        rows = sum(args[1])
+        out = x.new_zeros(rows, *x.shape[1:])
+        both = min(rows, x.shape[0])
+        out[:both] = x[:both]
+        return out
+    return x.clone()
+
+
+def _copied(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    device = torch.device(kwargs.get("device") or "meta")
+    if device.type == "meta":
+        out: Tensor = torch.ops.aten._to_copy.default(tensor, **kwargs)
+        return out
+    return _numbers(tensor.shape, kwargs.get("dtype") or tensor.dtype)
+
+
+def _numbers(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """In place of those that a tensor on the meta device does not have. Truth values come from
+    `!=`, of what ranks must have alike."""
+    return torch.full(shape, 0 if dtype == torch.bool else 1, dtype=dtype)

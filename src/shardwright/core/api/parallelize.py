@@ -1,0 +1,184 @@
+"""Runs a model as planned on the running process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.core.api.agreement import check_ranks_agree, several_ranks, take_state_of_rank_0
+from shardwright.core.api.shared_plan import are_all_ranks, shared_graph
+from shardwright.core.capture.attributes import has_attributes
+from shardwright.core.capture.autocast import Autocast
+from shardwright.core.capture.capture import capture
+from shardwright.core.graph.graph import Graph
+from shardwright.core.parallel.module import parallel_module
+from shardwright.core.parallel.original import OriginalModel
+from shardwright.core.partition.fold_axes import dtensor_axes
+from shardwright.core.plan import Plan
+from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_mixing
+from shardwright.core.planner.pipeline import Pipeline
+from shardwright.core.runtime.accelerator import device_of_group, use_device
+from shardwright.core.runtime.agreement import check_description, gathered
+from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.micro_batches import with_samples
+from shardwright.core.torch_internals import pytree
+from shardwright.errors import PlanError, ShardwrightError
+
+
+def parallelize(
+    net: nn.Module,
+    plan: Plan,
+    device: str | torch.device | None = None,
+    *,
+    sync: bool = True,
+    release: bool = False,
+    named_ranges: bool = False,
+) -> nn.Module:
+    """`net`, run as planned on the running process group: a module whose parameters are DTensors.
+
+    Every rank must call this, with the same model and plan, and give the module the whole batch. As
+    with `DistributedDataParallel`, `net` takes rank 0's parameters and buffers on all ranks. On one
+    device no process group is needed and the parameters stay plain. In eval mode, for a
+    batch of another size, or with other arguments of `forward`, the module captures the model once
+    more and keeps the plan's cuts as far as they divide.
+
+    Args:
+        device: where this rank computes; by default its accelerator if its process group works on
+            one, else the CPU.
+        sync: False where the values are known to be the same on all ranks; they are then not
+            compared.
+        release: whether `net` gives up its parameters one after another, so that none is held
+            twice; they are empty afterwards.
+        named_ranges: whether operators, collectives, buckets and stages have names in traces of
+            `torch.profiler`, which takes some microseconds each; not to be compiled.
+
+    Raises:
+        PlanError: if the plan is for another model or another number of devices, or the ranks have
+            different models or plans.
+        StrategyError: if the micro-batches of the plan would train another loss than the batch.
+    """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan={plan!r}: give what `plan` returned, or `Plan.load(path)`")
+    net = net.net if isinstance(net, Pipeline) else net
+    where = torch.device(device) if device is not None else device_of_group()
+    use_device(where)
+    with _in_mode(net, plan.training):
+        graph = _agreed_graph(net, plan, where)
+        partitioned = plan.partition(graph)
+        devices = Devices.of_process(
+            partitioned.mesh,
+            where,
+            plan.pipeline.stages,
+            dtensor_axes(partitioned),
+            named_ranges=named_ranges,
+        )
+        if sync and devices.several:
+            take_state_of_rank_0(net, where)
+        parallel = parallel_module(net, partitioned, devices, release=release)
+    if parallel.training != net.training:
+        parallel.train(net.training)
+    parallel.execution.original = OriginalModel(net, graph.attributes)
+    return parallel
+
+
+def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
+    """The graph of `net`, which the plan fits, on all ranks.
+
+    Raises:
+        PlanError: if models or plans differ.
+    """
+    alone = not several_ranks(plan)
+    autocast = Autocast.inside(device)
+
+    def captured_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+        return capture(net, args, kwargs, compute_dtype=plan.computed_in, autocast=autocast)
+
+    def captured() -> Graph:
+        example = _example(plan)
+        graph = captured_for(*example)
+        if not plan.pipeline.averages_micro_batches:
+            return graph
+        leaves, spec = pytree.tree_flatten(example)
+
+        def of_samples(samples: int) -> Graph:
+            return captured_for(*pytree.tree_unflatten(with_samples(leaves, samples), spec))
+
+        return with_mixing(graph, plan.pipeline.micro_batches, of_samples)
+
+    try:
+        graph = plan.graph
+        if not alone and are_all_ranks(plan.devices):
+            lacking = gathered(torch.tensor(graph is None, device=device))
+            if lacking.any():
+                sent = shared_graph(net, plan, lambda: graph or captured())
+                graph = graph or sent
+        if graph is not None:
+            _check_parameters(net, plan)
+        if graph is not None and not autocast.acts_as(graph.autocast_on):
+            graph = None
+        if graph is None or not has_attributes(net, graph.attributes):
+            graph = captured()
+        plan.check_fits(graph)
+        if plan.pipeline.averages_micro_batches:
+            check_mean_of_samples(graph, plan.pipeline.micro_batches)
+        _check_parameters(net, plan)
+    except ShardwrightError as error:
+        if not alone:
+            # The others wait for this rank's description; if they fail alike, nobody waits.
+            with suppress(PlanError):
+                check_description([f"an error, {error}"], device)
+        raise
+    if not alone:
+        check_ranks_agree(net, graph, plan, device)
+    return graph
+
+
+@contextmanager
+def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
+    """`net` in training or eval mode for a while; modules that differ from it keep their own mode
+    if the whole is in the mode already."""
+    modes = [module.training for module in net.modules()]
+    if net.training != training:
+        net.train(training)
+    yield
+    for module, mode in zip(net.modules(), modes, strict=True):
+        module.training = mode
+
+
+def _example(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the shapes that the plan was made for, on the meta device."""
+    leaves = [
+        torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device="meta")
+        if isinstance(leaf, dict)
+        else leaf
+        for leaf in plan.inputs
+    ]
+    try:
+        args, kwargs = pytree.tree_unflatten(leaves, pytree.treespec_loads(plan.structure))
+    except ValueError as error:
+        raise PlanError(f"the plan's inputs are malformed: {error}") from None
+    return args, kwargs
+
+
+def _check_parameters(net: nn.Module, plan: Plan) -> None:
+    """Raises:
+    PlanError: if a planned parameter is missing in `net`, has another shape, or cannot be trained.
+    """
+    named = dict(net.named_parameters(remove_duplicate=False))
+    for name, tensor in (*named.items(), *net.named_buffers()):
+        if tensor.is_inference():
+            raise PlanError(
+                f"{name!r} was made in inference mode, where autograd can never see it: build the "
+                "model outside of it, or under `torch.no_grad()`"
+            )
+    for name, (shape, _) in plan.parameters.items():
+        if name not in named:
+            raise PlanError(f"the plan has a parameter {name!r} that the model does not have")
+        if tuple(named[name].shape) != shape:
+            raise PlanError(
+                f"parameter {name!r} has shape {tuple(named[name].shape)}, planned as {shape}"
+            )

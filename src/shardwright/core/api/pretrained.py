@@ -1,0 +1,123 @@
+"""Folders in the format of Hugging Face's `save_pretrained` and `from_pretrained`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import isclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.core.api.parallelize import parallelize
+from shardwright.core.checkpoint.state_dict_file import load_state_dict
+from shardwright.core.deferred import no_init_parameters
+from shardwright.core.parallel.whole import whole
+from shardwright.core.plan import Plan
+from shardwright.core.runtime.devices import from_rank_0, is_rank_0
+from shardwright.errors import CheckpointError, needs_extra
+
+
+def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
+    """Writes `net` with its own `save_pretrained`, as one device does: a model of `transformers`
+    with its configuration, adapters alone of a model of `peft`.
+
+    Every rank must call it. Rank 0 needs memory of the CPU for the whole model.
+
+    Args:
+        options: of the model's `save_pretrained`, such as `max_shard_size`.
+
+    Raises:
+        CheckpointError: on all ranks, if the model has no `save_pretrained`, or that fails.
+    """
+    problem = ""
+    with whole(net, rank0_only=True, device="cpu") as model:
+        save: Any = getattr(model, "save_pretrained", None)
+        if save is None:
+            raise CheckpointError(
+                f"{type(model).__name__} has no `save_pretrained`, as models of transformers and "
+                "peft have: write it with `shardwright.save_state_dict(net, path)`"
+            )
+        if is_rank_0():
+            try:
+                with unchanged_configurations(model):
+                    save(str(folder), **options)
+            except Exception as error:  # The others wait for this rank, whatever it is.
+                problem = f"{folder}: {type(error).__name__}: {error}"
+    problem = from_rank_0(problem)
+    if problem:
+        raise CheckpointError(problem)
+
+
+@contextmanager
+def unchanged_configurations(net: nn.Module) -> Iterator[None]:
+    """Takes back what is set in the configurations of a model of `transformers`, as its
+    `save_pretrained` does: on one rank alone it would make that rank's model another."""
+    configurations = {
+        id(part.config): part.config for part in net.modules() if hasattr(part, "config")
+    }
+    before = [(vars(config), dict(vars(config))) for config in configurations.values()]
+    try:
+        yield
+    finally:
+        for attributes, kept in before:
+            attributes.clear()
+            attributes.update(kept)
+
+
+def from_pretrained(
+    cls: Any,
+    folder: str | Path,
+    plan: Plan,
+    *,
+    device: str | torch.device | None = None,
+    **options: Any,
+) -> nn.Module:
+    """The model that `save_pretrained` wrote to `folder`, split as planned; each rank reads only
+    what it holds.
+
+    Args:
+        cls: a model class of `transformers`, or one of its `AutoModelFor...`.
+        plan: of a model with the same configuration.
+        device: as for `parallelize`.
+        options: changes of the configuration, such as `attn_implementation` or `dtype`.
+
+    Raises:
+        CheckpointError: if the folder has no configuration or one of another class of models, lacks
+            a file, or its tensors are not those of the model.
+        PlanError: if the plan is for another model.
+    """
+    with no_init_parameters():
+        net = _built(cls, Path(folder), options)
+    parallel = parallelize(net, plan, device)
+    load_state_dict(parallel, folder)
+    return parallel
+
+
+def _built(cls: Any, folder: Path, options: dict[str, Any]) -> nn.Module:
+    with needs_extra("transformers", "a pretrained model needs transformers", CheckpointError):
+        from transformers import AutoConfig
+
+    if not hasattr(cls, "from_pretrained") or not isclass(cls):
+        raise CheckpointError(f"{cls!r} is no class of models of transformers")
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: no such folder; `huggingface_hub.snapshot_download` gets one from the Hub"
+        )
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json, as `save_pretrained` writes it")
+    try:
+        config = AutoConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder}/config.json: {error}") from None
+    needed = getattr(cls, "config_class", None)
+    if needed is not None and not isinstance(config, needed):
+        raise CheckpointError(
+            f"{folder} is of another model: {cls.__name__} needs a {needed.__name__}, the folder "
+            f"has a {type(config).__name__}"
+        )
+    make: Any = getattr(cls, "from_config" if hasattr(cls, "from_config") else "_from_config")
+    net: nn.Module = make(config, **options)
+    return net

@@ -1,0 +1,97 @@
+"""Trains a model for a few steps as some ranks of a plan, without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.core.api.parallelize import parallelize
+from shardwright.core.api.rehearsal import STEPS, Rehearsal, first_and_last_ranks, rehearse_rank
+from shardwright.core.capture.capture import check_arguments
+from shardwright.core.checkpoint.checkpoint import Checkpoints
+from shardwright.core.checkpoint.position import Position
+from shardwright.core.cost.optimizer_state import OPTIMIZERS
+from shardwright.core.parallel.module import ParallelModule
+from shardwright.core.plan import Plan
+from shardwright.core.planner.pipeline import Pipeline
+from shardwright.core.torch_internals import pytree
+
+
+def rehearse(
+    net: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    plan: Plan,
+    *,
+    ranks: Sequence[int] = (),
+    device: str | torch.device = "meta",
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = OPTIMIZERS[
+        "adamw"
+    ].example,
+    clip_norm: float | None = 1.0,
+) -> Rehearsal:
+    """Trains `net` for three steps as each of some ranks of the plan's devices, in this process:
+    process groups, the rank's parameters, forward and backward, clipping, the optimizer, and on the
+    CPU a checkpoint. Counts what the rank sends, and compares it with the plan.
+
+    What other ranks would send is not there: numbers mean nothing.
+
+    Args:
+        args, kwargs: of a call as a rank makes it, with the whole batch or, if the plan says so,
+            its own part; on the meta device only shapes matter.
+        ranks: by default the first and the last of each stage.
+        device: `meta`, where nothing is computed and any model fits, `cpu`, or an accelerator,
+            whose memory is then measured.
+        optimizer: makes it from the parameters.
+        clip_norm: maximum total norm of the gradients; None to leave them.
+
+    Raises:
+        CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
+        PlanError: there is no such rank or device, the plan is for another model, the model
+            returns no loss, or a process group is running.
+    """
+    check_arguments(args, kwargs)
+    net = net.net if isinstance(net, Pipeline) else net
+    leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+
+    def prepare(where: torch.device) -> _Steps:
+        parallel = parallelize(net, plan, where)
+        assert isinstance(parallel, ParallelModule)
+        return _Steps(parallel, optimizer(parallel.parameters()), plan, leaves, spec, clip_norm)
+
+    chosen, where = dict.fromkeys(ranks or first_and_last_ranks(plan)), torch.device(device)
+    return Rehearsal(plan.devices, tuple(rehearse_rank(n, plan, where, prepare) for n in chosen))
+
+
+@dataclass
+class _Steps:
+    """The same batch again and again.
+
+    Args:
+        leaves, spec: of the arguments of each call.
+    """
+
+    net: ParallelModule
+    optimizer: torch.optim.Optimizer
+    plan: Plan
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    clip_norm: float | None
+
+    def train(self, checkpoints: Checkpoints | None, on_step: Callable[[], None]) -> None:
+        device = self.net.execution.devices.device
+        leaves = [each.to(device) if isinstance(each, Tensor) else each for each in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        for _ in range(STEPS):
+            self.net.train_step(*args, **kwargs)
+            if self.clip_norm is not None:
+                self.net.clip_grad_norm_(self.clip_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            on_step()
+        if checkpoints is not None:
+            checkpoints.save(self.net, self.optimizer, Position(STEPS), self.plan)

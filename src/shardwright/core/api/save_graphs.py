@@ -1,0 +1,51 @@
+"""A model's graph before and after planning, and the program made of it, as text files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.printer import graph_text
+from shardwright.core.lower.program import lower
+from shardwright.core.partition.pipeline_spec import ONE_STAGE
+from shardwright.core.plan import Plan
+from shardwright.core.runtime.devices import Devices
+from shardwright.errors import ShardwrightError
+
+GRAPH = "1_graph.txt"
+PLAN = "2_plan.txt"
+ERROR = "2_error.txt"
+PROGRAM = "3_program_rank0.txt"
+
+
+class SavedGraphs:
+    """The files in one folder; those of an earlier plan are removed at once."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in (GRAPH, PLAN, ERROR, PROGRAM):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def graph(self, graph: Graph) -> None:
+        """The model as it was captured, without strategies."""
+        self._write(GRAPH, graph_text(graph))
+
+    def plan(self, plan: Plan) -> None:
+        """The graph with strategies, layouts and redistributions, and the program of rank 0."""
+        self._write(PLAN, plan.dump())
+        self._write(PROGRAM, program_text(plan))
+
+    def error(self, error: ShardwrightError) -> None:
+        """Why there is no plan."""
+        self._write(ERROR, f"{type(error).__name__}: {error}\n")
+
+    def _write(self, name: str, content: str) -> None:
+        (self.folder / name).write_text(content, encoding="utf-8")
+
+
+def program_text(plan: Plan) -> str:
+    """The program that rank 0 runs, of a plan that has its graph. Needs no process group."""
+    whole = replace(plan.partitioned, pipeline=ONE_STAGE)
+    return str(lower(whole.chunks[0], Devices.of_rank(plan.mesh, 0)))

@@ -1,0 +1,73 @@
+"""One plan for all ranks: rank 0 plans, and sends the others its plan and what it captured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.core.api.description import description
+from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.serialize import dumps, loads
+from shardwright.core.plan import Plan
+from shardwright.core.runtime.on_rank_0 import on_rank_0
+from shardwright.core.torch_internals.distributed import FAKE
+
+
+def are_all_ranks(devices: int) -> bool:
+    """Whether the ranks of the process group are so many, and more than this one is there."""
+    if devices == 1 or not dist.is_initialized():
+        return False
+    return dist.get_world_size() == devices and dist.get_backend() != FAKE
+
+
+def shared_plan(request: object, make: Callable[[], Plan]) -> Plan:
+    """The plan that `make` returns on rank 0, with its graph; every rank must call this.
+
+    Args:
+        request: all that the plan depends on.
+
+    Raises: as `make`, on every rank.
+    """
+    return on_rank_0("plan", _text(request), make, _plan_text, _plan_of)
+
+
+def shared_graph(net: nn.Module, plan: Plan, make: Callable[[], Graph]) -> Graph:
+    """Likewise, the graph of a model for a plan.
+
+    Raises: as `make`, on every rank.
+    """
+    request = _text((net, plan.inputs, plan.structure, plan.compute_dtype))
+    return on_rank_0("graph", request, make, _graph_text, _graph_of) or make()
+
+
+def _text(request: object) -> str:
+    return "\n".join(description(request))
+
+
+def _plan_text(plan: Plan) -> str:
+    return json.dumps([plan.to_json(), _graph_text(plan.graph)])
+
+
+def _plan_of(text: str) -> Plan:
+    plan, graph = json.loads(text)
+    return replace(Plan.from_json(plan, "the plan of rank 0"), graph=_graph_of(graph))
+
+
+def _graph_text(graph: Graph | None) -> str:
+    """Without the annotations of function calls, which have become decisions; nothing where the
+    graph cannot be written."""
+    if graph is None:
+        return ""
+    ops = tuple(replace(op, tags=()) for op in graph.ops)
+    with suppress(TypeError):
+        return dumps(replace(graph, ops=ops, call_tags=())).decode()
+    return ""
+
+
+def _graph_of(text: str) -> Graph | None:
+    return loads(text.encode()) if text else None

@@ -1,0 +1,256 @@
+"""A few training steps of the user's own module, and of what is to be equal to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.core.graph.float64 import EverythingInFloat64
+from shardwright.core.graph.graph import Graph, Value
+from shardwright.core.graph.interpreter import interpret
+from shardwright.core.parallel.simulate_ranks import Outcome
+from shardwright.core.parallel.train_step import weighted
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.dispatch import TorchDispatchMode
+from shardwright.core.torch_internals.operators import schema_of
+from shardwright.errors import PlanError
+
+STEPS = 2
+"""The second one shows what the first one left behind in buffers, parameters and momentum."""
+
+
+@dataclass(frozen=True)
+class TrainedSteps:
+    """What some steps of SGD with momentum gave.
+
+    Args:
+        outputs: for each step the output tensors, or with several micro-batches the loss.
+        gradients: for each step those of the parameters that have one.
+        state: parameters and buffers afterwards.
+    """
+
+    outputs: list[list[Tensor]]
+    gradients: list[dict[str, Tensor]]
+    state: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The largest differences between two trainings, each relative to the largest element of the
+    tensor where that is above 1, of gradients always."""
+
+    output: float
+    gradient: float
+    worst_parameter: str
+    state: float
+    worst_state: str
+
+    @classmethod
+    def between(cls, steps: TrainedSteps, wanted: TrainedSteps) -> Differences:
+        outputs = [
+            difference(a, b)
+            for each, others in zip(steps.outputs, wanted.outputs, strict=True)
+            for a, b in zip(each, others, strict=True)
+        ]
+        gradients: dict[str, float] = {}
+        for each, others in zip(steps.gradients, wanted.gradients, strict=True):
+            for name in {**each, **others}:
+                both = name in each and name in others
+                gap = difference(each[name], others[name]) if both else math.inf
+                gradients[name] = max(gap, gradients.get(name, 0.0))
+        state = {name: difference(steps.state[name], t) for name, t in wanted.state.items()}
+        parameter = max(gradients, key=gradients.__getitem__, default="")
+        name = max(state, key=state.__getitem__, default="")
+        gradient, changed = gradients.get(parameter, 0.0), state.get(name, 0.0)
+        return cls(max(outputs, default=0.0), gradient, parameter, changed, name)
+
+    @property
+    def largest(self) -> float:
+        return max(self.output, self.gradient, self.state)
+
+
+class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which every result of an operator changes at random in its last digit."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if any(each.alias_info is not None for each in schema_of(func).returns):
+            return results
+        return pytree.tree_map_only(Tensor, self._rounded, results)
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        signs = torch.randint(-1, 2, tensor.shape, generator=self._generator)
+        return tensor * (1 + torch.finfo(tensor.dtype).eps * signs.to(tensor.device))
+
+
+def difference(got: Tensor, wanted: Tensor) -> float:
+    """Largest difference, relative to the largest element where that is above 1."""
+    if got.shape != wanted.shape:
+        return math.inf
+    if not wanted.numel():
+        return 0.0
+    exact = not (wanted.is_floating_point() or wanted.is_complex())
+    got, wanted = (t.detach().double() if exact else t.detach() for t in (got, wanted))
+    alike = (got == wanted) | (got.isnan() & wanted.isnan())
+    gap = torch.where(alike, 0.0, (got - wanted).abs()).max().item()
+    scale = 1.0 if exact else max(1.0, wanted.abs().max().nan_to_num(1.0, 1.0).item())
+    return math.inf if math.isnan(gap) else gap / scale
+
+
+def _optimizer(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9) if parameters else None
+
+
+@dataclass
+class EagerTraining:
+    """The user's module, trained as she would train it.
+
+    Args:
+        module: a copy in float64.
+        graph: whose outputs are trained.
+        calls: the leaves of each call: of one with the whole batch, or, where a plan adds up the
+            losses of its micro-batches, of one for each of these.
+        trains_loss: whether only the loss is trained, not every output.
+    """
+
+    module: nn.Module
+    graph: Graph
+    calls: Sequence[Sequence[Any]]
+    trains_loss: bool
+
+    def run(self) -> tuple[TrainedSteps, list[Tensor | None]]:
+        """The steps, and the gradient with which each output starts: 1 for the loss, for others
+        distinct numbers, so that no error can cancel."""
+        starts: list[Tensor | None] = []
+        outputs, gradients = [], []
+        parameters = dict(self.module.named_parameters())
+        optimizer = _optimizer([p for p in self.module.parameters() if p.requires_grad])
+        for _ in range(STEPS):
+            self.module.zero_grad()
+            ends = self._losses() if self.trains_loss else self._outputs(self.calls[0])
+            starts = starts or _starts(self.graph, ends)
+            backward(ends, starts)
+            outputs.append([end.detach().clone() for end in ends])
+            found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            gradients.append({name: gradient.clone() for name, gradient in found.items()})
+            if optimizer is not None:
+                optimizer.step()
+        state = {**parameters, **dict(self.module.named_buffers())}
+        return TrainedSteps(outputs, gradients, state), starts
+
+    def _outputs(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """The tensors that the module returns.
+
+        Raises:
+            PlanError: if these are others than were captured.
+        """
+        args, kwargs = pytree.tree_unflatten(leaves, self.graph.in_spec)
+        with EverythingInFloat64():  # type: ignore[no-untyped-call]
+            results = pytree.tree_leaves(self.module(*args, **kwargs))
+        tensors = [leaf for leaf in results if isinstance(leaf, Tensor)]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        captured = [value.shape for value in self.graph.output_values]
+        # The graph is of a micro-batch where calls may be with the whole batch.
+        same = len(shapes) == len(captured) if self.trains_loss else shapes == captured
+        if not same:
+            raise PlanError(f"the module returns tensors of {shapes}, but {captured} when captured")
+        return tensors
+
+    def _losses(self) -> list[Tensor]:
+        place = self.graph.output_values.index(self.graph.loss)
+        return [torch.stack([self._outputs(leaves)[place] for leaves in self.calls]).sum()]
+
+
+def _starts(graph: Graph, ends: Sequence[Tensor]) -> list[Tensor | None]:
+    starts: list[Tensor | None] = []
+    loss = graph.loss
+    values = list(graph.output_values) if len(ends) == len(graph.output_values) else [loss]
+    for value, tensor in zip(values, ends, strict=True):
+        start = torch.ones_like(tensor) if value is loss else _distinct(tensor)
+        starts.append(start.detach() if tensor.requires_grad else None)
+    return starts
+
+
+def _distinct(like: Tensor) -> Tensor:
+    """Different numbers of absolute value 1 at most, so that no errors cancel."""
+    angles = 1 + torch.arange(like.numel(), dtype=torch.float64).reshape(like.shape)
+    circle = torch.polar(torch.ones_like(angles), angles)
+    return (circle if like.is_complex() else circle.imag).to(like.dtype)
+
+
+def backward(ends: Sequence[Tensor], starts: Sequence[Tensor | None]) -> None:
+    """Lets gradients flow from those outputs that have one."""
+    pairs = [(e, s) for e, s in zip(ends, starts, strict=True) if s is not None and e.requires_grad]
+    if pairs:
+        torch.autograd.backward([end for end, _ in pairs], [start for _, start in pairs])
+
+
+StepFunction = Callable[[Mapping[str, Tensor]], Outcome]
+"""One step of a program, from parameters and buffers by name."""
+
+
+def train_program(run: StepFunction, graph: Graph, state: Mapping[str, Tensor]) -> TrainedSteps:
+    """The same steps with what a program says of outputs, gradients and updates.
+
+    Args:
+        state: parameters and buffers by name, in the beginning.
+    """
+    trained = {v.name for v in graph.parameters if v.differentiable}
+    mine = {name: t.detach().clone().requires_grad_(name in trained) for name, t in state.items()}
+    optimizer = _optimizer([mine[name] for name in sorted(trained)])
+    outputs, gradients = [], []
+    for _ in range(STEPS):
+        outcome = run(mine)
+        outputs.append([leaf.detach() for leaf in outcome.outputs if isinstance(leaf, Tensor)])
+        gradients.append(outcome.gradients)
+        with torch.no_grad():
+            for name, value in outcome.updates.items():
+                mine[name].copy_(value)
+        for name in trained:
+            mine[name].grad = outcome.gradients.get(name)
+        if optimizer is not None:
+            optimizer.step()
+    return TrainedSteps(outputs, gradients, mine)
+
+
+def interpreted(
+    graph: Graph,
+    pieces: Sequence[Sequence[Any]],
+    weights: Sequence[float | Tensor],
+    starts: Sequence[Tensor | None],
+) -> StepFunction:
+    """A step of the graph on one device, operator by operator."""
+
+    def run(state: Mapping[str, Tensor]) -> Outcome:
+        leaves = {name: t.detach().requires_grad_(t.requires_grad) for name, t in state.items()}
+        now, updates = dict(leaves), dict[str, Tensor]()
+        losses, ends = [], list[Tensor]()
+        for piece, weight in zip(pieces, weights, strict=True):
+            args, kwargs = pytree.tree_unflatten(list(piece), graph.in_spec)
+            results, changed = interpret(graph, now, now, args, kwargs)
+            updates |= changed
+            now |= changed
+            outputs = zip(graph.outputs, pytree.tree_leaves(results), strict=True)
+            ends = [tensor for value, tensor in outputs if isinstance(value, Value)]
+            if len(pieces) > 1:
+                losses.append(weighted(ends[graph.output_values.index(graph.loss)], weight))
+        if losses:
+            ends = [torch.stack(losses).sum()]
+        backward(ends, starts)
+        gradients = {name: t.grad for name, t in leaves.items() if t.grad is not None}
+        return Outcome(list(ends), gradients, updates, 0.0, ())
+
+    return run

@@ -1,0 +1,65 @@
+"""The shapes of a whole batch, from the part of it that one rank is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.partition.pipeline_spec import AUTO
+from shardwright.core.planner.options import KeywordOptions
+from shardwright.core.torch_internals import pytree
+from shardwright.errors import StrategyError
+
+
+def whole_example(
+    options: KeywordOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with the whole batch, on the meta device.
+
+    Args:
+        args, kwargs: of a call with this rank's part, as `dataset_strategy` divides the batch.
+
+    Raises:
+        StrategyError: if the size of the whole batch follows from a number of stages that is to
+            be chosen.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    shards = iter(_shard_counts(options, tensors))
+
+    def whole(tensor: Tensor) -> Tensor:
+        shape = [size * count for size, count in zip(tensor.shape, next(shards), strict=True)]
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    leaves = [whole(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
+def _shard_counts(options: KeywordOptions, tensors: list[Tensor]) -> list[tuple[int, ...]]:
+    """For each input the number of shards of each dimension over the ranks."""
+    strategy, stages = options.dataset_strategy, options.stages
+    counts: list[tuple[int, ...]] = [(1,) * tensor.ndim for tensor in tensors]
+    if strategy == "data_parallel":
+        if stages == AUTO:
+            raise StrategyError(
+                "stages='auto' with dataset_strategy='data_parallel': the size of the whole"
+                " batch depends on the number of stages; call compile with an example of it"
+            )
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        parts = world // stages
+        rows = next((t.shape[0] for t in tensors if t.ndim), None)
+        counts = [
+            (parts, *(1,) * (t.ndim - 1)) if t.ndim and t.shape[0] == rows else (1,) * t.ndim
+            for t in tensors
+        ]
+    elif not isinstance(strategy, str):
+        for index, (entry, tensor) in enumerate(zip(strategy, tensors, strict=False)):
+            shards = entry.shard_counts if isinstance(entry, TensorLayout) else entry
+            if shards is not None and len(shards) == tensor.ndim:
+                counts[index] = shards
+    return counts

@@ -1,0 +1,102 @@
+"""Annotations ("tags") of modules and function calls, which capture carries into the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+from torch.fx import traceback
+
+from shardwright.core.capture.naming import source_of
+
+_KEY = "shardwright"
+"""Name of the attribute of modules, and prefix of the keys in a node's custom metadata."""
+
+
+@dataclass(frozen=True, eq=False)
+class RecomputeMark:
+    """A request to recompute one module or function.
+
+    Args:
+        communication: whether collectives between layouts are run again too.
+        kinds: names of the operators to recompute (`softmax`); None for all.
+        checkpoint: whether it stands for a call of `torch.utils.checkpoint` in the model.
+    """
+
+    communication: bool = True
+    kinds: tuple[str, ...] | None = None
+    checkpoint: bool = False
+
+
+class ModuleTag:
+    """A tag of a module that changes how the module is traced."""
+
+    def trace(self, module: nn.Module, where: str) -> None:
+        """Changes a copy of the tagged module, which is about to be traced.
+
+        Args:
+            where: its path and class, for errors.
+        """
+
+
+class BoundaryTag:
+    """A tag of a call of `aten.alias`, which keeps it: its tensor enters or leaves a module, and
+    the user says how it lies there."""
+
+
+def attach(module: nn.Module, tag: Any) -> None:
+    """Attaches `tag` to a module and its future copies, replacing a tag of the same type."""
+    setattr(module, _KEY, {**vars(module).get(_KEY, {}), type(tag).__name__: tag})
+
+
+def module_tags(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """The tags of a module and its submodules, by path; a module with two paths is listed twice."""
+    return {
+        path: tuple(vars(inner)[_KEY].values())
+        for path, inner in module.named_modules(remove_duplicate=False)
+        if _KEY in vars(inner)
+    }
+
+
+def trace_tags(twin: nn.Module) -> None:
+    """Prepares a copy of a model for the trace, as the tags of its modules ask."""
+    for path, module in twin.named_modules():
+        for tag in vars(module).get(_KEY, {}).values():
+            if isinstance(tag, ModuleTag):
+                tag.trace(module, f"{path or 'the model'} ({type(module).__name__})")
+
+
+@contextmanager
+def tagging(tag: Any) -> Iterator[None]:
+    """Operators that are called in this context during capture get `tag`, which replaces a tag of
+    the same type from an outer context."""
+    with traceback.annotate({f"{_KEY}.{type(tag).__name__}": tag}):
+        yield
+
+
+def tagging_checkpoint() -> AbstractContextManager[None]:
+    """A context that tags the operators of one call of `torch.utils.checkpoint`."""
+    return tagging(RecomputeMark(checkpoint=True))
+
+
+def preserve_tags() -> AbstractContextManager[None]:
+    """A context in which tracing preserves the tags of operators."""
+    return traceback.preserve_node_meta()
+
+
+def tags_of(node: fx.Node) -> tuple[Any, ...]:
+    """The tags of a traced operator."""
+    annotations = node.meta.get("custom") or {}
+    return tuple(tag for key, tag in annotations.items() if key.startswith(f"{_KEY}."))
+
+
+def call_tags(graph: fx.Graph) -> tuple[tuple[Any, str], ...]:
+    """Every tag in the graph once, with the source line of its first operator."""
+    calls: dict[int, tuple[Any, str]] = {}
+    for node in graph.nodes:
+        for tag in tags_of(node):
+            calls.setdefault(id(tag), (tag, source_of(node)))
+    return tuple(calls.values())

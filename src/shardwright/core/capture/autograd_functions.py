@@ -1,0 +1,147 @@
+"""Custom autograd functions (`torch.autograd.Function`), captured with the gradients of their
+`backward`.
+
+Export traces the operators of `forward` only, and would differentiate those instead of calling
+`backward`. There are two ways to capture a function nevertheless, and random numbers show which one
+gives its gradients:
+
+- **Factor.** The gradient of an input is that of the output times a factor for each element, as of
+  activations, straight-through estimators and reversed gradients. `y + (x - x.detach()) * factor`
+  is `y`, and its gradient is the function's.
+- **Operators.** `backward` computes the derivative of `forward`, by other means. Then the
+  operators of `forward` are differentiated like all others.
+
+Other functions raise CaptureError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointFunction
+
+from shardwright.core.capture.annotations import tagging_checkpoint
+from shardwright.core.capture.function_trials import FACTOR, OPERATORS, called, trial
+from shardwright.core.torch_internals.autograd import (
+    functions_applied_by,
+    in_differentiating_transform,
+)
+from shardwright.core.torch_internals.dispatch import in_transform
+from shardwright.errors import CaptureError
+
+CUSTOM_GRADIENT = "custom_gradient"
+"""Where the metadata of a node names the function whose gradient, but not whose second derivative,
+it has."""
+
+_REMEDY = (
+    "Write it with differentiable operators, or register it as an operator "
+    "(`torch.library.custom_op` with `register_autograd`)."
+)
+
+
+@contextmanager
+def trace_custom_backward() -> Iterator[None]:
+    """A context in which custom autograd functions are traced with their gradients, by whatever
+    name they are applied, or raise CaptureError.
+
+    Reentrant checkpointing is such a function too; the operators of the function that it
+    checkpoints are tagged to be recomputed.
+    """
+    with functions_applied_by(_apply):
+        yield
+
+
+def _apply(
+    function: type[Function],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    original: Callable[[], Any],
+) -> Any:
+    if function is CheckpointFunction:
+        return _checkpointed(args)
+    if function.__module__.partition(".")[0] in ("torch", "shardwright"):
+        return original()
+    differentiable = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+    # Inside of a transform, what an outer one differentiates does not seem to require a gradient.
+    if torch.is_grad_enabled() and (differentiable or in_transform()):
+        return traced(function, args, kwargs)
+    # Tensors of a closure get no gradient either.
+    with torch.no_grad():
+        return original()
+
+
+def _checkpointed(args: tuple[Any, ...]) -> Any:
+    function, _, *inputs = args
+    trained = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    if torch.is_grad_enabled() and not trained:
+        raise CaptureError(
+            "`checkpoint(…, use_reentrant=True)` gives no gradients to the parameters of a "
+            "function whose inputs require none. Use `use_reentrant=False`."
+        )
+    with tagging_checkpoint():
+        return function(*inputs)
+
+
+def traced(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function returns, of operators whose gradients are what its `backward` says.
+
+    Raises:
+        CaptureError: if its gradients are not of that kind.
+    """
+    types = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
+    # In a thread of its own none of the modes of a capture is active.
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(trial, function, args, kwargs, types).result()
+    if found.way == OPERATORS:
+        return _of_operators(function, args, kwargs)
+    if found.way != FACTOR:
+        raise CaptureError(
+            f"cannot capture the custom backward of the autograd function "
+            f"`{function.__qualname__}`: {found.problem}. {_REMEDY}"
+        )
+    if found.is_curved and in_differentiating_transform():
+        raise CaptureError(second_derivative(function.__qualname__))
+    result = _with_factor(function, args, kwargs)
+    mode = get_proxy_mode()
+    if found.is_curved and mode is not None:
+        last = next(iter(reversed(mode.tracer.graph.nodes)))
+        last.meta[CUSTOM_GRADIENT] = function.__qualname__
+    return result
+
+
+def second_derivative(name: str) -> str:
+    """The message for a function whose derivative is to be differentiated once more."""
+    return (
+        f"`forward` computes gradients through the autograd function `{name}`, and the derivative "
+        f"of its `backward` cannot be captured. {_REMEDY}"
+    )
+
+
+def _with_factor(
+    function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
+    y, backward, _ = called(function, detached, kwargs)
+    zeros = [
+        ((x - x.detach()) * factor.detach()).to(y.dtype)
+        for x, factor in zip(args, backward(torch.ones_like(y)), strict=True)
+        if factor is not None
+    ]
+    result: Tensor = sum(zeros, y)
+    return result
+
+
+def _of_operators(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    result, _, context = called(function, args, kwargs)
+
+    def constant(output: Any) -> Any:
+        return output.detach() if context.is_constant(output) else output
+
+    return tuple(map(constant, result)) if isinstance(result, tuple) else constant(result)

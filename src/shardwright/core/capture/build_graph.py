@@ -1,0 +1,251 @@
+"""Converts the canonical `torch.fx` graph to a `Graph`: names, values, gradients."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from shardwright.core.capture.annotations import tags_of
+from shardwright.core.capture.autocast import ON_CPU, Autocast
+from shardwright.core.capture.fx_nodes import (
+    is_tensor,
+    module_calls,
+    module_path,
+    node_shape,
+    tensor,
+)
+from shardwright.core.capture.naming import name_operators, source_of
+from shardwright.core.capture.signature import (
+    Signature,
+    differentiable_from,
+    nodes_with_gradients,
+    placeholders,
+    results,
+)
+from shardwright.core.graph.graph import Graph, Kind, Op, Value
+from shardwright.core.torch_internals import pytree
+from shardwright.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class CapturedCall:
+    """The module and the arguments that were captured, and what autocast does there."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: Autocast = ON_CPU
+
+
+def build_graph(
+    call: CapturedCall, graph: fx.Graph, signature: Signature, sources: Sequence[fx.Node]
+) -> Graph:
+    """Builds the `Graph` of a canonical `torch.fx` graph.
+
+    Args:
+        call: the captured module and arguments.
+        sources: the placeholders that require a gradient.
+    """
+    leaves, in_spec = pytree.tree_flatten((call.args, call.kwargs))
+    nodes = placeholders(graph)
+    outputs, updates = results(graph)
+    tensors = [leaf for leaf in outputs if is_tensor(leaf)]
+    losses = _losses(graph, signature, sources, outputs)
+    trained = nodes_with_gradients(graph, sources, losses or tensors)
+    values = _Values(signature, trained, nodes_with_gradients(graph, sources, tensors))
+
+    stored = {name: p.dtype for name, p in call.module.named_parameters(remove_duplicate=False)}
+
+    def used(named: dict[str, str], kind: Kind) -> tuple[Value, ...]:
+        used_nodes = [
+            (name, node) for name, node in named.items() if nodes[node].users or node in updates
+        ]
+        return tuple(
+            values.add(nodes[node], name, kind, stored.get(name)) for name, node in used_nodes
+        )
+
+    parameters = used(signature.parameters, Kind.PARAMETER)
+    buffers = used(signature.buffers, Kind.BUFFER)
+    constants = {
+        values.add(nodes[name], f"constant_{index}", Kind.CONSTANT): constant
+        for index, (name, constant) in enumerate(signature.constants.items())
+        if nodes[name].users
+    }
+    inputs = tuple(
+        values.add(nodes[node], name, Kind.INPUT, leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for node, name, leaf in zip(signature.inputs, input_names(call), leaves, strict=True)
+    )
+    modules = call.module.named_modules()
+    childless = frozenset(path for path, module in modules if next(module.children(), None) is None)
+    names = name_operators(graph, childless)
+    ops = tuple(values.operator(n, names[n]) for n in graph.nodes if n in names)
+    return Graph(
+        ops=ops,
+        inputs=inputs,
+        in_spec=in_spec,
+        outputs=tuple(values.of(leaf) for leaf in outputs),
+        out_spec=signature.out_spec,
+        parameters=parameters,
+        buffers=buffers,
+        constants=constants,
+        updates=tuple(
+            (values.of(nodes[name]), values.of(new))
+            for name, new in updates.items()
+            if name in (*signature.buffers.values(), *signature.parameters.values())
+        ),
+        loss=values.of(losses[0]) if losses else None,
+        other_losses=tuple(values.of(node) for node in losses[1:]),
+        frozen=frozen_parameters(call.module),
+    )
+
+
+def frozen_parameters(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters that require no gradient."""
+    return tuple(name for name, p in module.named_parameters() if not p.requires_grad)
+
+
+def _losses(
+    graph: fx.Graph, signature: Signature, sources: Sequence[fx.Node], outputs: Sequence[Any]
+) -> list[fx.Node]:
+    """The loss, then the scalars that gradients may start from apart from it.
+
+    The loss is the differentiable scalar that the model returns under the name `loss`, of a dict,
+    a named tuple or a dataclass; without one the first. Then others are apart from it that neither
+    it is made of (the terms of a sum) nor are made of it alone (its exponential).
+    """
+    differentiable = differentiable_from(graph, sources)
+    leaves = (leaf for leaf in outputs if is_tensor(leaf) and node_shape(leaf) == ())
+    scalars = list(dict.fromkeys(leaf for leaf in leaves if leaf in differentiable))
+    fakes = [tensor(leaf) if is_tensor(leaf) else leaf for leaf in outputs]
+    result = pytree.tree_unflatten(fakes, signature.out_spec)
+    named = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if not scalars:
+        return []
+    first, *others = [*(n for n in scalars if tensor(n) is named), *scalars]
+    if tensor(first) is named:
+        return [first]
+    terms = nodes_with_gradients(graph, sources, [first])
+    beside = differentiable_from(graph, sources, without=first)
+    return [first, *(node for node in others if node not in terms and node in beside)]
+
+
+class _Values:
+    """The `Value` of every node."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        requires_grad: frozenset[fx.Node],
+        differentiable: frozenset[fx.Node],
+    ) -> None:
+        self.requires_grad = requires_grad
+        self.differentiable = differentiable
+        self.values: dict[fx.Node, Value] = {}
+        self.names: set[str] = {*signature.parameters, *signature.buffers}
+
+    def add(
+        self, node: fx.Node, name: str, kind: Kind, outer_dtype: torch.dtype | None = None
+    ) -> Value:
+        if kind not in (Kind.PARAMETER, Kind.BUFFER):
+            name = self._unique(name, "input" if kind is Kind.INPUT else "output")
+        fake, requires_grad = tensor(node), node in self.requires_grad
+        requires_other_grad = node in self.differentiable and not requires_grad
+        shape, dtype = tuple(fake.shape), fake.dtype
+        if fake.layout is not torch.strided:
+            raise CaptureError(
+                f"{source_of(node) or name}: a sparse tensor ({fake.layout}), which cannot be"
+                " sharded: use a dense one"
+            )
+        value = Value(name, shape, dtype, kind, requires_grad, requires_other_grad)
+        if outer_dtype not in (None, value.dtype):
+            value = replace(value, outer_dtype=outer_dtype)
+        self.values[node] = value
+        return value
+
+    def _unique(self, name: str, suffix: str) -> str:
+        while name in self.names:
+            name = f"{name}.{suffix}"
+        self.names.add(name)
+        return name
+
+    def of(self, leaf: Any) -> Any:
+        """The value of a node; anything else is returned unchanged."""
+        return self.values[leaf] if isinstance(leaf, fx.Node) else leaf
+
+    def operator(self, node: fx.Node, name: str) -> Op:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.of)
+        args, kwargs = _plain(args), _plain(kwargs)
+        path, _ = module_path(node)
+        results = self._results(node, name)
+        target: Any = node.target
+        calls, tags = module_calls(node), tags_of(node)
+        source, flattened = source_of(node), node.meta.get("flattened", 1)
+        return Op(name, target, args, kwargs, results, path, source, tags, calls, flattened)
+
+    def _results(self, node: fx.Node, name: str) -> tuple[Value, ...]:
+        if is_tensor(node):
+            return (self.add(node, name, Kind.ACTIVATION),)
+        getitems = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        results = []
+        for index, fake in enumerate(node.meta["val"]):
+            if not isinstance(fake, torch.Tensor):
+                continue
+            label = f"{name}[{index}]"
+            if index in getitems:
+                results.append(self.add(getitems[index], label, Kind.ACTIVATION))
+            else:
+                unread = self._unique(label, "output")
+                results.append(Value(unread, tuple(fake.shape), fake.dtype))
+        return tuple(results)
+
+
+def _plain(arguments: Any) -> Any:
+    """Plain lists and dicts in place of `torch.fx`'s immutable ones, which pytree does not know."""
+    if isinstance(arguments, tuple):
+        return tuple(_plain(a) for a in arguments)
+    if isinstance(arguments, list):
+        return [_plain(a) for a in arguments]
+    if isinstance(arguments, dict):
+        return {key: _plain(a) for key, a in arguments.items()}
+    return arguments
+
+
+def input_names(call: CapturedCall) -> list[str]:
+    """A name for each leaf of the call's arguments: `x`, `batch['labels']`, `states[0]`."""
+    signature = inspect.signature(call.module.forward)
+    positional = [
+        p.name
+        for p in signature.parameters.values()
+        if p.kind is not inspect.Parameter.KEYWORD_ONLY
+    ]
+    variadic = next(
+        (
+            p.name
+            for p in signature.parameters.values()
+            if p.kind is inspect.Parameter.VAR_POSITIONAL
+        ),
+        None,
+    )
+    num_positional = positional.index(variadic) if variadic in positional else len(positional)
+    names = []
+    for path, _ in pytree.tree_flatten_with_path((call.args, call.kwargs))[0]:
+        first, suffix = path[1], pytree.keystr(path[2:])
+        if isinstance(first, pytree.SequenceKey):
+            index = first.idx
+            head = (
+                positional[index]
+                if index < num_positional
+                else f"{variadic}[{index - num_positional}]"
+            )
+        else:
+            head = str(first.key)  # type: ignore[attr-defined]
+        names.append(f"{head}{suffix}")
+    return names

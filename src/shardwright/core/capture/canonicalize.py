@@ -1,0 +1,428 @@
+"""Rewrites equivalent operators to one canonical form, so that few sharding rules suffice.
+
+Each rewrite looks at a single operator. They run in order over a functional graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwright.core.capture.annotations import BoundaryTag, tags_of
+from shardwright.core.capture.fx_nodes import (
+    insert,
+    is_tensor,
+    node_arguments,
+    node_shape,
+    replace,
+    tensor,
+)
+from shardwright.core.capture.views import SAME_ELEMENTS
+from shardwright.core.graph import custom_ops
+from shardwright.core.torch_internals.operators import (
+    OpOverload,
+    is_erased,
+    operator_name,
+    overload_name,
+    schema_of,
+)
+
+aten = torch.ops.aten
+
+Rewrite = Callable[[fx.Node], fx.Node | None]
+"""Returns the replacement of a node, or None to leave it."""
+
+_REWRITES: dict[Any, Rewrite] = {}
+
+_ASSERTIONS = (
+    "_assert_tensor_metadata",
+    "_assert_async",
+    "_assert_scalar",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+)
+_CREATION_KWARGS = ("device", "pin_memory", "layout")
+
+
+def canonicalize(graph: fx.Graph) -> None:
+    """Canonicalizes the graph in place."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or is_erased(node):
+            continue
+        if isinstance(node.target, OpOverload):
+            if schema_of(node.target).name.removeprefix("aten::") in _ASSERTIONS:
+                graph.erase_node(node)
+                continue
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _CREATION_KWARGS}
+            if torch.Tag.view_copy in node.target.tags:
+                node.target = _view_of(node.target)
+        rewrite = _REWRITES.get(node.target)
+        new = rewrite(node) if rewrite else None
+        if new is not None:
+            replace(node, new)
+
+
+def _view_of(copy: OpOverload) -> OpOverload:
+    """`permute` for `permute_copy`: nothing changes either."""
+    packet = getattr(aten, operator_name(copy).removesuffix("_copy"))
+    view: OpOverload = getattr(packet, overload_name(copy))
+    return view
+
+
+def rewrites(*targets: Any) -> Callable[[Rewrite], Rewrite]:
+    def register(rewrite: Rewrite) -> Rewrite:
+        _REWRITES.update(dict.fromkeys(targets, rewrite))
+        return rewrite
+
+    return register
+
+
+def insert_reshape(node: fx.Node, sizes: tuple[int, ...], before: fx.Node) -> fx.Node:
+    """`node` with another shape; merges reshapes of reshapes and omits those without effect."""
+    while node.target is aten.reshape.default and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    if node_shape(node) == sizes:
+        return node
+    return insert(before, aten.reshape.default, (node, list(sizes)))
+
+
+def insert_permute(node: fx.Node, dims: tuple[int, ...], before: fx.Node) -> fx.Node:
+    """`node` with permuted dimensions; merges permutations of permutations."""
+    while (inner := permutation(node)) is not None:
+        node = node.args[0]  # type: ignore[assignment]
+        dims = tuple(inner[d] for d in dims)
+    if dims == tuple(range(len(dims))):
+        return node
+    return insert(before, aten.permute.default, (node, list(dims)))
+
+
+def permutation(node: fx.Node) -> tuple[int, ...] | None:
+    """The permutation of a `permute` or `transpose`: output dimension i is input dimension p[i]."""
+    if node.target is aten.permute.default:
+        rank = len(node_shape(node))
+        return tuple(int(d) % rank for d in node.args[1])  # type: ignore[union-attr, arg-type]
+    if node.target is aten.transpose.int:
+        dims = list(range(len(node_shape(node))))
+        a, b = node.args[1:3]
+        dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
+        return tuple(dims)
+    return None
+
+
+def _first(node: fx.Node) -> fx.Node:
+    first = node.args[0]
+    assert isinstance(first, fx.Node)
+    return first
+
+
+@rewrites(*SAME_ELEMENTS)
+def _reshape(node: fx.Node) -> fx.Node:
+    return insert_reshape(_first(node), node_shape(node), node)
+
+
+@rewrites(aten.alias.default)
+def _alias(node: fx.Node) -> fx.Node | None:
+    return None if any(isinstance(tag, BoundaryTag) for tag in tags_of(node)) else _first(node)
+
+
+@rewrites(
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+    aten.resolve_neg.default,
+    aten.positive.default,
+)
+def _copy(node: fx.Node) -> fx.Node:
+    return _first(node)
+
+
+@rewrites(
+    aten.view_as_real.default,
+    aten.view_as_complex.default,
+    aten.view.dtype,
+    aten.as_strided.default,
+)
+def _memory(node: fx.Node) -> fx.Node:
+    """What reads memory needs neighbors side by side, and no conjugated view: kernels may return
+    one where fake tensors are none. What made a copy is gone."""
+    source, *others = node.args
+    assert isinstance(source, fx.Node)
+    if tensor(source).is_complex() and source.target is not aten.resolve_conj.default:
+        source = insert(node, aten.resolve_conj.default, (source,))
+    if node.target is not aten.view_as_real.default:
+        source = insert(node, aten.contiguous.default, (source,))
+    return insert(node, node.target, (source, *others))  # type: ignore[arg-type]
+
+
+@rewrites(
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
+)
+def _cast(node: fx.Node) -> fx.Node | None:
+    source, dtype = _first(node), tensor(node).dtype
+    if tensor(source).dtype == dtype:
+        return source
+    if node.target is aten.to.dtype and len(node.args) == 2 and not node.kwargs:
+        return None
+    return insert(node, aten.to.dtype, (source, dtype))
+
+
+@rewrites(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+def _expand(node: fx.Node) -> fx.Node:
+    source = _first(node)
+    if node_shape(source) == node_shape(node):
+        return source
+    return insert(node, aten.expand.default, (source, list(node_shape(node))))
+
+
+@rewrites(
+    aten.transpose.int,
+    aten.permute.default,
+    aten.t.default,
+    aten.mT.default,
+    aten.numpy_T.default,
+    aten.swapaxes.default,
+    aten.swapdims.default,
+    aten.movedim.int,
+    aten.movedim.intlist,
+)
+def _permute(node: fx.Node) -> fx.Node | None:
+    source = _first(node)
+    if (dims := permutation(node)) is None:
+        rank = len(node_shape(node))
+        order = torch.empty(tuple(range(2, 2 + rank)), device="meta")
+        moved = node.target(order, *node.args[1:])  # type: ignore[operator]
+        dims = tuple(size - 2 for size in moved.shape)
+        if node.target in (aten.t.default, aten.mT.default) and rank >= 2:
+            return insert(node, aten.transpose.int, (source, rank - 2, rank - 1))
+    elif permutation(source) is None and dims != tuple(range(len(dims))):
+        return None
+    return insert_permute(source, dims, node)
+
+
+@rewrites(aten.slice.Tensor)
+def _slice(node: fx.Node) -> fx.Node:
+    source, arguments = _first(node), node_arguments(node)
+    dim = arguments["dim"] % len(node_shape(source))
+    start, end, step = slice(arguments["start"], arguments["end"], arguments["step"]).indices(
+        node_shape(source)[dim]
+    )
+    if node_shape(source) == node_shape(node) and step == 1:
+        return source
+    return insert(node, aten.slice.Tensor, (source, dim, start, max(start, end), step))
+
+
+@rewrites(aten.narrow.default)
+def _narrow(node: fx.Node) -> fx.Node:
+    source, dim, start, length = node.args
+    return insert(node, aten.slice.Tensor, (source, dim, start, start + length, 1))  # type: ignore[operator]
+
+
+@rewrites(
+    aten.dropout.default,
+    aten.feature_dropout.default,
+    aten.alpha_dropout.default,
+    aten.feature_alpha_dropout.default,
+)
+def _dropout(node: fx.Node) -> fx.Node | None:
+    source, p, train = node.args
+    return source if p == 0 or not train else None  # type: ignore[return-value]
+
+
+_CREATIONS = {
+    aten.new_empty.default: aten.empty.memory_format,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+}
+
+
+@rewrites(*_CREATIONS)
+def _new(node: fx.Node) -> None:
+    """The tensor that supplies only the dtype is not read."""
+    node.kwargs = {"dtype": tensor(node).dtype}
+    node.target, node.args = _CREATIONS[node.target], node.args[1:]  # type: ignore[index]
+
+
+_PYTHON_OPERATORS = {
+    aten.__and__.Tensor: aten.bitwise_and.Tensor,
+    aten.__and__.Scalar: aten.bitwise_and.Scalar,
+    aten.__or__.Tensor: aten.bitwise_or.Tensor,
+    aten.__or__.Scalar: aten.bitwise_or.Scalar,
+    aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
+    aten.__xor__.Scalar: aten.bitwise_xor.Scalar,
+}
+
+
+@rewrites(*_PYTHON_OPERATORS)
+def _bitwise(node: fx.Node) -> fx.Node:
+    return insert(node, _PYTHON_OPERATORS[node.target], node.args)  # type: ignore[index]
+
+
+@rewrites(aten.index_put.default)
+def _masked_write(node: fx.Node) -> fx.Node | None:
+    """Writing equal values wherever a mask is true, as `x[mask] = 0`, is a choice by element."""
+    arguments = node_arguments(node)
+    source, values = arguments["self"], arguments["values"]
+    masks = [index for index in arguments["indices"] if index is not None]
+    place = arguments["indices"].index(masks[0])
+    if len(masks) > 1 or tensor(masks[0]).dtype != torch.bool or arguments["accumulate"]:
+        return None
+    rest = len(node_shape(source)) - place - len(node_shape(masks[0]))
+    if len(node_shape(values)) > rest:
+        return None
+    sizes = node_shape(masks[0]) + (1,) * rest
+    mask = insert_reshape(masks[0], sizes, node)
+    return insert(node, aten.where.self, (mask, values, source))
+
+
+_NEUTRAL = {
+    aten.add.Tensor: 0,
+    aten.sub.Tensor: 0,
+    aten.mul.Tensor: 1,
+    aten.div.Tensor: 1,
+}
+
+
+@rewrites(*_NEUTRAL)
+def _neutral(node: fx.Node) -> fx.Node | None:
+    """Adding 0 and multiplying by 1 are removed unless they change the dtype."""
+    source, number = node.args[:2]
+    does_nothing = (
+        is_tensor(source)
+        and isinstance(number, (int, float))
+        and number == _NEUTRAL[node.target]  # type: ignore[index]
+        and tensor(source).dtype == tensor(node).dtype
+    )
+    return source if does_nothing else None  # type: ignore[return-value]
+
+
+@rewrites(aten.mm.default, aten.bmm.default)
+def _matmul(node: fx.Node) -> fx.Node:
+    return insert(node, aten.matmul.default, node.args)
+
+
+@rewrites(aten.linear.default)
+def _linear(node: fx.Node) -> fx.Node | None:
+    x, weight, *bias = node.args
+    if not bias or bias[0] is None:
+        return None
+    return add_bias(insert(node, aten.linear.default, (x, weight)), bias[0], node)
+
+
+@rewrites(aten.addmm.default)
+def _addmm(node: fx.Node) -> fx.Node:
+    arguments = node_arguments(node)
+    product = insert(node, aten.matmul.default, (arguments["mat1"], arguments["mat2"]))
+    if arguments["alpha"] != 1:
+        product = insert(node, aten.mul.Scalar, (product, arguments["alpha"]))
+    bias = arguments["self"]
+    if arguments["beta"] != 1:
+        bias = insert(node, aten.mul.Scalar, (bias, arguments["beta"]))
+    return add_bias(product, bias, node)
+
+
+@rewrites(
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv1d.padding,
+    aten.conv2d.padding,
+    aten.conv3d.padding,
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+)
+def _convolution(node: fx.Node) -> fx.Node | None:
+    x, weight, *options = node.args
+    if not options or options[0] is None:
+        return None
+    product = insert(node, node.target, (x, weight, None, *options[1:]), dict(node.kwargs))  # type: ignore[arg-type]
+    spatial = len(node_shape(weight)) - 2  # type: ignore[arg-type]
+    sizes = node_shape(options[0]) + (1,) * spatial  # type: ignore[arg-type]
+    return add_bias(product, insert_reshape(options[0], sizes, node), node)  # type: ignore[arg-type]
+
+
+def add_bias(product: fx.Node, bias: Any, node: fx.Node) -> fx.Node:
+    """`product + bias`, named after the operator whose bias it is."""
+    new = insert(node, aten.add.Tensor, (product, bias))
+    new.meta["bias_of"] = product
+    return new
+
+
+@rewrites(aten.cross_entropy_loss.default)
+def _cross_entropy(node: fx.Node) -> fx.Node:
+    arguments = node_arguments(node)
+    logits, target = arguments["self"], arguments["target"]
+    rank = len(node_shape(logits))
+    class_last = (0, *range(2, rank), 1) if rank > 2 else tuple(range(rank))
+    if tensor(target).is_floating_point():
+        target = insert_permute(target, class_last, node)
+    options = (
+        arguments["weight"],
+        arguments["reduction"],
+        arguments["ignore_index"],
+        arguments["label_smoothing"],
+    )
+    args = (insert_permute(logits, class_last, node), target, *options)
+    return insert(node, custom_ops.cross_entropy, args)
+
+
+@rewrites(aten.batch_norm.default)
+def _batch_norm(node: fx.Node) -> fx.Node | None:
+    arguments = node_arguments(node)
+    if not arguments["training"] or arguments["running_mean"] is not None:
+        return None
+    args = (arguments["input"], arguments["weight"], arguments["bias"], None, None)
+    return insert(
+        node, custom_ops.batch_norm_train, (*args, arguments["momentum"], arguments["eps"])
+    )
+
+
+@rewrites(aten.embedding_bag.default, aten.embedding_bag.padding_idx)
+def _embedding_bag(node: fx.Node) -> None:
+    """Without the results that are only for its backward pass."""
+    arguments = node_arguments(node)
+    users = [user for user in node.users if user.users]
+    if any(user.args[1] != 0 for user in users) or arguments["sparse"]:
+        return
+    indices, offsets = arguments["indices"], arguments["offsets"]
+    weights, count = arguments["per_sample_weights"], node_shape(indices)[0]
+    bags = node_shape(offsets)[0]
+    if offsets.target is aten.arange.start_step and offsets.args[:2] == (0, count):
+        offsets, size = None, (bags, count // bags)
+        indices = insert_reshape(indices, size, node)
+        weights = weights and insert_reshape(weights, size, node)
+    options = ("mode", "padding_idx", "include_last_offset", "scale_grad_by_freq")
+    args = (arguments["weight"], indices, offsets, weights)
+    new = insert(
+        node, custom_ops.embedding_bag, (*args, *(arguments.get(name) for name in options))
+    )
+    for user in users:
+        replace(user, new)
+
+
+@rewrites(aten.broadcast_tensors.default)
+def _broadcast(node: fx.Node) -> None:
+    """Expands each tensor of the list on its own."""
+    sources: Any = node.args[0]
+    for getitem in list(node.users):
+        source = sources[getitem.args[1]]
+        if node_shape(source) != node_shape(getitem):
+            source = insert(getitem, aten.expand.default, (source, list(node_shape(getitem))))
+        replace(getitem, source)
+
+
+@rewrites(aten.detach.default)
+def _detach(node: fx.Node) -> fx.Node | None:
+    source = _first(node)
+    needless = not is_tensor(source) or not tensor(source).is_floating_point()
+    return source if needless or source.target is aten.detach.default else None

@@ -1,0 +1,84 @@
+"""Operators without rules become those that ATen composes them of, which have rules.
+
+`torch._foreach_*`, which does the same to each tensor of a list, becomes one operator for each, so
+that each tensor keeps its own layout.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardwright.core.capture.fx_nodes import ORIGIN, is_tensor, tensor
+from shardwright.core.torch_internals.operators import (
+    OpOverload,
+    call_composite,
+    operator_name,
+    schema_of,
+)
+
+COMPOSED = frozenset(
+    (
+        *("atleast_1d", "atleast_2d", "atleast_3d", "cartesian_prod", "column_stack", "dsplit"),
+        *("diag", "diagflat", "dstack", "hsplit", "hstack", "sum_to_size", "vsplit", "vstack"),
+        *("chalf", "cross", "fft_fftshift", "fft_ifftshift", "fliplr", "flipud", "kron"),
+        *("cumulative_trapezoid", "gradient", "trapezoid", "trapz", "nanquantile", "quantile"),
+        *("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
+        *("linalg_cond", "linalg_diagonal", "linalg_matrix_norm", "linalg_multi_dot"),
+        *("linalg_norm", "linalg_vander", "linalg_vecdot", "pairwise_distance"),
+        *("special_ndtr", "special_polygamma", "triplet_margin_loss"),
+    )
+)
+
+
+def decompose(graph: fx.Graph) -> None:
+    """Replaces the operators in place, before any are made functional."""
+    for node in list(graph.nodes):
+        if isinstance(node.target, OpOverload) and _is_composed(operator_name(node.target)):
+            results = _composed(node, node.target)
+            users = list(node.users)
+            if is_tensor(node):
+                node.replace_all_uses_with(results)
+            for getitem in users if not is_tensor(node) else ():
+                assert getitem.target is operator.getitem
+                getitem.replace_all_uses_with(results[getitem.args[1]])
+                graph.erase_node(getitem)
+            graph.erase_node(node)
+
+
+def _is_composed(name: str) -> bool:
+    return name in COMPOSED or name.startswith("_foreach_")
+
+
+def _composed(node: fx.Node, target: OpOverload) -> Any:
+    """Inserts what an operator is composed of; returns its results."""
+    inputs = node.all_input_nodes
+
+    def run(*tensors: torch.Tensor) -> Any:
+        values = dict(zip(inputs, tensors, strict=True))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        return call_composite(target, *args, **kwargs)
+
+    # Some are composed otherwise where nothing requires a gradient, but autograd forbids writing
+    # into leaves that do.
+    fakes = [tensor(each).detach() for each in inputs]
+    for fake in fakes if not schema_of(target).is_mutable else ():
+        fake.requires_grad_(fake.is_floating_point() or fake.is_complex())
+    mode: Any = fakes[0].fake_mode  # type: ignore[attr-defined]
+    with mode, torch.enable_grad():
+        region = make_fx(run)(*fakes).graph
+    region.eliminate_dead_code()
+    places = [each for each in region.nodes if each.op == "placeholder"]
+    copies = dict(zip(places, inputs, strict=True))
+    for each in region.nodes:
+        if each.op == "output":
+            return fx.map_arg(each.args[0], copies.__getitem__)
+        if each.op == "call_function":
+            with node.graph.inserting_before(node):
+                copies[each] = node.graph.node_copy(each, copies.__getitem__)
+            copies[each].meta.update({key: node.meta[key] for key in ORIGIN if key in node.meta})
+    raise AssertionError(f"{target} has no result")

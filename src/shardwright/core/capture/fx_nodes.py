@@ -1,0 +1,116 @@
+"""Reads and inserts nodes of the traced `torch.fx` graph, with correct shapes and origins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+from torch import fx
+
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.operators import schema_of
+
+ORIGIN = ("nn_module_stack", "stack_trace", "no_grad", "custom")
+"""What a node says of where it comes from."""
+
+
+def tensor(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of the node's result."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor), node.format_node()
+    return value
+
+
+def restore_users(module: fx.GraphModule) -> None:
+    """Lets each node know all nodes that read it, also in sub-graphs: `torch.export` drops a reader
+    of which it has rewritten one of two equal arguments."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            for read in node.all_input_nodes:
+                read.users.setdefault(node)
+
+
+def is_tensor(node: Any) -> TypeGuard[fx.Node]:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def node_shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(tensor(node).shape)
+
+
+def evaluate(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs an operator on the fake tensors of its arguments."""
+    fake_args, fake_kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (args, kwargs))
+    leaves = pytree.tree_leaves((fake_args, fake_kwargs))
+    modes = [mode for leaf in leaves if (mode := getattr(leaf, "fake_mode", None)) is not None]
+    with torch.no_grad(), modes[0]:
+        return target(*fake_args, **fake_kwargs)
+
+
+def call(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    like: fx.Node,
+) -> fx.Node:
+    """Adds a node at the insertion point, with the module, source line and tags of `like`."""
+    node = graph.call_function(target, args, kwargs or {})
+    node.meta.update({key: like.meta[key] for key in ORIGIN if key in like.meta})
+    node.meta["val"] = evaluate(target, args, kwargs or {})
+    return node
+
+
+def insert(
+    before: fx.Node,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    like: fx.Node | None = None,
+) -> fx.Node:
+    """Adds a node before another, with the origin of `like` (by default of `before`)."""
+    with before.graph.inserting_before(before):
+        return call(before.graph, target, args, kwargs, like=before if like is None else like)
+
+
+def replace(node: fx.Node, new: fx.Node) -> None:
+    """Redirects all users of a node to `new`, and removes the node."""
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def module_path(node: fx.Node) -> tuple[str, int]:
+    """The path of the module that calls the operator, and the number of its call, from 1."""
+    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
+    key, (path, _) = list(stack.items())[-1]
+    _, _, repeated = key.partition("@")
+    return str(path).partition("@")[0], int(repeated or 0) + 1
+
+
+def module_calls(node: fx.Node) -> tuple[str, ...]:
+    """The module calls that contain the operator, the outermost first: `""`, `layers.0`,
+    `layers.0.mlp`; the second call of a module is `path@2`."""
+    calls = []
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {"": ("", None)}).items():
+        _, _, repeated = key.partition("@")
+        name = str(path).partition("@")[0]
+        calls.append(f"{name}@{int(repeated) + 1}" if repeated else name)
+    return tuple(calls)
+
+
+def node_arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of an ATen operator by name, including defaults."""
+    schema = schema_of(node.target)  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {}
+    for position, argument in enumerate(schema.arguments):
+        if position < len(node.args) and not argument.kwarg_only:
+            arguments[argument.name] = node.args[position]
+        elif argument.name in node.kwargs:
+            arguments[argument.name] = node.kwargs[argument.name]
+        else:
+            arguments[argument.name] = (
+                argument.default_value if argument.has_default_value() else None
+            )
+    return arguments

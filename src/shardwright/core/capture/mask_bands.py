@@ -1,0 +1,175 @@
+"""Proofs that a mask of attention allows each query the keys near its position.
+
+What a mask of all pairs allows is proved on the vectors of positions that it compares.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from shardwright.core.capture.fx_nodes import is_tensor, node_shape
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.operators import OpOverload
+
+aten = torch.ops.aten
+
+
+class Band(NamedTuple):
+    """Of the query at position i a mask allows the keys from i - `before` to i + `after`."""
+
+    before: float = inf
+    after: float = inf
+
+    def __and__(self, other: Band) -> Band:
+        return Band(min(self.before, other.before), min(self.after, other.after))
+
+
+ALL, CAUSAL = Band(), Band(after=0)
+
+MOST_ELEMENTS = 1 << 24
+"""Of tensors whose numbers are looked at."""
+
+AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
+_NOT = (aten.bitwise_not.default, aten.logical_not.default)
+SAME = (aten.expand.default, aten.reshape.default, aten.to.dtype)
+_ONES = (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
+_TRIANGLES: dict[Any, str] = {aten.tril.default: "after", aten.triu.default: "before"}
+_COMPARISONS = {
+    aten.ge.Tensor: (torch.ge, False),
+    aten.gt.Tensor: (torch.gt, False),
+    aten.le.Tensor: (torch.ge, True),
+    aten.lt.Tensor: (torch.gt, True),
+}
+"""As "greater" or "greater or equal", and whether the two sides change places."""
+_OPPOSITE = {torch.ge: torch.gt, torch.gt: torch.ge}
+
+
+class BandProofs:
+    """Which masks of a graph allow a band of keys."""
+
+    def __init__(self) -> None:
+        self._values: dict[fx.Node, Tensor | None] = {}
+        self._bands: dict[fx.Node, Band | None] = {}
+
+    def band(self, mask: fx.Node) -> Band | None:
+        """What a boolean mask allows, where that is a band; None for anything else."""
+        if mask not in self._bands:
+            self._bands[mask] = self._band(mask)
+        return self._bands[mask]
+
+    def _band(self, mask: fx.Node) -> Band | None:
+        if mask.meta["val"].dtype != torch.bool or mask.op != "call_function":
+            return None
+        if mask.target in AND:
+            first, *others = (self._broadcast(each, mask) for each in mask.args)
+            for band in others:
+                first = None if first is None or band is None else first & band
+            return first
+        if mask.target in SAME:
+            return self._broadcast(mask.args[0], mask)
+        if mask.target in _ONES:
+            return ALL
+        if mask.target in _TRIANGLES:
+            return self._triangle(mask)
+        if mask.target in _NOT:
+            return self._comparison(mask.args[0], opposite=True)  # type: ignore[arg-type]
+        if mask.target is aten.eq.Tensor:
+            numbers = [n for each in mask.args if (n := self._value(each)) is not None]
+            ends = [end.item() for n in numbers for end in n.aminmax()]
+            return ALL if len(ends) == 4 and len(set(ends)) == 1 else None
+        if mask.target in _COMPARISONS:
+            return self._comparison(mask)
+        value = self._value(mask)
+        return ALL if value is not None and bool(value.all()) else None
+
+    def _broadcast(self, source: Any, mask: fx.Node) -> Band | None:
+        """The band of a mask that becomes one of perhaps more pairs."""
+        band = self.band(source)
+        same_pairs = node_shape(source)[-2:] == node_shape(mask)[-2:]
+        return band if band == ALL or same_pairs else None
+
+    def _triangle(self, mask: fx.Node) -> Band | None:
+        """What a triangle that has the main diagonal leaves of a mask."""
+        source, diagonal, *_ = (*mask.args, 0)
+        band, name = self.band(source), _TRIANGLES[mask.target]  # type: ignore[arg-type]
+        reach = float(diagonal if name == "after" else -diagonal)  # type: ignore[arg-type,operator]
+        return None if band is None or reach < 0 else band & Band(**{name: reach})
+
+    def _comparison(self, mask: fx.Node, opposite: bool = False) -> Band | None:
+        """Of numbers of the queries `[..., s, 1]` with those of the keys `[..., 1, t]`."""
+        if mask.target not in _COMPARISONS or len(node_shape(mask)) < 2:
+            return None
+        greater, swapped = _COMPARISONS[mask.target]
+        first, second = (self._value(each) for each in mask.args)
+        if first is None or second is None:
+            return None
+        dtype = torch.promote_types(first.dtype, second.dtype)
+        first, second = first[(None,) * 2].to(dtype), second[(None,) * 2].to(dtype)
+        if opposite:
+            greater, swapped = _OPPOSITE[greater], not swapped
+        if swapped:
+            first, second = second, first
+        if first.shape[-1] == 1 and second.shape[-2] == 1:
+            return _allowed(first.squeeze(-1), second.squeeze(-2), greater)
+        if first.shape[-2] == 1 and second.shape[-1] == 1:
+            return _allowed(_reversed(second).squeeze(-1), _reversed(first).squeeze(-2), greater)
+        return None
+
+    def _value(self, node: Any) -> Tensor | None:
+        """The numbers of a tensor that is made of nothing but constants, if they are few."""
+        if not is_tensor(node):
+            return None
+        if node not in self._values:
+            self._values[node] = self._evaluated(node)
+        return self._values[node]
+
+    def _evaluated(self, node: fx.Node) -> Tensor | None:
+        size = node.meta["val"].numel()
+        if not isinstance(node.target, OpOverload) or not 0 < size <= MOST_ELEMENTS:
+            return None
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            return None
+        numbers = {each: self._value(each) for each in node.all_input_nodes}
+        if any(number is None for number in numbers.values()):
+            return None
+        args, kwargs = pytree.tree_map_only(fx.Node, numbers.get, (node.args, node.kwargs))
+        with torch.device("cpu"), torch.no_grad():
+            result: Tensor = node.target(*args, **kwargs)
+        return result
+
+
+def _allowed(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
+    """Which keys are allowed where `greater(query, key)`; both `[..., positions]`."""
+    if bool(greater(queries.amin(), keys.amax())):
+        return ALL
+    after = _reach(queries, keys, greater)
+    if after is not None:
+        return Band(after=after)
+    before = _reach(queries.flip(-1), keys.flip(-1), greater)
+    same = queries.shape[-1] == keys.shape[-1]
+    return Band(before=before) if same and before is not None else None
+
+
+def _reach(queries: Tensor, keys: Tensor, greater: Any) -> int | None:
+    """How many keys behind its own position each query reads, and all before; None if they differ,
+    or not all have a key of their own."""
+    if queries.shape[-1] > keys.shape[-1]:
+        return None
+    reach = int(greater(queries[..., :1], keys).sum(-1).amin()) - 1
+    if reach < 0:
+        return None
+    last = (torch.arange(queries.shape[-1]) + reach).clamp(max=keys.shape[-1] - 1)
+    before = keys.cummax(-1).values[..., last]
+    after = keys.flip(-1).cummin(-1).values.flip(-1)[..., reach + 1 : queries.shape[-1] + reach + 1]
+    exact = greater(queries, before).all()
+    exact &= ~greater(queries[..., : after.shape[-1]], after).any()
+    return reach if bool(exact) else None
+
+
+def _reversed(numbers: Tensor) -> Tensor:
+    """Numbers in the opposite order; the negative of an integer may overflow."""
+    return -numbers if numbers.is_floating_point() else ~numbers.long()

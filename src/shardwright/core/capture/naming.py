@@ -1,0 +1,215 @@
+"""Names of operators, after the modules that call them, and their lines in the user's source."""
+
+from __future__ import annotations
+
+import dis
+import linecache
+import operator
+import re
+import sys
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwright.core.capture.fx_nodes import module_path
+from shardwright.core.graph.custom_ops import (
+    batch_norm_train,
+    embedding_bag,
+    experts,
+    instance_norm_train,
+)
+from shardwright.core.torch_internals.operators import OpOverload, schema_of
+from shardwright.errors import CaptureError
+
+aten = torch.ops.aten
+
+MAIN = (
+    experts,
+    aten.linear.default,
+    aten.matmul.default,
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+    aten.embedding.default,
+    embedding_bag,
+    aten.layer_norm.default,
+    aten.rms_norm.default,
+    aten.group_norm.default,
+    aten.batch_norm.default,
+    batch_norm_train,
+    instance_norm_train,
+)
+"""Of several operators of a leaf module, the first in this order gets the module's name."""
+
+
+def local_operator_name(target: Any) -> str:
+    """`linear` for `aten.linear.default`, or the name of a Python function."""
+    if isinstance(target, OpOverload):
+        return schema_of(target).name.split("::")[-1].strip("_")
+    return str(getattr(target, "__name__", target))
+
+
+def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str]:
+    """A unique name for every operator of the graph (`getitem` is not an operator).
+
+    The main operator of a module without children, and a dispatch to experts, whose children are
+    parts of it, has the module's path as its name; the others are
+    `path.operator`, `path.operator_1`, …. The path of a second call is `path@2`. The addition of a
+    bias is `<name of the operator>.bias`.
+    """
+    calls: dict[tuple[str, int], list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            calls[module_path(node)].append(node)
+    names: dict[fx.Node, str] = {}
+    used: Counter[str] = Counter()
+    for (module, number), nodes in calls.items():
+        path = module if number == 1 else f"{module}@{number}"
+        whole = module in leaves or any(node.target is experts for node in nodes)
+        main = _main(nodes) if module and whole else None
+        for node in nodes:
+            product = node.meta.get("bias_of")
+            if node is main:
+                name = path
+            elif product in names:
+                name = f"{names[product]}.bias"
+            else:
+                name = ".".join(filter(None, (path, local_operator_name(node.target))))
+            names[node] = _unique(name, used)
+    return names
+
+
+def _unique(name: str, used: Counter[str]) -> str:
+    """`name`, or with the next number that is free: `path.add_1`."""
+    candidate = name
+    while candidate in used:
+        candidate = f"{name}_{used[name]}"
+        used[name] += 1
+    used[candidate] += 1
+    return candidate
+
+
+def _main(nodes: list[fx.Node]) -> fx.Node | None:
+    candidates = [node for node in nodes if "bias_of" not in node.meta]
+    for target in MAIN:
+        for node in candidates:
+            if node.target is target:
+                return node
+    return candidates[-1] if candidates else None
+
+
+_OURS = str(Path(__file__).parents[2])
+_TORCH = str(Path(torch.__file__).parent)
+_FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_OURS, _TORCH, "<"))
+
+
+def _frame(node: fx.Node) -> tuple[str, int] | None:
+    """The innermost frame of user code in the call stack of the operator."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    users = [(file, int(line)) for file, line in frames if _is_users(file)]
+    return users[-1] if users else None
+
+
+def source_of(node: fx.Node) -> str:
+    """`file.py:12`, or `""` if unknown."""
+    frame = _frame(node)
+    return f"{Path(frame[0]).name}:{frame[1]}" if frame else ""
+
+
+def _describe(file: str, line: int) -> str:
+    return f"{file}:{line}: `{linecache.getline(file, line).strip()}`"
+
+
+def line_of(node: fx.Node) -> str:
+    """The user's line that calls the operator, with its text, for error messages."""
+    frame = _frame(node)
+    return _describe(*frame) if frame else f"operator {node.target}"
+
+
+def line_of_error(error: BaseException) -> str:
+    """The innermost line of user code in the traceback of an error or of its causes."""
+    cause: BaseException | None = error
+    while cause is not None:
+        frames = traceback.extract_tb(cause.__traceback__)
+        users = [f for f in frames if _is_users(f.filename) and f.lineno]
+        if users:
+            return _describe(users[-1].filename, users[-1].lineno or 0)
+        cause = cause.__cause__ or cause.__context__
+    return "the model"
+
+
+def line_of_function(function: Any) -> str:
+    """`(file.py:12)`, where a function of user code is defined, or `""` for others."""
+    code = getattr(function, "__code__", None)
+    if code is None or not _is_users(code.co_filename):
+        return ""
+    return f"({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+class LocatedError(CaptureError):
+    """An error whose message begins with the user's line."""
+
+
+def current_line() -> str:
+    """The user's line that is running; `""` if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return _describe(frame.f_code.co_filename, frame.f_lineno) if frame else ""
+
+
+_STORES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL"}
+_CHANGES = {"STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR", "STORE_ATTR"}
+_METHODS = {
+    *("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "next"),
+    *("pop", "popitem", "popleft", "put", "remove", "reverse", "rotate", "send", "set"),
+    *("setdefault", "sort", "update"),
+}
+
+
+def line_that_changes(codes: Iterable[CodeType], path: str) -> str:
+    """The first line of these functions that seems to change what `path` names, such as
+    `stats['calls']`; `""` if none does."""
+    lines: dict[tuple[str, int], list[dis.Instruction]] = defaultdict(list)
+    for code in codes:
+        if _is_users(code.co_filename) and code.co_name != "__init__":
+            for instruction in dis.get_instructions(code):
+                position = instruction.positions
+                if position is not None and position.lineno is not None:
+                    lines[code.co_filename, position.lineno].append(instruction)
+    for name in reversed(re.findall(r"[A-Za-z_]\w*", path)):
+        for seems_to_change in (_assigns, _changes_inside):
+            for place, instructions in lines.items():
+                if seems_to_change(instructions, name):
+                    return _describe(*place)
+    return ""
+
+
+def located(codes: Iterable[CodeType], path: str, message: str) -> CaptureError:
+    """An error with the line that changes what `path` names, if one of these functions has it."""
+    line = line_that_changes(codes, path)
+    return LocatedError(f"{line}: {message}") if line else CaptureError(message)
+
+
+def _assigns(instructions: Iterable[dis.Instruction], name: str) -> bool:
+    return any(i.opname in _STORES and i.argval == name for i in instructions)
+
+
+def _changes_inside(instructions: Iterable[dis.Instruction], name: str) -> bool:
+    named = {i.argval for i in instructions if isinstance(i.argval, str)}
+    in_place = any(each.endswith("_") and not each.endswith("__") for each in named)
+    changes = in_place or named & _METHODS or any(i.opname in _CHANGES for i in instructions)
+    return name in named and bool(changes)

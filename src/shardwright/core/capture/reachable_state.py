@@ -1,0 +1,297 @@
+"""State of Python that `forward` can reach, and which of it a trace changes: what is in attributes
+of its modules, in enclosing scopes, classes, global variables and default values.
+
+A captured program has none of it: `forward` runs once, on the rank that captures.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from torch import Tensor, nn
+
+from shardwright.core.capture.global_variables import is_library, names_in
+from shardwright.core.capture.state_contents import (
+    ATOMS,
+    CONTENT_TYPES,
+    MISSING,
+    OF_TORCH,
+    STATE,
+    Cache,
+    Parts,
+    contents_of,
+    is_same,
+)
+from shardwright.core.torch_internals.hooks import forward_hooks
+
+_MOST_OBJECTS = 100_000
+_MOST_PARTS = 10_000
+"""Of one container: a larger one holds data, and only itself is compared."""
+
+_PLAIN = frozenset(("argparse", "array", "collections", "queue", "types"))
+"""Modules of Python whose objects hold what the user puts into them."""
+
+_DRAWS: tuple[Any, ...] = (random.random, np.random.rand)
+_GENERATORS_OF_LIBRARIES = tuple(draw.__self__ for draw in _DRAWS)
+"""Those that draw for `random` and `numpy.random`, whose state a capture compares by itself."""
+
+_ORDERED = (list, tuple, set, frozenset, deque)
+_INDEXED = (*_ORDERED, dict, CellType)
+_METHODS = (FunctionType, property, functools.cached_property, staticmethod, classmethod)
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+class StateLocation(NamedTuple):
+    """Where something is held.
+
+    Args:
+        kind: what holds it, with `{}` in the place of `path`.
+        path: as the user writes it.
+    """
+
+    kind: str
+    path: str = ""
+
+    def inside(self, key: Hashable, indexed: bool) -> StateLocation:
+        if key == STATE:
+            return self
+        path = f"{self.path}[{key!r}]" if indexed else f"{self.path}.{key}".removeprefix(".")
+        return StateLocation(self.kind, path)
+
+    def __str__(self) -> str:
+        return self.kind.replace("{}", repr(self.path), 1)
+
+
+class Change(NamedTuple):
+    """A difference.
+
+    Args:
+        value: what is held now.
+        adds: whether nothing was there before, as where a cache is filled.
+    """
+
+    place: StateLocation
+    value: Any
+    adds: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Holder:
+    value: Any
+    place: StateLocation
+    read: Callable[[Any], Parts]
+    parts: Parts
+
+
+class ReachableState:
+    """What can be reached from a module, as it is now.
+
+    Attributes of the module and its submodules, their parameters and buffers are not compared, but
+    what these attributes hold.
+
+    Attributes:
+        codes: of the functions that may run.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.codes: dict[CodeType, None] = {}
+        self._holders: list[_Holder] = []
+        self._seen: dict[int, Any] = {id(each): each for each in _GENERATORS_OF_LIBRARIES}
+        self._names: set[str] = {"forward"}
+        self._classes: dict[type, None] = {}
+        self._waiting: deque[tuple[Any, StateLocation]] = deque()
+        files = {type(child).__module__ for child in module.modules()}
+        self._packages = {file.partition(".")[0] for file in files}
+        self._of_user: dict[str, bool] = {}
+        for path, child in module.named_modules():
+            self._seen[id(child)] = child
+            self._add_class(type(child))
+            kind = f"attribute {{}} of a {type(child).__name__}"
+            for name, value in _of_module(child).items():
+                self._wait(value, StateLocation(kind, path).inside(name, indexed=False))
+            for hook in (hook for hooks in forward_hooks(child) for hook in hooks.values()):
+                self._wait(hook, StateLocation("forward hook of {}", path or type(child).__name__))
+        self._walk()
+
+    def changes(self, equal: Callable[[Tensor, Tensor], bool]) -> Iterator[Change]:
+        """What is not as it was.
+
+        Args:
+            equal: whether two tensors are known to have equal values.
+        """
+        for holder in self._holders:
+            before, now = holder.parts, holder.read(holder.value)
+            for key in {**before, **now}:
+                old, new = before.get(key, MISSING), now.get(key, MISSING)
+                if not is_same(old, new, equal):
+                    place = holder.place
+                    if not isinstance(holder.value, _ORDERED):
+                        place = place.inside(key, isinstance(holder.value, _INDEXED))
+                    yield Change(place, new, old in (None, MISSING) and new is not MISSING)
+
+    def _walk(self) -> None:
+        """Visits what is waiting, and then methods that a function that was found names."""
+        found = True
+        while found:
+            while self._waiting and len(self._holders) < _MOST_OBJECTS:
+                self._visit(*self._waiting.popleft())
+            self._waiting.clear()
+            for kind in self._classes:
+                for name, value in vars(kind).items():
+                    named = self._names & {name, "getattr", "methodcaller"} or name[:2] == "__"
+                    if isinstance(value, _METHODS) and named:
+                        self._wait(value, StateLocation("method {}", f"{kind.__name__}.{name}"))
+            found = bool(self._waiting)
+
+    def _wait(self, value: Any, place: StateLocation) -> None:
+        if id(value) not in self._seen and not issubclass(type(value), ATOMS):
+            self._seen[id(value)] = value
+            self._waiting.append((value, place))
+
+    def _hold(
+        self, value: Any, place: StateLocation, read: Callable[[Any], Parts] = contents_of
+    ) -> None:
+        parts = read(value)
+        self._holders.append(_Holder(value, place, read, parts))
+        if len(parts) <= _MOST_PARTS:
+            for key, part in parts.items():
+                self._wait(part, place.inside(key, isinstance(value, _INDEXED)))
+
+    def _visit(self, value: Any, place: StateLocation) -> None:
+        kind = type(value)
+        if kind is FunctionType:
+            self._visit_function(value)
+        elif kind in _METHODS:
+            for name in ("fget", "fset", "func", "__func__"):
+                self._wait(getattr(value, name, None), place)
+        elif kind is MethodType:
+            self._wait(value.__func__, place)
+            self._wait(value.__self__, place)
+        elif kind is BuiltinMethodType:  # Such as `append` of a list.
+            self._wait(value.__self__, place)
+        elif kind is Cache:
+            self._wait(value.__wrapped__, place)
+        elif issubclass(kind, type):
+            self._add_class(value)
+        elif issubclass(kind, ModuleType):
+            return  # Functions that name its variables hold these.
+        elif issubclass(kind, nn.Module):  # One that the model has not registered.
+            self._add_class(kind)
+            self._hold(value, place, _of_module)
+            for held in (value.children(), value.parameters(False), value.buffers(False)):
+                for part in held:
+                    self._wait(part, place)
+        elif self._holds_state(kind):
+            self._add_class(kind)
+            self._hold(value, place)
+
+    def _visit_function(self, function: FunctionType) -> None:
+        file = str(function.__globals__.get("__name__"))
+        code, label = function.__code__, f"`{function.__qualname__}`"
+        cells = list(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        if self._is_of_user(file):
+            self.codes[code] = None
+            for name, cell in cells:
+                if name != "__class__":
+                    scope = f"variable {{}} of the scope that encloses {label}"
+                    self._wait(cell, StateLocation(scope, name))
+            self._hold(function, StateLocation(f"attribute {{}} of the function {label}"), vars_of)
+            self._hold(function, StateLocation(f"default value of {{}} of {label}"), _defaults)
+            self._hold_globals(function, file)
+        elif file.partition(".")[0] != "shardwright":
+            # A decorator of a library may hold a function of the user's.
+            for _, cell in cells:
+                held = contents_of(cell)[STATE]
+                if type(held) in (*_METHODS, MethodType):
+                    self._wait(held, StateLocation("function {}", label))
+
+    def _hold_globals(self, function: FunctionType, file: str) -> None:
+        """What a function names of the global variables of its file and of modules that it names,
+        which it may also import itself."""
+        names = frozenset(names_in(function.__code__))
+        self._names |= names
+        if "globals" in names:
+            names |= function.__globals__.keys()
+        read = _Variables(names)
+        self._hold(function, StateLocation(f"global variable {{}} of {file}"), read)
+        found = [*read(function).values(), *(sys.modules.get(name) for name in names)]
+        modules = {id(module): module for module in found if isinstance(module, ModuleType)}
+        waiting = list(modules.values())
+        while waiting:
+            module = waiting.pop()
+            if self._is_of_user(module.__name__):
+                self._hold(
+                    module, StateLocation(f"global variable {{}} of {module.__name__}"), read
+                )
+                for inner in read(module).values():
+                    if isinstance(inner, ModuleType) and id(inner) not in modules:
+                        modules[id(inner)] = inner
+                        waiting.append(inner)
+
+    def _add_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if base not in self._classes and self._is_of_user(base.__module__):
+                self._classes[base] = None
+                self._hold(
+                    base, StateLocation(f"attribute {{}} of the class {base.__name__}"), _of_class
+                )
+
+    def _holds_state(self, kind: type) -> bool:
+        """Whether what an object of this type holds is the user's."""
+        plain = kind.__module__ in _PLAIN or issubclass(kind, CONTENT_TYPES)
+        return plain or self._is_of_user(kind.__module__)
+
+    def _is_of_user(self, file: str) -> bool:
+        """Whether a module of Python is the user's, or of a package that defines the model."""
+        package = str(file).partition(".")[0]
+        if package not in self._of_user:
+            of_model = package in self._packages or package == "__main__"
+            module = sys.modules.get(package)
+            folders = iter(getattr(module, "__path__", ()))  # One without a file has these only.
+            path = getattr(module, "__file__", None) or next(folders, None)
+            installed = path is None or any(folder in path for folder in _INSTALLED)
+            self._of_user[package] = (of_model or not installed) and not is_library(package)
+        return self._of_user[package]
+
+
+@dataclass(frozen=True)
+class _Variables:
+    """Reads global variables, of a module or of the file of a function."""
+
+    names: frozenset[str]
+
+    def __call__(self, holder: ModuleType | FunctionType) -> Parts:
+        held = holder.__globals__ if isinstance(holder, FunctionType) else vars(holder)
+        return {name: held.get(name, MISSING) for name in self.names if name[:2] != "__"}
+
+
+def vars_of(value: Any) -> Parts:
+    return dict(vars(value))
+
+
+def _of_module(module: nn.Module) -> Parts:
+    return {name: value for name, value in vars(module).items() if name not in OF_TORCH}
+
+
+def _of_class(kind: type[Any]) -> Parts:
+    """What a class holds besides methods."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not (name.startswith("__") or name == "_abc_impl" or isinstance(value, _METHODS))
+    }
+
+
+def _defaults(function: FunctionType) -> Parts:
+    values = function.__defaults__ or ()
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    named: Parts = dict(zip(names[len(names) - len(values) :], values, strict=True))
+    return named | cast(Parts, function.__kwdefaults__ or {})

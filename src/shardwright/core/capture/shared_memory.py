@@ -1,0 +1,77 @@
+"""Finds tensors of a model that share memory, which its shards on other ranks do not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from itertools import chain, combinations
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.core.deferred import copies_of_attributes
+from shardwright.core.graph.graph import Graph
+from shardwright.core.torch_internals.tensors import storage_id
+from shardwright.errors import CaptureError
+
+
+def check_memory(module: nn.Module, graph: Graph) -> None:
+    """Raises:
+    CaptureError: if a step writes into a tensor that the graph reads, and thereby into another one,
+        as of `nn.Parameter(other.data.t())`.
+    """
+    trained = {value.name for value in graph.parameters if value.requires_grad}
+    written = trained | {buffer.name for buffer, _ in graph.updates}
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    sharing: dict[int, list[str]] = defaultdict(list)
+    for value in (*graph.parameters, *graph.buffers):
+        if value.name in named:
+            sharing[storage_id(named[value.name])].append(value.name)
+    for one, other in chain.from_iterable(combinations(names, 2) for names in sharing.values()):
+        if written & {one, other} and _overlap(named[one], named[other]):
+            raise CaptureError(
+                f"{one!r} and {other!r} are two tensors in the same memory: a step that changes one"
+                " would change both in the module, but not on shards. Give both names one"
+                " parameter, compute one from the other in `forward`, or `clone()` it"
+            )
+
+
+def check_constants(module: nn.Module, constants: Collection[Tensor]) -> None:
+    """Raises:
+    CaptureError: if what would be a constant of the graph, or a plain attribute, is a parameter
+        that is trained: read through a function that holds the model itself, or a view of it.
+    """
+    if not constants:
+        return
+    held: dict[int, list[Tensor]] = defaultdict(list)
+    for tensor in (*constants, *copies_of_attributes(module).values()):
+        held[storage_id(tensor)].append(tensor)
+    for name, parameter in module.named_parameters():
+        sharing = held.get(storage_id(parameter), ()) if parameter.requires_grad else ()
+        if any(_overlap(parameter, tensor) for tensor in sharing):
+            raise CaptureError(
+                f"{name!r} is also read otherwise than as a parameter of its module: in a lambda or"
+                " hook that holds the model itself, or as a view of its data in an attribute. A"
+                " captured model would keep its first values there, without a gradient. Read it in"
+                " a method, through `self`; in a hook, through the module that it is passed"
+            )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    (first, end), (start, last) = _range(one), _range(other)
+    if end <= start or last <= first or one.itemsize != other.itemsize:
+        return end > start and last > first
+    places = torch.arange(max(end, last) // one.itemsize)
+    elements = [
+        places.as_strided(t.shape, t.stride(), t.storage_offset()).flatten() for t in (one, other)
+    ]
+    return bool(torch.isin(*elements).any())
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    first = int(tensor.storage_offset())
+    count = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    return first * tensor.itemsize, (first + count) * tensor.itemsize

@@ -1,0 +1,315 @@
+"""The signature of the traced graph: its placeholders, its results, and where gradients flow."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from shardwright.core.capture.fx_nodes import replace
+from shardwright.core.capture.naming import line_of
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.operators import OpOverload, schema_of
+from shardwright.core.torch_internals.tensors import FakeTensor
+from shardwright.errors import CaptureError
+
+
+@dataclass
+class Signature:
+    """The names of the placeholders, by kind, and the structure of the result.
+
+    Args:
+        parameters, buffers: maps names in the module to placeholders; tied names share one.
+        inputs: one placeholder per leaf of the call's arguments.
+        constants: maps placeholders to tensors that the model's code created.
+    """
+
+    out_spec: pytree.TreeSpec
+    parameters: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+    inputs: list[str] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, exported: ExportedProgram) -> Signature:
+        """Reads the signature of an exported program."""
+        signature = cls(exported.call_spec.out_spec)
+        nodes = placeholders(exported.graph)
+        for spec in exported.graph_signature.input_specs:
+            name, target = spec.arg.name, str(spec.target)
+            if spec.kind is InputKind.PARAMETER:
+                signature.parameters[target] = name
+            elif spec.kind is InputKind.BUFFER:
+                signature.buffers[target] = name
+            elif spec.kind is InputKind.USER_INPUT:
+                signature.inputs.append(name)
+            elif spec.kind is InputKind.CONSTANT_TENSOR:
+                signature.constants[name] = _real(nodes[name], exported.constants[target])
+            else:
+                raise CaptureError(_foreign(nodes[name], exported.constants.get(target, target)))
+        return signature
+
+    def copy(self) -> Signature:
+        """Another one, of which names may be taken out."""
+        parameters, buffers = dict(self.parameters), dict(self.buffers)
+        return Signature(self.out_spec, parameters, buffers, self.inputs, self.constants)
+
+
+def _foreign(node: fx.Node, thing: object) -> str:
+    reader = next(iter(node.users), node)
+    if isinstance(thing, torch.Generator):
+        return (
+            f"{line_of(reader)}: this draws from a `torch.Generator`, whose state a captured model "
+            "would not advance. Draw without it, after `torch.manual_seed`."
+        )
+    return (
+        f"{line_of(reader)}: an operator reads an object of class {type(thing).__name__}, which a "
+        "program for many devices cannot. Pass tensors and numbers."
+    )
+
+
+def _real(node: fx.Node, constant: Any) -> torch.Tensor:
+    if constant.is_meta or isinstance(constant, FakeTensor):
+        reader = next(iter(node.users), node)
+        raise CaptureError(
+            f"{line_of(reader)}: this reads a tensor without values that is not a parameter, "
+            f"buffer or input (`.data` of a parameter, or a plain attribute on the meta device). "
+            f"Use the parameter itself, or `register_buffer`."
+        )
+    return torch.Tensor.detach(constant)
+
+
+def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
+    return {node.name: node for node in graph.nodes if node.op == "placeholder"}
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    node: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return node
+
+
+def results(graph: fx.Graph) -> tuple[list[Any], dict[str, fx.Node]]:
+    """The leaves of the model's result, and the new value of each mutated placeholder."""
+    returned, updates = output_node(graph).args
+    return list(returned), dict(updates)  # type: ignore[arg-type]
+
+
+def merge_tied(module: nn.Module, graph: fx.Graph, signature: Signature) -> dict[str, str]:
+    """Maps all names of a tied parameter or buffer to one placeholder.
+
+    Returns:
+        The other names of tied tensors, each with the first name.
+    """
+    tied: dict[str, str] = {}
+    nodes = placeholders(graph)
+    for known, named in (
+        (signature.parameters, module.named_parameters(remove_duplicate=False)),
+        (signature.buffers, module.named_buffers(remove_duplicate=False)),
+    ):
+        first: dict[int, str] = {}
+        for name, tensor in named:
+            original = first.setdefault(id(tensor), name)
+            if original == name:
+                continue
+            tied[name] = original
+            if name in known:
+                duplicate = known.pop(name)
+                if original in known:
+                    nodes[duplicate].replace_all_uses_with(nodes[known[original]])
+                else:
+                    known[original] = duplicate
+    return tied
+
+
+def add_updates(graph: fx.Graph, changed: Mapping[fx.Node, fx.Node]) -> None:
+    """Adds the new values of mutated placeholders to the results of the graph."""
+    output = output_node(graph)
+    output.args = (output.args[0], {node.name: new for node, new in changed.items()})
+
+
+def check_inputs_unchanged(signature: Signature, changed: Mapping[fx.Node, fx.Node]) -> None:
+    """Raises:
+    CaptureError: if `forward` changes an input in place, which its caller would not see: ranks
+        compute on shards of copies.
+    """
+    inputs = set(signature.inputs)
+    for node, new in changed.items():
+        if node.name in inputs:
+            raise CaptureError(
+                f"{line_of(new)}: this changes an input of the model in place, which the caller "
+                f"would not see. Use the operator that returns a new tensor, or `clone()` the "
+                f"input first."
+            )
+
+
+def take_as_buffers(
+    module: nn.Module,
+    signature: Signature,
+    changed: Mapping[fx.Node, fx.Node],
+    trained: Iterable[fx.Node],
+) -> None:
+    """Makes buffers of the parameters that `forward` changes and that need no gradient, such as
+    those of an averaged teacher.
+
+    Raises:
+        CaptureError: if a parameter that is changed is computed in another dtype than it is stored.
+    """
+    dtypes = {name: p.dtype for name, p in module.named_parameters(remove_duplicate=False)}
+    sources = {node.name for node in trained}
+    new = {node.name: value for node, value in changed.items()}
+    for name, node in list(signature.parameters.items()):
+        if node not in new:
+            continue
+        dtype = new[node].meta["val"].dtype
+        if dtype != dtypes[name]:
+            raise CaptureError(
+                f"{line_of(new[node])}: this changes parameter {name!r}, which is stored in "
+                f"{dtypes[name]} but computed in {dtype}, so the change would be rounded. Make it "
+                f"a buffer, or plan without a compute dtype."
+            )
+        if node not in sources:
+            signature.buffers[name] = signature.parameters.pop(name)
+
+
+def gradient_sources(
+    module: nn.Module, leaves: list[Any], signature: Signature, graph: fx.Graph
+) -> list[fx.Node]:
+    """The placeholders of trainable parameters, and of inputs that require a gradient."""
+    nodes = placeholders(graph)
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    names = [node for name, node in signature.parameters.items() if name in trained]
+    for node, leaf in zip(signature.inputs, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            names.append(node)
+    return [nodes[name] for name in names]
+
+
+aten = torch.ops.aten
+
+_CONSTANT = frozenset(
+    {
+        "detach",
+        "ones_like",
+        "zeros_like",
+        "full_like",
+        "empty_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "new_ones",
+        "new_zeros",
+        "new_full",
+        "new_empty",
+        "normal_functional",
+        "uniform",
+        "exponential",
+    }
+)
+"""Operators with a floating-point result through which no gradient flows to their inputs."""
+
+_DIFFERENTIABLE_RESULTS = {
+    "batch_norm_train": 1,
+    "instance_norm_train": 1,
+    "native_batch_norm": 1,
+    "native_layer_norm": 1,
+    "nll_loss_forward": 1,
+    "nll_loss2d_forward": 1,
+}
+
+_STATISTICS = {"mean", "rstd", "save_mean", "save_invstd", "total_weight"}
+"""What backward operators read of a forward operator, whose own gradient does not come this way."""
+
+
+def nodes_with_gradients(
+    graph: fx.Graph, sources: Iterable[fx.Node], outputs: Iterable[fx.Node]
+) -> frozenset[fx.Node]:
+    """The floating-point nodes on a differentiable path from `sources` to one of the `outputs`."""
+    return differentiable_from(graph, sources) & _differentiable_to(graph, outputs)
+
+
+def drop_redundant_detach(graph: fx.Graph, sources: Iterable[fx.Node]) -> None:
+    """Removes every `aten.detach` whose input has no gradient."""
+    differentiable = differentiable_from(graph, sources, no_grad=True)
+    for node in list(graph.nodes):
+        if node.target is aten.detach.default and node.args[0] not in differentiable:
+            replace(node, node.args[0])
+
+
+def differentiable_from(
+    graph: fx.Graph,
+    sources: Iterable[fx.Node],
+    no_grad: bool = False,
+    without: fx.Node | None = None,
+) -> frozenset[fx.Node]:
+    """The floating-point nodes that depend differentiably on one of the `sources`.
+
+    Args:
+        no_grad: whether to follow no-grad regions, which are differentiable once inlined.
+        without: a node through which no path counts.
+    """
+    dependent = set(sources) - {without}
+    for node in graph.nodes:
+        if node is without:
+            continue
+        inputs = (n for n in node.all_input_nodes if n in dependent)
+        if node.op == "call_function" and any(_passes(node, n, no_grad) for n in inputs):
+            dependent.add(node)
+    return frozenset(dependent)
+
+
+def _differentiable_to(graph: fx.Graph, outputs: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    reaching = set(outputs)
+    for node in reversed(graph.nodes):
+        if node in reaching and node.op == "call_function":
+            reaching.update(n for n in node.all_input_nodes if _passes(node, n))
+    return frozenset(reaching)
+
+
+def _passes(node: fx.Node, source: fx.Node, no_grad: bool = False) -> bool:
+    """Whether a gradient flows from a node to one of its inputs."""
+    return (
+        _name(node) not in _CONSTANT
+        and (no_grad or not node.meta.get("no_grad"))
+        and _is_floating(node)
+        and _is_floating(source)
+        and not _is_statistic(node)
+        and not _reads_statistic(node, source)
+    )
+
+
+def _name(node: fx.Node) -> str:
+    if isinstance(node.target, OpOverload):
+        return schema_of(node.target).name.split("::")[-1]
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _is_statistic(node: fx.Node) -> bool:
+    if node.target is not operator.getitem:
+        return False
+    result, index = node.args
+    assert isinstance(result, fx.Node) and isinstance(index, int)
+    return index >= _DIFFERENTIABLE_RESULTS.get(_name(result), index + 1)
+
+
+def _reads_statistic(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a backward operator reads `source` as a number that it is not differentiated by."""
+    if not isinstance(node.target, OpOverload) or "backward" not in _name(node):
+        return False
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    read_as = {name for name, value in given.items() if value is source}
+    return bool(read_as) and read_as <= _STATISTICS
+
+
+def _is_floating(node: fx.Node) -> bool:
+    value: Any = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return any(
+        isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values
+    )

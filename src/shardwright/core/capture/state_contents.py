@@ -1,0 +1,177 @@
+"""What an object of Python holds, one level deep, for comparisons before and after a trace."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import pickle
+import random
+import threading
+from array import array
+from collections.abc import Callable, Hashable, Iterable
+from contextvars import ContextVar
+from types import CellType, FunctionType, GeneratorType, MemberDescriptorType, MethodType
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwright.core.torch_internals.tensors import storage_id, version
+
+MISSING = "<missing>"
+"""Stands for an attribute, an entry or a variable that does not exist."""
+
+STATE = "<state>"
+"""The name of what an object keeps inside, such as the position of an iterator."""
+
+ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice)
+"""Types of values that cannot change, and are equal by their contents."""
+
+OF_TORCH = frozenset(
+    {
+        *(vars(nn.Module()) | vars(nn.Module)).keys() - {"training"},
+        *("_flat_weights", "_flat_weight_refs", "_output_capturing_hooks_installed"),
+    }
+)
+"""Attributes that modules, recurrent ones and models of `transformers` keep for themselves: the
+last install hooks in the first call that asks for outputs of submodules, such as the logits of
+routers."""
+
+Cache = type(functools.lru_cache(lambda: None))
+
+Parts: TypeAlias = dict[Hashable, Any]
+"""What an object holds, by index, key or name."""
+
+_LARGEST_ARRAY = 1 << 24
+"""Bytes; larger arrays are data sets rather than state, and would take long to copy."""
+
+_RANDOM = (random.Random, np.random.RandomState, np.random.Generator)
+_COUNTED = (itertools.count, itertools.cycle, itertools.chain, itertools.islice, enumerate, map)
+_EMPTY: tuple[Iterable[Any], ...] = ([], (), {}, set(), "", range(0))
+_ITERATORS = (*_COUNTED, filter, zip, *(type(iter(empty)) for empty in _EMPTY))
+_DEEPEST = 4
+
+
+def contents_of(value: Any) -> Parts:
+    """What an object holds that is no module, function or class."""
+    kind = type(value)
+    if issubclass(kind, Tensor):
+        return _of_tensor(value)
+    for of_kind, parts in _CONTENTS:
+        if issubclass(kind, of_kind):
+            held: Parts = parts(value)
+            return held if kind in of_kind else {**held, **attributes_of(value)}
+    return attributes_of(value)
+
+
+def attributes_of(value: Any) -> Parts:
+    """The attributes of an object and its slots."""
+    held: Parts = {}
+    for base in type(value).__mro__:
+        for name, slot in vars(base).items():
+            if type(slot) is MemberDescriptorType and not name.startswith("__"):
+                held[name] = _slot(slot, value)
+    try:
+        held.update(object.__getattribute__(value, "__dict__"))
+    except (AttributeError, TypeError):  # It has slots only.
+        return held
+    return held
+
+
+def _slot(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:  # Not set yet.
+        return MISSING
+
+
+def _of_tensor(value: Tensor) -> Parts:
+    return {} if value.is_inference() else {STATE: (version(value), storage_id(value))}
+
+
+def _of_array(value: np.ndarray[Any, Any]) -> Parts:
+    small = value.nbytes <= _LARGEST_ARRAY and value.dtype != object
+    return {STATE: value.tobytes()} if small else {}
+
+
+def _of_cell(value: CellType) -> Parts:
+    try:
+        return {STATE: value.cell_contents}
+    except ValueError:  # A variable that is not assigned yet.
+        return {STATE: MISSING}
+
+
+def _of_generator(value: GeneratorType[Any, Any, Any]) -> Parts:
+    frame = value.gi_frame
+    held: Parts = {STATE: None if frame is None else frame.f_lasti}
+    if frame is not None:
+        held.update(frame.f_locals)
+    return held
+
+
+def _of_iterator(value: Any) -> Parts:
+    if isinstance(value, itertools.count):
+        return {STATE: repr(value)}
+    try:
+        return {STATE: value.__reduce__()}
+    except (AttributeError, TypeError):  # Later versions of Python copy no iterators.
+        return {STATE: getattr(value, "__length_hint__", lambda: None)()}
+
+
+def _of_random(value: Any) -> Parts:
+    return {} if isinstance(value, random.SystemRandom) else {STATE: pickle.dumps(value)}
+
+
+_CONTENTS: tuple[tuple[tuple[Any, ...], Callable[[Any], Parts]], ...] = (
+    ((np.ndarray,), _of_array),
+    ((list, tuple, collections.deque), lambda value: dict(enumerate(value))),
+    (
+        (dict, collections.OrderedDict, collections.Counter, collections.defaultdict),
+        lambda value: dict(dict.items(value)),
+    ),
+    ((set, frozenset), lambda value: dict.fromkeys(value, True)),
+    ((bytearray, array), lambda value: {STATE: bytes(value)}),
+    (_RANDOM, _of_random),
+    ((torch.Generator,), lambda value: {STATE: value.get_state().numpy().tobytes()}),
+    ((CellType,), _of_cell),
+    ((GeneratorType,), _of_generator),
+    (_ITERATORS, _of_iterator),
+    ((threading.local,), lambda value: dict(vars(value))),
+    ((ContextVar,), lambda value: {STATE: value.get(MISSING)}),
+    ((MethodType,), lambda value: {"__self__": value.__self__}),
+    (
+        (functools.partial,),
+        lambda value: {"args": value.args, "keywords": value.keywords, "func": value.func},
+    ),
+)
+"""By type, of which subclasses hold attributes beside."""
+
+CONTENT_TYPES = (Tensor, *(kind for kinds, _ in _CONTENTS for kind in kinds))
+"""Types of libraries whose objects hold what the user puts into them."""
+
+
+def is_same(before: Any, now: Any, equal: Callable[[Tensor, Tensor], bool], depth: int = 0) -> bool:
+    """Whether a value that is held is what it was.
+
+    Args:
+        equal: whether two tensors are known to have equal values.
+    """
+    if before is now:
+        return True
+    kind = type(before)
+    if kind is not type(now) or depth > _DEEPEST:
+        return False
+    if issubclass(kind, Tensor):
+        return equal(before, now)
+    if issubclass(kind, ATOMS):
+        return bool(before == now or (before != before and now != now))
+    if kind is FunctionType:  # A function that is defined in another is made in each call.
+        return bool(before.__code__ is now.__code__)
+    if kind in (list, tuple, torch.Size, dict, set, frozenset, collections.deque, MethodType):
+        old, new = contents_of(before), contents_of(now)
+        return old.keys() == new.keys() and all(
+            is_same(old[key], new[key], equal, depth + 1) for key in old
+        )
+    return False

@@ -1,0 +1,195 @@
+"""Transforms of functions that `forward` calls (`torch.vmap`, `torch.func.grad`), as operators.
+
+The transformed function is traced by itself, below its transforms: of which ATen operators it is
+made. Those are then called in its place. Autograd sees them as it would see those of the transform,
+but for three things that such a trace shows otherwise:
+
+- What autograd saves has a `detach` that autograd itself undoes: it is left out, unlike one that
+  the function calls.
+- What is called in a region without gradients is called in one again.
+- What the function does besides calling operators, such as to register a hook, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from shardwright.core.capture.hooks import refuse_hooks
+from shardwright.core.capture.static_functions import STATIC
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.dispatch import (
+    TorchDispatchMode,
+    without_dispatch_modes,
+    without_function_modes,
+)
+from shardwright.core.torch_internals.operators import OpOverload, schema_of
+from shardwright.core.torch_internals.tensors import data_getter, data_setter
+from shardwright.errors import CaptureError
+
+aten = torch.ops.aten
+
+_DETACHING = (Tensor.detach, torch.detach, Tensor.detach_, torch.detach_, data_getter)
+_OF_CPUS = ("mkldnn", "onednn", "_for_cpu", "fbgemm", "nnpack")
+_WITHOUT_GRADIENT, _DETACHES = "without_gradient", "detaches"
+
+
+def as_operators(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a function of tensors returns that calls transforms.
+
+    Raises:
+        CaptureError: for what cannot be called as operators.
+    """
+    leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
+    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[n] for n in places]
+    results: list[Any] = []
+
+    def of_tensors(operators: OperatorsAsCalled, tensors: Sequence[Tensor]) -> list[Tensor]:
+        mine = dict(enumerate(leaves)) | dict(zip(places, tensors, strict=True))
+        args, kwargs = pytree.tree_unflatten(list(mine.values()), spec)
+        with _UserCalls(operators):
+            results[:] = pytree.tree_flatten(function(*args, **kwargs))
+        return [leaf for leaf in results[0] if isinstance(leaf, Tensor)]
+
+    made = iter(called_again(operators_of(of_tensors, tensors), tensors))
+    returned, out_spec = results
+    whole = [next(made) if isinstance(leaf, Tensor) else leaf for leaf in returned]
+    return pytree.tree_unflatten(whole, out_spec)
+
+
+class OperatorsAsCalled(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes at traced operators what autograd would see when they are called."""
+
+    _detaching = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        mode = get_proxy_mode()
+        assert mode is not None
+        last = next(iter(reversed(mode.tracer.graph.nodes)), None)
+        result = func(*args, **(kwargs or {}))
+        for node in reversed(mode.tracer.graph.nodes):
+            if node is last:
+                break
+            node.meta[_WITHOUT_GRADIENT] = not torch.is_grad_enabled()
+            node.meta[_DETACHES] = self._detaching
+        return result
+
+    @contextmanager
+    def detaching(self) -> Iterator[None]:
+        """A context in which the function itself calls `detach`."""
+        self._detaching = True
+        try:
+            yield
+        finally:
+            self._detaching = False
+
+
+class _UserCalls(TorchFunctionMode):
+    """What the function calls itself."""
+
+    def __init__(self, operators: OperatorsAsCalled) -> None:
+        super().__init__()
+        self._operators = operators
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        refuse_hooks(func, args)
+        if func == data_setter:
+            raise CaptureError("`.data` is set inside of a transform: compute a new tensor")
+        if (static := STATIC.get(func)) is not None:
+            return static(*args, **kwargs)
+        if func is torch.cosine_similarity:
+            with self:
+                return _cosine_similarity(*args, **kwargs)
+        if func in _DETACHING:
+            with self._operators.detaching():
+                return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.autograd.grad and not kwargs.get("create_graph"):
+            with self._operators.detaching():
+                return pytree.tree_map_only(Tensor, Tensor.detach, result)
+        return result
+
+
+def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """Without the change in place that autograd does not see of PyTorch's own."""
+    x1, x2 = torch.broadcast_tensors(x1, x2)  # type: ignore[no-untyped-call]
+    norms = [torch.linalg.vector_norm(x, dim=dim, keepdim=True) for x in (x1, x2)]
+    first, second = (norm + (norm.clamp(min=eps) - norm).detach() for norm in norms)
+    products: Tensor = (x1 / first) * (x2 / second)
+    return products.sum(dim)
+
+
+def operators_of(
+    function: Callable[[OperatorsAsCalled, Sequence[Tensor]], Sequence[Tensor]],
+    tensors: Sequence[Tensor],
+) -> fx.GraphModule:
+    """The operators that a function calls, on tensors that it is given and on others.
+
+    Raises:
+        CaptureError: for an operator that another device lacks, or one that has an effect that its
+            signature does not tell.
+    """
+
+    def traced(*tensors: Tensor) -> Sequence[Tensor]:
+        operators: Any = OperatorsAsCalled()  # type: ignore[no-untyped-call]
+        with operators, sdpa_kernel(SDPBackend.MATH):
+            return function(operators, tensors)
+
+    with without_function_modes(), without_dispatch_modes():
+        module = make_fx(traced)(*tensors)
+    for node in list(module.graph.nodes):
+        if node.target is aten.detach.default and not node.meta.get(_DETACHES):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+        elif node.op == "call_function":
+            _check(node)
+    return module
+
+
+def _check(node: fx.Node) -> None:
+    name = str(node.target)
+    if any(part in name for part in _OF_CPUS):
+        raise CaptureError(
+            f"inside of a transform of functions, or where `forward` computes gradients, `{name}` "
+            "runs on CPUs alone: write it with other operators"
+        )
+    if "batch_norm" in name and "backward" not in name and _updates_statistics(node):
+        raise CaptureError(
+            "a batch norm inside of a transform of functions, or where `forward` computes "
+            "gradients, would update its statistics: use `track_running_stats=False`, or `eval()`"
+        )
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return False
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    training = given.get("training", given.get("train"))
+    return bool(training) and given.get("running_mean") is not None
+
+
+def called_again(module: fx.GraphModule, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Calls traced operators on these tensors, each with or without gradients as before."""
+    return list(_Replay(module).run(*tensors))
+
+
+class _Replay(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        without = n.meta.get(_WITHOUT_GRADIENT) and torch.is_grad_enabled()
+        context: AbstractContextManager[Any] = torch.no_grad() if without else nullcontext()
+        with context:
+            return super().run_node(n)

@@ -1,0 +1,367 @@
+"""Moves reshapes that flatten leading dimensions down past row-wise operators.
+
+`linear(x.reshape(b * s, k))` becomes `linear(x).reshape(b * s, j)`, and so on until the reshape
+meets its inverse or a loss, which absorbs it. Then each of the leading dimensions can be cut on its
+own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwright.core.capture.canonicalize import insert_reshape, permutation
+from shardwright.core.capture.fx_nodes import (
+    insert,
+    is_tensor,
+    node_arguments,
+    node_shape,
+    replace,
+    tensor,
+)
+from shardwright.core.graph import custom_ops
+
+aten = torch.ops.aten
+
+
+def move_flattening_down(graph: fx.Graph) -> None:
+    """Rewrites the graph in place; it leaves reshapes without readers for dead code removal."""
+    moved: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        new = _rewrite(node)
+        if new is None:
+            continue
+        if (product := node.meta.get("bias_of")) is not None:
+            new.meta["bias_of"] = moved.get(product, product)
+        moved[node] = new
+        replace(node, insert_reshape(new, node_shape(node), node))
+
+
+def _rewrite(node: fx.Node) -> fx.Node | None:
+    """A node with the same elements as `node` that reads no flattened tensor; None to leave it."""
+    if node.target is aten.reshape.default:
+        source = insert_reshape(node.args[0], node_shape(node), node)  # type: ignore[arg-type]
+        return source if source.args != node.args else None
+    if permutation(node) is not None and (new := _permute(node)) is not None:
+        return new
+    handler = _HANDLERS.get(node.target)
+    if handler is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        handler = _pointwise
+    flats = {
+        arg: flat for arg in node.all_input_nodes if (flat := match_flattening(arg)) is not None
+    }
+    new = handler(node, flats) if handler and flats else None
+    if new is not None:
+        lead = len(next(iter(flats.values())).lead)
+        new.meta["flattened"] = lead - 1 + node.meta.get("flattened", 1)
+    return new
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A reshape that flattens: `joined` is `source` with the dimensions `lead` merged into one,
+    followed by `rest`."""
+
+    joined: fx.Node
+    source: fx.Node
+    lead: tuple[int, ...]
+    rest: tuple[int, ...]
+
+    def whole(self, before: fx.Node) -> fx.Node:
+        """The unflattened tensor, one node for all its readers."""
+        meta = self.joined.meta
+        if "apart" not in meta:
+            meta["apart"] = insert_reshape(self.source, self.lead + self.rest, before)
+        apart: fx.Node = meta["apart"]
+        return apart
+
+
+Handler = Callable[[fx.Node, dict[fx.Node, Flat]], fx.Node | None]
+
+
+def common_factors(source: Sequence[int], target: Sequence[int]) -> list[list[int]] | None:
+    """Factors each dimension of `target` into sizes that also are factors of those of `source`.
+
+    Returns:
+        The factors of each dimension of `target`, without 1; None if there are no such factors.
+    """
+    factors: list[list[int]] = []
+    remaining = [first for first in source if first != 1]
+    for size in target:
+        factors.append([])
+        while size > 1:
+            if not remaining:
+                return None
+            first = remaining.pop(0)
+            part = min(first, size)
+            if first % part or size % part:
+                return None
+            factors[-1].append(part)
+            size //= part
+            if first > part:
+                remaining.insert(0, first // part)
+    return factors
+
+
+def match_flattening(node: fx.Node) -> Flat | None:
+    """How a reshape flattens leading dimensions; None if it does not."""
+    if node.target is not aten.reshape.default:
+        return None
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    sizes, target = node_shape(source), node_shape(node)
+    if not target or 0 in target:
+        return None
+    if sizes[len(sizes) - len(target) + 1 :] == target[1:] and len(sizes) > len(target):
+        return Flat(node, source, sizes[: len(sizes) - len(target) + 1], target[1:])
+    parts = common_factors(sizes, target)
+    if parts is None or len(parts[0]) < 2:
+        return None
+    return Flat(node, source, tuple(parts[0]), target[1:])
+
+
+def _first_flat(node: fx.Node, flats: dict[fx.Node, Flat], index: int = 0) -> Flat | None:
+    argument = node.args[index]
+    return flats.get(argument) if isinstance(argument, fx.Node) else None
+
+
+def _row_wise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """Operators on one activation that work on its last dimension only."""
+    flat = _first_flat(node, flats)
+    others = [n for n in node.all_input_nodes if n is not node.args[0]]
+    if flat is None or not flat.rest or any(n in flats for n in others):
+        return None
+    args = (flat.whole(node), *node.args[1:])
+    return insert(node, node.target, args, dict(node.kwargs))  # type: ignore[arg-type]
+
+
+def _matmul(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    a, b = node.args
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    flat = flats.get(a)
+    if flat is None or not flat.rest:
+        return None
+    if len(node_shape(b)) == 2:
+        return insert(node, aten.matmul.default, (flat.whole(node), b))
+    other_flat = flats.get(b)
+    if (
+        other_flat is None
+        or other_flat.lead != flat.lead
+        or len(flat.rest) != 2
+        or len(other_flat.rest) != 2
+    ):
+        return None
+    return insert(node, aten.matmul.default, (flat.whole(node), other_flat.whole(node)))
+
+
+def _layer_norm(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    flat = _first_flat(node, flats)
+    if flat is None or len(node.args[1]) > len(flat.rest):  # type: ignore[arg-type]
+        return None
+    return _row_wise(node, flats)
+
+
+def _along_dims(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """Operators along the dimensions in their second argument, if none of them is flattened."""
+    flat = _first_flat(node, flats)
+    dims: Any = node.args[1] if len(node.args) > 1 else None
+    if flat is None or dims is None or dims == []:
+        return None
+    rank = len(flat.rest) + 1
+    listed = [d % rank - rank for d in ([dims] if isinstance(dims, int) else dims)]
+    if -rank in listed:
+        return None
+    counted = listed[0] if isinstance(dims, int) else listed
+    args = (flat.whole(node), counted, *node.args[2:])
+    return insert(node, node.target, args, dict(node.kwargs))  # type: ignore[arg-type]
+
+
+def _embedding(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    flat = _first_flat(node, flats, 1)
+    if flat is None:
+        return None
+    args = (node.args[0], flat.whole(node), *node.args[2:])
+    return insert(node, aten.embedding.default, args, dict(node.kwargs))
+
+
+def _pointwise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """All tensors with the flattened dimension must be flattened alike; the others broadcast."""
+    if not is_tensor(node):
+        return None
+    rank = len(node_shape(node))
+    lead = next(iter(flats.values())).lead
+    apart: dict[fx.Node, fx.Node] = {}
+    for argument in node.all_input_nodes:
+        sizes = node_shape(argument)
+        if len(sizes) < rank or sizes[0] == 1 != node_shape(node)[0]:
+            continue
+        flat = flats.get(argument)
+        if flat is None or flat.lead != lead:
+            return None
+        apart[argument] = flat.whole(node)
+    return _with(node, apart) if apart else None
+
+
+def _elementwise_loss(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """A loss that is reduced over all elements of equal shapes absorbs the flattening."""
+    flat = next(iter(flats.values()))
+    tensors = node.all_input_nodes
+    if any(node_shape(n) != (prod(flat.lead), *flat.rest) for n in tensors):
+        return None
+    return _with(node, {n: insert_reshape(n, flat.lead + flat.rest, node) for n in tensors})
+
+
+def _cross_entropy(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    _, target, *options = node.args
+    flat = _first_flat(node, flats)
+    if flat is None or not flat.rest:
+        return None
+    assert isinstance(target, fx.Node)
+    classes = flat.rest if tensor(target).is_floating_point() else ()
+    args = (flat.whole(node), insert_reshape(target, flat.lead + classes, node), *options)
+    return insert(node, custom_ops.cross_entropy, args)
+
+
+def _experts(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node:
+    """Tokens, with what their router chose."""
+    return _unflattened(node, node.all_input_nodes[:3], flats)
+
+
+def _unflattened(node: fx.Node, tensors: Sequence[fx.Node], flats: dict[fx.Node, Flat]) -> fx.Node:
+    """The same operator on tensors whose first dimension is apart."""
+    lead = next(iter(flats.values())).lead
+    return _with(node, {n: insert_reshape(n, lead + node_shape(n)[1:], node) for n in tensors})
+
+
+def _gather(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """Operators that look up or write rows along one dimension, by indices for each row."""
+    tensors, rank = node.all_input_nodes, len(node_shape(node))
+    dim: Any = node.args[1]
+    if dim % rank == 0 or len({node_shape(n)[0] for n in tensors}) > 1:
+        return None
+    new = _unflattened(node, tensors, flats)
+    new.args = (new.args[0], dim % rank - rank, *new.args[2:])
+    return new
+
+
+def _expand(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    (flat,), sizes = flats.values(), node_shape(node)
+    if len(sizes) != len(flat.rest) + 1 or sizes[0] != prod(flat.lead):
+        return None
+    return insert(node, aten.expand.default, (flat.whole(node), [*flat.lead, *sizes[1:]]))
+
+
+def _topk(node: fx.Node, flats: dict[fx.Node, Flat]) -> None:
+    """Both results are flattened again."""
+    ((joined, flat),), arguments = flats.items(), node_arguments(node)
+    rank = len(node_shape(joined))
+    if arguments["dim"] % rank == 0:
+        return
+    options = (arguments["dim"] % rank - rank, arguments["largest"], arguments["sorted"])
+    new = insert(node, aten.topk.default, (flat.whole(node), arguments["k"], *options))
+    for item in list(node.users):
+        result = insert(item, operator.getitem, (new, item.args[1]))
+        replace(item, insert_reshape(result, node_shape(item), item))
+
+
+def _with(node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The same operator on other tensors."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: new.get(n, n))
+    return insert(node, node.target, args, dict(kwargs))  # type: ignore[arg-type]
+
+
+def _permute(node: fx.Node) -> fx.Node | None:
+    """Replaces a permutation of merged dimensions by one of their factors.
+
+    This is done if the next reshape keeps the factors apart, or if the merged dimension becomes the
+    leading one: `[s, (b h), d] → [(b h), s, d] → [b, h, s, d]` is one permutation of
+    `[s, b, h, d]`.
+    """
+    flat, dims = node.args[0], permutation(node)
+    assert isinstance(flat, fx.Node) and dims is not None
+    if flat.target is not aten.reshape.default or 0 in node_shape(flat):
+        return None
+    source = flat.args[0]
+    assert isinstance(source, fx.Node)
+    factors = common_factors(node_shape(source), node_shape(flat))
+    if factors is None or all(len(p) < 2 for p in factors):
+        return None
+    if not all(_keeps_factors(user, factors, dims) for user in node.users):
+        if len(factors[dims[0]]) < 2:
+            return None
+        factors = [factors[d] if d == dims[0] else [n] for d, n in enumerate(node_shape(flat))]
+    apart = [size for part in factors for size in part]
+    starts = [sum(len(p) for p in factors[:dim]) for dim in range(len(factors))]
+    order = [starts[dim] + i for dim in dims for i in range(len(factors[dim]))]
+    if order == list(range(len(order))):
+        return insert_reshape(source, tuple(apart), node)
+    return insert(node, aten.permute.default, (insert_reshape(source, tuple(apart), node), order))
+
+
+def _keeps_factors(user: fx.Node, parts: list[list[int]], dims: Sequence[int]) -> bool:
+    """Whether a node reshapes the permuted tensor without splitting or merging its factors."""
+    if user.target is not aten.reshape.default:
+        return False
+    apart = [size for dim in dims for size in parts[dim]]
+    factors = common_factors(apart, node_shape(user))
+    return factors is not None and [size for part in factors for size in part] == apart
+
+
+_HANDLERS: dict[Any, Handler] = {
+    aten.linear.default: _row_wise,
+    aten.matmul.default: _matmul,
+    aten.layer_norm.default: _layer_norm,
+    aten.rms_norm.default: _layer_norm,
+    aten.embedding.default: _embedding,
+    custom_ops.cross_entropy: _cross_entropy,
+    custom_ops.experts: _experts,
+    aten.expand.default: _expand,
+    aten.topk.default: _topk,
+    **dict.fromkeys(
+        (aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default),
+        _gather,
+    ),
+    **dict.fromkeys(
+        (
+            *(aten.to.dtype, aten.dropout.default, aten.detach.default, aten.type_as.default),
+            aten.zeros_like.default,
+        ),
+        _pointwise,
+    ),
+    **dict.fromkeys(
+        (
+            aten.softmax.int,
+            aten.log_softmax.int,
+            aten.sum.dim_IntList,
+            aten.mean.dim,
+            aten.amax.default,
+            aten.amin.default,
+            aten.argmax.default,
+            aten.logsumexp.default,
+            aten.slice.Tensor,
+            aten.select.int,
+        ),
+        _along_dims,
+    ),
+    **dict.fromkeys(
+        (
+            aten.sum.default,
+            aten.mean.default,
+            aten.mse_loss.default,
+            aten.l1_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.huber_loss.default,
+            aten.binary_cross_entropy.default,
+            aten.binary_cross_entropy_with_logits.default,
+        ),
+        _elementwise_loss,
+    ),
+}

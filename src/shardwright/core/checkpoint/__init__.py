@@ -1,0 +1,1 @@
+"""Saving, loading and resuming, and the position of a run in its data."""

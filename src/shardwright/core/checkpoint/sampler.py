@@ -1,0 +1,146 @@
+"""The samples that each rank feeds to the model: the global batch, or only its own shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.plan import Plan
+from shardwright.errors import DataError
+
+
+def local_batch(plan: Plan, rank: int, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors that `rank` passes to the model: its shard of each tensor of a global batch.
+
+    Raises:
+        DataError: if the number of tensors differs from the number of model inputs, or a tensor
+            cannot be sharded as the plan's `dataset_strategy` says.
+    """
+    inputs = _input_layouts(plan)
+    if len(batch) != len(inputs):
+        raise DataError(
+            f"the batch has {len(batch)} tensors, but the model has {len(inputs)} inputs:"
+            f" {', '.join(name for name, _ in inputs)}"
+        )
+    blocks = []
+    for tensor, (name, arrival) in zip(batch, inputs, strict=True):
+        for dim, count in enumerate(arrival.shard_counts):
+            if tensor.shape[dim] % count:
+                raise DataError(
+                    f"input {name} of shape {list(tensor.shape)}: dataset_strategy shards dimension"
+                    f" {dim} {count} ways, which does not divide its size {tensor.shape[dim]}"
+                )
+        rank_in_mesh = rank % plan.mesh.num_devices
+        blocks.append(tensor[arrival.slices(rank_in_mesh, tuple(tensor.shape))])
+    return tuple(blocks)
+
+
+class BatchSampler(Sampler[list[int]]):
+    """Yields the sample indices of one rank, a list per batch, for `DataLoader(batch_sampler=...)`.
+
+    All ranks draw the same order, which depends only on `seed` and the epoch. If the plan's
+    `dataset_strategy` replicates the inputs, every rank gets all samples of a batch. If it shards
+    them along the batch, each rank gets its shard, and ranks with the same shard (also those of
+    other pipeline stages) get the same samples.
+
+    Args:
+        samples: number of samples in the dataset.
+        plan: the plan of the model.
+        rank: the global rank.
+        batch_size: samples per global batch, over all ranks.
+        drop_last: drop the samples that do not fill a last batch; otherwise that batch is smaller.
+
+    Raises:
+        DataError: if there is no plan or less than one batch, the inputs are sharded differently
+            along the batch, or a batch, including the last, cannot be sharded evenly.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        plan: Plan,
+        rank: int,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+    ) -> None:
+        if not isinstance(plan, Plan):
+            raise DataError(f"plan={plan!r}: what every rank reads follows from a plan; give one")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise DataError(f"batch_size={batch_size!r}: use a whole number of at least 1")
+        self.samples, self.batch_size = samples, batch_size
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self._arrival = _batch_layout(plan)
+        self._place = rank % plan.mesh.num_devices
+        if samples < batch_size:
+            raise DataError(
+                f"{samples} samples are less than one batch of {batch_size}: use a batch_size of at"
+                f" most {samples}"
+            )
+        self._check_divides(batch_size, "a batch")
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, sample: int = 0) -> None:
+        """Selects the order of the samples of `epoch`, from its sample number `sample` on.
+
+        Raises:
+            DataError: if the last batch cannot be sharded evenly.
+        """
+        self.epoch, self.sample = epoch, sample
+        if not self.drop_last:
+            self._check_divides((self.samples - sample) % self.batch_size, "the last batch")
+
+    def __len__(self) -> int:
+        """Number of batches in what is left of the epoch."""
+        full, remainder = divmod(max(0, self.samples - self.sample), self.batch_size)
+        return full + (remainder > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.arange(self.samples)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.samples, generator=generator)
+        order = order[self.sample :]
+        for number in range(len(self)):
+            rows = order[number * self.batch_size : (number + 1) * self.batch_size]
+            yield rows[self._arrival.slices(self._place, (len(rows),))].tolist()
+
+    def _check_divides(self, rows: int, batch: str) -> None:
+        (num_shards,) = self._arrival.shard_counts
+        if rows % num_shards:
+            raise DataError(
+                f"{batch} has {rows} samples, but dataset_strategy shards the batch {num_shards}"
+                f" ways: use a multiple of {num_shards}"
+                + ("" if batch == "a batch" else ", or drop_last=True")
+            )
+
+
+def _input_layouts(plan: Plan) -> list[tuple[str, TensorLayout]]:
+    """The name of each tensor input, and the layout in which devices are given it."""
+    tensors = [leaf for leaf in plan.inputs if isinstance(leaf, dict)]
+    return [
+        (
+            leaf["name"],
+            TensorLayout(plan.mesh, plan.arrivals.get(leaf["name"], ((),) * len(leaf["shape"]))),
+        )
+        for leaf in tensors
+    ]
+
+
+def _batch_layout(plan: Plan) -> TensorLayout:
+    """The layout of dimension 0 of all inputs that have a batch dimension."""
+    sized = [leaf for leaf in plan.inputs if isinstance(leaf, dict) and leaf["shape"]]
+    names = [leaf["name"] for leaf in sized if leaf["shape"][0] == sized[0]["shape"][0]]
+    axes = {arrival.axes[0] for name, arrival in _input_layouts(plan) if name in names}
+    if len(axes) != 1:
+        raise DataError(
+            f"dataset_strategy shards the inputs {', '.join(names)} differently along the batch, so"
+            " no list of samples fits them all: use shardwright.run.local_batch on global batches"
+        )
+    return TensorLayout(plan.mesh, (axes.pop(),))

@@ -1,0 +1,227 @@
+"""The state of a model, its optimizer and the random generators, as named tensors.
+
+The keys are `model.<name>`, `optimizer.<parameter name>.<key>` and `random.<device type>`. They do
+not depend on the plan, the number of devices or the pipeline stages: a stage has the keys of its
+own parameters, and a tied parameter goes by the first of its names.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.checkpoint.manifest import CheckpointWarning
+from shardwright.core.parallel.module import ParallelModule
+from shardwright.core.parallel.module_wrapper import wrapped_model
+from shardwright.core.runtime.accelerator import generator_states, set_generator_states
+from shardwright.errors import CheckpointError
+
+MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
+
+SavedMetadata = Mapping[str, TensorStorageMetadata]
+"""The tensors of a checkpoint by key, with their sizes and dtypes."""
+
+
+def model_tensors(net: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of this rank, without copying."""
+    first = first_names(net)
+    state = net.state_dict()
+    held = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {f"{MODEL}.{first[name]}": value for name, value in held.items() if not value.is_meta}
+
+
+def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer state of this rank's parameters, without copying.
+
+    Raises:
+        CheckpointError: if the optimizer has a parameter that the model does not have, or state
+            that is not a tensor.
+    """
+    tensors = {}
+    for name, parameter in _optimizer_parameters(net, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is None:
+                continue
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"cannot save the state {key!r} of {name!r} in {type(optimizer).__name__}: it "
+                    f"is a {type(value).__name__}, not a tensor"
+                )
+            tensors[f"{OPTIMIZER}.{name}.{key}"] = value
+    return tensors
+
+
+def drop_tied_duplicates(
+    tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """Drops the tensors that another pipeline stage saves.
+
+    A parameter that is tied across stages is stored on the devices of each, perhaps sharded
+    differently. The stage with the lowest rank saves it.
+    """
+
+    def lowest(tensor: Tensor) -> int:
+        return int(tensor.device_mesh.mesh.min()) if isinstance(tensor, DTensor) else 0
+
+    lowest_ranks = {key: lowest(tensor) for key, tensor in tensors.items()}
+    all_ranks: list[dict[str, int]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(all_ranks, lowest_ranks, group=group)
+    return {
+        key: tensor
+        for key, tensor in tensors.items()
+        if lowest_ranks[key] == min(ranks[key] for ranks in all_ranks if key in ranks)
+    }
+
+
+def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of each parameter group, such as the learning rate, as plain data."""
+    return [
+        {
+            key: value.item() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def allocate_optimizer_state(
+    net: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedMetadata
+) -> dict[str, Tensor]:
+    """Allocates tensors into which to read the saved optimizer state of this rank's parameters.
+
+    State with the shape of its parameter is sharded like the parameter.
+    """
+    of_parameter: dict[str, list[str]] = {}
+    for key in saved:
+        kind, _, suffix = key.partition(".")
+        if kind == OPTIMIZER:
+            of_parameter.setdefault(suffix.rpartition(".")[0], []).append(key)
+    tensors = {}
+    for name, parameter in _optimizer_parameters(net, optimizer):
+        for key in of_parameter.get(name, ()):
+            size, dtype = saved[key].size, saved[key].properties.dtype
+            like = size == parameter.shape
+            tensor = (
+                torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(size).to(dtype)
+            )
+            tensors[key] = tensor.detach()
+    return tensors
+
+
+def restore_optimizer(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    groups: list[dict[str, Any]] | None,
+) -> None:
+    """Load the saved state into the optimizer.
+
+    Args:
+        groups: the settings that its parameter groups get; None if they keep their own.
+
+    Raises:
+        CheckpointError: if the optimizer has another number of parameter groups.
+    """
+    of_parameter: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, leaf = key.removeprefix(f"{OPTIMIZER}.").rpartition(".")
+        of_parameter.setdefault(name, {})[leaf] = value
+    state = {
+        number: of_parameter[name]
+        for number, (name, _) in enumerate(_optimizer_parameters(net, optimizer))
+        if name in of_parameter
+    }
+    current = optimizer.state_dict()["param_groups"]
+    restored = current if groups is None else _restored_groups(optimizer, current, groups)
+    optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+def _restored_groups(
+    optimizer: torch.optim.Optimizer, current: list[dict[str, Any]], saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    if len(saved) != len(current):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(saved)} parameter groups, but this "
+            f"{type(optimizer).__name__} has {len(current)}"
+        )
+    restored = [
+        {**group, **{key: _restore_type(value, group.get(key)) for key, value in each.items()}}
+        for group, each in zip(current, saved, strict=True)
+    ]
+    replaced = [
+        f"{key}={each[key]} replaces {group[key]}"
+        for group, each in zip(current, restored, strict=True)
+        for key in group
+        if each[key] != group[key] and not (key == "lr" and "initial_lr" in each)
+    ]
+    if replaced:
+        warnings.warn(
+            f"the checkpoint's settings of {type(optimizer).__name__} were restored:"
+            f" {', '.join(replaced)}; to change them, set them after loading",
+            CheckpointWarning,
+            stacklevel=5,
+        )
+    return restored
+
+
+def random_tensors(device: torch.device) -> dict[str, Tensor]:
+    """The states of PyTorch's generators of the CPU and of the accelerator `device`."""
+    return {f"{RANDOM}.{kind}": state for kind, state in generator_states(device).items()}
+
+
+def restore_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set the generators to states from `random_tensors`."""
+    states = {key.removeprefix(f"{RANDOM}."): state for key, state in tensors.items()}
+    set_generator_states(states, device)
+
+
+def device_of(net: nn.Module) -> torch.device:
+    """The device of `net`."""
+    if isinstance(net, ParallelModule):
+        return net.execution.devices.device
+    return next((p.device for p in net.parameters()), torch.device("cpu"))
+
+
+def _optimizer_parameters(
+    net: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """The optimizer's parameters in its order, with their names."""
+    first = first_names(net)
+    names = {parameter: first[name] for name, parameter in net.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that the model does not have: construct it with the "
+                    "parameters of the module that is saved or loaded"
+                )
+            yield names[parameter], parameter
+
+
+def first_names(net: nn.Module) -> dict[str, str]:
+    """Maps every parameter and persistent buffer of the whole model to the first of its names."""
+    firsts: dict[int, str] = {}
+    state = original_module(net).state_dict(keep_vars=True)
+    return {name: firsts.setdefault(id(value), name) for name, value in state.items()}
+
+
+def original_module(net: nn.Module) -> nn.Module:
+    """The original model, with the parameters of all stages."""
+    net = wrapped_model(net)
+    return net.execution.template if isinstance(net, ParallelModule) else net
+
+
+def _restore_type(value: Any, like: Any) -> Any:
+    """A value read from JSON, converted to the type that the optimizer uses."""
+    if isinstance(like, Tensor):
+        return torch.full_like(like, value)
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,184 @@
+"""How the files of a checkpoint are written, with their checksums, and read, without running code.
+
+A checkpoint is written under a temporary name and renamed once every rank has written, so a folder
+`step-N` is always complete.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from shardwright.core.checkpoint.manifest import INFO_FILE, CheckpointInfo, FileChecksum
+from shardwright.core.torch_internals.checkpoint_metadata import METADATA_FILE, loads_metadata
+from shardwright.errors import DamagedCheckpointError
+
+NAME = re.compile(r"step-(\d+)")
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """The steps of all checkpoints in `folder`, in ascending order."""
+    matches = (NAME.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads the tensors of a checkpoint, and nothing else: other entries would be unpickled."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raises:
+        DamagedCheckpointError: if the metadata is malformed, or refers to code.
+        """
+        path = Path(self.path) / METADATA_FILE
+        try:
+            metadata = loads_metadata(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpointError(f"{path} cannot be read: {error}") from None
+        metadata.state_dict_metadata = {
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class PublishingWriter(FileSystemWriter):
+    """Writes under a temporary name, and renames the folder when all ranks have written.
+
+    Args:
+        folder: the checkpoint `step-N`.
+        about: the contents of `checkpoint.json`, to which the checksums are added.
+        keep: number of newest checkpoints to keep; None for all.
+    """
+
+    def __init__(self, folder: Path, about: CheckpointInfo, keep: int | None) -> None:
+        super().__init__(folder.with_name(f"{folder.name}.partial"))
+        self.fs = self._files = _ChecksumFileSystem()
+        self._folder, self._about, self._keep = folder, about, keep
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Called on every rank; the first of its results carries the checksums of its files."""
+        results = super().write_data(plan, planner).wait()
+        if results:
+            checksums = dict(self._files.checksums)
+            results[0] = _ChecksumResult(**vars(results[0]), checksums=checksums)
+        written = Future[list[WriteResult]]()
+        written.set_result(results)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Called on one rank once all have written."""
+        super().finish(metadata, results)
+        files = dict(self._files.checksums)
+        for result in (each for of_rank in results for each in of_rank):
+            if isinstance(result, _ChecksumResult):
+                files |= result.checksums
+        partial = Path(self.path)
+        with (partial / INFO_FILE).open("w", encoding="utf-8") as file:
+            file.write(replace(self._about, files=files).to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        _remove(self._folder)
+        partial.rename(self._folder)
+        self._remove_oldest()
+
+    def _remove_oldest(self) -> None:
+        """Later checkpoints do not count: they are damaged, or of a run that went another way."""
+        if self._keep is None:
+            return
+        current = int(self._folder.name.removeprefix("step-"))
+        earlier = [step for step in complete_steps(self._folder.parent) if step <= current]
+        for step in earlier[: -self._keep]:
+            _remove(self._folder.with_name(f"step-{step}"))
+
+
+class OneRankPlanner(DefaultSavePlanner):
+    """Plans what one rank writes where the others write nothing: shards that are not all there."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
+        return self.global_plan, self.metadata
+
+
+@dataclass(frozen=True)
+class _ChecksumResult(WriteResult):
+    """The result of writing a tensor, with the checksums of all files of its rank."""
+
+    checksums: dict[str, FileChecksum]
+
+
+class _ChecksumFileSystem(FileSystem):
+    """Computes the checksums of files while they are written."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, FileChecksum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            written = _ChecksumStream(cast("io.BufferedWriter", stream))
+            yield written
+        self.checksums[Path(path).name] = FileChecksum(written.size, written.crc32)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
+
+
+class _ChecksumStream(io.BufferedIOBase):
+    def __init__(self, file: io.BufferedWriter) -> None:
+        self._file, self.size, self.crc32 = file, 0, 0
+
+    def write(self, content: Any) -> int:
+        self.crc32 = zlib.crc32(content, self.crc32)
+        count = self._file.write(content)
+        self.size += count
+        return count
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Removes the leftovers of crashed runs."""
+    for pattern in ("step-*.partial", "step-*.removed"):
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover)
+
+
+def _remove(folder: Path) -> None:
+    """Renames first, because a partially removed folder must not look complete."""
+    if folder.exists():
+        removed = folder.with_name(f"{folder.name}.removed")
+        folder.rename(removed)
+        shutil.rmtree(removed)

@@ -1,0 +1,92 @@
+"""`dataset_strategy`: whether every device is given the whole inputs or only its own shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwright.core.constraints.resolve import cut_axes
+from shardwright.core.constraints.strategy import Entry, check_entries
+from shardwright.core.graph.graph import Graph, Value
+from shardwright.core.layout.axes import Axes
+from shardwright.core.layout.layout import Layout
+from shardwright.errors import StrategyError
+
+DatasetStrategy = str | tuple[Entry, ...]
+"""`full_batch`, `data_parallel`, or an entry for each tensor input."""
+
+NAMES = ("full_batch", "data_parallel")
+
+
+def check_dataset_strategy(strategy: Any) -> None:
+    """Raises:
+    StrategyError: if `strategy` is neither a name nor a tuple of entries.
+    """
+    if isinstance(strategy, str):
+        if strategy not in NAMES:
+            raise StrategyError(
+                f"unknown dataset_strategy {strategy!r}; valid are 'full_batch' (every device is"
+                " given the whole batch), 'data_parallel' (every device is given its own shard of"
+                " the batch), or a tuple with one entry per input"
+            )
+        return
+    check_entries("dataset_strategy", strategy)
+
+
+def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
+    """The entry of each input, by name; empty if `strategy` is a name that holds for all inputs.
+
+    Raises:
+        StrategyError: if the number of entries differs from the number of inputs.
+    """
+    check_dataset_strategy(strategy)
+    if isinstance(strategy, str):
+        return {}
+    inputs = graph.input_values
+    if len(strategy) != len(inputs):
+        names = ", ".join(str(value) for value in inputs)
+        raise StrategyError(
+            f"dataset_strategy has {len(strategy)} entries, but the model has {len(inputs)} tensor"
+            f" inputs: {names}; give one entry per input"
+        )
+    return {value.name: entry for value, entry in zip(inputs, strategy, strict=True)}
+
+
+def arrivals(graph: Graph, mesh: Layout, strategy: DatasetStrategy) -> dict[str, tuple[Axes, ...]]:
+    """By name, the axes that cut each dimension of the inputs that are given to devices in shards.
+
+    Raises:
+        StrategyError: if an input cannot be sharded as requested; the message names the input, its
+            shape and the valid values.
+    """
+    entries = input_entries(graph, strategy)
+    if strategy == "full_batch":
+        return {}
+    if strategy == "data_parallel":
+        return {value.name: _batch_axes(value, mesh) for value in _batch_inputs(graph)}
+    sharded = {}
+    for value in graph.input_values:
+        replicated: tuple[Axes, ...] = ((),) * len(value.shape)
+        axes = cut_axes(
+            f"input {value.name}", "dataset_strategy", value, entries[value.name], mesh, replicated
+        )
+        if any(axes):
+            sharded[value.name] = axes
+    return sharded
+
+
+def _batch_inputs(graph: Graph) -> list[Value]:
+    """The inputs whose dimension 0 is the batch, which is that of the first non-scalar input."""
+    sized = [value for value in graph.input_values if value.shape]
+    return [value for value in sized if value.shape[0] == sized[0].shape[0]]
+
+
+def _batch_axes(value: Value, mesh: Layout) -> tuple[Axes, ...]:
+    devices = mesh.num_devices
+    if value.shape[0] % devices:
+        raise StrategyError(
+            f"input {value.name} {list(value.shape)}: dataset_strategy 'data_parallel' shards"
+            f" dimension 0 evenly over the {devices} devices of a stage, but its size"
+            f" {value.shape[0]} is not divisible by {devices}; use a multiple of {devices}, or"
+            " dataset_strategy 'full_batch'"
+        )
+    return (tuple(range(len(mesh.device_matrix))), *((),) * (len(value.shape) - 1))

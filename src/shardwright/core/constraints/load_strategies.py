@@ -1,0 +1,122 @@
+"""Pins the strategies of a file to the modules of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwright.core.capture.annotations import attach, module_tags
+from shardwright.core.capture.naming import local_operator_name
+from shardwright.core.constraints.pin import Pin
+from shardwright.core.constraints.shard import validate_parameter_plan
+from shardwright.core.constraints.strategy_file import FileEntry, parse_strategies
+from shardwright.core.rules.rule import registry
+from shardwright.errors import StrategyError
+from shardwright.text_files import read_text
+
+_CALL = re.compile(r"@\d+")
+"""Suffix of the second and later calls of a module."""
+
+
+def load_strategies(net: nn.Module, path: str | Path) -> None:
+    """Pins operators of `net` as listed in a strategy file.
+
+    The file is written by `Plan.save_strategies`, or by hand. A module's path stands for its main
+    operator in every call; other operators have the names that plans give them, `path.add_1`. An
+    entry of the file replaces an earlier `shard` of the same module, and a later `shard` replaces
+    the entry.
+
+    Args:
+        net: the model; its modules are pinned in place.
+        path: the strategy file (JSON).
+
+    Raises:
+        StrategyError: if the file is missing or malformed, or names a module or parameter that
+            `net` does not have. What depends on shapes and devices is checked by `plan`.
+        LayoutError: if a layout is invalid.
+    """
+    text = read_text(path, StrategyError)
+    modules = dict(net.named_modules(remove_duplicate=False))
+    entries: dict[str, dict[str, FileEntry]] = {}
+    for name, entry in parse_strategies(text, str(path)).items():
+        owner = _owner(name, modules)
+        suffix = name.removeprefix(owner)
+        if _operator_names(suffix) is None:
+            raise StrategyError(f"{path}: {_unknown_name(name, modules)}")
+        if suffix and entry.parameters:
+            raise StrategyError(
+                f"{path}: {name}: only modules take a parameter_plan, and this is an operator"
+            )
+        entries.setdefault(owner, {})[suffix] = entry
+    pins = {
+        owner: _pin(f"{path}: {owner}", modules[owner], entry) for owner, entry in entries.items()
+    }
+    tags = module_tags(net)
+    for owner, pin in pins.items():
+        earlier = next((tag for tag in tags.get(owner, ()) if isinstance(tag, Pin)), None)
+        attach(modules[owner], _merge(earlier, pin))
+
+
+def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """The path of the innermost module that `name` is in."""
+    owner = _CALL.sub("", name)
+    while owner and not (owner in modules and name.startswith(owner)):
+        owner = owner.rpartition(".")[0]
+    return owner
+
+
+def _operator_names(suffix: str) -> tuple[str, ...] | None:
+    """The operators in what follows a module's path (`.add_1`, `@2`); None if one is unknown."""
+    pieces = [part for part in _CALL.sub("", suffix).split(".") if part]
+    names = tuple(re.sub(r"_\d+$", "", part) for part in pieces)
+    return names if all(name == "bias" or _is_operator(name) for name in names) else None
+
+
+def _is_operator(name: str) -> bool:
+    return hasattr(torch.ops.aten, name) or any(
+        name
+        == (
+            target.split("::")[-1].split(".")[0]
+            if isinstance(target, str)
+            else local_operator_name(target)
+        )
+        for target in registry()
+    )
+
+
+def _unknown_name(name: str, modules: Mapping[str, nn.Module]) -> str:
+    near = get_close_matches(name, [path for path in modules if path], n=3, cutoff=0.0)
+    return (
+        f"the model has no module or operator named {name!r}; closest modules:"
+        f" {', '.join(near) or 'none, the model has no modules'}"
+    )
+
+
+def _pin(where: str, module: nn.Module, entries: Mapping[str, FileEntry]) -> Pin:
+    try:
+        parameters = validate_parameter_plan(
+            module, entries[""].parameters if "" in entries else {}
+        )
+    except StrategyError as error:
+        raise StrategyError(f"{where}: {error}") from None
+    operators = {
+        suffix: entry.strategy for suffix, entry in entries.items() if entry.strategy is not None
+    }
+    return Pin(None, parameters, operators)
+
+
+def _merge(earlier: Pin | None, pin: Pin) -> Pin:
+    """`earlier`, overridden by what `pin` sets."""
+    if earlier is None:
+        return pin
+    strategy = None if "" in pin.operators else earlier.strategy
+    return Pin(
+        strategy,
+        {**earlier.parameters, **pin.parameters},
+        {**earlier.operators, **pin.operators},
+    )

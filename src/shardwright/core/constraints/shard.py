@@ -1,0 +1,303 @@
+"""`shard` pins strategies to modules and functions; `pins_of` finds them in a captured graph.
+
+A pin is part of the module, or of the function that `shard` returns; there is no global state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from shardwright.core.capture.annotations import attach
+from shardwright.core.capture.naming import MAIN
+from shardwright.core.constraints import Entry, OperatorStrategy, check_entries, check_entry
+from shardwright.core.constraints.pin import BoundaryPin, Pin, tagged_calls
+from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.graph import Op as Operator
+from shardwright.errors import StrategyError
+
+aten = torch.ops.aten
+ShardTarget = TypeVar("ShardTarget", bound=Callable[..., Any])
+
+_DATA_MOVEMENT_OPS = (
+    aten.alias.default,
+    aten.reshape.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.expand.default,
+    aten.to.dtype,
+    aten.detach.default,
+)
+"""Operators that do not count when a pin must be about a single operator."""
+
+
+class NamedFunction(nn.Module):
+    """A function as a module, so that it has a name in the module tree, in pins and in plans.
+
+    Args:
+        function: any function; called with the arguments of the module.
+
+    Raises:
+        StrategyError: if `function` is a module or not callable.
+
+    >>> net = nn.Module()
+    >>> net.matmul1 = NamedFunction(torch.matmul)
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        if isinstance(function, nn.Module) or not callable(function):
+            raise StrategyError(
+                f"Op takes a function, not {function!r}; a module already has a name"
+            )
+        self.function = function
+
+    def _get_name(self) -> str:
+        return "Op"  # the name under which the package exports it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return str(getattr(self.function, "__name__", self.function))
+
+
+def shard(
+    target: ShardTarget,
+    in_strategy: tuple[Entry, ...] | None = None,
+    out_strategy: tuple[Entry, ...] | None = None,
+    parameter_plan: Mapping[str, Entry] | None = None,
+) -> ShardTarget:
+    """Pins how an operator is sharded; no search changes it.
+
+    Args:
+        target: a module, whose main operator is pinned in every call (a later `shard` replaces an
+            earlier one), or a function; call the returned function in `forward`. Of a module that
+            has others inside, what it is called with and what it returns is pinned.
+        in_strategy: one entry per tensor input, in the order of the operator or of the signature of
+            `forward`: a tuple with the number of shards of each dimension, a `TensorLayout`, or
+            None if it follows from the other entries. Weights have torch's shape; for `nn.Linear`
+            that is (out_features, in_features). Dimensions that no entry cuts are replicated, and
+            so is the computation over devices that are left over.
+        out_strategy: one entry per output, in the same form. Partial sums are all-reduced or
+            reduce-scattered to match; with None the operators that read the output decide. It also
+            cuts dimensions that only the output has, such as those that `expand` adds.
+        parameter_plan: by name, an entry for how each parameter of the module is stored.
+
+    Returns:
+        The module itself, or the pinned function.
+
+    Raises:
+        StrategyError: if an entry is invalid or a parameter is unknown. What depends on shapes and
+            the number of devices is checked by `plan`.
+    """
+    if isinstance(target, type) or not callable(target):
+        raise StrategyError(f"shard takes a module or a function, not {target!r}")
+    if in_strategy is None and out_strategy is not None:
+        raise StrategyError("out_strategy requires an in_strategy")
+    if in_strategy is None and parameter_plan is None:
+        raise StrategyError("shard needs an in_strategy or a parameter_plan")
+    strategy = None
+    if in_strategy is not None:
+        check_entries("in_strategy", in_strategy)
+        strategy = OperatorStrategy(in_strategy, out_strategy)
+    if isinstance(target, nn.Module):
+        pin = Pin(strategy, validate_parameter_plan(target, parameter_plan or {}))
+        attach(target, pin)
+        return target
+    if parameter_plan is not None:
+        raise StrategyError(
+            "only modules take a parameter_plan, a function has no parameters; call shard on the"
+            " module that owns them"
+        )
+    function: ShardTarget = tagged_calls(target, Pin(strategy))
+    return function
+
+
+def validate_parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Raises:
+    StrategyError: if the module has no such parameter, or an entry is invalid.
+    """
+    known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    for name, entry in plan.items():
+        if name not in known:
+            near = get_close_matches(str(name), known, cutoff=0.0)
+            raise StrategyError(
+                f"parameter_plan: {type(module).__name__} has no parameter {name!r}; closest:"
+                f" {', '.join(near) or 'none, the module has no parameters'}"
+            )
+        check_entry(f"parameter_plan of {name!r}", entry)
+    return dict(plan)
+
+
+@dataclass(frozen=True)
+class Pins:
+    """The pins of a graph.
+
+    Args:
+        strategies: by name of the operator.
+        parameters: how parameters are stored, by name of the parameter.
+    """
+
+    strategies: dict[str, OperatorStrategy]
+    parameters: dict[str, Entry]
+
+
+def pins_of(graph: Graph) -> Pins:
+    """Finds the operators and parameters that the pins of a captured graph refer to.
+
+    Raises:
+        StrategyError: if a pin matches no operator or several, or two pins of one operator differ.
+    """
+    strategies: dict[str, OperatorStrategy] = {}
+    for op, strategy in (
+        *_module_strategies(graph),
+        *_named_strategies(graph),
+        *_function_strategies(graph),
+    ):
+        if strategies.setdefault(op.name, strategy) != strategy:
+            raise StrategyError(
+                f"{op.name} has two conflicting pins, {strategies[op.name]} and {strategy}; keep"
+                " one of them"
+            )
+    return Pins(strategies, _parameter_plans(graph))
+
+
+def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+    with_boundary = {op.module for op in graph.ops if _is_boundary(op)}
+    for pin, paths in _modules_by_pin(graph).items():
+        if pin.strategy is None or with_boundary.issuperset(paths):
+            continue
+        ops = [op for path in paths for op in _main_operators(graph, path)]
+        if not ops:
+            raise StrategyError(_no_operator(graph, paths[0], pin))
+        for op in ops:
+            yield op, pin.strategy
+
+
+def _is_boundary(op: Operator) -> bool:
+    return any(isinstance(tag, BoundaryPin) for tag in op.tags)
+
+
+def _modules_by_pin(graph: Graph) -> dict[Pin, list[str]]:
+    """Every pin of a module, with all paths of that module."""
+    paths: dict[Pin, list[str]] = {}
+    for path, pin in _pinned_modules(graph):
+        paths.setdefault(pin, []).append(path)
+    return paths
+
+
+def _pinned_modules(graph: Graph) -> Iterator[tuple[str, Pin]]:
+    for path, tags in graph.module_tags.items():
+        yield from ((path, tag) for tag in tags if isinstance(tag, Pin))
+
+
+def _named_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+    calls: dict[str, list[Operator]] = {}
+    for op in graph.ops:
+        first, _, number = op.name.rpartition("@")
+        calls.setdefault(first if number.isdigit() else op.name, []).append(op)
+    for pin, paths in _modules_by_pin(graph).items():
+        named = {path + suffix for path in paths for suffix in pin.operators}
+        for suffix, strategy in pin.operators.items():
+            names = [path + suffix for path in paths]
+            ops = [graph.by_name[name] for name in names if name in graph.by_name]
+            ops += [op for name in names for op in calls.get(name, ()) if op.name not in named]
+            if not ops:
+                near = get_close_matches(names[0], list(graph.by_name), n=3, cutoff=0.0)
+                raise StrategyError(
+                    f"{names[0]!r} is pinned as {strategy}, but the graph has no operator of this"
+                    f" name; closest operators: {', '.join(near)}"
+                )
+            for op in ops:
+                yield op, strategy
+
+
+def _main_operators(graph: Graph, path: str) -> list[Operator]:
+    """The main operator of each call of a module."""
+    below = [op for op in graph.ops if not path or f"{op.module}.".startswith(f"{path}.")]
+    own = [op for op in below if op.module == path]
+    where = f"module {path!r}" if path else "the model itself"
+    if len(own) < len(below):
+        raise StrategyError(_ambiguous(where, below))
+    calls: dict[str, list[Operator]] = {}
+    for op in own:
+        calls.setdefault(_call(op.name, path), []).append(op)
+    return [_main_operator(where, ops) for ops in calls.values()]
+
+
+def _call(name: str, path: str) -> str:
+    """`""` for operators of the first call of a module, `@2` for those of the second."""
+    suffix = name.removeprefix(path)
+    return suffix.partition(".")[0] if path and suffix.startswith("@") else ""
+
+
+def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+    for pin, source in graph.call_tags:
+        if not isinstance(pin, Pin) or pin.strategy is None:
+            continue
+        ops = [op for op in graph.ops if pin in op.tags]
+        if not ops and isinstance(pin, BoundaryPin):
+            continue  # A tensor that nothing reads.
+        where = f"the pinned function called at {source or 'an unknown line'}"
+        if not ops:
+            raise StrategyError(
+                f"{where}, {pin.strategy}: the graph has no operator of this call; its result is"
+                " unused, or the call computes nothing"
+            )
+        yield _main_operator(where, ops), pin.strategy
+
+
+def _main_operator(where: str, ops: Sequence[Operator]) -> Operator:
+    """The operator that a pin refers to: the only one apart from biases and reshapes."""
+    computing = [
+        op for op in ops if op.target not in _DATA_MOVEMENT_OPS and not op.name.endswith(".bias")
+    ]
+    main = [op for op in computing if op.target in MAIN]
+    for candidates in (main, computing, ops):
+        if len(candidates) == 1:
+            return candidates[0]
+    raise StrategyError(_ambiguous(where, ops))
+
+
+def _ambiguous(where: str, ops: Sequence[Operator]) -> str:
+    names = ", ".join(op.name for op in ops[:8])
+    more = f" and {len(ops) - 8} more" if len(ops) > 8 else ""
+    return (
+        f"{where} has {len(ops)} operators, but a pin is for a single one: {names}{more}; pin a"
+        " module with one operator, the function that is called (wrap it in sw.Op to name it), or a"
+        " module around it, of which inputs and outputs are pinned"
+    )
+
+
+def _no_operator(graph: Graph, path: str, pin: Pin) -> str:
+    near = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
+    return (
+        f"module {path!r} is pinned as {pin.strategy}, but has no operator in the graph: it is"
+        f" never called, or it computes nothing; closest operators: {', '.join(near)}"
+    )
+
+
+def _parameter_plans(graph: Graph) -> dict[str, Entry]:
+    known = {value.name for value in graph.parameters}
+    stored: dict[str, Entry] = {}
+    for path, pin in _pinned_modules(graph):
+        for inner, entry in pin.parameters.items():
+            name = ".".join(filter(None, (path, inner)))
+            first = graph.tied.get(name, name)
+            if first not in known:
+                raise StrategyError(
+                    f"parameter_plan of {path or 'the model'!r}: no operator uses the parameter"
+                    f" {name!r}"
+                )
+            if stored.setdefault(first, entry) != entry:
+                raise StrategyError(
+                    f"parameter_plan of {path or 'the model'!r}: the parameter {name!r} has two"
+                    " conflicting entries"
+                )
+    return stored

@@ -1,0 +1,137 @@
+"""The sharding strategy of one operator: an entry for each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.errors import StrategyError
+
+Entry = tuple[int, ...] | TensorLayout | None
+"""The sharding of one tensor: a shard count per dimension, a layout, or None to leave it open."""
+
+
+@dataclass(frozen=True)
+class OperatorStrategy:
+    """How one operator is to be sharded.
+
+    Args:
+        inputs: an entry for each tensor input, in the order of the operator.
+        outputs: an entry for each output; None leaves them as the operator computes them.
+
+    Raises:
+        StrategyError: if an entry is not a tuple of positive ints, a layout or None, or if a layout
+            is a partial sum.
+    """
+
+    inputs: tuple[Entry, ...]
+    outputs: tuple[Entry, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_entries("in_strategy", self.inputs)
+        if self.outputs is not None:
+            check_entries("out_strategy", self.outputs)
+        entries = (*self.inputs, *(self.outputs or ()))
+        if all(entry is None for entry in entries) and self.inputs:
+            raise StrategyError(
+                f"in_strategy {entries_text(self.inputs)} is empty; give at least one input an"
+                " entry other than None"
+            )
+
+    def __str__(self) -> str:
+        text = entries_text(self.inputs)
+        return text if self.outputs is None else f"{text} → {entries_text(self.outputs)}"
+
+    @property
+    def layouts(self) -> Iterator[TensorLayout]:
+        """The layouts among its entries."""
+        for entry in (*self.inputs, *(self.outputs or ())):
+            if isinstance(entry, TensorLayout):
+                yield entry
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict that can be written as JSON: counts as lists, layouts as dicts."""
+        return {
+            "inputs": [_entry_data(entry) for entry in self.inputs],
+            "outputs": None if self.outputs is None else [_entry_data(e) for e in self.outputs],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> OperatorStrategy:
+        outputs = data["outputs"]
+        return cls(
+            tuple(_entry(entry) for entry in data["inputs"]),
+            None if outputs is None else tuple(_entry(entry) for entry in outputs),
+        )
+
+
+def _entry_data(entry: Entry) -> Any:
+    if isinstance(entry, TensorLayout):
+        return entry.to_dict()
+    return None if entry is None else list(entry)
+
+
+def _entry(data: Any) -> Entry:
+    if isinstance(data, Mapping):
+        return TensorLayout.from_dict(data)
+    return None if data is None else tuple(data)
+
+
+def check_entries(what: str, entries: Any) -> None:
+    """Raises:
+    StrategyError: if `entries` is not a tuple of valid entries.
+    """
+    if not isinstance(entries, tuple):
+        raise StrategyError(f"{what} must be a tuple with one entry per tensor, not {entries!r}")
+    for entry in entries:
+        if isinstance(entry, int):
+            raise StrategyError(
+                f"{what} {entries!r} contains the int {entry!r}; an entry is a tuple with one shard"
+                f" count per dimension, a TensorLayout, or None. For a single tensor write"
+                f" ({entries!r},)"
+            )
+        check_entry(what, entry)
+
+
+def check_entry(what: str, entry: Any) -> None:
+    """Raises:
+    StrategyError: if `entry` is neither a tuple of positive counts, nor a layout, nor None.
+    """
+    if entry is None:
+        return
+    if isinstance(entry, TensorLayout):
+        if entry.partial or entry.varying:
+            raise StrategyError(
+                f"{what}: the layout {entry} is a partial sum; a strategy only says which axes cut"
+                " dimensions"
+            )
+        return
+    if isinstance(entry, Layout):
+        raise StrategyError(
+            f"{what}: {entry} is a Layout, not a TensorLayout; call it with the axes of each"
+            " dimension: layout('dp', 'None')"
+        )
+    if not isinstance(entry, tuple):
+        raise StrategyError(
+            f"{what} contains {entry!r}; an entry is a tuple with one shard count per dimension,"
+            " a TensorLayout, or None"
+        )
+    for count in entry:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise StrategyError(
+                f"{what}: {entry!r} contains {count!r}; a shard count must be an int of at least 1"
+            )
+
+
+def entry_text(entry: Entry) -> str:
+    """`(2,4)`, `(8,)`, `()`, `None`, or the axis names of a layout."""
+    if isinstance(entry, tuple):
+        return f"({','.join(map(str, entry))}{',' if len(entry) == 1 else ''})"
+    return str(entry)
+
+
+def entries_text(entries: Iterable[Entry]) -> str:
+    texts = [entry_text(entry) for entry in entries]
+    return f"({','.join(texts)}{',' if len(texts) == 1 else ''})"

@@ -1,0 +1,200 @@
+"""The JSON file of strategies, which people can read and edit.
+
+    {
+     "version": 1,
+     "layouts": {
+      "layout": {"device_matrix": [2, 2, 2], "alias_names": ["dp", "sp", "mp"]}
+     },
+     "strategies": {
+      "layer1": {"in_strategy": [[2, 4], {"layout": ["None", ["sp", "mp"]]}]},
+      "layer2": {"in_strategy": [[4, 1], null], "parameter_plan": {"weight": [8, 1]}}
+     }
+    }
+
+An entry is a list of shard counts, null, or the name of a layout with the axes that cut each
+dimension.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from shardwright.core.constraints.strategy import Entry, OperatorStrategy, check_entry
+from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.errors import LayoutError, StrategyError
+from shardwright.text_files import parse_json, shown
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """The entry of one operator or module.
+
+    Args:
+        strategy: of the operator; None for an entry that only stores parameters.
+        parameters: how the module's parameters are stored, by name in the module.
+    """
+
+    strategy: OperatorStrategy | None
+    parameters: Mapping[str, Entry] = field(default_factory=dict)
+
+
+def strategies_to_text(strategies: Mapping[str, FileEntry]) -> str:
+    """The text of a strategy file, one line per entry."""
+    names: dict[Layout, str] = {}
+    lines = [
+        f"  {json.dumps(k)}: {json.dumps(_to_json(entry, names))}"
+        for k, entry in strategies.items()
+    ]
+    layouts = [f"  {json.dumps(n)}: {json.dumps(x.to_dict())}" for x, n in names.items()]
+    sections = [f' "version": {VERSION}', _section("layouts", layouts)]
+    return "{\n" + ",\n".join([*sections, _section("strategies", lines)]) + "\n}\n"
+
+
+def _section(name: str, lines: list[str]) -> str:
+    inner = ",\n".join(lines)
+    return f' "{name}": {{\n{inner}\n }}' if lines else f' "{name}": {{}}'
+
+
+def _to_json(file_entry: FileEntry, names: dict[Layout, str]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    if file_entry.strategy is not None:
+        data["in_strategy"] = [_entry_data(entry, names) for entry in file_entry.strategy.inputs]
+        if file_entry.strategy.outputs is not None:
+            data["out_strategy"] = [
+                _entry_data(entry, names) for entry in file_entry.strategy.outputs
+            ]
+    if file_entry.parameters:
+        data["parameter_plan"] = {
+            n: _entry_data(e, names) for n, e in file_entry.parameters.items()
+        }
+    return data
+
+
+def _entry_data(entry: Entry, names: dict[Layout, str]) -> Any:
+    if not isinstance(entry, TensorLayout):
+        return None if entry is None else list(entry)
+    number = len(names) + 1
+    name = names.setdefault(entry.layout, "layout" if number == 1 else f"layout{number}")
+    dims = ([entry.alias_names[axis] for axis in axes] for axes in entry.axes)
+    return {name: [d if len(d) > 1 else d[0] if d else "None" for d in dims]}
+
+
+def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
+    """The entries of a strategy file, by name of the operator or module.
+
+    Args:
+        where: the name of the file, for error messages.
+
+    Raises:
+        StrategyError: if the file or an entry is malformed; the message says where.
+        LayoutError: if a layout is invalid.
+    """
+    data = parse_json(text, where, StrategyError)
+    version = data.get("version") if isinstance(data, dict) else None
+    if version != VERSION:
+        raise StrategyError(
+            f"{where}: unsupported version {version!r}; this version of Shardwright reads strategy"
+            f" files of version {VERSION}"
+        )
+    _check_keys(where, data, ("version", "layouts", "strategies"))
+    if "strategies" not in data:
+        raise StrategyError(f"{where}: missing key 'strategies'")
+    layouts = {
+        name: _parse_layout(f"{where}: layouts: {name}", layout)
+        for name, layout in _object(f"{where}: layouts", data.get("layouts", {})).items()
+    }
+    return {
+        name: _parse_file_entry(f"{where}: {name}", entry, layouts)
+        for name, entry in _object(f"{where}: strategies", data["strategies"]).items()
+    }
+
+
+def _object(where: str, data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise StrategyError(f"{where}: must be a JSON object, not {shown(data)}")
+    return data
+
+
+def _check_keys(where: str, data: Mapping[str, Any], valid: Iterable[str]) -> None:
+    for key in data:
+        if key not in valid:
+            near = get_close_matches(key, list(valid), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(valid)}"
+            raise StrategyError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def _parse_layout(where: str, data: Any) -> Layout:
+    _check_keys(where, _object(where, data), ("device_matrix", "alias_names", "rank_list"))
+    for key in ("device_matrix", "alias_names", "rank_list"):
+        if not isinstance(data.get(key, None if key != "rank_list" else []), list):
+            raise StrategyError(f"{where}: {key} must be a list, not {shown(data.get(key))}")
+    try:
+        return Layout.from_dict(data)
+    except LayoutError as error:
+        raise LayoutError(f"{where}: {error}") from None
+
+
+def _parse_file_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> FileEntry:
+    _check_keys(where, _object(where, data), ("in_strategy", "out_strategy", "parameter_plan"))
+    inputs, outputs = (
+        _parse_entries(f"{where}: {key}", data.get(key), layouts)
+        for key in ("in_strategy", "out_strategy")
+    )
+    plan = _object(f"{where}: parameter_plan", data.get("parameter_plan", {}))
+    parameters = {
+        name: _parse_entry(f"{where}: parameter_plan of {name}", entry, layouts)
+        for name, entry in plan.items()
+    }
+    if inputs is None and outputs is not None:
+        raise StrategyError(f"{where}: out_strategy requires an in_strategy")
+    if inputs is None and not parameters:
+        raise StrategyError(f"{where}: the entry is empty; give an in_strategy or a parameter_plan")
+    if inputs is None:
+        return FileEntry(None, parameters)
+    try:
+        return FileEntry(OperatorStrategy(inputs, outputs), parameters)
+    except StrategyError as error:
+        raise StrategyError(f"{where}: {error}") from None
+
+
+def _parse_entries(
+    where: str, data: Any, layouts: Mapping[str, Layout]
+) -> tuple[Entry, ...] | None:
+    if data is None:
+        return None
+    if not isinstance(data, list):
+        raise StrategyError(f"{where}: must be a list with one entry per tensor, not {shown(data)}")
+    return tuple(_parse_entry(where, entry, layouts) for entry in data)
+
+
+def _parse_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> Entry:
+    if data is None:
+        return None
+    if isinstance(data, dict) and len(data) == 1:
+        ((name, dims),) = data.items()
+        if name not in layouts:
+            known = ", ".join(map(repr, layouts)) or "none"
+            raise StrategyError(f"{where}: unknown layout {name!r}; the file's layouts are {known}")
+        if isinstance(dims, list):
+            names = (tuple(d) if isinstance(d, list) else d or "None" for d in dims)
+            try:
+                return layouts[name](*names)
+            except LayoutError as error:
+                raise LayoutError(f"{where}: {error}") from None
+    if not isinstance(data, list):
+        raise StrategyError(
+            f"{where}: {shown(data)} is not a valid entry; valid are a list of shard counts"
+            ' such as [2, 4], a layout such as {"layout": ["dp", "None"]}, or null'
+        )
+    counts = tuple(data)
+    try:
+        check_entry("the entry", counts)
+    except StrategyError as error:
+        raise StrategyError(f"{where}: {error}") from None
+    return counts

@@ -1,0 +1,39 @@
+"""The clusters that come with the package, one YAML file each, and how a cluster is named."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from shardwright.core.cost.cluster import LOCAL, Cluster, read_cluster
+from shardwright.core.cost.local_cluster import local_cluster
+from shardwright.errors import ConfigError
+from shardwright.text_files import read_text
+
+_FOLDER = resources.files(__name__)
+
+
+def built_in() -> tuple[str, ...]:
+    """Names of the clusters that come with the package."""
+    files = (file.name for file in _FOLDER.iterdir())
+    return tuple(sorted(n.removesuffix(".yaml") for n in files if n.endswith(".yaml")))
+
+
+def load_cluster(name: str | Path) -> Cluster:
+    """The cluster of a built-in name, `local`, or a YAML file.
+
+    Raises:
+        ConfigError: if there is none of that name, or the file is not as it should be.
+    """
+    if str(name) == LOCAL:
+        return local_cluster()
+    if str(name) in built_in():
+        file = _FOLDER / f"{name}.yaml"
+        return read_cluster(file.read_text(encoding="utf-8"), str(name))
+    path = Path(name)
+    if not path.is_file():
+        names = ", ".join((LOCAL, *built_in()))
+        raise ConfigError(
+            f"cluster {str(name)!r}: there is no such file, and the built-in clusters are {names}"
+        )
+    return read_cluster(read_text(path, ConfigError), str(path))

@@ -1,0 +1,301 @@
+"""What one operator computes and moves: floating point operations and bytes, forward and backward.
+
+A matrix product takes two operations (a multiplication and an addition) for each combination of its
+factors; the gradient of each of its inputs is a product of as many. Everything else is bound by
+memory: it reads its inputs and writes its outputs, and backwards it reads its inputs and the
+gradients of its outputs and writes the gradients of its inputs. Views move nothing. What an
+operator without a rule computes is unknown: as much as PyTorch counts, or an operation for each
+element that it reads or writes if it counts less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardwright.core.graph.custom_ops import (
+    embedding_bag,
+    experts,
+    masked_attention,
+    windowed_attention,
+)
+from shardwright.core.graph.graph import Op, Value
+from shardwright.core.rules import rule_of
+from shardwright.core.rules.notation import call_arguments, overloads
+from shardwright.core.rules.rule import ShardingRule
+from shardwright.core.torch_internals.operators import OpOverload, schema_of
+
+aten = torch.ops.aten
+
+ATTENTION_BACKWARD = 2.5
+"""Five products backward for two forward: scores are computed again (Dao et al., "FlashAttention",
+2022; `torch.utils.flop_counter` counts the same)."""
+
+
+WorkKind = Literal["attention", "matrix products", "other operators"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one operator does, whole.
+
+    Args:
+        dtype: in which it computes.
+        forward_flops, backward_flops: operations of its matrix products; of an operator without a
+            rule all.
+        forward_bytes, backward_bytes: for each tensor that it reads or writes the bytes, and the
+            factors that share them between devices.
+        gradients: of how many inputs it computes the gradient.
+        sides: of a matrix product its rows, its columns and its inner products: how many there are,
+            and the factors that share them.
+        kind: what it is: attention in one operator, a matrix product, or neither.
+    """
+
+    dtype: torch.dtype
+    forward_flops: float
+    backward_flops: float
+    forward_bytes: tuple[tuple[int, frozenset[str]], ...]
+    backward_bytes: tuple[tuple[int, frozenset[str]], ...]
+    gradients: int
+    sides: tuple[tuple[float, frozenset[str]], ...] = ()
+    kind: WorkKind = "other operators"
+
+
+def work_of(op: Op) -> Work:
+    """What `op` does; operators alike, with gradients of the same inputs, do the same."""
+    rule, known = rule_of(op), _OF_OPERATORS.get(op)
+    if known is None or known[0] is not rule:
+        wanted = tuple(value.requires_grad for value in op.inputs)
+        differentiable = any(value.requires_grad for value in op.outputs)
+        if rule is None:
+            work = _work(op, None, wanted, differentiable)
+        else:
+            work = _known(_WorkKey(rule, wanted, differentiable, op))
+        known = _OF_OPERATORS[op] = rule, work
+    return known[1]
+
+
+_OF_OPERATORS: WeakKeyDictionary[Op, tuple[ShardingRule | None, Work]] = WeakKeyDictionary()
+"""What operators do, each with its rule when that was found."""
+
+
+class _WorkKey:
+    """An operator, equal to others with the same rule object and the same gradients."""
+
+    def __init__(
+        self, rule: ShardingRule, wanted: tuple[bool, ...], differentiable: bool, op: Op
+    ) -> None:
+        self.rule, self.wanted, self.differentiable, self.op = rule, wanted, differentiable, op
+        self._key = (id(rule), wanted, differentiable)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _WorkKey) and self._key == other._key
+
+
+@lru_cache(maxsize=1 << 14)
+def _known(alike: _WorkKey) -> Work:
+    return _work(alike.op, alike.rule, alike.wanted, alike.differentiable)
+
+
+def _work(
+    op: Op, rule: ShardingRule | None, wanted: tuple[bool, ...], differentiable: bool
+) -> Work:
+    inputs, outputs = _tensors(op, rule)
+    read = inputs
+    if op.target in _LOOKUPS:
+        (_, features), (_, places) = inputs[:2]
+        rows = op.inputs[1].numel * op.inputs[0].shape[1] * op.inputs[0].itemsize
+        read = [*inputs[1:], (rows, features & outputs[0][1] | places)]
+    forward = () if is_view(op) else (*read, *outputs)
+    count = sum(wanted) if differentiable else 0
+    backward: tuple[tuple[int, frozenset[str]], ...] = ()
+    if count and not is_view(op):
+        gradients = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want]
+        backward = (*read, *outputs, *gradients)
+    flops = forward_flops(op, rule)
+    kind: WorkKind = "matrix products" if flops else "other operators"
+    if rule is None and not is_view(op):
+        flops = max(flops, float(sum(value.numel for value in (*op.inputs, *op.outputs))))
+    times: float = count
+    if op.target in _ATTENTION:
+        times = ATTENTION_BACKWARD
+    elif op.target is experts and rule is not None:
+        # Gradients of tokens, and of matrices.
+        times = any(wanted[:3]) + any(wanted[3:])
+        dispatched = _dispatched(op, rule)
+        forward, backward = (*forward, *dispatched), (*backward, *dispatched, *dispatched)
+    return Work(
+        dtype=op.output.dtype if op.outputs else torch.float32,
+        forward_flops=flops,
+        backward_flops=times * flops if count else 0.0,
+        forward_bytes=forward,
+        backward_bytes=backward,
+        gradients=count,
+        sides=_sides(op, rule, flops),
+        kind="attention" if op.target in _ATTENTION else kind,
+    )
+
+
+def _sides(
+    op: Op, rule: ShardingRule | None, flops: float
+) -> tuple[tuple[float, frozenset[str]], ...]:
+    """The sizes of a matrix product; those of a convolution that is computed as one."""
+    if rule is None or not flops or op.target in _ATTENTION | _RECURRENT or len(op.inputs) < 2:
+        return ()
+    if op.target is experts:
+        one = _of_one_expert(op)
+        return tuple(zip(one, (_tokens(rule), frozenset("i"), frozenset[str]()), strict=True))
+    left, right, out = (
+        frozenset(name for name in dims if name is not None)
+        for dims in (*rule.inputs[:2], rule.outputs[0])
+    )
+    batch, columns = left & right & out, (right & out) - left
+    in_batch, wide = (prod(rule.capacity[name] for name in names) for names in (batch, columns))
+    results = op.output.numel
+    return (
+        (results / in_batch / wide, (left & out) - right),
+        (float(wide), columns),
+        (flops / 2 / results, (left & right) - out),
+    )
+
+
+def _tensors(
+    op: Op, rule: ShardingRule | None
+) -> tuple[list[tuple[int, frozenset[str]]], list[tuple[int, frozenset[str]]]]:
+    """Bytes and factors of the inputs and of the outputs."""
+
+    def tensor(value: Value, dims: tuple[str | None, ...]) -> tuple[int, frozenset[str]]:
+        factors = rule.carried(dims) if rule is not None else frozenset[str]()
+        return value.numel * value.itemsize, factors
+
+    none: tuple[tuple[str | None, ...], ...] = ((),) * max(len(op.inputs), len(op.outputs))
+    ins = rule.inputs if rule is not None else none[: len(op.inputs)]
+    outs = rule.outputs if rule is not None else none[: len(op.outputs)]
+    return (
+        [tensor(v, d) for v, d in zip(op.inputs, ins, strict=True)],
+        [tensor(v, d) for v, d in zip(op.outputs, outs, strict=True)],
+    )
+
+
+def is_view(op: Op) -> bool:
+    """Whether the result shares the memory of an input, as ATen's schema says."""
+    if not isinstance(op.target, OpOverload) or not op.inputs:
+        return False
+    returns = schema_of(op.target).returns
+    shares = [r.alias_info is not None and not r.alias_info.is_write for r in returns]
+    # `to` and the like share memory only where they change nothing.
+    return any(shares) and op.output.dtype == op.inputs[0].dtype
+
+
+def forward_flops(op: Op, rule: ShardingRule | None) -> float:
+    """Operations of the matrix products of `op`, whole, forward."""
+    if op.target in _RECURRENT:
+        return _recurrence(op)
+    if rule is None:
+        return _counted(op)
+    if op.target in _ATTENTION:
+        return _attention(op)
+    if op.target in _CONVOLUTIONS:
+        return _convolution(op)
+    if op.target is experts:
+        return _experts(op)
+    if op.target in _PRODUCTS or str(op.target) in _PRODUCTS_BY_NAME:
+        named = {d for dims in rule.inputs for d in dims if d is not None}
+        return 2.0 * prod(rule.capacity[d] for d in named)
+    custom = isinstance(op.target, OpOverload) and op.target.namespace != "aten"
+    return _counted(op) if custom or op.target in _COUNTED else 0.0
+
+
+def _counted(op: Op) -> float:
+    """As PyTorch's own counter says, which knows what operators are composed of and the formulas
+    that `torch.utils.flop_counter.register_flop_formula` registers."""
+    args, kwargs = op.arguments(lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter:
+            op.target(*args, **kwargs)
+    except (NotImplementedError, RuntimeError):
+        return 0.0  # It does not run on the meta device.
+    return float(counter.get_total_flops())
+
+
+def _attention(op: Op) -> float:
+    """Scores and weighted values: 2·b·h·s·t·(d + e); half of it where positions to come are
+    masked, and in a window of w positions what is left of s·t."""
+    arguments = call_arguments(op)
+    query, key, value = arguments["query"], arguments["key"], arguments["value"]
+    rows, keys = query.shape[-2], float(key.shape[-2])
+    if arguments.get("window") is not None and arguments.get("causal", True):
+        window = min(arguments["window"], rows)
+        keys = window - window * (window - 1) / 2 / rows
+    flops: float = 2.0 * query.numel * keys
+    flops += 2.0 * (query.numel // query.shape[-1]) * keys * value.shape[-1]
+    causal = arguments.get("is_causal") or (arguments.get("causal") and keys == key.shape[-2])
+    return flops / 2 if causal else flops
+
+
+def _convolution(op: Op) -> float:
+    """Every element of the output (transposed: of the input) meets one filter."""
+    arguments = call_arguments(op)
+    weight, transposed = arguments["weight"], arguments.get("transposed", op.target in _TRANSPOSED)
+    places = op.inputs[0] if transposed else op.output
+    filters: int = weight.numel // weight.shape[0]
+    return 2.0 * places.numel * filters
+
+
+def _experts(op: Op) -> float:
+    """Each token meets the matrices of the experts that it chose, as many of each: balanced."""
+    arguments = call_arguments(op)
+    of_one = (arguments["gate_up"].numel + arguments["down"].numel) / arguments["down"].shape[0]
+    return float(2.0 * arguments["ids"].numel * of_one)
+
+
+def _of_one_expert(op: Op) -> tuple[float, float, float]:
+    """Rows, columns and inner products of its first matrix product, with balanced routing."""
+    arguments = call_arguments(op)
+    count, *_, hidden = arguments["gate_up"].shape
+    return arguments["ids"].numel / count, arguments["gate_up"].numel / count / hidden, hidden
+
+
+def _dispatched(op: Op, rule: ShardingRule) -> tuple[tuple[int, frozenset[str]], ...]:
+    """Bytes of tokens sorted by expert and of what comes back, and of what lies in between."""
+    arguments = call_arguments(op)
+    rows, factors = arguments["ids"].numel * op.output.itemsize, _tokens(rule) | {"e"}
+    _, columns, hidden = _of_one_expert(op)
+    between = int(columns) + arguments["down"].shape[-1]
+    return (2 * rows * int(hidden), factors), (rows * between, factors | {"i"})
+
+
+def _tokens(rule: ShardingRule) -> frozenset[str]:
+    return frozenset(name for name in rule.inputs[0] if name is not None)
+
+
+def _recurrence(op: Op) -> float:
+    """Each row of each step meets every weight matrix."""
+    x = op.inputs[0]
+    matrices = sum(v.numel for v in op.inputs[1:] if len(v.shape) == 2)
+    return 2.0 * (x.numel // x.shape[-1]) * matrices
+
+
+_RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
+_COUNTED = {aten.addbmm.default, aten.bilinear.default}
+_LOOKUPS = {aten.embedding.default, embedding_bag}
+_ATTENTION = {aten.scaled_dot_product_attention.default, masked_attention, windowed_attention}
+_TRANSPOSED = set(overloads("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
+_CONVOLUTIONS = _TRANSPOSED | set(overloads("conv1d", "conv2d", "conv3d", "convolution"))
+_PRODUCTS_BY_NAME = {"transformers.grouped_mm_fallback.default"}
+_PRODUCTS = {
+    *(aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default),
+    *(aten.mv.default, aten.dot.default, aten.addmm.default, aten.addmv.default),
+    *(aten.baddbmm.default, aten.outer.default, aten.ger.default, aten.inner.default),
+    *(aten.tensordot.default, aten.einsum.default, aten._grouped_mm.default),
+}

@@ -1,0 +1,142 @@
+"""What this machine's CPU or accelerator takes for large operators, and for small ones."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.core.cost.cluster import Device
+from shardwright.core.runtime.accelerator import CPU, device_memory, seconds_of
+
+MATRIX, STREAM = 768, 1 << 23
+"""Rows of the matrices and elements of the vectors that are timed."""
+
+LARGE_MATRIX, LARGE_STREAM = 8192, 1 << 28
+"""The same of an accelerator."""
+
+ROWS, WIDTH, HEADS, BLOCKS = 8, 64, 4, 4
+"""Of a small transformer, where operators take no longer than any."""
+
+OPERATORS = 22 + 38
+"""Of one of its blocks, as the time model counts them: forward, and gradients."""
+
+CORES = os.cpu_count() or 1
+
+REPEATS = 7
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Takes the time of what so many processes do at once.
+
+    Args:
+        together: waits for the other processes, which measure the same.
+    """
+
+    processes: int = 1
+    together: Callable[[], object] = lambda: None
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the processes share cores."""
+        return self.processes > CORES
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """The median time of `work` when all processes do it, after one round that is not counted;
+        each round begins `together`.
+
+        Where they share cores they take in turn the CPU time of all: the clock would also count
+        what else the machine does.
+        """
+        clock, share = time.perf_counter, 1.0
+        if self.takes_turns:
+            clock, share = time.process_time, self.processes / CORES
+        times = []
+        for _ in range(REPEATS + 1):
+            self.together()
+            started = clock()
+            work()
+            times.append(clock() - started)
+        return share * median(times[1:])
+
+
+def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> Device:
+    """The CPU as processes such as this one share it, each with all threads that torch uses, at the
+    rate of the whole; or an accelerator, which no other process uses.
+
+    Args:
+        clock: of this process alone by default.
+    """
+    clock = clock or Clock()
+
+    def seconds(work: Callable[[], object]) -> float:
+        """Of all processes' work, one after the other, at the rate of the whole CPU."""
+        if device != CPU:
+            return median([seconds_of(work, device) for _ in range(REPEATS + 1)][1:])
+        return clock.seconds(work) / clock.processes
+
+    rows, elements = (MATRIX, STREAM) if device == CPU else (LARGE_MATRIX, LARGE_STREAM)
+    # Not every accelerator has double precision, and few CPUs are fast in half precision.
+    third = torch.float64 if device == CPU else torch.float16
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16, third):
+        a = torch.rand(rows, rows, device=device).to(dtype)
+        rates[str(dtype).removeprefix("torch.")] = 2 * rows**3 / seconds(partial(torch.mm, a, a))
+    x, y = torch.ones(elements, device=device), torch.ones(elements, device=device)
+    moved = 3 * x.element_size() * elements
+    # A single process leaves the other cores to those that will be beside it.
+    beside = CORES if clock.processes == 1 and device == CPU else 1
+    return Device(
+        memory=device_memory(device),
+        rates=rates,
+        memory_bandwidth=moved / seconds(partial(torch.add, x, y, out=x)),
+        overhead=seconds(SmallTransformer(device).train) / (OPERATORS * BLOCKS) / beside,
+        at_full_rate=1 if device == CPU else None,
+    )
+
+
+class SmallTransformer:
+    """Blocks on a few rows, with the views between operators that such blocks have."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.blocks = [_SmallBlock().to(device) for _ in range(BLOCKS)]
+        self.x = torch.ones(1, ROWS, WIDTH, device=device, requires_grad=True)
+
+    def train(self) -> None:
+        """Forward and backward."""
+        x = self.x
+        for block in self.blocks:
+            x = block(x)
+        x.sum().backward()  # type: ignore[no-untyped-call]
+
+
+class _SmallBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value, out, up, down = self.linears
+        rows = self.norms[0](x)
+        q, k, v = (
+            linear(rows).view(1, -1, HEADS, WIDTH // HEADS).transpose(1, 2)
+            for linear in (query, key, value)
+        )
+        attention = nn.functional.scaled_dot_product_attention(_rotated(q), _rotated(k), v)
+        x = x + out(attention.transpose(1, 2).reshape(1, -1, WIDTH))
+        y: Tensor = down(nn.functional.gelu(up(self.norms[1](x))))
+        return x + y
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """As rotary positions do it, by a constant angle."""
+    half = x.shape[-1] // 2
+    return x * 0.6 + torch.cat([-x[..., half:], x[..., :half]], -1) * 0.8

@@ -1,0 +1,387 @@
+"""Bytes that each device needs at most in a training step, before anything is allocated.
+
+    peak = parameters + optimizer state + inputs                       all the time
+         + gathered parameters + gradients                             as the level of sharding says
+         + activations of the micro-batches that are on their way      as the schedule says
+         + what the action of that moment needs besides
+
+A dry run says what each chunk needs for one micro-batch (`core/cost/dry_run.py`), the schedule how
+many are on their way at each moment (`core/cost/pipeline_timeline.py`), and what crosses from stage
+to stage is held besides (`BorderBytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from math import prod
+from typing import ClassVar
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from shardwright.core.cost.dry_run import (
+    ACTIVATIONS,
+    BATCH,
+    BUFFERS,
+    GRADIENTS,
+    TEMPORARY,
+    DryRun,
+    DryRunCache,
+    Kinds,
+    plus,
+)
+from shardwright.core.cost.optimizer_state import OptimizerBytes, optimizer_bytes, optimizer_name
+from shardwright.core.cost.pipeline_timeline import (
+    BACKWARD,
+    FORWARD,
+    OF_INPUT,
+    OF_WEIGHT,
+    Action,
+    actions,
+)
+from shardwright.core.cost.tensor_tracking import PARAMETERS, WEIGHTS
+from shardwright.core.graph.graph import Value
+from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.partition.chunk import Chunk
+from shardwright.core.partition.communication import initial_layout, storage_as_used
+from shardwright.core.partition.decisions import LEVELS
+from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.partition.pipeline_spec import PipelineSpec
+from shardwright.progress import OnShare, part_of, unheard
+
+MOST_MOMENTS = 600
+"""Of a step, that are kept."""
+
+
+OUTSIDE = BEGIN, END, UPDATE = "begin of the step", "end of the step", "optimizer step"
+"""Moments outside of forward and backward passes."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one device of a stage at the moment when it needs most.
+
+    Args:
+        parameters: as they are stored.
+        optimizer: its state.
+        gradients: of parameters.
+        gathered: parameters as they are used, where that is not as they are stored.
+        activations: kept for backward passes.
+        inputs: the batch, buffers and constants.
+        temporary: all else: gradients of activations, buffers of collectives, intermediate results.
+        moment: when that is.
+        largest: of the tensors that one micro-batch has made by then: the operator that makes or
+            first reads it, its kind, and bytes.
+        curve: each action with what is needed during it at most; empty of very many.
+    """
+
+    NAMES: ClassVar[tuple[str, ...]] = (
+        *("parameters", "optimizer", "gradients", "gathered"),
+        *("activations", "inputs", "temporary"),
+    )
+
+    stage: int
+    parameters: int
+    optimizer: int
+    gradients: int
+    gathered: int
+    activations: int
+    inputs: int
+    temporary: int
+    moment: str
+    largest: tuple[tuple[str, str, int], ...] = ()
+    curve: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def in_a_pass(self) -> bool:
+        """Whether that moment is in a forward or backward pass."""
+        return self.moment not in OUTSIDE
+
+    @property
+    def peak(self) -> int:
+        """All of them together."""
+        return sum(getattr(self, name) for name in self.NAMES)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What each device needs at most in a training step.
+
+    Args:
+        stages: one each, of those that were asked for; all devices of a stage need the same.
+        optimizer: the one that is assumed.
+    """
+
+    stages: tuple[StageMemory, ...]
+    optimizer: str
+
+    @property
+    def largest_stage(self) -> StageMemory:
+        """The stage whose devices need most."""
+        return max(self.stages, key=lambda stage: stage.peak)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the device that needs most."""
+        return self.largest_stage.peak
+
+    def __str__(self) -> str:
+        """A small table."""
+        console = Console(file=StringIO(), width=140, color_system=None)
+        console.print(memory_table(self))
+        written: StringIO = console.file  # type: ignore[assignment]
+        return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
+
+
+def memory_table(memory: Memory) -> Table:
+    """One row for each stage."""
+    title = f"Memory of one device at its peak, with {memory.optimizer}"
+    shown = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    shown.add_column("stage")
+    for column in (*StageMemory.NAMES, "peak"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    shown.add_column("when")
+    for stage in memory.stages:
+        sizes = (binary(getattr(stage, name)) for name in (*StageMemory.NAMES, "peak"))
+        shown.add_row(str(stage.stage), *sizes, stage.moment)
+    return shown
+
+
+def binary(number: int) -> str:
+    """Bytes in binary units: 1536 → `1.5 KiB`."""
+    value = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def memory(
+    partitioned: Partitioned,
+    optimizer: str | torch.optim.Optimizer = "adamw",
+    dry_runs: DryRunCache | None = None,
+    on_share: OnShare = unheard,
+    stages: Container[int] | None = None,
+) -> Memory:
+    """What each device needs at most in a training step.
+
+    Args:
+        optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer like the one to be used.
+        dry_runs: that were made before.
+        on_share: of the stages.
+        stages: that are asked for; by default all.
+
+    Raises:
+        PlanError: if there is no such schedule or optimizer.
+    """
+    pipeline, dry_runs = partitioned.pipeline, dry_runs or DryRunCache()
+    found = []
+    for number, order in enumerate(actions(pipeline)):
+        if stages is not None and number not in stages:
+            continue
+        chunks = partitioned.chunks_of(number)
+        kinds = tuple(dict.fromkeys(action.kind for action in order))
+        here = part_of(on_share, number, pipeline.stages)
+        needs = {
+            chunk.number: dry_runs.of(partitioned, chunk, kinds, part_of(here, n, len(chunks)))
+            for n, chunk in enumerate(chunks)
+        }
+        borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
+        state = optimizer_bytes(optimizer, _trained(chunks))
+        moments = _moments(order, needs, borders, state, pipeline.micro_batches)
+        found.append(_stage(number, list(moments), state, chunks))
+    return Memory(tuple(found), optimizer_name(optimizer))
+
+
+def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimizer) -> list[int]:
+    """For each stage a lower bound of `memory`, in bytes, without a dry run: parameters as they are
+    stored, their gradients and the optimizer's state, what the level of sharding keeps unsharded
+    through the micro-batches of a step, and what each micro-batch is given and receives. Holds
+    whatever is recomputed.
+
+    Raises:
+        PlanError: if there is no such optimizer.
+    """
+    stages, leaves = [], {each for each in partitioned.graph.inputs if isinstance(each, Value)}
+    for number in range(partitioned.pipeline.stages):
+        chunks = partitioned.chunks_of(number)
+        shards = _trained(chunks)
+        stored = sum(prod(shape) * dtype.itemsize for shape, dtype in shards)
+        needed = stored + optimizer_bytes(optimizer, shards).state + stored
+        if partitioned.pipeline.micro_batches > 1:
+            needed += sum(map(_unsharded, chunks))
+        received = sum(_received(chunk, leaves) for chunk in chunks)
+        stages.append(needed + received * partitioned.pipeline.micro_batches)
+    return stages
+
+
+def _received(chunk: Chunk, leaves: set[Value]) -> int:
+    """Bytes of a micro-batch: of the model's inputs, and what comes from the chunks beside."""
+    given = sum(
+        _local_bytes(value, chunk, value.stored_dtype)
+        for value in chunk.graph.input_values
+        if value in leaves
+    )
+    arriving = sum(_local_bytes(value, chunk, value.dtype) for value in chunk.arriving)
+    returning = chunk.border_bytes[0]
+    return given + arriving + returning
+
+
+def _local_bytes(value: Value, chunk: Chunk, dtype: torch.dtype) -> int:
+    layout = initial_layout(value, chunk.mesh, chunk.decisions)
+    return prod(layout.shard_shape(value.shape)) * dtype.itemsize
+
+
+def _unsharded(chunk: Chunk) -> int:
+    """What is kept of parameters as they are used, where that is not as they are stored, and of
+    their gradients beyond the shards."""
+    sharding, decisions = chunk.decisions.sharding, chunk.decisions
+    level = None if sharding is None else sharding.level
+    used = storage_as_used(chunk.graph, chunk.mesh, decisions.cuts)
+    kept = 0
+    for value in (each for each in chunk.graph.parameters if each.requires_grad):
+        as_used = TensorLayout(chunk.mesh, used[value.name])
+        stored = initial_layout(value, chunk.mesh, decisions)
+        whole, shard = (prod(each.shard_shape(value.shape)) for each in (as_used, stored))
+        if stored.axes == as_used.axes:
+            kept += whole * value.itemsize if value.dtype != value.stored_dtype else 0
+        elif level in (LEVELS[0], LEVELS[1]):
+            kept += whole * value.itemsize
+            if level == LEVELS[0]:
+                kept += (whole - shard) * value.stored_dtype.itemsize
+    return kept
+
+
+def _trained(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Local shapes and dtypes of the parameters that a stage's optimizer updates."""
+    shards = {}
+    for chunk in chunks:
+        for value in chunk.graph.parameters:
+            axes = chunk.decisions.storage.get(value.name, ((),) * len(value.shape))
+            if value.requires_grad:
+                shape = TensorLayout(chunk.mesh, tuple(axes)).shard_shape(value.shape)
+                shards[value.name] = (shape, value.stored_dtype)
+    return list(shards.values())
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What is there when an action needs most, without the optimizer's state."""
+
+    name: str
+    kinds: Kinds
+    chunk: int = 0
+    largest: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
+def _stage(
+    number: int, moments: Sequence[_Moment], optimizer: OptimizerBytes, chunks: Sequence[Chunk]
+) -> StageMemory:
+    moment = max(moments, key=lambda each: each.total)
+    ops = next((c.graph.ops for c in chunks if c.number == moment.chunk), chunks[0].graph.ops)
+    drawn, kinds = moments if len(moments) <= MOST_MOMENTS else (), moment.kinds
+    return StageMemory(
+        stage=number,
+        parameters=kinds.get(PARAMETERS, 0),
+        optimizer=optimizer.state,
+        gradients=kinds.get(GRADIENTS, 0),
+        gathered=kinds.get(WEIGHTS, 0),
+        activations=kinds.get(ACTIVATIONS, 0),
+        inputs=kinds.get(BATCH, 0) + kinds.get(BUFFERS, 0),
+        temporary=kinds.get(TEMPORARY, 0),
+        moment=moment.name,
+        largest=tuple((ops[op].name, kind or "temporary", n) for kind, op, n in moment.largest),
+        curve=tuple((each.name, each.total + optimizer.state) for each in drawn),
+    )
+
+
+def _moments(
+    order: Sequence[Action],
+    needs: Mapping[int, DryRun],
+    borders: Mapping[int, BorderBytes],
+    optimizer: OptimizerBytes,
+    micro_batches: int,
+) -> Iterator[_Moment]:
+    now: Kinds = plus({}, *(each.stock for each in needs.values()))
+    now = {**now, BATCH: now.get(BATCH, 0) * micro_batches}
+    for each in needs.values():
+        yield _Moment(BEGIN, plus(now, each.begin.height))
+        now = plus(now, each.begin.change)
+    done: set[tuple[int, str]] = set()
+    for action in order:
+        each, key = needs[action.chunk], (action.chunk, action.kind)
+        phase = (each.later if key in done else each.first)[action.kind]
+        name, height = _name(action, len(needs)), plus(now, phase.height)
+        yield _Moment(name, height, action.chunk, phase.largest)
+        held = borders[action.chunk].held(action.kind, key in done)
+        now = plus(now, phase.change, {ACTIVATIONS: held})
+        done.add(key)
+    for each in needs.values():
+        yield _Moment(END, plus(now, each.end.height))
+        now = plus(now, each.end.change)
+    # No message is held any more.
+    now = {**now, ACTIVATIONS: 0}
+    yield _Moment(UPDATE, plus(now, {TEMPORARY: optimizer.temporary}))
+
+
+def _name(action: Action, owned: int) -> str:
+    direction = "forward" if action.kind == FORWARD else "backward"
+    where = f" through chunk {action.chunk}" if owned > 1 else ""
+    return f"{direction} of micro-batch {action.micro_batch}{where}"
+
+
+@dataclass(frozen=True)
+class BorderBytes:
+    """What is held of the values that cross the borders of a chunk, in bytes for each micro-batch.
+
+    Args:
+        shared: of what it leaves, what lies in the next chunk's buffers from its forward pass on.
+        sent: what stays when its backward pass has freed the rest.
+        returned: gradients of what it received, which stay from its backward pass on.
+        once: whether that is so of one micro-batch only.
+    """
+
+    shared: int = 0
+    sent: int = 0
+    returned: int = 0
+    once: bool = False
+
+    def held(self, kind: str, again: bool) -> int:
+        """What an action leaves, beyond what its dry run says.
+
+        Args:
+            kind: of the action.
+            again: whether the chunk has run such an action before.
+        """
+        held, sends = 0, not (self.once and again)
+        if kind == FORWARD:
+            held -= self.shared
+        if kind in (BACKWARD, OF_INPUT) and sends:
+            held += self.returned
+        if kind in (BACKWARD, OF_WEIGHT):
+            held += self.shared + (self.sent if sends else 0)
+        return held
+
+
+def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:
+    """What is held at the borders of `chunk`."""
+    sent, returned = chunk.border_bytes
+
+    def on_same_stage(number: int) -> bool:
+        return 0 <= number < pipeline.num_chunks and pipeline.stage_of(number) == chunk.stage
+
+    if on_same_stage(chunk.number - 1):
+        # The gradients of its buffers are the buffers for the gradients of the chunk before.
+        returned = 0
+    if on_same_stage(chunk.number + 1):
+        return BorderBytes(shared=sent, returned=returned)
+    # 1F1B holds one message forward, from before its first backward pass, and the last one back.
+    return BorderBytes(sent=sent, returned=returned, once=pipeline.schedule_spec.reuses_messages)

@@ -1,0 +1,121 @@
+"""What an optimizer keeps, and what its step needs for a moment.
+
+PyTorch's own optimizers say it themselves: one step is run on the meta device for each shape of
+parameter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from shardwright.core.cost.tensor_tracking import LiveBytes
+from shardwright.core.layout.axes import Shape
+from shardwright.errors import PlanError
+
+MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """An optimizer that plans and configurations refer to by name.
+
+    Args:
+        constructor: its class.
+        keys: the arguments of its own that a configuration may give, beside the learning rate and
+            the weight decay.
+        required: those that it must give, with an example.
+    """
+
+    constructor: Callable[..., torch.optim.Optimizer]
+    keys: tuple[str, ...] = ()
+    required: Mapping[str, float] = field(default_factory=dict)
+
+    def example(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        """One whose state has the shapes and dtypes of any other's."""
+        return self.constructor(parameters, lr=1e-3, **self.required)
+
+
+OPTIMIZERS: Mapping[str, NamedOptimizer] = {
+    "sgd": NamedOptimizer(torch.optim.SGD),
+    "momentum": NamedOptimizer(torch.optim.SGD, required={"momentum": 0.9}),
+    "adam": NamedOptimizer(torch.optim.Adam, keys=("betas", "eps")),
+    "adamw": NamedOptimizer(torch.optim.AdamW, keys=("betas", "eps")),
+}
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """Of one device.
+
+    Args:
+        state: kept from step to step.
+        temporary: at the height of a step.
+    """
+
+    state: int
+    temporary: int
+
+
+def optimizer_bytes(
+    optimizer: str | torch.optim.Optimizer, parameters: Iterable[tuple[Shape, torch.dtype]]
+) -> OptimizerBytes:
+    """What an optimizer needs for parameters of these local shapes and dtypes.
+
+    Parameters are updated one after the other, as PyTorch does on CPU.
+
+    Args:
+        optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer like the one to be used.
+
+    Raises:
+        PlanError: if there is none of that name.
+    """
+    named = partial(_of_named, optimizer) if isinstance(optimizer, str) else None
+    of_one = named or cache(partial(_of_one, _maker(optimizer)))
+    state = temporary = 0
+    for shape, dtype in parameters:
+        one = of_one(shape, dtype)
+        state += one.state
+        temporary = max(temporary, one.temporary)
+    return OptimizerBytes(state, temporary)
+
+
+def optimizer_name(optimizer: str | torch.optim.Optimizer) -> str:
+    """As tables show it."""
+    return optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+
+
+def _maker(optimizer: str | torch.optim.Optimizer) -> MakeOptimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer)
+        known = inspect.signature(kind).parameters
+        options = {key: value for key, value in optimizer.defaults.items() if key in known}
+        return lambda parameters: kind(parameters, **options)
+    if optimizer not in OPTIMIZERS:
+        valid = ", ".join(OPTIMIZERS)
+        raise PlanError(f"optimizer={optimizer!r}: valid are {valid}, or an optimizer")
+    return OPTIMIZERS[optimizer].example
+
+
+@lru_cache(maxsize=1 << 12)
+def _of_named(optimizer: str, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
+    return _of_one(_maker(optimizer), shape, dtype)
+
+
+def _of_one(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
+    parameter = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    parameter.grad = torch.empty_like(parameter, requires_grad=False)
+    optimizer = make([parameter])
+    with LiveBytes() as live:
+        live.watch([parameter, parameter.grad], "")
+        before = live.now
+        optimizer.step()
+        state, start = live.now, len(live.history)
+        optimizer.step()
+        top = sum(live.kinds(live.peak(start)).values())
+    return OptimizerBytes(state - before, top - state)

@@ -1,0 +1,131 @@
+"""A predicted step by what takes its seconds: computation by kind, communication by axis."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwright.core.cost.flops import work_of
+from shardwright.core.cost.predict import Predicted
+from shardwright.core.cost.step_time import (
+    StepTime,
+    TimeModel,
+    activation_seconds,
+    bucket_seconds,
+    hidden_seconds,
+)
+from shardwright.core.graph.graph import Kind
+from shardwright.core.layout.axes import Axes
+from shardwright.core.partition.chunk import Chunk
+from shardwright.core.partition.partitioned import Partitioned
+
+COMPUTATION = ("matrix products", "attention", "other operators", "recomputation", "optimizer")
+COMMUNICATION = ("activations", "parameters", "gradients")
+WAITING = "pipeline bubbles"
+KINDS = (*COMPUTATION, *COMMUNICATION, WAITING)
+
+
+@dataclass(frozen=True)
+class TimePart:
+    """What one kind of work contributes to a step.
+
+    Args:
+        kind: one of `KINDS`; of communication what is sent.
+        axes: names of the axes over which that is; none of what is not communication.
+        seconds: by which it lengthens the step.
+        hidden: seconds of it beside computation, which do not.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    seconds: float
+    hidden: float = 0.0
+
+
+_Parts = dict[tuple[str, Axes, bool], float]
+"""Seconds of each kind over each set of axes, and those of them that are hidden."""
+
+
+def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart, ...]:
+    """The parts of a step, which add up to its seconds: those of the stage that works longest, and
+    the time in which it waits for others. Where devices share a processor, of an average stage.
+
+    Args:
+        predicted: of the same model, cut in the same way.
+    """
+    pipeline, names = partitioned.pipeline, partitioned.mesh.alias_names
+    model = TimeModel(predicted.cluster, partitioned.mesh, pipeline.stages)
+    stages: list[_Parts] = [defaultdict(float) for _ in range(pipeline.stages)]
+    for chunk, time in zip(partitioned.chunks, predicted.chunks, strict=True):
+        for kind, axes, seconds, hidden in _of_chunk(chunk, time, model):
+            stages[chunk.stage][kind, tuple(sorted(axes)), False] += seconds - hidden
+            stages[chunk.stage][kind, tuple(sorted(axes)), True] += hidden
+    if not model.shared:
+        stages = [max(stages, key=_length)]
+    parts: _Parts = defaultdict(float)
+    for stage in stages:
+        for key, seconds in stage.items():
+            parts[key] += seconds / len(stages)
+    if pipeline.stages > 1:
+        parts[WAITING, (), False] = max(0.0, predicted.seconds - _length(parts))
+    every = (
+        TimePart(kind, tuple(names[a] for a in axes), seconds, parts.get((kind, axes, True), 0.0))
+        for (kind, axes, hidden), seconds in parts.items()
+        if not hidden
+    )
+    needed = (part for part in every if part.seconds or part.hidden)
+    return tuple(sorted(needed, key=lambda part: (KINDS.index(part.kind), -part.seconds)))
+
+
+def _length(parts: _Parts) -> float:
+    return sum(seconds for (_, _, hidden), seconds in parts.items() if not hidden)
+
+
+def _of_chunk(
+    chunk: Chunk, time: StepTime, model: TimeModel
+) -> Iterator[tuple[str, Axes, float, float]]:
+    """Kind, axes, seconds and hidden seconds of all that a chunk does in a step."""
+    flow, times = chunk.communication, time.micro_batches
+    for op in chunk.graph.ops:
+        cuts = chunk.decisions.cuts.get(op.name, {})
+        forward, backward = model.operator(op, cuts)
+        yield work_of(op).kind, (), times * (forward + backward), 0.0
+        if op.name in flow.computed_again:
+            yield "recomputation", (), times * model.again(op, cuts), 0.0
+    yield "optimizer", (), time.update, 0.0
+    gained = 1 - time.slowdown
+    of_chunk = chunk.decisions.cuts
+    beside = hidden_seconds(chunk.overlaps, of_chunk, model)
+    for transfer, axes, both_ways in activation_seconds(chunk.graph, flow, of_chunk, model):
+        stored = transfer is not None and transfer.value.kind is Kind.PARAMETER
+        kinds = COMMUNICATION[1:] if stored else COMMUNICATION[:1] * 2
+        hides = (0.0, 0.0) if transfer is None else beside.get(transfer, (0.0, 0.0))
+        for kind, seconds, hidden in zip(kinds, both_ways, hides, strict=True):
+            yield kind, axes, times * seconds, times * gained * hidden
+    waits = {True: time.waits_once, False: time.waits_each}
+    whole = {
+        True: (time.gathers, time.gradients),
+        False: (time.gathers_each, time.gradients_each),
+    }
+    for bucket, kind, once, way, seconds in bucket_seconds(flow, model):
+        if seconds:
+            steps = [s for s in bucket.steps if kind == "gradients" or s.kind == "all_gather"]
+            axes = tuple({axis for step in steps for axis in step.axes})
+            total = seconds if once else times * seconds
+            # Where next to nothing is computed, rounding may make the wait the longer of the two.
+            hidden = max(0.0, 1 - waits[once][way] / whole[once][way])
+            yield kind, axes, total, total * hidden
+
+
+def utilization(partitioned: Partitioned, predicted: Predicted) -> float:
+    """The share of the peak of all devices that the matrix products of the model need in a step,
+    without recomputation."""
+    devices = partitioned.mesh.num_devices * partitioned.pipeline.stages
+    device = predicted.cluster.device.among(devices)
+    work = [work_of(op) for op in partitioned.graph.ops]
+    least = sum(
+        (each.forward_flops + each.backward_flops) / device.peak(each.dtype) for each in work
+    )
+    least *= partitioned.pipeline.micro_batches / devices
+    return least / predicted.seconds if least else 0.0

@@ -1,0 +1,17 @@
+"""Models built without memory for their parameters, which are initialized later, bit for bit."""
+
+from shardwright.core.deferred.agreement import init_record_lines, share_starts
+from shardwright.core.deferred.module import copies_of_attributes, deferred_attributes, materialize
+from shardwright.core.deferred.tensor import Deferred, no_init_parameters, value_of, values_of
+
+__all__ = [
+    "Deferred",
+    "copies_of_attributes",
+    "deferred_attributes",
+    "init_record_lines",
+    "materialize",
+    "no_init_parameters",
+    "share_starts",
+    "value_of",
+    "values_of",
+]

@@ -1,0 +1,52 @@
+"""Deferred tensors on several ranks: records are compared, and draw from rank 0's generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.deferred.init_record import Record, StorageView, TensorVersion
+from shardwright.core.deferred.tensor import Deferred
+from shardwright.core.torch_internals import pytree
+
+
+def records_of(tensors: Iterable[Tensor]) -> list[Record]:
+    """The records of those tensors that are deferred, each once."""
+    return list(dict.fromkeys(t._record for t in tensors if isinstance(t, Deferred)))
+
+
+def init_record_lines(tensors: Iterable[Tensor]) -> Iterator[str]:
+    """What initializes deferred tensors, an operation a line, but for the state of generators."""
+    for record in records_of(tensors):
+        for number, operation in enumerate(record.operations):
+            leaves = pytree.tree_leaves((operation.args, operation.kwargs))
+            arguments = ", ".join(filter(None, map(_text, leaves)))
+            yield f"initialization {number}: {operation.function}({arguments})"
+
+
+def share_starts(tensors: Iterable[Tensor], share: Callable[[dict[str, Tensor]], object]) -> None:
+    """Lets deferred tensors be drawn from other states of generators, which `share` writes over
+    those that it is passed. The generators themselves then go on from where they are."""
+    for record in records_of(tensors):
+        starts = {
+            f"state {number}": operation.draw.start
+            for number, operation in enumerate(record.operations)
+            if operation.draw is not None and isinstance(operation.draw.start, Tensor)
+        }
+        before = [state.clone() for state in starts.values()]
+        share(starts)
+        if not all(map(torch.equal, before, starts.values())):
+            record.leave_generators()
+
+
+def _text(leaf: Any) -> str:
+    if isinstance(leaf, TensorVersion):
+        contents = leaf.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"values with the hash {blake2b(contents.tobytes(), digest_size=8).hexdigest()}"
+    if isinstance(leaf, StorageView):
+        return f"{list(leaf.shape)}"
+    return "" if isinstance(leaf, torch.Generator) else repr(leaf)

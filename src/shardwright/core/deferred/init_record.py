@@ -1,0 +1,315 @@
+"""The record of the operations that initialize deferred tensors.
+
+Tensors are views of storages. An operation reads, updates or overwrites storages, or creates new
+ones; creating another view of a storage needs no record. An operation that draws random numbers
+also advances the state of a generator, which is a dependency like any other: a draw starts where an
+earlier draw ended, or at a state that the user has set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.operators import OpOverload, schema_of
+from shardwright.core.torch_internals.tensors import (
+    conjugated,
+    device_below,
+    negated,
+    storage_id,
+    version,
+)
+from shardwright.errors import DeferredError
+
+SMALL = 1 << 20
+"""Data of at most this many bytes is copied when an operation reads it, so that it may change."""
+
+
+@dataclass(frozen=True)
+class StorageView:
+    """A tensor as a view of a storage; stride and offset count elements."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conjugated: bool = False
+    negated: bool = False
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        """This view of `storage`, as a tensor."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.shape, self.stride)
+        if self.conjugated:
+            tensor = conjugated(tensor)
+        return negated(tensor) if self.negated else tensor
+
+
+@dataclass(frozen=True)
+class TensorVersion:
+    """A real tensor that an operation reads, as of autograd's version counter `version`."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorVersion:
+        snapshot = tensor.clone() if tensor.nbytes <= SMALL else tensor
+        return cls(snapshot, version(snapshot))
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The generator from which an operation draws.
+
+    Args:
+        start: the operation whose draw precedes this one, or the state of the generator.
+    """
+
+    generator: torch.Generator
+    start: int | Tensor
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One recorded operator call.
+
+    Args:
+        function: the operator.
+        args, kwargs: its arguments, with a `StorageView` or `TensorVersion` in place of tensors.
+        results: its results in new storages; None for the others.
+        reads: storages that it only reads.
+        updates: storages that it writes in part, or reads and writes.
+        fills: storages that it creates or overwrites completely.
+        draw: the source of its random numbers; None if it draws none.
+        default_dtype: torch's default dtype at the time of the call.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[StorageView | None, ...]
+    reads: frozenset[int]
+    updates: frozenset[int]
+    fills: frozenset[int]
+    draw: Draw | None
+    default_dtype: torch.dtype
+
+    @property
+    def storages(self) -> frozenset[int]:
+        return self.reads | self.updates | self.fills
+
+    @property
+    def writes(self) -> frozenset[int]:
+        return self.updates | self.fills
+
+
+@dataclass(eq=False)
+class Record:
+    """All operations on the tensors of one `no_init_parameters` context, in order.
+
+    Args:
+        recording: whether the context is still open.
+        states_after: generator states after draws that have been replayed before.
+    """
+
+    recording: bool = True
+    operations: list[Operation] = field(default_factory=list)
+    states_after: dict[int, Tensor] = field(default_factory=dict)
+    _storages: list[torch.UntypedStorage] = field(default_factory=list)
+    _numbers: dict[int, int] = field(default_factory=dict)
+    _draws_by_state: dict[torch.Generator, dict[bytes, int]] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+        """Copies of tensors are recorded in the same record."""
+        return self
+
+    def storage_view(self, tensor: Tensor) -> StorageView:
+        """`tensor`, on the meta device, as a view of its storage."""
+        number = self._numbers.setdefault(storage_id(tensor), len(self._storages))
+        if number == len(self._storages):
+            # A reference, so that no other storage gets the same id.
+            self._storages.append(tensor.untyped_storage())
+        return StorageView(
+            number,
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def knows(self, tensor: Tensor) -> bool:
+        return storage_id(tensor) in self._numbers
+
+    def nbytes(self, storage: int) -> int:
+        return self._storages[storage].nbytes()
+
+    def add(
+        self,
+        function: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: Any,
+    ) -> None:
+        """Appends an operator call on the meta device, unless it only creates views."""
+        reads, updates, fills = self._roles(function, args, kwargs)
+        new_views = tuple(
+            self.storage_view(result)
+            if isinstance(result, Tensor) and not self.knows(result)
+            else None
+            for result in pytree.tree_leaves(results)
+        )
+        fills.update(view.storage for view in new_views if view is not None)
+        draw = self._draw(args, kwargs) if draws_random_numbers(function) else None
+        if not fills and not updates and draw is None:
+            return
+        held_args, held_kwargs = pytree.tree_map(self._capture, (args, kwargs))
+        self.operations.append(
+            Operation(
+                function,
+                held_args,
+                held_kwargs,
+                new_views,
+                frozenset(reads),
+                frozenset(updates),
+                frozenset(fills),
+                draw,
+                torch.get_default_dtype(),
+            )
+        )
+
+    def _roles(
+        self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[set[int], set[int], set[int]]:
+        """The storages of a call's arguments that it only reads, updates, and overwrites."""
+        reads, updates, fills = set[int](), set[int](), set[int]()
+        for argument, value in bind_arguments(function, args, kwargs):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            overwritten = argument.is_out or function.overloadpacket in OVERWRITING
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, Tensor) and on_meta(tensor):
+                    filled = fills if overwritten and _covers(tensor) else updates
+                    (filled if written else reads).add(self.storage_view(tensor).storage)
+        return reads, updates, fills
+
+    def last_draw(self, generator: torch.Generator) -> int | None:
+        """The recorded draw that left `generator` in its current state; None if there is none.
+
+        A recorded draw takes one number from the real generator, so that its state identifies it.
+        """
+        return self._draws_by_state.get(generator, {}).get(_digest(generator.get_state()))
+
+    def generators(self) -> Iterator[torch.Generator]:
+        yield from self._draws_by_state
+
+    def mark_draw(self, generator: torch.Generator, draw: int) -> None:
+        """Registers the current state of `generator` as that after `draw`."""
+        states = self._draws_by_state.setdefault(generator, {})
+        states[_digest(generator.get_state())] = draw
+
+    def leave_generators(self) -> None:
+        """Lets generators stay in the state in which they are after a replay."""
+        self._draws_by_state = {generator: {} for generator in self._draws_by_state}
+
+    def _draw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
+        generators = [
+            x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)
+        ]
+        generator = generators[0] if generators else torch.default_generator
+        number = self.last_draw(generator)
+        start = generator.get_state() if number is None else number
+        torch.empty(1, device="cpu").uniform_(generator=generator)
+        self.mark_draw(generator, len(self.operations))
+        return Draw(generator, start)
+
+    def _capture(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self.storage_view(leaf) if on_meta(leaf) else TensorVersion.of(leaf)
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+
+aten = torch.ops.aten
+OVERWRITING = frozenset(
+    {
+        aten.bernoulli_,
+        aten.cauchy_,
+        aten.copy_,
+        aten.exponential_,
+        aten.fill_,
+        aten.geometric_,
+        aten.log_normal_,
+        aten.normal_,
+        aten.random_,
+        aten.uniform_,
+        aten.zero_,
+    }
+)
+"""In-place operators that do not read the values that they overwrite."""
+
+
+def bind_arguments(
+    function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """The schema argument and the value of every argument of a call."""
+    for place, argument in enumerate(schema_of(function).arguments):
+        if place < len(args):
+            yield argument, args[place]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def mutated_tensors(
+    function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """The tensors whose values a call mutates."""
+    if torch.Tag.inplace_view in function.tags:
+        return []
+    return [
+        leaf
+        for argument, value in bind_arguments(function, args, kwargs)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, Tensor)
+    ]
+
+
+def draws_random_numbers(function: OpOverload) -> bool:
+    """Whether an operator draws random numbers from a generator."""
+    return torch.Tag.nondeterministic_seeded in function.tags
+
+
+def on_meta(tensor: Tensor) -> bool:
+    """Whether a tensor really is on the meta device, whatever its `device` property claims."""
+    return device_below(tensor).type == "meta"
+
+
+def _covers(tensor: Tensor) -> bool:
+    """Whether a tensor covers its storage."""
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _digest(state: Tensor) -> bytes:
+    return blake2b(state.numpy().tobytes(), digest_size=16).digest()
+
+
+def check_unchanged(data: TensorVersion) -> Tensor:
+    """The tensor of `data`.
+
+    Raises:
+        DeferredError: if it was modified in place after it was read.
+    """
+    if version(data.tensor) != data.version:
+        raise DeferredError(
+            f"a tensor of shape {tuple(data.tensor.shape)} from which parameters are initialized "
+            "was modified in place after it was read inside no_init_parameters: pass a copy"
+        )
+    return data.tensor

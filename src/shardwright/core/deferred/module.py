@@ -1,0 +1,67 @@
+"""Materializing the deferred parameters of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.core.deferred.tensor import Deferred, value_of, values_of
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.modules import forget_flat_weights, restore_flat_weights
+
+
+def materialize(module: nn.Module) -> nn.Module:
+    """Initializes every tensor of `module` that was created inside `no_init_parameters`.
+
+    The values are created in place, on the CPU. Parameters keep their identity, so an optimizer
+    that refers to them remains valid, and tied parameters stay tied.
+
+    Returns:
+        `module`.
+
+    Raises:
+        DeferredError: if a tensor depends on one that never had values.
+    """
+    tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+    recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    attributes = list(deferred_attributes(module))
+    for child in recurrent:
+        forget_flat_weights(child)
+    for name, value in values_of(tensors, lambda name, tensor: tensor.clone()).items():
+        _swap_contents(tensors[name], value)
+    for tensor in attributes:
+        _swap_contents(tensor, value_of(tensor))
+    for child in recurrent:
+        restore_flat_weights(child)
+    return module
+
+
+def deferred_attributes(module: nn.Module) -> Iterator[Deferred]:
+    """The deferred tensors among plain attributes of modules, not parameters or buffers."""
+    return (tensor for tensor in _attributes(module) if isinstance(tensor, Deferred))
+
+
+def copies_of_attributes(module: nn.Module) -> dict[int, Tensor]:
+    """By its id, for each tensor that is a plain attribute of a module one with the same memory,
+    apart from autograd: what `copy.deepcopy` takes as its memo. Deferred ones have values."""
+    return {
+        id(tensor): value_of(tensor) if isinstance(tensor, Deferred) else tensor.detach()
+        for tensor in _attributes(module)
+    }
+
+
+def _attributes(module: nn.Module) -> Iterator[Tensor]:
+    registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    for child in module.modules():
+        for leaf in pytree.tree_leaves(list(vars(child).values())):
+            if isinstance(leaf, Tensor) and id(leaf) not in registered:
+                yield leaf
+
+
+def _swap_contents(tensor: Tensor, value: Tensor) -> None:
+    """Gives the object `tensor` the contents of `value`."""
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]

@@ -1,0 +1,196 @@
+"""Replays the operations of a record that the requested tensors need, with minimal peak memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.deferred.init_record import (
+    Operation,
+    Record,
+    StorageView,
+    TensorVersion,
+    check_unchanged,
+)
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.dispatch import without_dispatch_modes, without_torch_function
+from shardwright.errors import DeferredError
+
+Keep = Callable[[str, Tensor], Tensor]
+"""Called with the name and value of a finished tensor; returns what to keep of it."""
+
+
+def replay(record: Record, requested: Mapping[str, StorageView], keep: Keep) -> dict[str, Tensor]:
+    """Computes the `requested` tensors on the CPU, and returns what `keep` keeps of each.
+
+    Every tensor is passed to `keep` as soon as it is finished, and then freed. So peak memory is
+    that of what is kept plus the largest tensor with its temporaries.
+
+    Raises:
+        DeferredError: if a tensor depends on one that never had values, or on modified data.
+    """
+    schedule = plan_replay(record, requested, ())
+    if schedule.missing:
+        raise DeferredError(_no_values(record, requested))
+    return _run(record, schedule, requested, keep)
+
+
+def settle_generators(record: Record) -> None:
+    """Advances generators to the state that they would have without deferred initialization.
+
+    This concerns generators in the state of a recorded draw; the others have been used or seeded
+    since.
+    """
+    for generator in record.generators():
+        last = record.last_draw(generator)
+        if last is None:
+            continue
+        if last not in record.states_after:
+            _run(record, plan_replay(record, {}, (last,)), {}, lambda name, tensor: tensor)
+        generator.set_state(record.states_after[last])
+        record.mark_draw(generator, last)
+
+
+@dataclass(frozen=True)
+class ReplaySchedule:
+    """The operations to replay.
+
+    Args:
+        steps: the number of each operation, in order, with the requested storages that are finished
+            after it, and the storages that can be freed after it.
+        missing: storages that are read but never initialized.
+    """
+
+    steps: tuple[tuple[int, frozenset[int], frozenset[int]], ...]
+    missing: frozenset[int]
+
+
+def plan_replay(
+    record: Record, requested: Mapping[str, StorageView], states: Iterable[int]
+) -> ReplaySchedule:
+    """Finds the operations to replay by walking the record backwards from the requested tensors.
+
+    Args:
+        states: draws after which the state of the generator is requested too.
+    """
+    finished = _last_writes(record, {view.storage for view in requested.values()})
+    alive: set[int] = set()
+    drawn = {number for number in states if number not in record.states_after}
+    steps = []
+    for number in reversed(range(len(record.operations))):
+        operation = record.operations[number]
+        ready = frozenset(finished.get(number, ()))
+        if number not in drawn and not (alive | ready) & operation.writes:
+            continue
+        steps.append((number, ready, operation.storages - alive))
+        alive |= ready
+        alive -= operation.fills
+        alive |= operation.reads
+        if operation.draw is not None and isinstance(operation.draw.start, int):
+            drawn.update({operation.draw.start} - record.states_after.keys())
+    never = {view.storage for view in requested.values()}.difference(*finished.values())
+    return ReplaySchedule(tuple(reversed(steps)), frozenset(alive | never))
+
+
+def _last_writes(record: Record, storages: set[int]) -> dict[int, set[int]]:
+    """For each operation, by number, those of `storages` whose last write it is."""
+    remaining, finished = set(storages), {}
+    for number in reversed(range(len(record.operations))):
+        ready = remaining & record.operations[number].writes
+        if ready:
+            finished[number] = ready
+            remaining -= ready
+    return finished
+
+
+def _run(
+    record: Record, schedule: ReplaySchedule, requested: Mapping[str, StorageView], keep: Keep
+) -> dict[str, Tensor]:
+    names: dict[int, list[str]] = {}
+    for name, view in requested.items():
+        names.setdefault(view.storage, []).append(name)
+    memory: dict[int, torch.UntypedStorage] = {}
+    results = {}
+    with _preserve_state(record):
+        for number, ready, dead in schedule.steps:
+            _execute(record, number, memory)
+            for storage in sorted(ready):
+                for name in names[storage]:
+                    results[name] = keep(name, requested[name].of(memory[storage]))
+            for storage in dead:
+                memory.pop(storage, None)
+    return results
+
+
+def _execute(record: Record, number: int, memory: dict[int, torch.UntypedStorage]) -> None:
+    operation = record.operations[number]
+
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, TensorVersion):
+            return check_unchanged(leaf)
+        if not isinstance(leaf, StorageView):
+            return leaf
+        if leaf.storage not in memory:  # its previous values are not needed
+            size = record.nbytes(leaf.storage)
+            memory[leaf.storage] = torch.empty(size, dtype=torch.uint8).untyped_storage()
+        return leaf.of(memory[leaf.storage])
+
+    args, kwargs = pytree.tree_map(real, (operation.args, operation.kwargs))
+    torch.set_default_dtype(operation.default_dtype)
+    draw = operation.draw
+    if draw is not None:
+        start = record.states_after[draw.start] if isinstance(draw.start, int) else draw.start
+        draw.generator.set_state(start)
+    results = operation.function(*args, **kwargs)
+    if draw is not None:
+        record.states_after[number] = draw.generator.get_state()
+    for view, result in zip(operation.results, pytree.tree_leaves(results), strict=True):
+        if view is not None:
+            memory[view.storage] = _as_recorded(operation, view, result)
+
+
+def _as_recorded(operation: Operation, view: StorageView, result: Tensor) -> torch.UntypedStorage:
+    """The storage of a result, checked to be laid out as on the meta device, which views assume."""
+    if (tuple(result.shape), result.stride(), result.storage_offset(), result.dtype) != (
+        view.shape,
+        view.stride,
+        view.offset,
+        view.dtype,
+    ):
+        raise DeferredError(
+            f"{operation.function} returns a tensor of shape {tuple(result.shape)} and strides "
+            f"{result.stride()} on the CPU, but {view.shape} and {view.stride} on the meta "
+            "device; build this part of the model outside of no_init_parameters"
+        )
+    return result.untyped_storage()
+
+
+@contextmanager
+def _preserve_state(record: Record) -> Iterator[None]:
+    """A context without the caller's modes that restores generators and the default dtype."""
+    states = [(generator, generator.get_state()) for generator in record.generators()]
+    dtype = torch.get_default_dtype()
+    try:
+        with without_dispatch_modes(), without_torch_function(), torch.no_grad():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _no_values(record: Record, requested: Mapping[str, StorageView]) -> str:
+    """The error message for the first requested tensor that cannot be initialized."""
+    name = next(
+        name for name, view in requested.items() if plan_replay(record, {name: view}, ()).missing
+    )
+    return (
+        f"{name!r} cannot be initialized: it depends on a tensor on the meta device that never "
+        "had values (created outside of no_init_parameters, or moved there with `.to('meta')`); "
+        "create that tensor inside no_init_parameters, or give it values"
+    )

@@ -1,0 +1,283 @@
+"""Deferred tensors, which know how they are initialized, and the context that creates them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardwright.core.deferred.init_record import (
+    Record,
+    StorageView,
+    draws_random_numbers,
+    mutated_tensors,
+    on_meta,
+)
+from shardwright.core.deferred.replay import Keep, replay, settle_generators
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.dispatch import (
+    TorchDispatchMode,
+    dispatch_modes,
+    plain_torch_function,
+    without_torch_dispatch,
+    without_torch_function,
+)
+from shardwright.core.torch_internals.operators import schema_of
+from shardwright.core.torch_internals.tensors import as_subclass, data_setter
+from shardwright.errors import DeferredError
+
+aten = torch.ops.aten
+
+
+class Deferred(Tensor):
+    """A tensor on the meta device whose values are created when they are needed.
+
+    Every operator on it is recorded, also after the context has ended, so copies, casts and moves
+    of a module stay deferred. While the context is open the tensor claims to be on the CPU, where
+    it would be without the context, so that code which skips meta tensors initializes it.
+    """
+
+    _record: Record
+    __torch_function__ = plain_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        record = next(leaf._record for leaf in leaves if isinstance(leaf, Deferred))
+        return _call(record, function, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cpu" if self._record.recording else "meta")
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return not self._record.recording
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"Deferred({tuple(self.shape)}, dtype={self.dtype}{grad})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise DeferredError(
+            f"cannot save a parameter of shape {tuple(self.shape)} created inside"
+            " no_init_parameters, which has no values yet: call shardwright.parallelize or"
+            " shardwright.materialize first"
+        )
+
+
+@contextmanager
+def no_init_parameters() -> Iterator[None]:
+    """A context in which models are built without allocating their parameters.
+
+    Parameters are on the meta device, and the operators that initialize them are recorded.
+    `parallelize` then creates only this rank's shards, `materialize` creates all parameters, with
+    the values that they would have had without this context: the same bits from the same seed.
+
+    Random numbers are drawn only then. So those that are drawn between this context and
+    `parallelize`, or in a second context, differ from those of a run without it: build everything
+    in one context.
+
+    Tensors created from data (`torch.tensor`, `torch.from_numpy`) are real at once, and so are
+    tensors on devices other than the CPU. Where code needs a value (`.item()`, `if`), the tensor is
+    materialized.
+
+    Raises:
+        DeferredError: if a random operator writes into a tensor that has values, or an operator
+            cannot be recorded.
+    """
+    if any(isinstance(mode, _Recording) for mode in dispatch_modes()):
+        yield  # an inner context belongs to the outer one
+        return
+    record = Record()
+    try:
+        with _Recording(record), _Settings(record):
+            yield
+    finally:
+        record.recording = False
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operators that create or modify deferred tensors."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.record = record
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _call(self.record, function, args, kwargs or {})
+
+
+class _Settings(TorchFunctionMode):
+    """Handles functions that inspect a tensor's device before they call any operator."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is Tensor.new_tensor and isinstance(args[0], Deferred):
+            kwargs.setdefault("device", torch.device("cpu"))
+        elif function == data_setter:
+            target, value = args
+            if isinstance(target, Deferred) and not isinstance(value, Deferred):
+                args = target, _record(self.record, aten.clone.default, (value,), {})
+        return function(*args, **kwargs)
+
+
+def _call(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Records an operator if it creates or modifies a deferred tensor, otherwise runs it."""
+    with without_torch_function():
+        args, kwargs = pytree.tree_map_only(
+            Deferred, lambda t: t if t._record is record else value_of(t), (args, kwargs)
+        )
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not any(isinstance(t, Deferred) for t in tensors) and not (
+            _on_cpu(tensors, kwargs)
+            and (draws_random_numbers(function) or _creates_tensor(function, tensors))
+        ):
+            return function(*args, **kwargs)
+        targets = mutated_tensors(function, args, kwargs)
+        if any(not on_meta(target) for target in targets):
+            _check_draw(function)
+        elif targets or _returns_tensors(function):
+            _check_use(record, function, tensors, targets)
+            try:
+                return _record(record, function, args, kwargs)
+            except NotImplementedError as error:
+                # The shape of the result depends on values, or the operator has no meta kernel.
+                _check_meta_kernel(function, targets, error)
+        args, kwargs = pytree.tree_map_only(Deferred, value_of, (args, kwargs))
+        return function(*args, **kwargs)
+
+
+def _record(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an operator on the meta device and records it."""
+    original_of: dict[int, Tensor] = {}
+
+    def plain(tensor: Tensor) -> Tensor:
+        if on_meta(tensor):
+            on_meta_device = tensor.detach()
+        else:
+            on_meta_device = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+            )
+        original_of[id(on_meta_device)] = tensor
+        return on_meta_device
+
+    def returned(result: Tensor) -> Tensor:
+        return (
+            original_of[id(result)] if id(result) in original_of else _as_deferred(result, record)
+        )
+
+    with without_torch_dispatch():
+        if torch.Tag.inplace_view in function.tags:
+            return function(*args, **kwargs)
+        plain_args, plain_kwargs = pytree.tree_map_only(Tensor, plain, (args, kwargs))
+        results = function(*plain_args, **plain_kwargs | _meta_keywords(function, kwargs))
+        record.add(function, args, kwargs, results)
+        return pytree.tree_map_only(Tensor, returned, results)
+
+
+def _as_deferred(tensor: Tensor, record: Record) -> Deferred:
+    """`tensor`, on the meta device, as a deferred tensor of `record`."""
+    deferred = as_subclass(Deferred, tensor)
+    deferred._record = record
+    return deferred
+
+
+def value_of(tensor: Tensor) -> Tensor:
+    """The values of `tensor`, deferred or not; does not advance generators."""
+    if not isinstance(tensor, Deferred):
+        return tensor
+    requested = {"a tensor": tensor._record.storage_view(tensor)}
+    return replay(tensor._record, requested, lambda name, value: value)["a tensor"]
+
+
+def values_of(tensors: Mapping[str, Tensor], keep: Keep) -> dict[str, Tensor]:
+    """Initializes the deferred ones of `tensors`, and returns what `keep` keeps of each, by name.
+
+    `keep(name, tensor)` is called for one finished tensor after another, on the CPU, in the order
+    in which the model was built; what it does not return is freed. Tied tensors are computed once.
+    Afterwards the generators are in the state that they would have without `no_init_parameters`,
+    unless they have been used or seeded since.
+
+    Raises:
+        DeferredError: if a tensor depends on one that never had values, or on data that has been
+            modified.
+    """
+    requested: dict[Record, dict[str, StorageView]] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Deferred):
+            record = tensor._record
+            requested.setdefault(record, {})[name] = record.storage_view(tensor)
+    values: dict[str, Tensor] = {}
+    for record, views in requested.items():
+        values |= replay(record, views, keep)
+        settle_generators(record)
+    return values
+
+
+def _meta_keywords(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with which `function` creates its results on the meta device."""
+    names = {argument.name for argument in schema_of(function).arguments}
+    keywords: dict[str, Any] = {}
+    if "device" in names:
+        keywords["device"] = torch.device("meta")
+    if kwargs.get("pin_memory"):
+        keywords["pin_memory"] = None
+    return keywords
+
+
+def _on_cpu(tensors: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator would run on the CPU without the context."""
+    device = kwargs.get("device") or torch.device("cpu")
+    return all(t.device.type in ("cpu", "meta") for t in tensors) and device.type in ("cpu", "meta")
+
+
+def _creates_tensor(function: Any, tensors: Iterable[Tensor]) -> bool:
+    """Whether an operator creates a tensor without reading one."""
+    names = {argument.name for argument in schema_of(function).arguments}
+    return not tensors and "device" in names and _returns_tensors(function)
+
+
+def _returns_tensors(function: Any) -> bool:
+    return any("Tensor" in str(result.type) for result in schema_of(function).returns)
+
+
+def _check_draw(function: Any) -> None:
+    if draws_random_numbers(function):
+        raise DeferredError(
+            f"{function} writes random numbers into a tensor that already has values, inside "
+            "no_init_parameters: create this tensor inside too (not from data), or initialize it "
+            "outside"
+        )
+
+
+def _check_meta_kernel(function: Any, targets: list[Tensor], error: NotImplementedError) -> None:
+    if targets or draws_random_numbers(function):
+        raise DeferredError(
+            f"cannot record {function} inside no_init_parameters, because it has no meta kernel: "
+            "register one (`torch.library.register_fake`), or call it outside"
+        ) from error
+
+
+def _check_use(record: Record, function: Any, tensors: list[Tensor], targets: list[Tensor]) -> None:
+    """Outside of the context deferred tensors can be copied, cast and written, but not used."""
+    if record.recording or targets or all(on_meta(tensor) for tensor in tensors):
+        return
+    raise DeferredError(
+        f"{function} uses a parameter created inside no_init_parameters, which has no values yet: "
+        "call shardwright.parallelize or shardwright.materialize on the model before running it"
+    )

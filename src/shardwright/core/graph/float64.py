@@ -1,0 +1,167 @@
+"""A graph and a module in float64, so that what should be equal agrees to the last digits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwright.core.deferred import copies_of_attributes
+from shardwright.core.graph.graph import Graph, Op, Value
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.dispatch import TorchDispatchMode
+
+
+def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
+    """`graph` with every floating-point value, constant and dtype argument converted to float64,
+    and complex ones to complex128.
+
+    Explicit casts of the model (`x.to(torch.float32)` in a norm) become casts to float64.
+
+    Args:
+        twin: the graph of the module in float64, from which numbers and constants are taken that
+            depend on a dtype (`torch.finfo(x.dtype).eps`), if it has the same operators.
+    """
+    new = {
+        value: replace(value, dtype=_double_dtype(value.dtype), outer_dtype=None)
+        for value in graph.values()
+    }
+    twins = {} if twin is None else paired_operators(graph, twin)
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            return new[leaf]
+        return _double_dtype(leaf) if isinstance(leaf, torch.dtype) else leaf
+
+    def convert_op(op: Op) -> Op:
+        args, kwargs = pytree.tree_map(convert, _with_numbers_of(op, twins.get(op, op)))
+        return replace(op, args=args, kwargs=kwargs, outputs=tuple(new[v] for v in op.outputs))
+
+    constants = list(graph.constants.values())
+    if twin is not None and twins and len(twin.constants) == len(constants):
+        constants = list(twin.constants.values())
+    return replace(
+        graph,
+        ops=tuple(convert_op(op) for op in graph.ops),
+        inputs=tuple(convert(leaf) for leaf in graph.inputs),
+        outputs=tuple(convert(leaf) for leaf in graph.outputs),
+        parameters=tuple(new[v] for v in graph.parameters),
+        buffers=tuple(new[v] for v in graph.buffers),
+        constants={
+            new[v]: in_float64(tensor) for v, tensor in zip(graph.constants, constants, strict=True)
+        },
+        updates=tuple((new[a], new[b]) for a, b in graph.updates),
+        loss=None if graph.loss is None else new[graph.loss],
+        other_losses=tuple(new[v] for v in graph.other_losses),
+    )
+
+
+def paired_operators(graph: Graph, twin: Graph) -> dict[Op, Op]:
+    """Each operator of `graph` with that of `twin`, casts between floating-point dtypes aside; none
+    if the graphs have other operators."""
+    mine, others = ([op for op in each.ops if not _is_cast(op)] for each in (graph, twin))
+    if [op.target for op in mine] != [op.target for op in others]:
+        return {}
+    return dict(zip(mine, others, strict=True))
+
+
+def _is_cast(op: Op) -> bool:
+    between = (*op.inputs[:1], *op.outputs)
+    casts = str(op.target).startswith(("aten.to.", "aten._to_copy.", "aten.type_as."))
+    return casts and all(value.dtype.is_floating_point for value in between)
+
+
+def _with_numbers_of(op: Op, twin: Op) -> tuple[Any, Any]:
+    """The arguments of `op`, of its twin those that are no whole numbers."""
+    leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
+    others = pytree.tree_leaves((twin.args, twin.kwargs))
+    if len(leaves) == len(others):
+        pairs = zip(leaves, others, strict=True)
+        leaves = [b if isinstance(a, float) and isinstance(b, float) else a for a, b in pairs]
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
+def module_in_float64(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of `module`, tensors that are plain attributes included.
+
+    Args:
+        values: of the parameters and buffers, by name.
+    """
+    memo: dict[int, Any] = {}
+    for name, parameter in module.named_parameters():
+        double = in_float64(values[name])
+        memo[id(parameter)] = nn.Parameter(double, requires_grad=parameter.requires_grad)
+    memo.update((id(buffer), in_float64(values[name])) for name, buffer in module.named_buffers())
+    memo.update((key, in_float64(t)) for key, t in copies_of_attributes(module).items())
+    double_module = copy.deepcopy(module, memo)
+    for child in double_module.modules():
+        config: Any = getattr(child, "config", None)
+        if getattr(config, "_experts_implementation", None) == "grouped_mm":
+            # The default of `transformers`, a product that PyTorch does not have in float64.
+            config._experts_implementation = "eager"
+    return double_module
+
+
+@contextmanager
+def float64_by_default() -> Iterator[None]:
+    """A context in which new tensors are in float64 unless they are asked to be otherwise."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class EverythingInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which a cast to any floating-point dtype is one to float64, and so is what
+    `torch.tensor` makes of numbers."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.dtype, _double_dtype, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        if func == torch.ops.aten.lift_fresh.default:
+            return result.to(_double_dtype(result.dtype))
+        return result
+
+
+class CastsToFloat64(TorchFunctionMode):
+    """The same for the casts of tensors that a model calls while it is traced."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _CASTS:
+            to = _double_dtype(_CASTS[func])
+            return args[0].to(to, *args[1:], **(kwargs or {}))
+        if func is Tensor.to:
+            args, kwargs = pytree.tree_map_only(torch.dtype, _double_dtype, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+_CASTS = {
+    Tensor.float: torch.float32,
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+    Tensor.cfloat: torch.complex64,  # type: ignore[attr-defined]
+}
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """A detached copy, in float64 if it is floating-point, in complex128 if it is complex."""
+    return tensor.detach().clone().to(_double_dtype(tensor.dtype))
+
+
+def _double_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype

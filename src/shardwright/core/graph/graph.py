@@ -1,0 +1,285 @@
+"""The captured model as data: operators and the values that flow between them.
+
+Operators are named by module paths: `layers.0.mlp.down_proj` is the main operator of that module;
+its other operators are `layers.0.mlp.mul`, `layers.0.mlp.mul_1`, …
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from html import escape
+from math import prod
+from typing import Any
+
+import torch
+
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.operators import OpOverload, schema_of
+
+
+class Kind(Enum):
+    """Where a value comes from."""
+
+    INPUT = "input"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    ACTIVATION = "activation"
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A tensor in the graph; two values are equal only if they are the same object.
+
+    Args:
+        name: unique in its graph: the `state_dict()` name of a parameter or buffer, the path of an
+            input in the call, the operator name of an activation.
+        requires_grad: whether a gradient of the graph's `trained` outputs flows into it, which
+            search and prediction count.
+        requires_other_grad: whether a gradient of its other outputs may.
+        outer_dtype: for parameters and inputs, the dtype in which they are stored or passed, if it
+            differs from `dtype`, in which they are computed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: Kind = Kind.ACTIVATION
+    requires_grad: bool = False
+    requires_other_grad: bool = False
+    outer_dtype: torch.dtype | None = None
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether a gradient of any output may flow into it, for which programs are made."""
+        return self.requires_grad or self.requires_other_grad
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype in which a parameter is stored, or an input passed."""
+        return self.outer_dtype or self.dtype
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"{self.name}{list(self.shape)}"
+
+
+OpTarget = Callable[..., Any]
+
+
+def target_name(target: OpTarget) -> str:
+    """`aten.linear.default`, or the qualified name of a Python function."""
+    if isinstance(target, OpOverload):
+        return str(target)
+    return f"{target.__module__}.{target.__qualname__}"
+
+
+def _structure(argument: Any) -> Any:
+    if isinstance(argument, Value):
+        return argument.shape, argument.dtype
+    if isinstance(argument, (list, tuple)):
+        return tuple([_structure(item) for item in argument])
+    if isinstance(argument, dict):
+        return tuple([(key, _structure(item)) for key, item in argument.items()])
+    return argument
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operator: `target(*args, **kwargs)`, with a `Value` in place of every tensor.
+
+    Args:
+        name: unique in its graph, a module path.
+        target: an ATen operator (`torch.ops.aten.linear.default`) or a function of `custom_ops`.
+        outputs: the tensors that it returns; one per element if it returns a list.
+        module: path of the module in which it was called, `""` for the root.
+        source: the line in the user's code, `file.py:12`, or `""`.
+        tags: the user's annotations of the function calls that contain the operator.
+        calls: the module calls that contain the operator, the outermost first; the second call of a
+            module is `path@2`.
+        flattened: how many leading dimensions of its activations are one in the user's code.
+    """
+
+    name: str
+    target: OpTarget
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Value, ...]
+    module: str = ""
+    source: str = ""
+    tags: tuple[Any, ...] = ()
+    calls: tuple[str, ...] = ()
+    flattened: int = 1
+
+    @cached_property
+    def inputs(self) -> tuple[Value, ...]:
+        """The tensors that it reads, in the order of `args`, then `kwargs`."""
+        flat = pytree.tree_leaves((self.args, self.kwargs))
+        return tuple(leaf for leaf in flat if isinstance(leaf, Value))
+
+    @cached_property
+    def structure(self) -> Any:
+        """A hashable copy of `args` and `kwargs` with the shape and dtype of each tensor in its
+        place."""
+        return _structure(self.args), _structure(self.kwargs)
+
+    @property
+    def takes_device(self) -> bool:
+        """Whether it creates a tensor without reading one, and so needs a `device` argument."""
+        if self.inputs or not isinstance(self.target, OpOverload):
+            return False
+        return any(argument.name == "device" for argument in schema_of(self.target).arguments)
+
+    @property
+    def output(self) -> Value:
+        return self.outputs[0]
+
+    def arguments(self, tensors: Callable[[Value], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`args` and `kwargs` with every value replaced by `tensors(value)`."""
+        return pytree.tree_map_only(Value, tensors, (self.args, self.kwargs))  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {target_name(self.target)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A captured model, for fixed input shapes.
+
+    Args:
+        ops: the operators in execution order.
+        inputs: the leaves of the call's `(args, kwargs)`: a `Value` for a tensor, otherwise the
+            constant that was passed.
+        parameters, buffers: the distinct ones that the graph reads or updates.
+        constants: tensors that the model's code created during capture.
+        outputs: the leaves of the model's result: a `Value` for a tensor, otherwise a constant.
+        updates: pairs of a buffer, or a trained parameter that is changed without autograd, and
+            its value after the forward pass.
+        tied: maps the other names of a tied parameter or buffer to the name of its value.
+        loss: the differentiable scalar that a training step trains; None if there is none.
+        other_losses: differentiable scalars that are trained apart from it, if at all.
+        frozen: names of the parameters that require no gradient.
+        module_tags: the user's annotations of modules, by path.
+        call_tags: the user's annotations of function calls, each with the line of the call, even if
+            no operator of the call is left.
+        compute_dtype: the dtype in which single-precision parameters and inputs are computed, if it
+            differs.
+        autocast_on: the type of the device on which regions of autocast act as captured; None if
+            there are none.
+        attributes: path of the module, name and text of each plain attribute that `forward` reads;
+            the text is `""` if it is more than numbers and texts.
+        mixing: of a micro-batch, why the mean of the losses of equal micro-batches is not the loss
+            of the batch; empty if it is, None if nobody has looked.
+    """
+
+    ops: tuple[Op, ...]
+    inputs: tuple[Any, ...]
+    in_spec: pytree.TreeSpec
+    outputs: tuple[Any, ...]
+    out_spec: pytree.TreeSpec
+    parameters: tuple[Value, ...] = ()
+    buffers: tuple[Value, ...] = ()
+    constants: dict[Value, torch.Tensor] = field(default_factory=dict)
+    updates: tuple[tuple[Value, Value], ...] = ()
+    tied: dict[str, str] = field(default_factory=dict)
+    loss: Value | None = None
+    other_losses: tuple[Value, ...] = ()
+    frozen: tuple[str, ...] = ()
+    capture_seconds: float = 0.0
+    module_tags: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    call_tags: tuple[tuple[Any, str], ...] = ()
+    compute_dtype: torch.dtype | None = None
+    attributes: tuple[tuple[str, str, str], ...] = ()
+    autocast_on: str | None = None
+    mixing: str | None = None
+
+    def _repr_html_(self) -> str:
+        """The operators, where a notebook shows a graph."""
+        rows = (
+            (op.name, target_name(op.target), *(" ".join(map(repr, v)) for v in values))
+            for op in self.ops
+            for values in [(op.inputs, op.outputs)]
+        )
+        lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+        head = "<tr><th>operator</th><th>target</th><th>reads</th><th>makes</th></tr>"
+        return f"<table>{head}{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+    @cached_property
+    def by_name(self) -> dict[str, Op]:
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def producer(self) -> dict[Value, Op]:
+        """The operator that computes each activation."""
+        return {value: op for op in self.ops for value in op.outputs}
+
+    @cached_property
+    def consumers(self) -> dict[Value, tuple[tuple[Op, int], ...]]:
+        """For each value, the operators that read it, each with the index of the input."""
+        consumers: dict[Value, list[tuple[Op, int]]] = {value: [] for value in self.values()}
+        for op in self.ops:
+            for index, value in enumerate(op.inputs):
+                consumers[value].append((op, index))
+        return {value: tuple(uses) for value, uses in consumers.items()}
+
+    @property
+    def input_values(self) -> tuple[Value, ...]:
+        return tuple(leaf for leaf in self.inputs if isinstance(leaf, Value))
+
+    @property
+    def output_values(self) -> tuple[Value, ...]:
+        return tuple(leaf for leaf in self.outputs if isinstance(leaf, Value))
+
+    @property
+    def trained(self) -> tuple[Value, ...]:
+        """The outputs whose gradients search and prediction count: the losses, or else all."""
+        return (self.loss, *self.other_losses) if self.loss is not None else self.output_values
+
+    def values(self) -> Iterator[Value]:
+        """Every value once: inputs, parameters, buffers, constants, then activations in order."""
+        yield from self.input_values
+        yield from self.parameters
+        yield from self.buffers
+        yield from self.constants
+        for op in self.ops:
+            yield from op.outputs
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of operators, shapes, dtypes and names, equal for equal models."""
+        digest = hashlib.sha256()
+        for value in (*self.input_values, *self.parameters, *self.buffers):
+            digest.update(f"{value.name}{value.shape}{value.dtype}\n".encode())
+        for op in self.ops:
+            described = f"{op.name} {target_name(op.target)} {op.args} {op.kwargs}"
+            outputs = [(value, value.dtype) for value in op.outputs]
+            digest.update(f"{described} {outputs}\n".encode())
+        digest.update(f"{self.inputs} {self.outputs} {self.updates}".encode())
+        return digest.hexdigest()[:16]
+
+
+def ops_from_inputs(graph: Graph, values: Iterable[Value]) -> list[Op] | None:
+    """The operators that compute `values` from the model's inputs, in execution order.
+
+    None if `values` depend on parameters or buffers.
+    """
+    needed, ops = set(values), list[Op]()
+    for op in reversed(graph.ops):
+        if needed.intersection(op.outputs):
+            ops.append(op)
+            needed.update(op.inputs)
+    if any(value.kind in (Kind.PARAMETER, Kind.BUFFER) for value in needed):
+        return None
+    return ops[::-1]

@@ -1,0 +1,75 @@
+"""Runs a graph operator by operator on one device, as the reference for lowered programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.graph import Graph, Op, Value
+from shardwright.core.torch_internals import pytree
+from shardwright.errors import CaptureError
+
+
+def interpret(
+    graph: Graph,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> tuple[Any, dict[str, Tensor]]:
+    """The result of the captured module for a call, and the new values of its buffers by name.
+
+    Args:
+        parameters, buffers: by their name in the graph.
+        args, kwargs: a call of the same structure and shapes as the captured one. New tensors are
+            created on the device of its first tensor.
+
+    Raises:
+        CaptureError: if the structure or the shapes of the call differ from the captured ones.
+    """
+    leaves = check_call(graph, args, dict(kwargs or {}))
+    tensors: dict[Value, Tensor] = {v: parameters[v.name] for v in graph.parameters}
+    tensors |= {v: buffers[v.name] for v in graph.buffers}
+    tensors |= {v: t for v, t in zip(graph.inputs, leaves, strict=True) if isinstance(v, Value)}
+    tensors |= {v: t.to(v.dtype) for v, t in tensors.items() if v.outer_dtype is not None}
+    device = next((t.device for t in tensors.values()), torch.device("cpu"))
+    tensors |= {v: t.to(device) for v, t in graph.constants.items()}
+    for op in graph.ops:
+        for value, result in zip(op.outputs, run(op, tensors, device), strict=True):
+            tensors[value] = result
+    outputs = [tensors[v] if isinstance(v, Value) else v for v in graph.outputs]
+    updates = {buffer.name: tensors[new].detach() for buffer, new in graph.updates}
+    return pytree.tree_unflatten(outputs, graph.out_spec), updates
+
+
+def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """The output tensors of one operator; new tensors are created on `device`."""
+    args, kwargs = op.arguments(tensors.__getitem__)
+    if op.takes_device:
+        kwargs["device"] = device
+    result = op.target(*args, **kwargs)
+    return tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+
+
+def check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The leaves of a call, checked against the structure and shapes of the captured one."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    if spec != graph.in_spec:
+        raise CaptureError(
+            f"the model was captured for arguments of structure {graph.in_spec}, not {spec}"
+        )
+    for value, leaf in zip(graph.inputs, leaves, strict=True):
+        if isinstance(value, Value):
+            if not isinstance(leaf, Tensor) or tuple(leaf.shape) != value.shape:
+                got = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
+                raise CaptureError(
+                    f"{value.name}: the model was captured for shape {value.shape}, not {got}"
+                )
+        elif leaf != value:
+            raise CaptureError(
+                f"the model was captured with the constant {value!r}, not with {leaf!r}"
+            )
+    return leaves

@@ -1,0 +1,67 @@
+"""A captured graph as reproducible text: no timings, no addresses, no source lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from shardwright.core.graph.graph import Graph, Op, Value, target_name
+
+
+def graph_text(graph: Graph) -> str:
+    """Inputs, parameters, buffers, every operator with its arguments, and the results."""
+    lines = [
+        *_section("inputs", map(_leaf, graph.inputs)),
+        *_section("parameters", map(typed, graph.parameters)),
+        *_section("buffers", map(typed, graph.buffers)),
+        *_section("constants", map(typed, graph.constants)),
+        *_section("other names", (f"{alias} = {name}" for alias, name in graph.tied.items())),
+        *_section("operators", map(_operator, graph.ops)),
+        *_section("returns", (_returned(graph, leaf) for leaf in graph.outputs)),
+        *_section("new values of buffers", (f"{b.name} = {v.name}" for b, v in graph.updates)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def typed(value: Value) -> str:
+    """`layer.weight float32 [8, 16]`; parameters without a gradient are marked."""
+    frozen = (
+        " without gradient" if value.kind.value == "parameter" and not value.requires_grad else ""
+    )
+    return f"{value.name} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}{frozen}"
+
+
+def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    inner = [f"  {line}" for line in lines]
+    if inner:
+        yield title
+        yield from inner
+
+
+def _leaf(leaf: Any) -> str:
+    return typed(leaf) if isinstance(leaf, Value) else repr(leaf)
+
+
+def _operator(op: Op) -> str:
+    arguments = [_argument(a) for a in op.args]
+    arguments += [f"{key}={_argument(a)}" for key, a in op.kwargs.items()]
+    target = target_name(op.target).removesuffix(".default")
+    outputs = ", ".join(
+        f"{str(v.dtype).removeprefix('torch.')} {list(v.shape)}" for v in op.outputs
+    )
+    return f"{op.name}: {target}({', '.join(arguments)}) -> {outputs}"
+
+
+def _argument(argument: Any) -> str:
+    if isinstance(argument, Value):
+        return argument.name
+    if isinstance(argument, list | tuple):
+        inner = ", ".join(_argument(a) for a in argument)
+        return f"[{inner}]" if isinstance(argument, list) else f"({inner})"
+    return repr(argument)
+
+
+def _returned(graph: Graph, leaf: Any) -> str:
+    if not isinstance(leaf, Value):
+        return repr(leaf)
+    return f"{leaf.name} (loss)" if leaf is graph.loss else leaf.name

@@ -1,0 +1,281 @@
+"""Splits a graph into model chunks, which run one after the other on different devices.
+
+A value that is computed in one chunk and read in a later one crosses the boundary: it is an output
+of the one, an input of the other, and passes through the chunks between them. Values that depend
+only on the model's inputs, constants and unchanged buffers, without gradient or random numbers, do
+not cross: every chunk that reads them recomputes them. Parameters belong to every chunk that reads
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from weakref import WeakKeyDictionary
+
+from shardwright.core.graph.graph import Graph, Kind, Op, Value
+from shardwright.core.torch_internals import pytree
+from shardwright.errors import PlanError
+
+
+@dataclass(frozen=True, eq=False)
+class GraphChunk:
+    """One model chunk.
+
+    Args:
+        graph: its operators. The graph's inputs are those model inputs that the chunk reads, then
+            `arriving`; its outputs are `leaving`, then `returned`, without duplicates.
+        arriving: values received from the previous chunk, as inputs of this graph.
+        leaving: values sent to the next chunk, in the order of its `arriving`.
+        returned: the model outputs that this chunk computes; the loss belongs to the last chunk.
+    """
+
+    graph: Graph
+    arriving: tuple[Value, ...]
+    leaving: tuple[Value, ...]
+    returned: tuple[Value, ...]
+
+
+def split_graph(
+    graph: Graph, chunk_of: Mapping[str, int], random: frozenset[str] = frozenset()
+) -> tuple[GraphChunk, ...]:
+    """The chunks of `graph`, in execution order.
+
+    Args:
+        chunk_of: by operator name the number of its chunk, from 0 without gaps.
+        random: names of operators that draw random numbers; they are never recomputed.
+
+    Raises:
+        PlanError: if an operator has no chunk, a chunk has no operator, a value is read in an
+            earlier chunk than the one that computes it, or a buffer is read in one chunk and
+            updated in another.
+    """
+    known = _KNOWN.setdefault(graph, {})
+    key = tuple(chunk_of.items()), random
+    if key not in known:
+        known[key] = _split(graph, chunk_of, random)
+    return known[key]
+
+
+_KNOWN: WeakKeyDictionary[Graph, dict[object, tuple[GraphChunk, ...]]] = WeakKeyDictionary()
+"""What graphs were split into: plans that differ in anything else share the chunks."""
+
+
+def _split(
+    graph: Graph, chunk_of: Mapping[str, int], random: frozenset[str]
+) -> tuple[GraphChunk, ...]:
+    count = _count(graph, chunk_of)
+    repeatable = _recomputable(graph, random)
+    ops_of_chunk = _ops_of_chunks(graph, chunk_of, count, repeatable)
+    _check_buffers(graph, chunk_of)
+    crossing = _crossing_values(graph, chunk_of, ops_of_chunk, repeatable)
+    chunks = []
+    for number, ops in enumerate(ops_of_chunk):
+        arriving = [v for v, (first, last) in crossing.items() if first < number <= last]
+        leaving = [v for v, (first, last) in crossing.items() if first <= number < last]
+        chunks.append(_build_chunk(graph, chunk_of, number, ops, arriving, leaving))
+    return tuple(chunks)
+
+
+def _count(graph: Graph, chunk_of: Mapping[str, int]) -> int:
+    missing = [op.name for op in graph.ops if op.name not in chunk_of]
+    if missing:
+        raise PlanError(
+            f"operator {missing[0]!r} is not assigned to a stage ({len(missing)} unassigned in"
+            " total)"
+        )
+    numbers = {chunk_of[op.name] for op in graph.ops}
+    count = max(numbers) + 1
+    empty = sorted(set(range(count)) - numbers)
+    if empty:
+        raise PlanError(
+            f"of the {count} chunks of the model, {', '.join(map(str, empty))} would be empty; use"
+            " fewer stages, or assign a module to each of them"
+        )
+    return count
+
+
+def _recomputable(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
+    """The activations that every chunk can recompute for itself."""
+    updated = {buffer for buffer, _ in graph.updates}
+    repeatable = {
+        value
+        for value in (*graph.input_values, *graph.buffers, *graph.constants)
+        if not value.requires_grad and value not in updated
+    }
+    for op in graph.ops:
+        certain = op.name not in random and not any(v.requires_grad for v in op.outputs)
+        if certain and all(value in repeatable for value in op.inputs):
+            repeatable.update(op.outputs)
+    return frozenset(value for op in graph.ops for value in op.outputs if value in repeatable)
+
+
+def _ops_of_chunks(
+    graph: Graph, chunk_of: Mapping[str, int], count: int, repeatable: frozenset[Value]
+) -> list[tuple[Op, ...]]:
+    """The operators of each chunk, including those that it recomputes."""
+    results = {*graph.output_values, *(value for _, value in graph.updates)}
+    own: list[list[tuple[int, Op]]] = [[] for _ in range(count)]
+    shared: list[tuple[int, Op]] = []
+    for place, op in enumerate(graph.ops):
+        if op.outputs[0] in repeatable:
+            shared.append((place, op))
+        else:
+            own[chunk_of[op.name]].append((place, op))
+    for number, ops in enumerate(own):
+        needed = {value for _, op in ops for value in op.inputs}
+        for place, op in reversed(shared):
+            returned = chunk_of[op.name] == number and any(v in results for v in op.outputs)
+            if returned or any(value in needed for value in op.outputs):
+                ops.append((place, op))
+                needed.update(op.inputs)
+    return [tuple(op for _, op in sorted(ops, key=itemgetter(0))) for ops in own]
+
+
+def _check_buffers(graph: Graph, chunk_of: Mapping[str, int]) -> None:
+    for buffer, value in graph.updates:
+        producer = graph.producer.get(value)
+        if producer is None:
+            continue
+        for op, _ in graph.consumers[buffer]:
+            if chunk_of[op.name] != chunk_of[producer.name]:
+                raise PlanError(
+                    f"buffer {buffer.name!r} is read by {op.name!r} in chunk"
+                    f" {chunk_of[op.name]} but updated by {producer.name!r} in chunk"
+                    f" {chunk_of[producer.name]}, while other micro-batches are running; assign"
+                    " both to the same stage"
+                )
+
+
+def _crossing_values(
+    graph: Graph,
+    chunk_of: Mapping[str, int],
+    ops_of_chunk: Iterable[tuple[Op, ...]],
+    repeatable: frozenset[Value],
+) -> dict[Value, tuple[int, int]]:
+    """For each crossing value, the chunk that computes it and the last chunk that reads it."""
+    last: dict[Value, int] = {}
+    for number, ops in enumerate(ops_of_chunk):
+        for op in ops:
+            for value in op.inputs:
+                producer = graph.producer.get(value)
+                if producer is None or value in repeatable:
+                    continue
+                if chunk_of[producer.name] > number:
+                    raise PlanError(
+                        f"{op.name!r} in chunk {number} reads the output of {producer.name!r} in"
+                        f" chunk {chunk_of[producer.name]}; stage numbers must not decrease along"
+                        " the forward pass"
+                    )
+                last[value] = number
+    if graph.loss is not None and graph.loss in graph.producer:
+        # Gradients start in the last chunk.
+        last[graph.loss] = max(chunk_of.values())
+    crossing = {}
+    for op in graph.ops:
+        for value in op.outputs:
+            if last.get(value, 0) > chunk_of[op.name] and value not in repeatable:
+                crossing[value] = (chunk_of[op.name], last[value])
+    return crossing
+
+
+def _build_chunk(
+    graph: Graph,
+    chunk_of: Mapping[str, int],
+    number: int,
+    ops: tuple[Op, ...],
+    arriving: list[Value],
+    leaving: list[Value],
+) -> GraphChunk:
+    received = {value: replace(value, kind=Kind.INPUT) for value in arriving}
+    ops = tuple(_replace_inputs(op, received) for op in ops)
+    read = {value for op in ops for value in op.inputs}
+    loss = _loss(graph, chunk_of, number, received)
+    returned = _chunk_outputs(graph, chunk_of, number, loss)
+    updates = tuple(
+        (buffer, value)
+        for buffer, value in graph.updates
+        if _chunk_of_value(graph, chunk_of, value) == number
+    )
+    used = read | set(returned) | {v for pair in updates for v in pair}
+    inputs = (*(v for v in graph.input_values if v in used), *received.values())
+    passed = tuple(received.get(value, value) for value in leaving)
+    outputs = tuple(dict.fromkeys((*passed, *returned)))
+    subgraph = replace(
+        graph,
+        ops=ops,
+        inputs=inputs,
+        in_spec=pytree.tree_structure((inputs, {})),
+        outputs=outputs,
+        out_spec=pytree.tree_structure(outputs),
+        parameters=tuple(v for v in graph.parameters if v in used),
+        buffers=tuple(v for v in graph.buffers if v in used),
+        constants={v: tensor for v, tensor in graph.constants.items() if v in used},
+        updates=updates,
+        loss=loss,
+        other_losses=(),
+    )
+    return GraphChunk(subgraph, tuple(received.values()), passed, returned)
+
+
+def _chunk_of_value(graph: Graph, chunk_of: Mapping[str, int], value: Value) -> int:
+    """The chunk that computes a value; the first one for inputs of the model."""
+    producer = graph.producer.get(value)
+    return 0 if producer is None else chunk_of[producer.name]
+
+
+def _loss(
+    graph: Graph, chunk_of: Mapping[str, int], number: int, received: Mapping[Value, Value]
+) -> Value | None:
+    """The loss, if this is the last chunk."""
+    if graph.loss is None or number != max(chunk_of.values()):
+        return None
+    return received.get(graph.loss, graph.loss)
+
+
+def _chunk_outputs(
+    graph: Graph, chunk_of: Mapping[str, int], number: int, loss: Value | None
+) -> tuple[Value, ...]:
+    """The model outputs that one chunk returns: those it computes, and the last one the loss."""
+    outputs = [
+        value
+        for value in graph.output_values
+        if value is not graph.loss and _chunk_of_value(graph, chunk_of, value) == number
+    ]
+    return tuple(dict.fromkeys((*outputs, *([] if loss is None else [loss]))))
+
+
+def _replace_inputs(op: Op, received: Mapping[Value, Value]) -> Op:
+    """`op` with `received` values in place of those that other chunks compute."""
+    if not any(value in received for value in op.inputs):
+        return op
+    args, kwargs = op.arguments(lambda value: received.get(value, value))
+    return replace(op, args=args, kwargs=kwargs)
+
+
+def assign_neighbors(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int]:
+    """The chunk of every operator, given those of some.
+
+    The others join the latest chunk among their producers, or else the earliest among their
+    consumers.
+    """
+    chunk_of: dict[str, int] = {}
+
+    def producer_parts(op: Op) -> list[int]:
+        makers = (graph.producer.get(value) for value in op.inputs)
+        return [chunk_of[maker.name] for maker in makers if maker and maker.name in chunk_of]
+
+    def readers(values: Iterable[Value]) -> list[int]:
+        names = (op.name for value in values for op, _ in graph.consumers[value])
+        return [chunk_of[name] for name in names if name in chunk_of]
+
+    for op in graph.ops:
+        if op.name in anchored:
+            chunk_of[op.name] = anchored[op.name]
+        elif producers := producer_parts(op):
+            chunk_of[op.name] = max(producers)
+    for op in reversed(graph.ops):
+        if op.name not in chunk_of:
+            chunk_of[op.name] = min(readers(op.outputs), default=0)
+    return chunk_of

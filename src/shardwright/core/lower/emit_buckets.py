@@ -1,0 +1,174 @@
+"""The lines of a program that bring parameters from storage to use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shardwright.core.graph.graph import Kind, Value
+from shardwright.core.lower.emit import Source
+from shardwright.core.partition.communication import Communication
+from shardwright.core.partition.parameter_buckets import Bucket, Member, bucketed_steps
+from shardwright.core.partition.transfer import Transfer
+from shardwright.core.runtime.bucket_autograd import (
+    EnterBucket,
+    FinishGather,
+    ReuseGathered,
+    StartGather,
+    UseAsStored,
+)
+from shardwright.core.runtime.buckets import BoundBucket, bind_bucket
+from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.named_ranges import RangedBucket
+from shardwright.core.runtime.regather import BackwardRegather
+
+
+@dataclass
+class BucketLines:
+    """Writes them: the gather of each is started just before the one before it is waited for, and
+    each is finished at its first use. Buckets whose gradients are summed over replicas enter at the
+    top, so that they are waited for last; the others just before their gather is started: once
+    their gradients are reduced and scattered, nothing is left to wait for, and they are handed out.
+
+    In a program of unsharded parameters, buckets that are reduced once a step are not there: their
+    members come as they are used. The others (`level2`) come gathered, and only their gradients go
+    through it.
+    """
+
+    flow: Communication
+    devices: Devices
+    unsharded: bool
+    source: Source
+    bound: tuple[BoundBucket, ...] = ()
+    again: BackwardRegather | None = None
+    _entered: dict[Bucket, str] = field(default_factory=dict)
+    _started: dict[Bucket, str] = field(default_factory=dict)
+    _members: dict[Member, str] = field(default_factory=dict)
+    _known: dict[tuple[Value, tuple[int, ...]], tuple[Bucket, Member]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.bound = tuple(bind_bucket(bucket, self.devices) for bucket in self.flow.buckets)
+        if self.devices.named_ranges:
+            self.bound = tuple(RangedBucket.of(b, self.devices.layout) for b in self.bound)
+        for bucket in self.flow.buckets:
+            for member in bucket.members:
+                self._known[member.value, _ids(member.transfers)] = (bucket, member)
+        if any(bucket.again and bucket.segment is None for bucket in self.flow.buckets):
+            self.again = BackwardRegather()
+
+    def enter(self) -> None:
+        """The first lines of a program: gradients of later ones are complete before theirs."""
+        for bound in self._here:
+            if not bound.bucket.gathers or bound.replicas is not None:
+                self._enter(bound)
+        first = next((b.bucket for b in self._here if _is_ahead(b.bucket)), None)
+        if first is not None:
+            self._start(first)
+
+    @cached_property
+    def _here(self) -> tuple[BoundBucket, ...]:
+        """The buckets of this program."""
+        return tuple(each for each in self.bound if self._is_here(each.bucket))
+
+    def _is_here(self, bucket: Bucket) -> bool:
+        return not (self.unsharded and bucket.once)
+
+    def _enter(self, bound: BoundBucket) -> str:
+        number = bound.bucket.number
+        name = self._entered[bound.bucket] = self.source.name(f"bucket_{number}")
+        function = self.source.refer(f"enter_{number}", EnterBucket(bound))
+        shards = ", ".join(f"parameters[{m.value.name!r}]" for m in bound.bucket.members)
+        self.source.add([name], f"{function}({shards})", [], _described(bound))
+        return name
+
+    def member(self, value: Value, route: Sequence[Transfer]) -> str | None:
+        """The variable of a parameter behind the steps of its route that a bucket makes; None if
+        none does."""
+        length = bucketed_steps(route) if value.kind is Kind.PARAMETER else 0
+        if not length:
+            return None
+        bucket, member = self._known[value, _ids(route[:length])]
+        if member not in self._members:
+            if self._is_here(bucket):
+                self._finish(bucket)
+            else:
+                name = self._members[member] = self.source.name(member.name)
+                self.source.add([name], f"parameters[{used_name(member)!r}]", [])
+        return self._members[member]
+
+    def _start(self, bucket: Bucket) -> None:
+        if bucket in self._started:
+            return
+        entered = self._entered.get(bucket) or self._enter(self.bound[bucket.number])
+        bound, number = self.bound[bucket.number], bucket.number
+        name = self._started[bucket] = self.source.name(f"bucket_{number}")
+        if self.unsharded and bucket.level == "level2":
+            function = self.source.refer(f"hold_{number}", ReuseGathered(bound))
+            call = f"{function}({entered}, parameters[{held_name(bucket)!r}])"
+        else:
+            call = f"{self.source.refer(f'start_{number}', StartGather(bound))}({entered})"
+        self.source.add([name], call, [entered], segment=bucket.segment)
+
+    def _finish(self, bucket: Bucket) -> None:
+        bound, number = self.bound[bucket.number], bucket.number
+        held = self.unsharded and bucket.level == "level2"
+        if bucket.gathers:
+            self._start(bucket)
+            following = self._next(bucket)
+            if following is not None:
+                self._start(following)
+        before = self._started.get(bucket) or self._entered[bucket]
+        if bucket.gathers and not held:
+            again = self.again if bucket.again and bucket.segment is None else None
+            function = self.source.refer(f"finish_{number}", FinishGather(bound, again))
+        else:
+            function = self.source.refer(f"finish_{number}", UseAsStored(bound, held))
+        names = [self.source.name(member.name) for member in bucket.members]
+        call = f"{function}({before})"
+        self.source.add(names, call, [before], unpack=True, segment=bucket.segment)
+        self._members.update(zip(bucket.members, names, strict=True))
+
+    def _next(self, bucket: Bucket) -> Bucket | None:
+        """The bucket that is gathered next: its gather is started before this one is waited for."""
+        if bucket.segment is not None:
+            return None
+        later = (b.bucket for b in self._here if b.bucket.number > bucket.number)
+        return next(filter(_is_ahead, later), None)
+
+
+def _is_ahead(bucket: Bucket) -> bool:
+    """Whether it is gathered before it is used, and not where an operator is computed again."""
+    return bucket.gathers and bucket.segment is None
+
+
+def used_name(member: Member) -> str:
+    """Under which a program of unsharded parameters reads a member as it is used."""
+    return f"{member.name} as used"
+
+
+def cast_name(value: Value) -> str:
+    """Under which a program of unsharded parameters reads one that needs no bucket, but a cast."""
+    return f"{value.name} as {str(value.dtype).removeprefix('torch.')}"
+
+
+def held_name(bucket: Bucket) -> str:
+    """Under which a program of unsharded parameters reads all members of a gathered bucket."""
+    return f"bucket {bucket.number}"
+
+
+def _ids(transfers: Sequence[Transfer]) -> tuple[int, ...]:
+    return tuple(id(transfer) for transfer in transfers)
+
+
+def _described(bound: BoundBucket) -> str:
+    """`bucket 0 of 3 parameters: vary over dp, all_gather over fsdp / reduce_scatter`."""
+    bucket, words = bound.bucket, []
+    for step in bucket.steps:
+        over = step.source.layout.named(step.axes)
+        back = f" / {step.backward}" if step.backward is not None else ""
+        words.append(f"{step.kind} over {over}{back}")
+    count = len(bucket.members)
+    again = ", gathered again in the backward pass" if bucket.again else ""
+    parameters = f"{count} parameter{'s' if count > 1 else ''}"
+    return f"bucket {bucket.number} of {parameters}: {', '.join(words)}{again}"

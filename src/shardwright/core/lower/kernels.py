@@ -1,0 +1,81 @@
+"""What computes each operator on local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.partition.communication import Communication, InnerReduction
+from shardwright.core.rules import rule_of
+from shardwright.core.rules.rule import Cuts, Local, Reduce, ShardingRule
+from shardwright.core.runtime.collectives import bound_reduction
+from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.named_ranges import around_reduction
+from shardwright.core.torch_internals.operators import OpOverload, operator_name, schema_of
+
+
+@dataclass
+class Kernels:
+    """The kernels of the operators of a program, each made once."""
+
+    devices: Devices
+    cuts: Mapping[str, Cuts]
+    flow: Communication
+    _kernels: dict[Op, Callable[..., Any]] = field(default_factory=dict)
+
+    def of(self, op: Op) -> Callable[..., Any]:
+        """The kernel that the rule of `op` asks for where it is cut, else its own target."""
+        if op not in self._kernels:
+            self._kernels[op] = op.target
+            rule, cut = rule_of(op), any(self.cuts.get(op.name, {}).values())
+            if rule is not None and rule.kernel is not None and cut:
+                self._kernels[op] = rule.kernel(op, self._local(op, rule))
+        return self._kernels[op]
+
+    def _local(self, op: Op, rule: ShardingRule) -> Local:
+        cuts, made = self.cuts.get(op.name, {}), self.flow.initial_layouts
+        functions = tuple(self._reduce(inner) for inner in self.flow.reductions.get(op.name, ()))
+        return Local(
+            shard_counts=rule.shard_counts(self.devices.layout, cuts),
+            index=lambda factor: self.devices.index(tuple(cuts.get(factor, ()))),
+            output_shapes=tuple(made[value].shard_shape(value.shape) for value in op.outputs),
+            reduce=functions,
+        )
+
+    def _reduce(self, inner: InnerReduction) -> Reduce:
+        reduction, axes = inner.reduction, inner.axes
+        reduce = bound_reduction(self.devices, axes, reduction.kind, reduction.varying)
+        if self.devices.named_ranges:
+            return around_reduction(reduce, reduction, axes, self.devices.layout)
+        return reduce
+
+
+def short_name(op: Op) -> str:
+    """`aten.mean.dim` → `mean`."""
+    if isinstance(op.target, OpOverload):
+        return operator_name(op.target)
+    return op.target.__name__
+
+
+def returns_many(op: Op) -> bool:
+    """Whether the target returns a sequence of tensors, be it of one."""
+    if isinstance(op.target, OpOverload):
+        returns = schema_of(op.target).returns
+        return len(returns) > 1 or str(returns[0].type) == "List[Tensor]"
+    return len(op.outputs) > 1
+
+
+def leaves_out_results(op: Op) -> bool:
+    """Whether it returns None in the place of a tensor, as a backward operator does for an input
+    that needs no gradient."""
+    if not isinstance(op.target, OpOverload):
+        return False
+    returns = schema_of(op.target).returns
+    return all(str(r.type) == "Tensor" for r in returns) and len(returns) != len(op.outputs)
+
+
+def made_results(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """What it returns besides None."""
+    return tuple(result for result in function(*args, **kwargs) if result is not None)

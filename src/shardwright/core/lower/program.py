@@ -1,0 +1,428 @@
+"""From graph and plan to the program that one rank runs.
+
+The program is plain Python text over local tensors: local operators as they stand in the graph, and
+redistributions wherever a value is read in another layout than it was produced in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from shardwright.core.graph.graph import Graph, Kind, Op, Value, ops_from_inputs
+from shardwright.core.graph.saved_tensors import returned_before_update, saved_before_update
+from shardwright.core.lower.emit import NAMED_RANGE, Source, expression, write_body
+from shardwright.core.lower.emit_buckets import BucketLines, cast_name
+from shardwright.core.lower.emit_transfers import TransferLines
+from shardwright.core.lower.kernels import (
+    Kernels,
+    leaves_out_results,
+    made_results,
+    returns_many,
+    short_name,
+)
+from shardwright.core.lower.regions import Compiler, compile_regions
+from shardwright.core.partition.chunk import Chunk
+from shardwright.core.partition.communication import Communication
+from shardwright.core.partition.parameter_buckets import bucketed_steps
+from shardwright.core.partition.transfer import Transfer
+from shardwright.core.rules import is_random, rule_of
+from shardwright.core.rules.rule import Cuts, ShardingRule, TwoPhaseKernel
+from shardwright.core.runtime.buckets import BoundBucket
+from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.fake_implementations import AsFaked
+from shardwright.core.runtime.overlap import delayed_linear
+from shardwright.core.runtime.random import (
+    Seeded,
+    number_of,
+    recompute_drawing_segment,
+    recompute_segment,
+)
+from shardwright.core.runtime.regather import BackwardRegather
+from shardwright.core.torch_internals.operators import OpOverload
+
+aten = torch.ops.aten
+
+HEADER = "def program(parameters, buffers, inputs, seed):"
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank runs.
+
+    Args:
+        source: its text.
+        function: the compiled text.
+        communication: all redistributions in it.
+        parameters: those that the graph reads.
+        buckets: those of `communication`, bound to the devices.
+        unsharded: whether parameters are read as `UnshardedParameters` hand them out.
+        casts: the parameters of an unsharded program that it reads as stored, but for their dtype.
+        again: what the backward pass gathers again; None if nothing.
+        by_region: gives the function with its equal blocks compiled; None if it has none.
+    """
+
+    source: str
+    function: Callable[..., tuple[list[Any], list[Tensor]]]
+    communication: Communication
+    parameters: tuple[Value, ...]
+    buckets: tuple[BoundBucket, ...]
+    unsharded: bool = False
+    casts: tuple[Value, ...] = ()
+    again: BackwardRegather | None = None
+    by_region: Callable[[Compiler], Callable[..., Any] | None] = lambda compiler: None
+
+    def compiled(self, compiler: Compiler, regional: bool) -> Program:
+        """The program, or its equal blocks as one function, as `compiler` makes it."""
+        function = self.by_region(compiler) if regional else None
+        return replace(self, function=function or compiler(self.function))
+
+    def __call__(
+        self,
+        parameters: Mapping[str, Any],
+        buffers: Mapping[str, Tensor],
+        inputs: Sequence[Any],
+        seed: int = 0,
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Runs on local tensors.
+
+        Args:
+            parameters: this rank's shards, as the plan stores them; if the program is `unsharded`,
+                what `UnshardedParameters.tensors` gives.
+            buffers: whole.
+            inputs: the leaves of the call's arguments, tensors whole.
+            seed: of the random operators; the same on every rank, another one for each step.
+
+        Returns:
+            The leaves of the model's outputs, and the new values of the graph's `updates`, as the
+            old ones lie.
+        """
+        if self.again is None or not torch.is_grad_enabled():
+            return self.function(parameters, buffers, inputs, seed)
+        with self.again.run():
+            return self.function(parameters, buffers, inputs, seed)
+
+    def __str__(self) -> str:
+        return self.source
+
+
+def lower(
+    chunk: Chunk, devices: Devices, unsharded: bool = False, pending_loss: bool = False
+) -> Program:
+    """The program of this rank for `chunk`, split as decided.
+
+    Args:
+        unsharded: whether the program reads parameters that `UnshardedParameters` keep through the
+            micro-batches of a step, instead of bringing them from storage to use by itself.
+        pending_loss: whether the sum of the loss over the devices is only started, as its gradient
+            does not need it; it must be waited for before it is read (`collectives.wait`).
+    """
+    return _Lowering(chunk, devices, unsharded, pending_loss).program()
+
+
+@dataclass
+class _Lowering:
+    chunk: Chunk
+    devices: Devices
+    unsharded: bool
+    pending_loss: bool
+    buckets: BucketLines = field(init=False)
+    source: Source = field(default_factory=Source)
+    variables: dict[Value, str] = field(default_factory=dict)
+    transfers: TransferLines = field(init=False)
+    fused: dict[Value, Op] = field(default_factory=dict)
+    kernels: Kernels = field(init=False)
+    started: dict[Op, str] = field(default_factory=dict)
+    casts: list[Value] = field(default_factory=list)
+    read_after_update: frozenset[Value] = frozenset()
+
+    @property
+    def graph(self) -> Graph:
+        return self.chunk.graph
+
+    @property
+    def cuts(self) -> Mapping[str, Cuts]:
+        return self.chunk.decisions.cuts
+
+    @property
+    def flow(self) -> Communication:
+        return self.chunk.communication
+
+    def program(self) -> Program:
+        for name in ("parameters", "buffers", "inputs", "seed", "device"):
+            self.source.name(name)
+        self.buckets = BucketLines(self.flow, self.devices, self.unsharded, self.source)
+        self.kernels = Kernels(self.devices, self.cuts, self.flow)
+        self.transfers = TransferLines(
+            self.flow,
+            self.devices,
+            self.source,
+            self.chunk.overlaps,
+            self._pending_loss(),
+            self._weight,
+        )
+        if self.devices.named_ranges:
+            self.source.refer(NAMED_RANGE, record_function)
+        again = (self.graph.by_name[name] for name in self.flow.segment_of)
+        self.read_after_update = frozenset(value for op in again for value in op.inputs)
+        self.read_after_update |= saved_before_update(self.graph)
+        self.read_after_update |= returned_before_update(self.graph)
+        early = self._start_ahead()
+        self.buckets.enter()
+        for op in self.graph.ops:
+            if op in early:
+                continue
+            if self._waits_for_bias(op):
+                self.fused[op.output] = op
+            else:
+                self._operator(op)
+        routes = self.flow.output_routes
+        outputs = [
+            self._converted(leaf, routes[leaf]) if isinstance(leaf, Value) else repr(leaf)
+            for leaf in self.graph.outputs
+        ]
+        updates = [
+            self._converted(value, self.flow.update_routes[before])
+            for before, value in self.graph.updates
+        ]
+        returns = f"[{', '.join(outputs)}], [{', '.join(updates)}]"
+        lines = self.source.nested([*outputs, *updates], self._again())
+        body = write_body(lines, [*outputs, *updates])
+        text = "\n".join([HEADER, *body, f"    return {returns}\n"])
+        return Program(
+            text,
+            self.source.compile(text, "program"),
+            self.flow,
+            self.graph.parameters,
+            self.buckets.bound,
+            self.unsharded,
+            tuple(self.casts),
+            self.buckets.again,
+            partial(compile_regions, self.source, lines, (HEADER, returns)),
+        )
+
+    def _again(self) -> Callable[..., Any]:
+        """What runs operators that are computed again: on one device, random ones draw from
+        PyTorch's own generator."""
+        if self.devices.several:
+            return recompute_segment
+        again = (self.graph.by_name[name] for name in self.flow.segment_of)
+        return recompute_drawing_segment if any(map(is_random, again)) else recompute_segment
+
+    # Values
+
+    def _variable(self, value: Value) -> str:
+        """The variable that holds `value` as it is made, stored or given."""
+        if value not in self.variables:
+            name = self.variables[value] = self.source.name(value.name)
+            is_cast = value.dtype != value.stored_dtype
+            cast = f".to({value.dtype})" if is_cast else ""
+            if value in self.flow.update_routes and value in self.read_after_update:
+                # The backward pass, or who called, reads it after it has its new value.
+                cast = ".clone()"
+            if value.kind is Kind.PARAMETER and self.unsharded and is_cast:
+                self.casts.append(value)
+                self.source.add([name], f"parameters[{cast_name(value)!r}]", [])
+            elif value.kind is Kind.PARAMETER:
+                self.source.add([name], f"parameters[{value.name!r}]{cast}", [])
+            elif value.kind is Kind.BUFFER:
+                self.source.add([name], f"buffers[{value.name!r}]{cast}", [])
+            elif value.kind is Kind.INPUT:
+                number = next(i for i, leaf in enumerate(self.graph.inputs) if leaf is value)
+                self.source.add([name], f"inputs[{number}]{cast}", [])
+            elif value.kind is Kind.CONSTANT:
+                tensor = self.graph.constants[value].to(self.devices.device)
+                constant = self.source.refer(f"constant_{len(self.source.scope)}", tensor)
+                self.source.add([name], constant, [])
+        return self.variables[value]
+
+    def _converted(self, value: Value, route: Sequence[Transfer]) -> str:
+        """The variable that holds `value` at the end of `route`."""
+        name = self.buckets.member(value, route)
+        if name is None:
+            name = self._variable(value)
+        else:
+            route = route[bucketed_steps(route) :]
+        return self.transfers.convert(name, route)
+
+    def _pending_loss(self) -> Transfer | None:
+        """The all-reduce of the loss, if it is only started."""
+        loss = self.graph.loss
+        if not self.pending_loss or loss is None or self.graph.consumers[loss]:
+            return None
+        route = self.flow.output_routes[loss]
+        return route[-1] if route and route[-1].step.kind == "all_reduce" else None
+
+    def _weight(self, op: Op) -> str:
+        return self._converted(op.inputs[1], self.flow.routes[op.name, 1])
+
+    # Operators
+
+    def _start_ahead(self) -> set[Op]:
+        """Starts kernels of two halves as soon as the inputs are there, if the first half needs no
+        more. Returns the operators that this took."""
+        early: set[Op] = set()
+        for op in self.graph.ops:
+            kernel = self.kernels.of(op)
+            if not isinstance(kernel, TwoPhaseKernel) or self._segment(op) is not None:
+                continue
+            makers = ops_from_inputs(self.graph, [op.inputs[i] for i in kernel.reads])
+            if makers is None or any(self._segment(maker) is not None for maker in makers):
+                continue
+            for maker in makers:
+                if maker not in early:
+                    self._operator(maker)
+            early.update(makers)
+            routes = [(op.inputs[i], self.flow.routes[op.name, i]) for i in kernel.reads]
+            reads = [self._converted(value, route) for value, route in routes]
+            name = self.started[op] = self.source.name(f"{op.name}_ahead")
+            start = self.source.refer(f"start_{short_name(op)}", kernel.start)
+            self.source.add([name], f"{start}({', '.join(reads)})", reads, f"{op.name}: ahead")
+        return early
+
+    def _operator(self, op: Op) -> None:
+        mine: dict[int, str] = {}
+        variables = []
+        for index, value in enumerate(op.inputs):
+            if value in self.fused:
+                self._reads(self.fused[value])
+                continue
+            route = self.flow.routes[op.name, index]
+            variables.append(self._converted(value, route))
+            mine[index] = variables[-1]
+        if op.inputs and op.inputs[0] in self.fused:
+            self._with_bias(self.fused.pop(op.inputs[0]), op, mine[1])
+            return
+        rule = rule_of(op)
+        args, kwargs = self._arguments(op, rule)
+        counter = iter(range(len(op.inputs)))
+
+        def variable(_: Value) -> str:
+            return mine[next(counter)]
+
+        function = self._function(op, rule)
+        if op in self.transfers.delayed:
+            function, mine[1] = (
+                self.source.refer("linear", delayed_linear),
+                self.transfers.delayed[op],
+            )
+            variables[1] = mine[1]
+        texts = [expression(a, variable) for a in args]
+        texts += [f"{key}={expression(a, variable)}" for key, a in kwargs.items()]
+        if self.devices.several and is_random(op):
+            texts.insert(0, "seed")
+        if op in self.started:
+            texts.insert(0, self.started[op])
+            variables.append(self.started[op])
+        names = [self.source.name(value.name) for value in op.outputs]
+        self.variables.update(zip(op.outputs, names, strict=True))
+        call, comment = f"{function}({', '.join(texts)})", self._comment(op, rule)
+        segment, label = self._segment(op), self._label(op)
+        self.source.add(names, call, variables, comment, returns_many(op), segment, label)
+        for value, name in zip(op.outputs, names, strict=True):
+            self.transfers.start(value, name)
+
+    def _label(self, op: Op) -> str:
+        return op.name if self.devices.named_ranges else ""
+
+    def _segment(self, op: Op) -> str | None:
+        segment = self.flow.segment_of.get(op.name)
+        return segment.name if segment is not None else None
+
+    def _arguments(self, op: Op, rule: ShardingRule | None) -> tuple[list[Any], dict[str, Any]]:
+        """The operator's own arguments, sizes of its output made local."""
+        args, kwargs = list(op.args), dict(op.kwargs)
+        if rule is not None and rule.sizes is not None:
+            args[rule.sizes] = list(
+                self.flow.initial_layouts[op.output].shard_shape(op.output.shape)
+            )
+        if op.takes_device:
+            kwargs["device"] = self.devices.device
+        return args, kwargs
+
+    def _function(self, op: Op, rule: ShardingRule | None) -> str:
+        """The name of what computes `op` on local tensors."""
+        function = self.kernels.of(op)
+        if op in self.started:
+            assert isinstance(function, TwoPhaseKernel)
+            function = function.finish
+        if self.devices.several and is_random(op):
+            axes = tuple(
+                dict.fromkeys(a for dim in self.flow.initial_layouts[op.output].axes for a in dim)
+            )
+            function = Seeded(function, number_of(op.name), self.devices.index(axes))
+            return self.source.refer(f"seeded_{short_name(op)}", function)
+        if function is op.target and isinstance(function, OpOverload):
+            if leaves_out_results(op):
+                name = f"results_of_{short_name(op)}"
+                return self.source.refer(name, partial(made_results, function))
+            if function.namespace == "aten":
+                return str(function)
+            if function.namespace == "shardwright":
+                return f"torch.ops.{function}"
+            layouts = ((v, self.flow.initial_layouts[v]) for v in op.outputs)
+            said = tuple((layout.shard_shape(v.shape), v.dtype) for v, layout in layouts)
+            return self.source.refer(f"own_{short_name(op)}", AsFaked(function, said))
+        return self.source.refer(
+            f"local_{short_name(op)}" if function is not op.target else short_name(op), function
+        )
+
+    def _comment(self, op: Op, rule: ShardingRule | None) -> str:
+        if rule is None:
+            return f"{op.name}: no sharding rule, computed in full on every device"
+        named = self.devices.layout.named
+        cuts = [
+            f"{factor} over {named(axes)}"
+            for factor, axes in self.cuts.get(op.name, {}).items()
+            if axes
+        ]
+        return f"{op.name}: {', '.join(cuts)}" if cuts else op.name
+
+    # A bias that was split from its operator is given back to it where nothing lies between.
+
+    def _waits_for_bias(self, op: Op) -> bool:
+        if op.target is not aten.linear.default or len(op.inputs) != 2:
+            return False
+        uses = self.graph.consumers[op.output]
+        if len(uses) != 1 or op.output in self.graph.output_values:
+            return False
+        add, index = uses[0]
+        return (
+            add.target is aten.add.Tensor
+            and index == 0
+            and not add.kwargs
+            and len(add.inputs) == 2
+            and add.inputs[1].shape == op.output.shape[-1:]
+            and add.inputs[1].dtype == op.output.dtype
+            and not self.flow.initial_layouts[op.output].partial
+            and not self.flow.routes[add.name, 0]
+            and self._segment(op) == self._segment(add)
+        )
+
+    def _reads(self, layer: Op) -> list[str]:
+        """The variables that it reads; they come before those of its bias."""
+        return [
+            self._converted(value, self.flow.routes[layer.name, index])
+            for index, value in enumerate(layer.inputs)
+        ]
+
+    def _with_bias(self, layer: Op, add: Op, bias: str) -> None:
+        reads, function = self._reads(layer), "aten.linear.default"
+        if layer in self.transfers.delayed:
+            function, reads[1] = (
+                self.source.refer("linear", delayed_linear),
+                self.transfers.delayed[layer],
+            )
+        name = self.variables[add.output] = self.source.name(layer.output.name)
+        comment = f"{self._comment(layer, rule_of(layer))}; with {add.name}"
+        reads.append(bias)
+        call, segment = f"{function}({', '.join(reads)})", self._segment(layer)
+        label = self._label(layer)
+        self.source.add([name], call, reads, comment, segment=segment, label=label)
+        self.transfers.start(add.output, name)

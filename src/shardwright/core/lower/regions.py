@@ -1,0 +1,184 @@
+"""Equal blocks of a program as calls of one function, which `torch.compile` compiles once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from shardwright.core.lower.emit import Line, Source, write_body
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+REGION = "region"
+"""What the function is called in the program."""
+
+_VARIABLE = re.compile(r"(?<![\w.'])[A-Za-z_]\w*(?!=)\b")
+_BRINGS = re.compile(r"(parameters|buffers|inputs)\[|(enter|start|hold|finish)_\d+\(")
+"""What brings parameters, buffers and inputs to use."""
+
+
+@dataclass(frozen=True)
+class Regions:
+    """A program with equal blocks.
+
+    Args:
+        lines: of the program, each block a call of `REGION`.
+        body: of the function.
+        arguments, returns: its variables.
+    """
+
+    lines: list[Line]
+    body: list[Line]
+    arguments: tuple[str, ...]
+    returns: tuple[str, ...]
+
+
+def regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | None:
+    """The equal blocks that make up most of a program; None if there are none.
+
+    What brings parameters to use differs from block to block, and stands before its block.
+
+    Args:
+        outputs: variables that are read after the last line.
+    """
+    carried: dict[int, list[Line]] = {}
+    own: list[Line] = []
+    brought: set[str] = set()
+    for line in lines:
+        if _BRINGS.match(line.expression) and brought.issuperset(line.reads):
+            carried.setdefault(len(own), []).append(line)
+            brought.update(line.names)
+        else:
+            own.append(line)
+    span = _longest(own)
+    if span is None:
+        return None
+    ways = [(_returned(own, way, outputs), way) for way in _aligned(own, *span)]
+    if not ways:
+        return None
+    places, (length, first, count) = min(ways, key=lambda one: len(one[0]))
+    blocks = [own[first + n * length :][:length] for n in range(count)]
+    result: list[Line] = []
+    for number in range(first):
+        result += [*carried.get(number, ()), own[number]]
+    for n, block in enumerate(blocks):
+        for number in range(first + n * length, first + (n + 1) * length):
+            result += carried.get(number, ())
+        names = tuple(block[line].names[position] for line, position in places)
+        result.append(_call(block, names))
+    for number in range(first + count * length, len(own)):
+        result += [*carried.get(number, ()), own[number]]
+    result += carried.get(len(own), ())
+    returns = tuple(blocks[0][line].names[position] for line, position in places)
+    return Regions(result, blocks[0], _arguments(blocks[0]), returns)
+
+
+def compile_regions(
+    source: Source, lines: Sequence[Line], ends: tuple[str, str], compiler: Compiler
+) -> Callable[..., Any] | None:
+    """A program whose equal blocks are one function, compiled; None if there are none.
+
+    Args:
+        lines: of the program.
+        ends: its header, and what it returns.
+    """
+    header, returns = ends
+    split = regions(lines, set(_VARIABLE.findall(returns)))
+    if split is None:
+        return None
+    head = f"def {REGION}({', '.join(split.arguments)}):"
+    end = f"    return ({', '.join(split.returns)},)\n"
+    body = "\n".join([head, *write_body(split.body, split.returns), end])
+    region = compiler(source.compile(body, REGION))
+    outputs = set(_VARIABLE.findall(returns))
+    text = "\n".join([header, *write_body(split.lines, outputs), f"    return {returns}\n"])
+    return Source({**source.scope, REGION: region}).compile(text, "program")
+
+
+def _call(block: Sequence[Line], names: tuple[str, ...]) -> Line:
+    arguments = _arguments(block)
+    return Line(names, f"{REGION}({', '.join(arguments)})", arguments, unpack=True)
+
+
+def _arguments(block: Sequence[Line]) -> tuple[str, ...]:
+    assigned = {name for line in block for name in line.names}
+    return tuple(dict.fromkeys(n for line in block for n in line.reads if n not in assigned))
+
+
+def _longest(lines: Sequence[Line]) -> tuple[int, int, int] | None:
+    """Length of a block, its first line and the number of lines of the longest stretch in which
+    each line is like that of the block before; the shortest blocks of those."""
+    numbers: dict[str, int] = {}
+    kinds = [numbers.setdefault(_kind(line), len(numbers)) for line in lines]
+    best: tuple[int, int, int] | None = None
+    for length in range(1, len(kinds) // 2 + 1):
+        start = 0
+        if best is not None and best[2] > len(kinds) / 2:
+            break
+        for place in range(len(kinds) - length + 1):
+            if place < len(kinds) - length and kinds[place] == kinds[place + length]:
+                continue
+            covered = place - start + length
+            if place - start >= length and (best is None or covered > best[2]):
+                best = length, start, covered
+            start = place + 1
+    return best
+
+
+def _aligned(
+    lines: Sequence[Line], length: int, start: int, covered: int
+) -> Iterator[tuple[int, int, int]]:
+    """For each line at which blocks can begin how many are equal from there on."""
+    for first in range(start, start + length):
+        count, wanted = 0, _canonical(lines[first : first + length])
+        while first + (count + 1) * length <= start + covered:
+            block = lines[first + count * length :][:length]
+            if _canonical(block) != wanted:
+                break
+            count += 1
+        if count > 1:
+            yield length, first, count
+
+
+def _returned(
+    lines: Sequence[Line], way: tuple[int, int, int], outputs: Collection[str]
+) -> list[tuple[int, int]]:
+    """Line and position of the variables of a block that any block hands on."""
+    length, first, count = way
+    places: dict[tuple[int, int], None] = {}
+    read_by: dict[str, list[int]] = {}
+    for number, line in enumerate(lines):
+        for name in line.reads:
+            read_by.setdefault(name, []).append(number)
+    for number in range(first, first + count * length):
+        end = first + ((number - first) // length + 1) * length
+        for position, name in enumerate(lines[number].names):
+            if name in outputs or any(n >= end for n in read_by.get(name, ())):
+                places[(number - first) % length, position] = None
+    return sorted(places)
+
+
+def _variables(line: Line) -> Iterator[str]:
+    yield from chain(line.reads, *map(_variables, line.body), line.names)
+
+
+def _kind(line: Line) -> str:
+    """A line without the names of its variables."""
+    return _renamed(line, dict.fromkeys(_variables(line), "_"))
+
+
+def _canonical(block: Sequence[Line]) -> list[str]:
+    """A block with variables numbered as they appear."""
+    names = dict.fromkeys(chain(*map(_variables, block)))
+    numbered = {name: f"v{number}" for number, name in enumerate(names)}
+    return [_renamed(line, numbered) for line in block]
+
+
+def _renamed(line: Line, names: Mapping[str, str]) -> str:
+    """The text of a line, with that of a function inside, under other names."""
+    text = line.text.replace(line.function, "inner") if line.function else line.text
+    own = _VARIABLE.sub(lambda name: names.get(name[0], name[0]), text)
+    return "\n".join((own, *(_renamed(inner, names) for inner in line.body)))

@@ -1,0 +1,448 @@
+"""How this rank executes a planned model: a program for each situation in which it is called."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.capture.autocast import Autocast
+from shardwright.core.capture.build_graph import CapturedCall
+from shardwright.core.capture.shapes import Captures
+from shardwright.core.graph.graph import Graph, Value
+from shardwright.core.lower.program import Program, lower
+from shardwright.core.parallel.between_outputs import OutputsOffPath
+from shardwright.core.parallel.call import PlannedCall, key_of
+from shardwright.core.parallel.original import OriginalModel
+from shardwright.core.parallel.output_tensor import in_parts
+from shardwright.core.parallel.paired_batch import BatchSizes
+from shardwright.core.parallel.planned_parameters import PlannedParameters
+from shardwright.core.parallel.python_state import PythonState
+from shardwright.core.parallel.train_step import GradientAccumulation, TrainStep, loss_of
+from shardwright.core.parallel.whole_batch import (
+    ordinary,
+    output_batches,
+    sizes_of_batch,
+    without_whole_batches,
+)
+from shardwright.core.partition.decisions import adapt_decisions
+from shardwright.core.partition.fold_axes import dtensor_axes, fold_axes, split_axes
+from shardwright.core.partition.partitioned import Partitioned, random_operators
+from shardwright.core.partition.pipeline_spec import PipelineSpec
+from shardwright.core.runtime.batch_guard import BatchGuard
+from shardwright.core.runtime.before_backward import (
+    before_backward,
+    refuse_other_draws,
+    refuse_transforms,
+)
+from shardwright.core.runtime.clip_grad import clip_grad_norm_
+from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.dtensor import (
+    add_gradients,
+    as_dtensor,
+    local_shards,
+    own_tensor,
+    stored_shards,
+)
+from shardwright.core.runtime.gradient_guard import GradientGuard
+from shardwright.core.runtime.micro_batches import micro_batch, most_micro_batches, whole_leaves
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.hooks import HooksOfModules, without_saved_tensor_hooks
+from shardwright.core.torch_internals.tensors import copy_all_
+
+log = logging.getLogger(__name__)
+
+MOST_SITUATIONS = 64
+"""So many programs are kept; a model that is called with more shapes is captured again."""
+
+Bound = TypeVar("Bound")
+
+TensorOwner = tuple[str, nn.Module, str]
+"""Name of a buffer, the module that owns it, and its name there."""
+
+
+@dataclass(frozen=True)
+class TensorPlaces:
+    """The parameters of a module that a graph reads, and where the buffers are that it reads and
+    updates: a buffer may be replaced, a parameter may not."""
+
+    parameters: Mapping[str, Tensor]
+    buffers: tuple[TensorOwner, ...]
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, parameters: Sequence[Value], buffers: Sequence[Value]
+    ) -> TensorPlaces:
+        """Found by their names."""
+
+        def owner(value: Value) -> TensorOwner:
+            path, _, name = value.name.rpartition(".")
+            return value.name, module.get_submodule(path), name
+
+        held = {name: getattr(bearer, leaf) for name, bearer, leaf in map(owner, parameters)}
+        return cls(held, tuple(map(owner, buffers)))
+
+    def read(self) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
+        """The parameters and the buffers, by name; of parameters that are updated like buffers the
+        local tensors."""
+        return self.parameters, {n: own_tensor(getattr(m, leaf)) for n, m, leaf in self.buffers}
+
+    def write(self, changed: Mapping[str, Tensor]) -> None:
+        """Copies new values into buffers and parameters, by name."""
+        if changed:
+            _, buffers = self.read()
+            with torch.no_grad():
+                tensors = [
+                    buffers[name] if name in buffers else own_tensor(self.parameters[name])
+                    for name in changed
+                ]
+                copy_all_(tensors, list(changed.values()))
+
+
+@dataclass(frozen=True)
+class BoundProgram:
+    """A program with the tensors of the module that it works on."""
+
+    graph: Graph
+    program: Program
+    places: TensorPlaces
+    recomputes: bool
+    draws: bool
+    devices: Devices
+    off_path: OutputsOffPath
+
+
+@dataclass(frozen=True)
+class BoundStep:
+    """A training step with the tensors of the module that it works on."""
+
+    step: TrainStep
+    places: TensorPlaces
+
+
+class Execution:
+    """Runs calls of a parallel module on the devices of the running process group.
+
+    In another mode (`eval()`), or for other arguments of `forward` or inputs of other shapes than
+    the plan's, it captures the model once more and runs it with the plan's cuts as far as they
+    divide.
+
+    Args:
+        module: a copy of the model, its parameters stored as planned.
+        template: a copy on the meta device, to capture from.
+        partitioned: the model in the mode and for the shapes of the plan.
+        hooks: the forward hooks of the model itself, whose handles the user has.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        template: nn.Module,
+        partitioned: Partitioned,
+        devices: Devices,
+        hooks: HooksOfModules,
+    ) -> None:
+        self.module = module
+        self.template = template
+        self.devices = devices
+        self.partitioned = partitioned
+        self.inside = nn.Module()
+        """Bears what the programs have inside: the forward hooks of the model itself, and what was
+        set as its `forward`."""
+        self.random_seed = devices.common_seed()
+        self.random_step = 0
+        self.original: OriginalModel | None = None
+        """The model that `module` is a copy of."""
+        self._compiler: Callable[[Program], Program] | None = None
+        graph = partitioned.graph
+        self._parameters_as_planned = PlannedParameters(module, graph.frozen)
+        self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
+        self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
+        self._guard = BatchGuard(devices, partitioned.graph, partitioned.decisions.arrivals)
+        self._gradients = GradientGuard(devices)
+        self._state = PythonState(module, graph.attributes, hooks)
+        self._planned_call = PlannedCall(template.forward, graph)
+        leaves = tuple(key_of(leaf) for leaf in graph.inputs)
+        state = self._state.key(), (), None
+        self._planned_situation: tuple[Any, ...] = (*state, graph.in_spec, leaves)
+        self._captures = Captures(graph, state)
+        self._bind_planned()
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What this rank runs in the mode and for the shapes of the plan; `print` shows them."""
+        return (self._forwards[self._planned_situation].program,)
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns.
+
+        Raises:
+            PlanError: if a transform of `torch.func` calls, or a backward pass what draws numbers.
+            CaptureError: if the model cannot be captured in another situation than planned.
+        """
+        several = self.devices.layout.num_devices > 1
+        if several:
+            refuse_transforms()
+        call = self._planned_call.arranged(args, kwargs)
+        leaves, spec = _whole_inputs(call)
+        numbers = self._planned_call.planned_inputs(spec)
+        whole = self._whole_leaves(leaves, numbers)
+        situation = self._situation(spec, [key_of(leaf) for leaf in whole])
+        inputs = self._on_device(leaves)
+        kind = ("forward", self.module.training, torch.is_grad_enabled(), *situation)
+        self._guard.begin(kind, inputs, numbers)
+        if situation not in self._forwards:
+            with torch.inference_mode(False):  # A later call may train what this one makes.
+                captured = self._capture(*pytree.tree_unflatten(whole, spec))
+                self._make_room(self._forwards)
+                self._forwards[situation] = self._compiled(self._bind_program(captured))
+        bound = _used(self._forwards, situation)
+        if several and bound.draws:
+            refuse_other_draws()
+        parameters, buffers = bound.places.read()
+        checks = self._parameters_as_planned.checks_before_backward(bound.recomputes)
+        shards = local_shards(parameters, self.devices.layout)
+        if self.module.training:
+            self.random_step += 1
+        seed = self.random_seed + self.random_step
+        with self._guard.explaining_errors(), self._autocast.disabled():
+            outputs, updates = bound.program(shards, buffers, inputs, seed)
+        if several:
+            before_backward(outputs, checks)
+        names = (buffer.name for buffer, _ in bound.graph.updates)
+        bound.places.write(dict(zip(names, updates, strict=True)))
+        returned = self._returned(bound, outputs, sizes_of_batch(leaves, whole))
+        result = pytree.tree_unflatten(returned, bound.graph.out_spec)
+        bound.off_path.watch(returned, result)
+        return result
+
+    def train_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Forward and backward over all micro-batches; gradients are added to the parameters'.
+
+        Returns:
+            The loss of the whole batch, on every rank.
+
+        Raises:
+            PlanError: if the model returns no loss or several, a call has other arguments than
+                planned, or the batch cannot be divided as planned.
+        """
+        bound, leaves = self._step_for(args, kwargs)
+        loss_of(bound.step.partitioned.graph)
+        parameters, buffers = bound.places.read()
+        self.random_step += 1
+        with self._guard.explaining_errors(), self._autocast.disabled():
+            loss, gradients, changed = bound.step.train(
+                stored_shards(parameters), buffers, leaves, self.random_seed + self.random_step
+            )
+        add_gradients(parameters, gradients)
+        bound.places.write(changed)
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their norm over all devices is at most `max_norm`.
+
+        Returns:
+            The norm before, on every rank.
+        """
+        return clip_grad_norm_(self.module.named_parameters(), max_norm, self.devices)
+
+    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], regional: bool) -> None:
+        """Compiles the programs with `torch.compile`, which takes the arguments.
+
+        Args:
+            regional: whether only the equal blocks of a program are compiled, as one function.
+        """
+        self._compiler = lambda program: program.compiled(
+            lambda function: torch.compile(function, *args, **kwargs), regional
+        )
+        self._forwards = {key: self._compiled(bound) for key, bound in self._forwards.items()}
+        for bound in self._train_steps.values():
+            bound.step.compile(self._compiler)
+
+    def of_copy(self, module: nn.Module, memo: dict[int, Any]) -> Execution:
+        """What runs the calls of `module`, a copy of this one's that `memo` is of: the same
+        programs, on its tensors. It communicates nothing."""
+        result, graph = copy.copy(self), self.partitioned.graph
+        result.module, result.original = module, None
+        result.template, result.inside = copy.deepcopy((self.template, self.inside), memo)
+        result._parameters_as_planned = PlannedParameters(module, graph.frozen)
+        result._guard = BatchGuard(self.devices, graph, self.partitioned.decisions.arrivals)
+        result._state = self._state.of_copy(module, result.inside)
+        result._forwards = {
+            key: replace(b, places=TensorPlaces.of(module, b.graph.parameters, b.graph.buffers))
+            for key, b in self._forwards.items()
+        }
+        result._train_steps = {
+            key: replace(b, places=result._places_of_step(b.step.partitioned))
+            for key, b in self._train_steps.items()
+        }
+        return result
+
+    def forget_removed_hooks(self) -> None:
+        """Takes from `module` and `inside` the forward hooks that were removed from the model."""
+        self._state.forget_removed_hooks()
+
+    def _bind_planned(self) -> None:
+        """Makes what runs in the situation of the plan, before the first call."""
+        self._forwards[self._planned_situation] = self._bind_program(self.partitioned)
+
+    def _bind_program(self, partitioned: Partitioned) -> BoundProgram:
+        graph, (whole,) = partitioned.graph, partitioned.chunks
+        places = TensorPlaces.of(self.module, graph.parameters, graph.buffers)
+        recomputes, devices = bool(partitioned.decisions.recompute), self._along(partitioned)
+        draws, program = bool(random_operators(graph)), lower(whole, devices)
+        # Outputs of the whole batch are marked, which is one more step of autograd.
+        marked = bool(self.partitioned.decisions.arrivals)
+        off_path = OutputsOffPath(graph, program.communication, all_off_path=marked)
+        return BoundProgram(graph, program, places, recomputes, draws, devices, off_path)
+
+    def _compiled(self, bound: BoundProgram) -> BoundProgram:
+        if self._compiler is None:
+            return bound
+        program = self._compiler(bound.program)
+        off_path = OutputsOffPath(bound.graph, program.communication, all_off_path=True)
+        return replace(bound, program=program, off_path=off_path)
+
+    def _step_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[BoundStep, list[Any]]:
+        """What runs a training step in the situation of a call, and the call's leaves."""
+        call = self._planned_call.arranged(args, kwargs)
+        leaves, spec = _whole_inputs(call)
+        numbers = self._planned_call.planned_inputs(spec)
+        count = most_micro_batches(leaves, self.partitioned.pipeline)
+        piece = self._whole_leaves(micro_batch(leaves, 0, count), numbers)
+        situation = self._situation(spec, [key_of(leaf) for leaf in piece])
+        key = (*situation, count)
+        inputs = self._on_device(leaves)
+        self._guard.begin(key, inputs, numbers)
+        if key not in self._train_steps:
+            partitioned = self.partitioned
+            if situation != self._planned_situation:
+                partitioned = self._capture(*pytree.tree_unflatten(piece, spec))
+            if count != partitioned.pipeline.micro_batches:
+                pipeline = replace(partitioned.pipeline, micro_batches=count)
+                partitioned = replace(partitioned, pipeline=pipeline)
+            self._make_room(self._train_steps)
+            self._train_steps[key] = self._bind_step(partitioned)
+        return _used(self._train_steps, key), inputs
+
+    def _bind_step(self, partitioned: Partitioned) -> BoundStep:
+        step = self._make_step(partitioned)
+        if self._compiler is not None:
+            step.compile(self._compiler)
+        return BoundStep(step, self._places_of_step(partitioned))
+
+    def _places_of_step(self, partitioned: Partitioned) -> TensorPlaces:
+        return TensorPlaces.of(self.module, *partitioned.tensors_of(self.devices.stage))
+
+    def _make_step(self, partitioned: Partitioned) -> TrainStep:
+        return GradientAccumulation(partitioned, self._along(partitioned))
+
+    def _along(self, partitioned: Partitioned) -> Devices:
+        return self.devices.along(partitioned.mesh, dtensor_axes(partitioned))
+
+    def _on_device(self, leaves: Sequence[Any]) -> list[Any]:
+        device = self.devices.device
+        return [ordinary(leaf).to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def _whole_leaves(self, leaves: list[Any], numbers: Sequence[int | None]) -> list[Any]:
+        graph, arrivals = self.partitioned.graph, self.partitioned.decisions.arrivals
+        planned = [None if number is None else graph.inputs[number] for number in numbers]
+        ordinary_leaves = without_whole_batches(planned, arrivals, leaves)
+        return whole_leaves(planned, self.devices.layout, arrivals, ordinary_leaves)
+
+    def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
+        """What a program depends on: the state of all submodules, the parameters that were frozen
+        or unfrozen since the plan, the region of autocast of the call, and what it is given.
+
+        Raises:
+            PlanError: for a parameter, a hook or a submodule that is not what was planned.
+        """
+        if self.original is not None:
+            self.original.look(self.module)
+        return *self._module_state(), spec, tuple(leaves)
+
+    def _module_state(self) -> tuple[Hashable, Hashable, Hashable]:
+        frozen = self._parameters_as_planned.frozen_or_unfrozen()
+        return self._state.key(), frozen, self._autocast.dtype
+
+    @property
+    def _autocast(self) -> Autocast:
+        """In which the module is called. Programs run without: their casts are operators."""
+        return Autocast.around(self.devices.device)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
+        """The model in a situation that the plan was not made for, with its decisions adapted.
+
+        Raises:
+            PlanError: if the call has a tensor of another dtype than the planned one.
+            CaptureError: if the model cannot be captured in this situation.
+        """
+        planned, template = self.partitioned, self.template
+        call = CapturedCall(template, args, kwargs, self._autocast)
+        self._planned_call.check(args, kwargs)
+        self._state.copy_to(template)
+        for name, parameter, *_ in self._parameters_as_planned.all:
+            template.get_parameter(name).requires_grad_(parameter.requires_grad)
+        # Where the user's code keeps what autograd saves, it shall not see what capture does.
+        with without_saved_tensor_hooks():
+            graph = self._captures.graph(call, planned.graph.compute_dtype, self._module_state())
+        self._state.watch(graph.attributes)
+        log.info(
+            "captured the model for %s, training=%s, in %.1f s",
+            *(graph.input_values, self.module.training, graph.capture_seconds),
+        )
+        mesh, decisions = split_axes(planned.mesh, planned.decisions)
+        decisions = adapt_decisions(decisions, graph, mesh)
+        captured = Partitioned(graph, mesh, decisions, self._pipeline_of(graph))
+        return fold_axes(captured, apart=planned.mesh)
+
+    def _make_room(self, bound: dict[tuple[Any, ...], Any]) -> None:
+        """Forgets the situation that was not used for longest of many, but not that of the
+        plan."""
+        others = [
+            key for key in bound if key[: len(self._planned_situation)] != self._planned_situation
+        ]
+        for key in others[: max(0, len(bound) + 1 - MOST_SITUATIONS)]:
+            del bound[key]
+
+    def _pipeline_of(self, graph: Graph) -> PipelineSpec:
+        """The planned stages of another capture."""
+        return self.partitioned.pipeline
+
+    def _returned(
+        self, bound: BoundProgram, outputs: list[Any], sizes: BatchSizes | None
+    ) -> list[Any]:
+        """Outputs that were left in parts become DTensors."""
+        flow, name = bound.program.communication, type(self.module).__name__
+        batches = output_batches(name, bound.graph.out_spec, sizes, self._gradients.watch)
+        result = []
+        for value, tensor, batch in zip(bound.graph.outputs, outputs, batches, strict=True):
+            if isinstance(value, Value):
+                where = flow.returned(value)
+                if where.sharded or where.partial:
+                    like = torch.empty(value.shape, device="meta")
+                    tensor = in_parts(as_dtensor(tensor, like, where, bound.devices), batch)
+                elif batch is not None:
+                    tensor = batch.marked(tensor)
+            result.append(tensor)
+        return result
+
+
+def _used(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
+    """What runs in a situation, from now on the last to be forgotten."""
+    bound[key] = bound.pop(key)
+    return bound[key]
+
+
+def _whole_inputs(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of a call, of which outputs of an earlier one may lie in parts, and its form."""
+    leaves, spec = pytree.tree_flatten(call)
+    return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec

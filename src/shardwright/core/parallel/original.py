@@ -1,0 +1,160 @@
+"""The model that was given to `parallelize`: it stays as it is, and neither its changes nor its
+calls have an effect on what `parallelize` returned.
+
+Who changes or trains it meant the other, as after `DistributedDataParallel(net)`, where both are
+one. It may also be a reference or a teacher, so this is a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.core.capture.attributes import BUFFERS, OF_MODULES, SET, content, variable
+from shardwright.core.capture.global_variables import GLOBALS
+from shardwright.core.runtime.adopt_optimizer import is_trained_apart
+from shardwright.core.torch_internals.modules import observe_calls, own_modules, own_parameters
+from shardwright.core.torch_internals.tensors import version
+
+log = logging.getLogger("shardwright")
+
+FIRST_CALLS, PERIOD = 8, 256
+"""All of it is looked at in so many first calls, and then once in so many; its mode in each."""
+
+CALLS = 2
+"""So often it is called for training before what `parallelize` returned is, and that is said: once
+may be a comparison."""
+
+SUBMODULES, PARAMETERS, VALUES = "submodules", "parameters", "values of parameters"
+TRAINED = "requires_grad of parameters"
+
+WatchedPlace = tuple[str, str]
+"""The path of a submodule, and the name of an attribute or one of the kinds above."""
+
+
+class OriginalModel:
+    """What is seen of the model as long as it lives, without keeping it alive.
+
+    Args:
+        net: as it was when `parallelize` returned.
+        attributes: that its `forward` reads or sets, as a graph has them.
+    """
+
+    def __init__(self, net: nn.Module, attributes: tuple[tuple[str, str, str], ...]) -> None:
+        self._net: weakref.ref[nn.Module] | None = weakref.ref(net)
+        self._read: list[WatchedPlace] = [
+            (path, name)
+            for path, name, text in attributes
+            if name not in OF_MODULES and text != SET and not path.startswith((GLOBALS, BUFFERS))
+        ]
+        self._calls, self._training = 0, net.training
+        self._seen = dict(self._state(net))
+        self._said: set[WatchedPlace] = set()
+        self._trained = 0
+        self._forget_calls = observe_calls(net, self._called)
+
+    def look(self, planned: nn.Module) -> None:
+        """Warns, once for each place, if the model has changed where `planned` has not, which is
+        called."""
+        self._forget_calls()
+        net = None if self._net is None else self._net()
+        if net is None:
+            self._net = None
+            return
+        self._calls += 1
+        if (
+            net.training is not self._training
+            or self._calls <= FIRST_CALLS
+            or self._calls % PERIOD == 0
+        ):
+            self._training = net.training
+            self._compare(net, planned)
+
+    def _called(self) -> None:
+        """Warns, once, if the model is trained and what `parallelize` returned is not called."""
+        net = None if self._net is None else self._net()
+        trains = net is not None and net.training and torch.is_grad_enabled()
+        if net is None or not trains or not any(p.requires_grad for p in net.parameters()):
+            return
+        self._trained += 1
+        if self._trained == CALLS:
+            self._forget_calls()
+            log.warning(
+                "the %s that was given to `parallelize` is called for training, on this device "
+                "alone, and what `parallelize` returned, a model of its own, is not called: go on "
+                "with that one, as in `net = sw.parallelize(net, plan)`; if you use both, as "
+                "teacher and student, all is well",
+                type(net).__name__,
+            )
+
+    def _compare(self, net: nn.Module, planned: nn.Module) -> None:
+        now = dict(self._state(net))
+        changed = [place for place, value in now.items() if self._seen.get(place) != value]
+        self._seen = now
+        if not changed:
+            return
+        mine, theirs = dict(net.named_modules()), dict(planned.named_modules())
+        lost = [p for p in changed if p not in self._said and not _is_alike(p, mine, theirs)]
+        self._said.update(lost)
+        if lost:
+            more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+            log.warning(
+                "%s%s of the %s that was given to `parallelize` changed, which has no effect on "
+                "what `parallelize` returned, a model of its own: change that one, or the other "
+                "before `plan`; if you use both, as teacher and student, all is well",
+                _named(lost[0]),
+                more,
+                type(net).__name__,
+            )
+
+    def _state(self, net: nn.Module) -> Iterator[tuple[WatchedPlace, Hashable]]:
+        modules = dict(net.named_modules())
+        for path, name in self._read:
+            if path in modules:
+                yield (path, name), content(variable(modules, path, name))
+        for path, module in modules.items():
+            yield (path, SUBMODULES), tuple((n, id(m)) for n, m in own_modules(module).items())
+            parameters = {n: p for n, p in own_parameters(module).items() if p is not None}
+            yield (path, PARAMETERS), tuple((n, id(p)) for n, p in parameters.items())
+            yield (path, TRAINED), tuple((n, p.requires_grad) for n, p in parameters.items())
+            if self._calls <= 1 and not any(map(is_trained_apart, parameters.values())):
+                # Later they may be those of a teacher that follows.
+                yield (path, VALUES), tuple(map(version, parameters.values()))
+
+
+def _is_alike(
+    place: WatchedPlace, mine: Mapping[str, nn.Module], theirs: Mapping[str, nn.Module]
+) -> bool:
+    """Whether both models have the same in a place that changed in one."""
+    path, name = place
+    if name in (SUBMODULES, PARAMETERS, VALUES) or path not in theirs:
+        return False
+    if name == TRAINED:
+        own, others = (own_parameters(modules[path]) for modules in (mine, theirs))
+        pairs = ((p, others.get(leaf)) for leaf, p in own.items())
+        # Other pipeline stages hold what is None here.
+        return all(p is None or q is None or p.requires_grad == q.requires_grad for p, q in pairs)
+    one, other = (variable(modules, path, name) for modules in (mine, theirs))
+    return _are_equal(one, other)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
+    if hasattr(one, "__dict__") and type(one) is type(other) and not isinstance(one, nn.Module):
+        return {n: content(v) for n, v in vars(one).items()} == {
+            n: content(v) for n, v in vars(other).items()
+        }
+    return content(one) == content(other)
+
+
+def _named(place: WatchedPlace) -> str:
+    path, name = place
+    if name in (SUBMODULES, PARAMETERS, TRAINED, VALUES):
+        return f"{name} of {path!r}" if path else name
+    return f"attribute {f'{path}.{name}'.removeprefix('.')!r}"

@@ -1,0 +1,151 @@
+"""Outputs of a planned model that lie in parts, and are gathered where they meet ordinary tensors.
+
+What is computed from such outputs alone stays in parts, as of any DTensor. Labels, weights and
+losses of the user's own code are ordinary tensors: where one comes in, where Python or numpy reads
+values, and where DTensors lack an operator, all ranks gather the output, and go on with ordinary
+tensors. Gradients take the same way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.parallel.paired_batch import BatchCall, BatchDims
+from shardwright.core.parallel.whole_batch import OutputBatch
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.dispatch import without_torch_function_of_subclasses
+from shardwright.errors import MixedTensorsError
+
+_READS = {
+    *("item", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
+    *("__contains__", "__format__"),
+}
+"""Methods that give values to Python."""
+
+_WRITES = {
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
+    *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__", "__set__"),
+}
+"""Methods that change their tensor, beside those whose names end with `_`."""
+
+_BACKWARD = (Tensor.backward, torch.autograd.backward)
+
+
+def in_parts(
+    tensor: DTensor, batch: OutputBatch | None = None, dims: BatchDims | None = None
+) -> OutputTensor:
+    """The same tensor, as an output of a planned model.
+
+    Args:
+        batch: that it is of, where each rank gives its own part.
+        dims: its dimensions that are the batch; by default, the first of its size.
+    """
+    # The object itself: a new one would have an autograd graph of its own.
+    tensor.__class__ = OutputTensor
+    assert isinstance(tensor, OutputTensor)
+    if batch is not None:
+        tensor.batch = batch
+        tensor.batch_dims = batch.dims_in(tensor.shape) if dims is None else dims
+    return tensor
+
+
+class OutputTensor(DTensor):
+    """A DTensor that becomes whole where an ordinary tensor, or Python, meets it: on all ranks."""
+
+    __slots__ = ()
+
+    batch: OutputBatch | None = None
+    batch_dims: BatchDims = frozenset()
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """The whole, on all ranks."""
+        full = super().full_tensor(**options)
+        return full if self.batch is None else self.batch.marked(full, self.batch_dims)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.full_tensor().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.full_tensor().tolist()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if func in _BACKWARD:
+            return _backward(func, args, kwargs)
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        alone = func is torch.autograd.grad or all(isinstance(one, DTensor) for one in given)
+        reason: RuntimeError | None = None
+        if alone and name not in _READS:
+            try:
+                with without_torch_function_of_subclasses():
+                    results = func(*args, **kwargs)
+            except MixedTensorsError:
+                raise
+            except RuntimeError as error:  # an operator that DTensors lack
+                if func is torch.autograd.grad:
+                    raise
+                reason = error
+            else:
+                _stay_in_parts(results, func, args, kwargs, given)
+                return results
+        if _changed(name, args, kwargs):
+            raise MixedTensorsError(
+                f"{name or func} would change an output of a planned model, which lies in parts on"
+                " the devices, by ordinary tensors or by an operator that DTensors lack: compute a"
+                " new tensor instead (`y = y + x` for `y += x`), or change `y.full_tensor()`"
+            ) from reason
+        args, kwargs = pytree.tree_map_only(cls, cls.full_tensor, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A backward pass, which adds to `.grad` of its `inputs` themselves; gradients that are given
+    as ordinary tensors are those of gathered outputs."""
+    inputs = {key: kwargs[key] for key in ("inputs",) if key in kwargs}
+    given = args, {key: value for key, value in kwargs.items() if key not in inputs}
+    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+    if not all(isinstance(tensor, DTensor) for tensor in tensors):
+        given = pytree.tree_map_only(OutputTensor, OutputTensor.full_tensor, given)
+    with without_torch_function_of_subclasses():
+        return func(*given[0], **given[1], **inputs)
+
+
+def _stay_in_parts(
+    results: Any, func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor]
+) -> None:
+    """Makes outputs of the DTensors that a function returns."""
+    known = {id(one) for one in given}
+    leaves = pytree.tree_leaves(results)
+    new = [type(leaf) is DTensor and id(leaf) not in known for leaf in leaves]
+    batch = next((one.batch for one in given if isinstance(one, OutputTensor) and one.batch), None)
+    dims = [frozenset[int]()] * len(leaves)
+    if batch is not None and any(new):
+        of_batch = {
+            id(one): one.batch_dims
+            for one in given
+            if isinstance(one, OutputTensor) and one.batch_dims
+        }
+        if of_batch:
+            call = BatchCall(func, args, kwargs, batch.sizes, of_batch, ())
+            with without_torch_function_of_subclasses():
+                dims = call.dims_of_results(leaves)
+    for leaf, of_leaf, is_new in zip(leaves, dims, new, strict=True):
+        if is_new:
+            in_parts(leaf, batch, of_leaf)
+
+
+def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function of this name changes an output."""
+    changes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    written = [*args[:1]] if changes else []
+    return any(
+        isinstance(x, OutputTensor) for x in pytree.tree_leaves((written, kwargs.get("out")))
+    )

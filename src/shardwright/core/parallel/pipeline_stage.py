@@ -1,0 +1,408 @@
+"""Runs the chunks of a model that this rank's stage owns, on `torch.distributed.pipelining`.
+
+PyTorch's schedules decide when a chunk works on which micro-batch, and send what crosses. Sender
+and receiver stand at the same place of their stages, and a value crosses in the layout that its
+chunk says, so its local shape is known to both before anything is sent.
+
+A chunk takes its share of the model's inputs from the whole batch itself: the schedule tells it the
+number of the micro-batch only. What arrives and what leaves passes a border (`border`), where
+tensors become tensors of their own and gradients come back in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FULL_BACKWARD,
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+)
+from torch.profiler import record_function
+
+from shardwright.core.graph.graph import Graph, Value
+from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.lower.program import Program, lower
+from shardwright.core.parallel.train_step import LossWeights, arrival_axes, weighted
+from shardwright.core.parallel.unsharded_parameters import UnshardedParameters
+from shardwright.core.partition.chunk import Chunk
+from shardwright.core.partition.decisions import CutAxes
+from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.partition.pipeline_spec import PipelineSpec
+from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.micro_batches import micro_batch
+from shardwright.core.runtime.named_ranges import PASSES, SCHEDULE, in_range
+from shardwright.core.runtime.random import seed_of
+from shardwright.core.torch_internals.pipelining import (
+    SENDS_ONLY_GRADIENTS,
+    PipelineStageBase,
+    pipeline_stage,
+)
+from shardwright.errors import PlanError
+
+PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+
+@dataclass
+class StepContext:
+    """What the chunks of one stage share while they work on a batch.
+
+    Args:
+        pieces: for each micro-batch the leaves of the call's arguments.
+        buffers: by name; a chunk that updates one puts its new value here.
+        seed: of the step.
+        returned: for each returned value what each micro-batch gave, if outputs are wanted.
+    """
+
+    pieces: Sequence[Sequence[Any]]
+    buffers: dict[str, Tensor]
+    seed: int
+    returned: dict[str, list[Tensor]] | None = None
+
+
+class StageModule(nn.Module):
+    """One chunk of a model, as PyTorch's schedules call it.
+
+    Args:
+        whole: the model's graph, whose inputs the chunk reads.
+    """
+
+    step: StepContext
+
+    def __init__(self, chunk: Chunk, program: Program, whole: Graph) -> None:
+        super().__init__()
+        self.chunk = chunk
+        self.program = program
+        self.unsharded = UnshardedParameters(program)
+        self._inputs = [
+            index
+            for index, leaf in enumerate(whole.inputs)
+            if chunk.graph is whole or leaf in chunk.graph.input_values
+        ]
+
+    def forward(self, *arrived: Tensor, number: Tensor | int) -> Tensor | tuple[Tensor, ...]:
+        micro_batch = int(number)
+        received = border(arrived)
+        outputs, updates = self.program(
+            self.unsharded.tensors(),
+            self.step.buffers,
+            self.read(micro_batch, received),
+            seed_of(self.step.seed, micro_batch),
+        )
+        # New values in new tensors: autograd may hold the old ones for other micro-batches.
+        changed = (buffer.name for buffer, _ in self.chunk.graph.updates)
+        self.step.buffers.update(zip(changed, updates, strict=True))
+        tensors = dict(zip(self.chunk.graph.outputs, outputs, strict=True))
+        if self.step.returned is not None:
+            for value in self.chunk.returned:
+                self.step.returned.setdefault(value.name, []).append(tensors[value].detach())
+        if self.chunk.graph.loss is not None:
+            loss: Tensor = tensors[self.chunk.graph.loss]
+            return loss
+        leaving = [_with_gradient(value, tensors[value]) for value in self.chunk.leaving]
+        follows = [
+            tensor for tensor in received if tensor.requires_grad and self.chunk.splits_backward
+        ]
+        return border(leaving, follows[:1])
+
+    def read(self, micro_batch: int, arrived: Sequence[Tensor]) -> list[Any]:
+        """The inputs of the program: those of the model that it reads, then what has arrived."""
+        piece = self.step.pieces[micro_batch]
+        return [*(piece[index] for index in self._inputs), *arrived]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The tensors in which gradients add up."""
+        return iter(self.unsharded.leaves())  # type: ignore[arg-type]
+
+
+def _with_gradient(value: Value, tensor: Tensor) -> Tensor:
+    """A tensor through which a gradient flows only if one of the loss flows into the value."""
+    return tensor if value.requires_grad else tensor.detach()
+
+
+@dataclass
+class RankStages:
+    """A training step in several stages: this rank's chunks, run by PyTorch's schedule.
+
+    Args:
+        partitioned: the model, for so many micro-batches as the batch is cut into.
+    """
+
+    partitioned: Partitioned
+    devices: Devices
+    modules: tuple[StageModule, ...] = field(init=False)
+    _shared: dict[str, dist.ProcessGroup] = field(init=False)
+    _weight: Sequence[float | Tensor] = ()
+    _training: PipelineSchedule | None = None
+    _forward: PipelineSchedule | None = None
+
+    def __post_init__(self) -> None:
+        self._create_groups()
+        graph = self.partitioned.graph
+        self.modules = tuple(
+            StageModule(chunk, lower(chunk, self.devices, unsharded=True), graph)
+            for chunk in self.partitioned.chunks_of(self.devices.stage)
+        )
+        self._weights = LossWeights(graph, self.devices, self._arrival_axes)
+        self._stages: list[PipelineStageBase] = [self._stage(m) for m in self.modules]
+
+    @property
+    def pipeline(self) -> PipelineSpec:
+        return self.partitioned.pipeline
+
+    @property
+    def micro_batches(self) -> int:
+        return self.pipeline.micro_batches
+
+    @property
+    def _last_stage(self) -> int:
+        return self.partitioned.chunks[-1].stage
+
+    @property
+    def _arrival_axes(self) -> tuple[int, ...]:
+        return arrival_axes(self.partitioned.graph, self.partitioned.decisions)
+
+    def compile(self, compiler: Callable[[Program], Program]) -> None:
+        if self.pipeline.schedule_spec.splits_backward:
+            raise PlanError(
+                f"{self.pipeline.schedule} runs backward passes in two halves, which compiled"
+                " programs do not have: compile a plan with another schedule"
+            )
+        for module in self.modules:
+            module.program = compiler(module.program)
+
+    def train(
+        self,
+        shards: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        seed: int,
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        step = self._begin(buffers, leaves, seed)
+        for module in self.modules:
+            module.unsharded.begin_step(
+                {v.name: shards[v.name] for v in module.chunk.graph.parameters}
+            )
+        if self._training is None:
+            self._training = self._schedule(self._weighted)
+        losses: list[Tensor] = []
+        numbers = torch.arange(self.micro_batches)
+        named = record_function(SCHEDULE) if self.devices.named_ranges else nullcontext()
+        with named, self.devices.waits.counted():
+            self._training.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
+        gradients: dict[str, Tensor] = {}
+        for module in self.modules:
+            for name, gradient in module.unsharded.end_step().items():
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        self._sum_shared(shards, gradients)
+        loss = torch.stack(losses).sum().detach() if losses else self._no_loss()
+        self._from_stage(self._last_stage, loss)
+        return loss, gradients, self._changed(step, buffers)
+
+    def evaluate(
+        self,
+        shards: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        seed: int,
+    ) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+        """Forward over all micro-batches.
+
+        Returns:
+            For each value that this stage returns what each micro-batch gave, as it lies on this
+            rank; the new values of buffers.
+        """
+        step = self._begin(buffers, leaves, seed)
+        step.returned = {}
+        with torch.no_grad():
+            for module in self.modules:
+                module.unsharded.begin_step(
+                    {v.name: shards[v.name] for v in module.chunk.graph.parameters}
+                )
+            if self._forward is None:
+                self._forward = self._schedule(None)
+            self._forward.step(number=torch.arange(self.micro_batches), return_outputs=False)
+            for module in self.modules:
+                module.unsharded.end_step()
+        return step.returned, self._changed(step, buffers)
+
+    def reduced(self, losses: Sequence[Tensor]) -> Tensor:
+        """The loss of the batch from those of its micro-batches, on the last stage."""
+        return torch.stack([self._weighted(loss, n) for n, loss in enumerate(losses)]).sum()
+
+    def _weighted(self, loss: Tensor, number: Tensor | int) -> Tensor:
+        return weighted(loss, self._weight[int(number)])
+
+    def _begin(
+        self, buffers: Mapping[str, Tensor], leaves: Sequence[Any], seed: int
+    ) -> StepContext:
+        count = self.micro_batches
+        pieces = [micro_batch(leaves, number, count) for number in range(count)]
+        step = StepContext(pieces, dict(buffers), seed)
+        for module in self.modules:
+            module.step = step
+        if self.pipeline.loss_reduction == "sum":
+            self._weight = [1.0] * count
+        elif self.devices.stage == self._last_stage:
+            self._weight = self._weights(pieces)
+        return step
+
+    def _changed(self, step: StepContext, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t for name, t in step.buffers.items() if t is not buffers[name]}
+
+    # Groups and schedules
+
+    def _create_groups(self) -> None:
+        """Every rank creates the groups of every stage, in the same order."""
+        needed, counted = groups_of(self.partitioned), self._arrival_axes
+        for axes in dict.fromkeys((*needed, *([counted] if counted else []))):
+            self.devices.group(axes)
+        self._shared = {}
+        parameters = self.partitioned.graph.parameters
+        self._trained = {value.name for value in parameters if value.requires_grad}
+        for name, stages in sorted(self.partitioned.stages_of_parameters.items()):
+            if len(stages) > 1:
+                group = self.devices.among(stages)
+                if self.devices.stage in stages and group is not None:
+                    self._shared[name] = group
+
+    def _stage(self, module: StageModule) -> PipelineStageBase:
+        chunk, decisions = module.chunk, module.chunk.decisions
+        arriving = tuple(_like(v, decisions.arrivals[v.name], chunk) for v in chunk.arriving)
+        leaving = tuple(_like(v, decisions.departures[v.name], chunk) for v in chunk.leaving)
+        if not leaving and chunk.graph.loss is not None:
+            leaving = (torch.empty((), dtype=chunk.graph.loss.dtype, device="meta"),)
+        stage = pipeline_stage(
+            module,
+            chunk.number,
+            len(self.partitioned.chunks),
+            self.devices.device,
+            arriving,
+            leaving,
+            self.devices.across,
+            dw_builder=None if may_halve(module) else _at_once,
+        )
+        for method, what in PASSES.items():
+            computes = self.devices.waits.apart(getattr(stage, method))
+            if self.devices.named_ranges:
+                computes = in_range(f"{what} of chunk {chunk.number}", computes)
+            setattr(stage, method, computes)
+        return stage
+
+    def _schedule(self, loss: Any) -> PipelineSchedule:
+        count = self.micro_batches
+        schedule = self.pipeline.schedule_spec.torch_class(count, self.pipeline.stages)
+        if issubclass(schedule, PipelineScheduleSingle):
+            return schedule(self._stages[0], count, loss, scale_grads=False)
+        many = schedule(self._stages, count, loss, scale_grads=False)
+        if loss is None:
+            _forward_only(many)
+        return many
+
+    # What every rank is to have
+
+    def _sum_shared(self, shards: Mapping[str, Tensor], gradients: dict[str, Tensor]) -> None:
+        """Sums the gradients of parameters that several stages hold."""
+        for name, group in self._shared.items():
+            if name in self._trained:
+                gradient = gradients.get(name)
+                total = (
+                    torch.zeros_like(shards[name]) if gradient is None else gradient.contiguous()
+                )
+                with self.devices.waits.counted():
+                    dist.all_reduce(total, group=group)
+                gradients[name] = total
+
+    def _no_loss(self) -> Tensor:
+        loss = self.partitioned.graph.loss
+        assert loss is not None
+        return torch.empty((), dtype=loss.dtype, device=self.devices.device)
+
+    def _from_stage(self, stage: int, tensor: Tensor) -> None:
+        with self.devices.waits.counted():
+            dist.broadcast(tensor, group=self.devices.across, group_src=stage)
+
+
+def groups_of(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
+    """The joined axes over which any chunk communicates, in a fixed order."""
+    devices = Devices.of_rank(partitioned.mesh, 0)
+    for chunk in partitioned.chunks:
+        lower(chunk, devices, unsharded=True)
+    return devices.groups
+
+
+def _like(value: Value, axes: CutAxes, chunk: Chunk) -> Tensor:
+    """A tensor like the one that crosses, without numbers."""
+    shape = TensorLayout(chunk.mesh, axes).shard_shape(value.shape)
+    empty = torch.empty(shape, dtype=value.dtype, device="meta")
+    return empty.requires_grad_(value.requires_grad)
+
+
+def may_halve(module: StageModule) -> bool:
+    """Whether a backward pass can come in two halves, first of inputs and then of parameters: some
+    input must have a gradient, no bucket join the parameters of operators apart, no parameter be
+    read twice, as PyTorch would run what lies between the two again, and no operators be computed
+    again in the backward pass, as each half would do so. Torch 2.11 never halves right: it wants a
+    gradient of all that leaves, and counts some of parameters twice."""
+    if not SENDS_ONLY_GRADIENTS:
+        return False
+    chunk = module.chunk
+    uses = chunk.graph.consumers
+    apart = all(bound.bucket.once for bound in module.program.buckets) and all(
+        len(uses[value]) == 1 for value in chunk.graph.parameters if value.requires_grad
+    )
+    apart = apart and not module.program.communication.segments
+    return apart and (chunk.number == 0 or any(v.requires_grad for v in chunk.arriving))
+
+
+def _at_once() -> Any:
+    """For chunks whose parameters' gradients come with those of their inputs."""
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _forward_only(schedule: PipelineScheduleMulti) -> None:
+    """Lets a schedule of several chunks a stage leave out what its backward passes would do."""
+    for kind in (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
+        schedule.register_custom_function(kind, _nothing)  # type: ignore[attr-defined]
+
+
+class _Border(torch.autograd.Function):
+    """Passes tensors on as tensors of their own, and their gradients back in one piece each."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.others = len(tensors) - count
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        whole = (None if g is None else g.contiguous() for g in gradients)
+        return None, *whole, *(None,) * ctx.others
+
+
+def border(tensors: Sequence[Tensor], follows: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    """The tensors, ready to be sent or received.
+
+    Args:
+        follows: what all of them depend on in the eyes of autograd, with no gradient. A backward
+            pass in two halves, first of inputs and then of parameters, sees only parameters whose
+            results meet what depends on an input; so each result is made to depend on one.
+    """
+    with_gradient = [tensor for tensor in tensors if tensor.requires_grad]
+    passed = iter(())
+    if with_gradient:
+        passed = iter(_Border.apply(len(with_gradient), *with_gradient, *follows))  # type: ignore[no-untyped-call]
+    return tuple((next(passed) if t.requires_grad else t.detach()).contiguous() for t in tensors)

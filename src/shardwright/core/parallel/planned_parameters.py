@@ -1,0 +1,114 @@
+"""The parameters of a planned model, and what users may do to them between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from itertools import chain, cycle
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.torch_internals.modules import own_parameters
+from shardwright.core.torch_internals.tensors import (
+    getters_without_overrides,
+    requires_grad,
+    storage_id,
+    tensors_equal_if_same,
+    version,
+)
+from shardwright.errors import PlanError
+
+FIRST_CALLS, PARTS = 10, 8
+"""In so many first calls the memory of all parameters is looked at, later of one part of them in
+each: who replaces `.data` does it in every step, and to look takes long."""
+
+
+class PlannedParameter(NamedTuple):
+    """A parameter as it was planned.
+
+    Args:
+        storage: the identity of its own memory; a DTensor's is not that of its shard.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    trained: bool
+    storage: int
+
+
+class PlannedParameters:
+    """All parameters of a module.
+
+    Args:
+        frozen: names of those that require no gradient in the plan.
+    """
+
+    def __init__(self, module: nn.Module, frozen: Collection[str]) -> None:
+        self.all = tuple(
+            PlannedParameter(name, parameter, name not in frozen, storage_id(parameter))
+            for name, parameter in module.named_parameters()
+        )
+        self._tensors = tuple(p.parameter for p in self.all)
+        self._trained = tuple(p.trained for p in self.all)
+        self._paths = [path for path, _ in module.named_modules()]
+        self._held = [own_parameters(child) for child in module.modules()]
+        self._planned = list(map(dict, self._held))
+        sharded = [p for p in self.all if isinstance(p.parameter, DTensor)]
+        parts = [sharded[first::PARTS] for first in range(PARTS)]
+        self._looks = chain([sharded] * FIRST_CALLS, cycle(parts))
+
+    def frozen_or_unfrozen(self) -> tuple[str, ...]:
+        """Names of those whose `requires_grad` was set since the plan.
+
+        Raises:
+            PlanError: for a parameter that is not what was planned.
+        """
+        with tensors_equal_if_same():
+            if self._held != self._planned:
+                self._refuse_replaced()
+        for name, parameter, _, storage in next(self._looks):
+            if storage_id(parameter) != storage:
+                raise PlanError(
+                    f"`.data` of parameter {name!r} was replaced, which has no effect on a "
+                    "DTensor: copy into it under `torch.no_grad()` (`parameter.copy_(value)`); "
+                    "convert a model (`to`, `half`, `double`) before `plan`"
+                )
+        with getters_without_overrides():
+            if tuple(map(requires_grad, self._tensors)) == self._trained:
+                return ()
+        return tuple(p.name for p in self.all if p.parameter.requires_grad is not p.trained)
+
+    def _refuse_replaced(self) -> None:
+        for path, held, planned in zip(self._paths, self._held, self._planned, strict=True):
+            for leaf in (*planned, *held):
+                if (parameter := planned.get(leaf)) is not held.get(leaf):
+                    what = "registered" if parameter is None else "replaced"
+                    name = f"{path}.{leaf}" if path else leaf
+                    raise PlanError(
+                        f"parameter {name!r} was {what} after planning, which "
+                        "would have no effect: copy into those that there are under "
+                        "`torch.no_grad()`, or change the model before `plan`"
+                    )
+
+    def checks_before_backward(self, recomputes: bool) -> list[Callable[[], None]]:
+        """What to call before a backward pass; it raises RuntimeError as autograd does.
+
+        Args:
+            recomputes: whether that reads parameters again, which autograd does not see.
+        """
+        if not recomputes:
+            return []
+        versions = self._versions()
+
+        def check() -> None:
+            if self._versions() != versions:
+                raise RuntimeError(
+                    "a parameter, which the backward pass reads again to compute operators, has "
+                    "been modified by an inplace operation since the forward pass"
+                )
+
+        return [check]
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(map(version, self._tensors))

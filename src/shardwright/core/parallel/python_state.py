@@ -1,0 +1,319 @@
+"""What a captured program depends on besides tensors: attributes, global variables, modes, hooks
+and submodules.
+
+A step looks whether anything differs from what it last saw, and only then at what does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from copy import copy
+from dataclasses import dataclass
+from itertools import chain
+from operator import call, contains, is_, itemgetter
+from typing import Any, NoReturn
+
+import numpy as np
+from torch import Tensor, nn
+
+from shardwright.core.capture.attributes import (
+    BUFFERS,
+    MISSING,
+    OF_MODULES,
+    SET,
+    content,
+    plain_text,
+    state_text,
+    variable,
+    variables_at,
+)
+from shardwright.core.capture.global_variables import GLOBALS
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.hooks import (
+    HooksOfModules,
+    any_global_hook,
+    backward_hooks,
+    forward_hooks,
+    hooks_registered,
+)
+from shardwright.core.torch_internals.modules import own_buffers, own_modules
+from shardwright.errors import PlanError
+
+Attributes = Iterable[tuple[str, str, str]]
+"""Path, name and text of attributes, as a graph has them."""
+
+
+@dataclass(frozen=True, eq=False)
+class StateKey:
+    """A state, told from others by what it is, as to compare texts takes long.
+
+    Args:
+        texts: of the attributes that have one.
+        number: of the states that its module had before.
+    """
+
+    texts: tuple[str, ...]
+    number: int
+
+
+class SetByForward:
+    """What stands for an attribute that `forward` sets: it refuses to be used."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self._name = f"{path}.{name}".removeprefix(".")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks for what an object need not have.
+            raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise PlanError(
+            f"attribute {self._name!r} of the model is set by `forward`, of which a planned model"
+            " keeps the operators only: return its value from `forward`, or keep it in a buffer"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        leaves = pytree.tree_leaves((args, kwargs))
+        next(leaf for leaf in leaves if isinstance(leaf, cls))._refuse()
+
+    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __call__ = _refuse
+    __getitem__ = __setitem__ = __contains__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __rmatmul__ = _refuse
+
+
+class PythonState:
+    """The state of a module that users may change between steps.
+
+    Args:
+        module: whose submodules are those of the captured model.
+        attributes: that `forward` reads or sets; what it sets is `SetByForward`, as only a captured
+            call had its value.
+        hooks: the forward hooks of the model that `module` is a copy of, whose handles remove them
+            there.
+
+    Attributes:
+        changed_buffers: names of those whose values differ from what was captured first.
+    """
+
+    changed_buffers: list[str]
+
+    def __init__(self, module: nn.Module, attributes: Attributes, hooks: HooksOfModules) -> None:
+        self._by_path = dict(module.named_modules())
+        self._captured_hooks = [
+            (path, place, of_model, forward_hooks(self._by_path[path])[place])
+            for path, both in hooks.items()
+            for place, of_model in enumerate(both)
+            if of_model
+        ]
+        self._find_children()
+        self._names: dict[tuple[str, str], str] = {}
+        self._keys: dict[Hashable, StateKey] = {}
+        self._kept: dict[int, Any] = {}
+        self._hooks = self._hook_counts()
+        self.watch(attributes)
+
+    def of_copy(self, module: nn.Module, inside: nn.Module) -> PythonState:
+        """The state of a copy of the module, which has the keys of this one for what is the same.
+
+        Args:
+            inside: bears the hooks that the copy itself has captured.
+        """
+        result = copy(self)
+        result._by_path = dict(module.named_modules())
+        result._captured_hooks = [
+            (
+                path,
+                place,
+                dict(of_model),
+                forward_hooks(result._by_path[path] if path else inside)[place],
+            )
+            for path, place, of_model, _ in self._captured_hooks
+        ]
+        result._find_children()
+        result._names, result._keys = dict(self._names), dict(self._keys)
+        result._kept = dict(self._kept)
+        result._see()
+        return result
+
+    def _find_children(self) -> None:
+        self._children = {
+            path: children
+            for path, child in self._by_path.items()
+            if (children := own_modules(child))
+        }
+        self._parents = list(self._children.values())
+        self._planned_children = list(map(dict, self._parents))
+
+    def watch(self, attributes: Attributes) -> None:
+        """Adds what another capture reads."""
+        for path, name, text in attributes:
+            if name in OF_MODULES:
+                continue
+            if text == SET:
+                self._by_path[path].__dict__[name] = SetByForward(path, name)
+            else:
+                self._names[path, name] = text
+        self._see()
+
+    def key(self) -> StateKey:
+        """What a program depends on of this state; the same if nothing has changed, with the same
+        text on all ranks if the same has.
+
+        Raises:
+            PlanError: for a hook or a submodule that is not part of what was captured.
+        """
+        if self._parents != self._planned_children:
+            self._refuse_replaced()
+        if hooks_registered() != self._registered:
+            self._check_hooks()
+            self._see()
+        elif not self._is_unchanged():
+            self._see()
+        return self._key
+
+    def forget_removed_hooks(self) -> None:
+        """Takes from the copy of the model the hooks that were removed from the model."""
+        for _, _, of_model, mine in self._captured_hooks:
+            for number in mine.keys() - of_model.keys():
+                del mine[number]
+
+    def copy_to(self, template: nn.Module) -> None:
+        """Gives another copy of the captured model the attributes that this one has."""
+        copies = dict(template.named_modules())
+        of_modules = (p for p in self._names if not p[0].startswith((GLOBALS, BUFFERS)))
+        for path, name in of_modules:
+            mine, other = self._by_path[path].__dict__, copies[path].__dict__
+            if name not in mine:
+                other.pop(name, None)
+            elif not any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(mine[name])):
+                other[name] = mine[name]
+        for path, place, of_model, mine in self._captured_hooks:
+            theirs = forward_hooks(copies[path])[place]
+            for number in theirs.keys() - (of_model.keys() & mine.keys()):
+                del theirs[number]
+        for path, child in copies.items():
+            child.training = self._by_path[path].training
+            buffers = own_buffers(self._by_path[path])
+            # Shapes and branches may depend on their values.
+            own_buffers(child).update({n: b for n, b in buffers.items() if b is not None})
+
+    def _refuse_replaced(self) -> None:
+        for (path, children), planned in zip(
+            self._children.items(), self._planned_children, strict=True
+        ):
+            if children != planned:
+                raise PlanError(
+                    f"a submodule of {_where(path)} was replaced after planning, which would have "
+                    "no effect: replace it before `plan`"
+                )
+
+    def _see(self) -> None:
+        """Takes the state as it is, and prepares to find whether it changes.
+
+        As most steps find nothing, what looks at every module is a loop in C.
+        """
+        self._registered = hooks_registered()
+        by_module: dict[str, list[str]] = {}
+        objects: dict[int, Any] = {}
+        of_class: dict[tuple[type, str], Any] = {}
+        self._missing: tuple[list[dict[str, Any]], list[str]] = ([], [])
+        seen: list[Hashable] = []
+        texts = []
+        self.changed_buffers = []
+        for (path, name), captured in self._names.items():
+            own, value = variables_at(self._by_path, path), variable(self._by_path, path, name)
+            of_buffer = path.startswith(BUFFERS)
+            # Another stage holds what is None here.
+            text = captured if of_buffer and value is None else state_text(path, value)
+            seen.append((path, name, text if of_buffer else content(value)))
+            texts.append(text)
+            if of_buffer and text != captured:
+                self.changed_buffers.append(f"{path.removeprefix(BUFFERS)}.{name}".lstrip("."))
+            is_plain = bool(plain_text(value))
+            if not is_plain and not of_buffer:
+                self._kept[id(value)] = value
+            if name not in own:
+                self._missing[0].append(own)
+                self._missing[1].append(name)
+                of_class[type(self._by_path.get(path)), name] = value
+                continue
+            by_module.setdefault(path, []).append(name)
+            if not is_plain and not isinstance(value, nn.Module):
+                objects[id(value)] = value
+        self._hooks_left = [hooks for _, _, *pair in self._captured_hooks for hooks in pair]
+        self._counts_left = list(map(len, self._hooks_left))
+        for path, place, of_model, mine in self._captured_hooks:
+            seen.append((path, place, tuple(number for number in mine if number in of_model)))
+        key = StateKey(tuple(texts), len(self._keys))
+        self._key = self._keys.setdefault((key.texts, *seen), key)
+        # The first name is read twice, as of one name a getter would return no tuple.
+        self._readers = [itemgetter(*names, names[0]) for names in by_module.values()]
+        self._owners = [variables_at(self._by_path, path) for path in by_module]
+        self._values = list(self._read())
+        self._unchanged = [_still_inside(value) for value in objects.values()]
+        self._unchanged += [_still_of_class(*place, value) for place, value in of_class.items()]
+
+    def _read(self) -> Iterable[Any]:
+        return chain.from_iterable(map(call, self._readers, self._owners))
+
+    def _is_unchanged(self) -> bool:
+        if list(map(len, self._hooks_left)) != self._counts_left:
+            return False
+        try:
+            # An equal number may be of another type, which is another program.
+            if not all(map(is_, self._read(), self._values)):
+                return False
+            if any(map(contains, *self._missing)):
+                return False
+            return all(unchanged() for unchanged in self._unchanged)
+        except (KeyError, RuntimeError, ValueError):  # Deleted, another tensor, another array.
+            return False
+
+    def _hook_counts(self) -> dict[str, tuple[int, int]]:
+        """Of the submodules; calls of the module itself go by its hooks."""
+        return {
+            path: (sum(map(len, forward_hooks(child))), sum(map(len, backward_hooks(child))))
+            for path, child in self._by_path.items()
+            if path
+        }
+
+    def _check_hooks(self) -> None:
+        """Raises:
+        PlanError: for a hook that was registered since, where no call of the module comes by.
+        """
+        if any_global_hook():
+            raise PlanError("a hook was registered for all modules, which has no effect in a plan")
+        for path, counts in self._hook_counts().items():
+            if any(now > before for now, before in zip(counts, self._hooks[path], strict=True)):
+                raise PlanError(
+                    f"a hook was registered on {_where(path)} after planning, which would have no "
+                    "effect: register forward hooks before `plan`, or hooks on the module that "
+                    "`parallelize` returned or on its parameters"
+                )
+
+
+def _still_of_class(kind: type, name: str, before: Any) -> Callable[[], bool]:
+    """Of a number or a text, or `MISSING`; what else a class has is not watched."""
+    return lambda: before in (MISSING, getattr(kind, name, MISSING))
+
+
+def _still_inside(value: Any) -> Callable[[], bool]:
+    arrays = (Tensor, np.ndarray)
+    inside = vars(value).values() if hasattr(value, "__dict__") else ()
+    if inside and not isinstance(value, arrays) and not any(isinstance(x, arrays) for x in inside):
+        copies = {
+            name: part.copy() if isinstance(part, (list, dict, set)) else part
+            for name, part in vars(value).items()
+        }
+        return lambda: vars(value) == copies
+    before = content(value)
+    return lambda: content(value) == before
+
+
+def _where(path: str) -> str:
+    return f"module {path!r}" if path else "the model"

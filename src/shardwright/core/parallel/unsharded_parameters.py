@@ -1,0 +1,171 @@
+"""Unsharded parameters, in the layout of their use, through the micro-batches of one step.
+
+unsharded = UnshardedParameters(program)                lowered with unsharded=True
+unsharded.begin_step(shards)
+for piece in pieces:                                    several may be in flight
+    outputs, updates = program(unsharded.tensors(), buffers, piece, seed)
+    backward(outputs)
+gradients = unsharded.end_step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.lower.emit_buckets import cast_name, held_name, used_name
+from shardwright.core.lower.program import Program
+from shardwright.core.runtime.buckets import BoundBucket
+from shardwright.core.torch_internals.tensors import gradient_at_once
+
+
+class UnshardedParameters:
+    """What a program that was lowered with `unsharded=True` reads as its `parameters`.
+
+    All tensors are local. How a bucket of parameters is kept depends on the plan's level:
+
+    - without, and at `level1`: gathered (and cast) once a step; `tensors()` gives leaves, whose
+      gradients add up whole, in the dtype in which the parameters are stored; `end_step()` reduces
+      them, once a step.
+    - at `level2`: gathered once; `tensors()` gives the same for each micro-batch, in whose backward
+      pass gradients are reduced as soon as a bucket is complete.
+    - at `level3`: the program gathers by itself; `tensors()` gives the stored shards as leaves.
+
+    Buckets that are not gathered are reduced once a step at every level. Parameters that need no
+    bucket are cast once a step at every level, if at all; through the cast, each micro-batch adds
+    its gradient to the stored shard's. Of a program that was lowered without `unsharded`, it hands
+    out the stored shards, as at `level3`.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._values = program.parameters
+        buckets = program.buckets if program.unsharded else ()
+        self._once = [bound for bound in buckets if bound.bucket.once]
+        self._held = [b for b in buckets if not b.bucket.once and b.bucket.level == "level2"]
+        self._to_cast = program.casts
+        self._leaves: dict[str, Tensor] = {}
+        self._casts: dict[str, Tensor] = {}
+        self._used: dict[int, list[Tensor]] = {}
+        self._pending: dict[int, Tensor] = {}
+        self._sums: dict[int, list[Tensor]] = {}
+
+    def begin_step(self, shards: Mapping[str, Tensor]) -> None:
+        """Begins a step: starts the gathers; their results are waited for in `tensors`.
+
+        Args:
+            shards: by name this rank's shard of each parameter as it is stored.
+        """
+        self._leaves = {
+            value.name: shards[value.name].detach().requires_grad_(value.requires_grad)
+            for value in self._values
+        }
+        self._casts, self._used, self._sums, self._pending = {}, {}, {}, {}
+        with torch.no_grad():
+            for bound in (*self._once, *self._held):
+                if bound.bucket.gathers:
+                    self._pending[bound.bucket.number] = bound.gather(self._shards(bound))
+
+    def tensors(self) -> dict[str, Any]:
+        """The program's `parameters` for one micro-batch; called once before each forward."""
+        if not self._casts:
+            # Its node in the graph keeps no tensor, so all backward passes may go through it.
+            casts = ((v, self._leaves[v.name].to(v.dtype)) for v in self._to_cast)
+            self._casts = {cast_name(v): gradient_at_once(cast) for v, cast in casts}
+        by_name: dict[str, Any] = {**self._leaves, **self._casts}
+        for bound in self._once:
+            tensors: Sequence[Tensor] = self._as_used(bound)
+            if bound.dtype != bound.stored_dtype:
+                # One by one: a backward pass in two halves must not find them joined.
+                sums = zip(tensors, self._sums_of(bound), strict=True)
+                tensors = [gradient_at_once(_Summed.apply(tensor, total)) for tensor, total in sums]  # type: ignore[no-untyped-call]
+            for member, tensor in zip(bound.bucket.members, tensors, strict=True):
+                by_name[used_name(member)] = tensor
+        for bound in self._held:
+            by_name[held_name(bound.bucket)] = self._as_used(bound)
+        return by_name
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors in which gradients add up, of those that `tensors` has asked for."""
+        tensors = [
+            *self._leaves.values(),
+            *chain(*self._used.values()),
+            *chain(*self._sums.values()),
+        ]
+        return [tensor for tensor in tensors if tensor.requires_grad]
+
+    def end_step(self) -> dict[str, Tensor]:
+        """Ends the step, after the last backward: reduces what is left to reduce, frees what was
+        gathered, and returns the gradients of the stored shards, in their dtype, by name; of those
+        that have one."""
+        gradients = {name: leaf.grad for name, leaf in self._leaves.items()}
+        with torch.no_grad():
+            flat = [(bound, self._reduced(bound)) for bound in self._once]
+            started = [(b, b.sum_replicas(sent)) for b, sent in flat if sent is not None]
+            for bound, sent in started:
+                shards = bound.shard_gradients(sent)
+                for member, gradient in zip(bound.bucket.members, shards, strict=True):
+                    name, other = member.value.name, gradients[member.value.name]
+                    gradients[name] = gradient if other is None else other + gradient
+        self._leaves, self._casts = {}, {}
+        self._used, self._sums, self._pending = {}, {}, {}
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+    def _shards(self, bound: BoundBucket) -> list[Tensor]:
+        return [self._leaves[member.value.name].detach() for member in bound.bucket.members]
+
+    def _as_used(self, bound: BoundBucket) -> list[Tensor]:
+        """Its members, as leaves unless only their gradients go through the program; waits at the
+        first call."""
+        number = bound.bucket.number
+        if number not in self._used:
+            with torch.no_grad():
+                if bound.bucket.gathers:
+                    tensors = bound.gathered(self._pending.pop(number))
+                else:
+                    tensors = bound.unsharded(self._shards(bound))
+            leaves = bound.bucket.once and bound.dtype == bound.stored_dtype
+            self._used[number] = [
+                tensor.detach().requires_grad_(leaves and member.value.requires_grad)
+                for member, tensor in zip(bound.bucket.members, tensors, strict=True)
+            ]
+        return self._used[number]
+
+    def _sums_of(self, bound: BoundBucket) -> list[Tensor]:
+        """Leaves without numbers of their own, whose gradients add up in the dtype of storage."""
+        number = bound.bucket.number
+        if number not in self._sums:
+            self._sums[number] = [
+                tensor.new_empty(1, dtype=bound.stored_dtype)
+                .expand(tensor.shape)
+                .requires_grad_(member.value.requires_grad)
+                for member, tensor in zip(bound.bucket.members, self._used[number], strict=True)
+            ]
+        return self._sums[number]
+
+    def _reduced(self, bound: BoundBucket) -> Tensor | None:
+        """Starts to reduce what has added up, if anything has."""
+        number = bound.bucket.number
+        leaves = self._sums.get(number) or self._used.get(number, [])
+        gradients = [None if leaf.grad is None else leaf.grad.to(bound.dtype) for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        if all(gradient is None for gradient in gradients):
+            return None
+        return bound.reduce(gradients)
+
+
+class _Summed(torch.autograd.Function):
+    """Gives out the first tensor; its gradient goes to the second, in the dtype of that."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, total: Tensor) -> Tensor:
+        ctx.dtype = total.dtype
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0].to(ctx.dtype)

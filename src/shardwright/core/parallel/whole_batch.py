@@ -1,0 +1,246 @@
+"""Outputs of the whole batch, of a model that each rank calls with its own part.
+
+The labels that a rank has are those of its part. Combined with an output of the whole batch they
+broadcast, if the part is one sample, or meet the rows of other ranks (`gather`). So such outputs,
+and what is computed from them, know which of their dimensions are the batch, and refuse to be
+paired with a part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import resolve_name
+
+from shardwright.core.parallel.paired_batch import BatchCall, BatchDims, BatchSizes, dims_of_size
+from shardwright.core.runtime.caller import user_line
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.compiled import run_uncompiled_with
+from shardwright.core.torch_internals.dispatch import without_torch_function_of_subclasses
+from shardwright.core.torch_internals.tensors import base_getter, grad_getter
+from shardwright.errors import DataError
+
+EXISTING = (base_getter, grad_getter)
+"""Getters of tensors that exist already."""
+
+REMEDY = (
+    "put the loss into the model (`sw.WithLoss`, or return it from `forward`), which is given the"
+    " labels of this rank; or gather the labels of all ranks (`torch.distributed.all_gather`); of a"
+    " constant for all samples take its row (`c[0]`) or expand it (`c.expand(len(output), -1)`)"
+)
+
+
+@dataclass(frozen=True)
+class OutputBatch:
+    """The batch that an output is of.
+
+    Args:
+        output: its name, as errors say it.
+        watch: sees to it that all ranks train the output by the same loss.
+    """
+
+    output: str
+    sizes: BatchSizes
+    watch: Callable[[Tensor, str], None]
+
+    def marked(self, output: Tensor, dims: BatchDims | None = None) -> Tensor:
+        """An output that refuses to be combined with a part of the batch.
+
+        Args:
+            dims: its dimensions that are the batch; by default, the first of its size.
+        """
+        if type(output) is not Tensor:
+            output = output.clone()  # A copy of a part that could not be written to.
+        run_uncompiled_with(WholeBatchTensor)
+        self.watch(output, self.output)
+        if dims is None:
+            dims = self.dims_in(output.shape)
+        return WholeBatchTensor.of(output, self, dims) if output.ndim else output
+
+    def dims_in(self, shape: Sequence[int]) -> BatchDims:
+        """The dimensions of an output that are taken for the batch."""
+        return dims_of_size(shape, self.sizes.whole)
+
+
+def output_batches(
+    model: str,
+    structure: pytree.TreeSpec,
+    sizes: BatchSizes | None,
+    watch: Callable[[Tensor, str], None],
+) -> list[OutputBatch | None]:
+    """For each output of a call the batch that it is of; None where all ranks gave all of it."""
+    count = structure.num_leaves
+    if sizes is None:
+        return [None] * count
+    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(count), structure))
+    names = (pytree.keystr(path) for path, _ in paths)
+    return [
+        OutputBatch(f"output {name} of {model}" if name else f"the output of {model}", sizes, watch)
+        for name in names
+    ]
+
+
+def sizes_of_batch(leaves: Sequence[Any], whole_leaves: Sequence[Any]) -> BatchSizes | None:
+    """Of a call; None if this rank gives all rows.
+
+    Args:
+        whole_leaves: the tensors of all ranks in place of parts.
+    """
+    for leaf, whole in zip(leaves, whole_leaves, strict=True):
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] != whole.shape[0]:
+            return BatchSizes(leaf.shape[0], whole.shape[0]) if leaf.shape[0] else None
+    return None
+
+
+def without_whole_batches(
+    planned: Sequence[Any], arrivals: Collection[str], leaves: Sequence[Any]
+) -> list[Any]:
+    """The leaves of a call as ordinary tensors.
+
+    Args:
+        planned: what was planned in the place of each.
+        arrivals: the names of inputs of which each rank gives its part.
+
+    Raises:
+        DataError: if the whole batch that a model has returned would be taken for a part.
+    """
+    for value, leaf in zip(planned, leaves, strict=True):
+        name = getattr(value, "name", None)
+        if name in arrivals and isinstance(leaf, WholeBatchTensor) and 0 in leaf.batch_dims:
+            assert leaf.batch is not None
+            raise DataError(
+                f"input {name!r}{user_line()} is {leaf.batch.output}, which is of the whole batch,"
+                " but by dataset_strategy each rank gives its own part of it: make one model of"
+                " both, or plan with dataset_strategy='full_batch'"
+            )
+    return [ordinary(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+class WholeBatchTensor(Tensor):
+    """An output of the whole batch, or what was computed from one."""
+
+    batch: OutputBatch | None = None
+    batch_dims: BatchDims = frozenset()
+
+    @classmethod
+    def of(cls, tensor: Tensor, batch: OutputBatch, dims: BatchDims) -> WholeBatchTensor:
+        """The same numbers, with the same autograd graph."""
+        with without_torch_function_of_subclasses():
+            result: WholeBatchTensor = tensor.as_subclass(cls)
+        result.batch, result.batch_dims = batch, dims
+        return result
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # An output in parts, which becomes one of these.
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        call = _batch_call(func, args, kwargs, given)
+        if call is not None:
+            _refuse_parts(call, given)
+        with without_torch_function_of_subclasses():
+            results = func(*args, **kwargs)
+        if func in EXISTING:
+            return results
+        batch = next((one.batch for one in given if isinstance(one, cls) and one.batch), None)
+        return results if batch is None else _of_batch(results, batch, call, given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(ordinary(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return ordinary(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def ordinary(tensor: Tensor) -> Tensor:
+    """The same tensor, which no longer knows of what batch it is."""
+    if not isinstance(tensor, WholeBatchTensor):
+        return tensor
+    with without_torch_function_of_subclasses():
+        return tensor.as_subclass(Tensor)
+
+
+def _batch_call(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor]
+) -> BatchCall | None:
+    """None if no tensor has rows of a batch."""
+    derived = [one for one in given if isinstance(one, WholeBatchTensor)]
+    of_batch = [one for one in derived if one.batch_dims]
+    if not of_batch or of_batch[0].batch is None:
+        return None
+    others = {id(one): one for one in given if not isinstance(one, WholeBatchTensor | DTensor)}
+    return BatchCall(
+        func,
+        args,
+        kwargs,
+        of_batch[0].batch.sizes,
+        {id(one): one.batch_dims for one in of_batch},
+        tuple(others.values()),
+    )
+
+
+def _refuse_parts(call: BatchCall, given: Sequence[Tensor]) -> None:
+    """Raises:
+    DataError: if the function would pair rows of the whole batch with those of a part.
+    """
+    with without_torch_function_of_subclasses():
+        parts = call.paired_parts() or _parts_as_indices(call)
+    if parts:
+        output = next(one for one in given if id(one) in call.batch_dims)
+        assert isinstance(output, WholeBatchTensor) and output.batch is not None
+        _refuse(call, output.batch, output, parts)
+
+
+def _parts_as_indices(call: BatchCall) -> tuple[Tensor, ...]:
+    """Of `output[torch.arange(len(labels)), labels]`, if both have the rows of a part: its numbers
+    are those of the first rank's rows."""
+    if call.function is not Tensor.__getitem__ or not isinstance(call.args[1], tuple):
+        return ()
+    output, indices = call.args
+    parts = tuple(
+        index
+        for index in indices
+        if isinstance(index, Tensor) and index.ndim and index.shape[0] == call.sizes.local
+    )
+    of_rows = 0 in call.batch_dims.get(id(output), ()) and any(indices[0] is one for one in parts)
+    return parts if of_rows and len(parts) > 1 else ()
+
+
+def _refuse(
+    call: BatchCall, batch: OutputBatch, output: Tensor, parts: Sequence[Tensor]
+) -> NoReturn:
+    shapes = " and ".join(str(list(part.shape)) for part in parts)
+    sizes = batch.sizes
+    raise DataError(
+        f"{resolve_name(call.function) or call.function}{user_line()} combines {batch.output},"
+        f" here {list(output.shape)}, with a tensor of shape {shapes}: by dataset_strategy this"
+        f" rank gave {sizes.local} of {sizes.whole} rows, but outputs are of all of them: {REMEDY}"
+    )
+
+
+def _of_batch(
+    results: Any, batch: OutputBatch, call: BatchCall | None, given: Sequence[Tensor]
+) -> Any:
+    """The results of a function, which know what they were computed from; numbers are ordinary."""
+    known = {id(one) for one in given}
+    leaves, spec = pytree.tree_flatten(results)
+    with without_torch_function_of_subclasses():
+        new = [
+            isinstance(leaf, Tensor) and leaf.ndim > 0 and type(leaf) is Tensor for leaf in leaves
+        ]
+        if not any(new):
+            return results
+        dims = [frozenset[int]()] * len(leaves) if call is None else call.dims_of_results(leaves)
+    wrapped = [
+        WholeBatchTensor.of(leaf, batch, of_leaf) if is_new and id(leaf) not in known else leaf
+        for leaf, of_leaf, is_new in zip(leaves, dims, new, strict=True)
+    ]
+    return pytree.tree_unflatten(wrapped, spec)

@@ -1,0 +1,192 @@
+"""What the axes of a device matrix are for, and the names that say so.
+
+Every dimension of every tensor is traced to where it comes from: the batch of the model's inputs,
+another dimension of them (a *position*), a parameter, or a *feature*: a dimension of an activation
+that a parameter brought in. Where an operator cuts a factor over an axis, it cuts dimensions of one
+of these meanings:
+
+| name of the axis | what is cut over it |
+|---|---|
+| `dp` | the batch alone |
+| `fsdp` | the batch alone, and parameters are stored in shards over it |
+| `sp` | positions, and perhaps features: attention heads between two all-to-alls |
+| `tp` | parameters, and perhaps features and positions, never the batch |
+| `ep` | experts, whatever else is cut over it |
+
+Storage alone gives an axis no meaning. An axis over which another mixture is cut, or nothing, is
+called by its letter; several of one meaning are numbered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import count, islice
+
+from shardwright.core.graph.custom_ops import experts
+from shardwright.core.graph.graph import Graph, Op, Value
+from shardwright.core.layout.axes import Axes, axis_names
+from shardwright.core.partition.decisions import Decisions
+from shardwright.core.rules import rule_of
+from shardwright.core.rules.rule import Dims, ShardingRule
+
+
+class Meaning(Enum):
+    """Where a dimension of a tensor comes from; of a factor that several tensors carry, the first
+    of these that one of them says."""
+
+    BATCH = auto()
+    POSITION = auto()
+    PARAMETER = auto()
+    FEATURE = auto()
+    EXPERT = auto()
+
+
+Meanings = tuple[Meaning | None, ...]
+"""Of each dimension of a tensor; None for one that the model made of nothing, such as a mask's."""
+
+
+def name_axes(graph: Graph, axes: int, decisions: Decisions) -> tuple[str, ...]:
+    """A name for each of so many axes."""
+    cut: list[set[Meaning | None]] = [set() for _ in range(axes)]
+    for meaning, over in _cuts(graph, decisions):
+        for axis in over:
+            cut[axis].add(meaning)
+    stored = {axis for dims in decisions.storage.values() for over in dims for axis in over}
+    names = [_name(each - {None}, axis in stored) for axis, each in enumerate(cut)]
+    numbers = {name: count() for name in names if names.count(name) > 1}
+    letters = islice(axis_names(), axes)
+    return tuple(
+        letter if name is None else f"{name}{next(numbers[name]) if name in numbers else ''}"
+        for letter, name in zip(letters, names, strict=True)
+    )
+
+
+def _name(cut: set[Meaning | None], stores: bool) -> str | None:
+    if Meaning.EXPERT in cut:
+        return "ep"
+    if cut == {Meaning.BATCH}:
+        return "fsdp" if stores else "dp"
+    if Meaning.BATCH in cut or not cut - {Meaning.FEATURE}:
+        return None
+    return "tp" if Meaning.PARAMETER in cut else "sp"
+
+
+def _cuts(graph: Graph, decisions: Decisions) -> Iterator[tuple[Meaning | None, Axes]]:
+    """All that is cut, with the axes over which it is."""
+    trace = trace_meanings(graph)
+    for op in graph.ops:
+        for factor, over in decisions.cuts.get(op.name, {}).items():
+            yield trace.of_factor(op, factor), over
+        for value, dims in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
+            yield from zip(trace.values[value], dims or (), strict=False)
+    for value in graph.input_values:
+        yield from zip(trace.values[value], decisions.arrivals.get(value.name, ()), strict=False)
+
+
+def trace_meanings(graph: Graph) -> _Trace:
+    """The meanings of all dimensions and factors.
+
+    Of an input only the batch is known at first. A dimension that is multiplied with parameters, to
+    be summed, is of features; what is left are positions.
+    """
+    trace = _Trace.begin(graph)
+    trace.to_outputs()
+    trace.to_inputs()
+    for value in graph.input_values:
+        trace.values[value] = tuple(each or Meaning.POSITION for each in trace.values[value])
+    trace.to_outputs()
+    trace.to_inputs()
+    return trace
+
+
+@dataclass
+class _Trace:
+    """What is known of a graph.
+
+    Args:
+        data: the values that depend on the inputs.
+        values: the meaning of each dimension.
+        factors: of each operator, by name.
+    """
+
+    graph: Graph
+    data: set[Value]
+    values: dict[Value, Meanings]
+    factors: dict[str, dict[str, Meaning]]
+
+    def of_factor(self, op: Op, factor: str) -> Meaning | None:
+        """What is cut where `op` cuts this factor."""
+        is_expert = op.target is experts and factor == "e"
+        return Meaning.EXPERT if is_expert else self.factors[op.name].get(factor)
+
+    @classmethod
+    def begin(cls, graph: Graph) -> _Trace:
+        inputs = graph.input_values
+        batch = next((value.shape[0] for value in inputs if value.shape), None)
+        values: dict[Value, Meanings] = {
+            value: (None,) * len(value.shape) for value in graph.values()
+        }
+        for value in graph.parameters:
+            values[value] = (Meaning.PARAMETER,) * len(value.shape)
+        for value in inputs:
+            if value.shape[:1] == (batch,):
+                values[value] = (Meaning.BATCH, *values[value][1:])
+        data = set(inputs)
+        for op in graph.ops:
+            if not data.isdisjoint(op.inputs):
+                data.update(op.outputs)
+        return cls(graph, data, values, {op.name: {} for op in graph.ops})
+
+    def to_outputs(self) -> None:
+        """From what operators read to what they compute."""
+        for op in self.graph.ops:
+            rule = rule_of(op)
+            if rule is not None:
+                own = self.factors[op.name]
+                own.update(self._of_factors(op, rule))
+                for value, dims in zip(op.outputs, rule.outputs, strict=True):
+                    self._learn(value, dims, own)
+
+    def to_inputs(self) -> None:
+        """From what operators compute to what they read: a mask that is made of nothing has the
+        batch of the scores that it hides."""
+        for op in reversed(self.graph.ops):
+            rule = rule_of(op)
+            if rule is not None:
+                own = self.factors[op.name]
+                for value, dims in zip(op.outputs, rule.outputs, strict=True):
+                    for factor, meaning in zip(dims, self.values[value], strict=True):
+                        if factor is not None and meaning is not None:
+                            own.setdefault(factor, meaning)
+                for value, dims in zip(op.inputs, rule.inputs, strict=True):
+                    self._learn(value, dims, own)
+
+    def _learn(self, value: Value, dims: Dims, factors: Mapping[str, Meaning]) -> None:
+        def meaning(factor: str | None) -> Meaning | None:
+            each = None if factor is None else factors.get(factor)
+            return Meaning.FEATURE if each is Meaning.PARAMETER and value in self.data else each
+
+        known = self.values[value]
+        self.values[value] = tuple(
+            each or meaning(factor) for each, factor in zip(known, dims, strict=True)
+        )
+
+    def _of_factors(self, op: Op, rule: ShardingRule) -> dict[str, Meaning]:
+        result = {}
+        for factor in rule.factors:
+            tensors = zip(op.inputs, rule.inputs, strict=True)
+            carriers = [(value, dims.index(factor)) for value, dims in tensors if factor in dims]
+            meanings = {self.values[value][dim] for value, dim in carriers}
+            of_data = {self.values[value][dim] for value, dim in carriers if value in self.data}
+            if Meaning.PARAMETER in meanings:
+                if not any(factor in dims for dims in rule.outputs):
+                    meanings.discard(Meaning.POSITION)
+                elif of_data == {None}:
+                    # It follows what it is added to, which is not known yet.
+                    meanings.discard(Meaning.PARAMETER)
+            known = [each.value for each in meanings if each is not None]
+            if known:
+                result[factor] = Meaning(min(known))
+        return result

@@ -1,0 +1,272 @@
+"""All that a plan communicates: for each value the steps from where it is made to where it is read.
+
+Search and cost read it to know the bytes, lowering reads it to emit the steps; that both read the
+same list is why a prediction is exact.
+
+Consumers of one value share steps: `q`, `k` and `v` read one replicated → varying step, whose
+gradient is one all-reduce. What parameters need on their way from storage to use is joined into
+buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+
+from shardwright.core.graph.graph import Graph, Kind, Op, Value
+from shardwright.core.layout.collective_spec import COLLECTIVES
+from shardwright.core.layout.layout import Layout, TensorLayout, one_layout
+from shardwright.core.layout.redistribution import RedistributionStep, redistribution_steps
+from shardwright.core.partition.decisions import Decisions, Recompute, Storage
+from shardwright.core.partition.join_transfers import join_transfers
+from shardwright.core.partition.parameter_buckets import Bucket, buckets
+from shardwright.core.partition.recompute_segments import (
+    OperatorTransfers,
+    Segment,
+    assign_recomputed_transfers,
+    recompute_segments,
+)
+from shardwright.core.partition.transfer import Transfer
+from shardwright.core.rules import rule_of
+from shardwright.core.rules.rule import Cuts, Reduction, ShardingRule, no_reductions
+
+
+@dataclass(frozen=True)
+class InnerReduction:
+    """A collective inside an operator's kernel, over the joined `axes`."""
+
+    reduction: Reduction
+    axes: tuple[int, ...]
+
+    def bytes(self, mesh: Layout, differentiable: bool) -> tuple[int, int]:
+        """Bytes that one device sends, forward and backward."""
+        reduction, group = self.reduction, mesh.size(self.axes)
+        num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
+        once = COLLECTIVES[reduction.collective].sent(num_bytes, group)
+        forward, backward = reduction.times(group, differentiable)
+        return forward * once, backward * once
+
+
+@dataclass
+class Communication:
+    """What a plan communicates.
+
+    Args:
+        initial_layouts: the layout in which each value is produced, stored (parameters) or arrives
+            (inputs).
+        leading_transfers: the transfers of a value whose output layout is pinned; all its routes
+            begin with them.
+        input_layouts: for each operator the layouts in which it reads its inputs.
+        routes: for each input of an operator, `(operator name, index)`, the transfers on the way.
+        output_routes: for each of the graph's output values the transfers to what is returned.
+        update_routes: for what is updated the transfers of the new value to where the old one lies.
+        reductions: collectives inside kernels, by operator name.
+        segments: operators that are computed again together in the backward pass.
+        buckets: the first steps of parameters, joined.
+        forward_bytes, backward_bytes: that one device sends in one run of the program.
+    """
+
+    mesh: Layout
+    initial_layouts: dict[Value, TensorLayout] = field(default_factory=dict)
+    leading_transfers: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
+    input_layouts: dict[str, tuple[TensorLayout, ...]] = field(default_factory=dict)
+    routes: dict[tuple[str, int], tuple[Transfer, ...]] = field(default_factory=dict)
+    output_routes: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
+    update_routes: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
+    reductions: dict[str, tuple[InnerReduction, ...]] = field(default_factory=dict)
+    segments: tuple[Segment, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+    transfers: list[Transfer] = field(default_factory=list)
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one device sends in a training step of one micro-batch."""
+        return self.forward_bytes + self.backward_bytes
+
+    def step_bytes(self, micro_batches: int) -> tuple[int, int]:
+        """Bytes that one device sends in a training step, forward and backward: activations are
+        converted for each micro-batch, parameters gathered and reduced as the level says."""
+        forward, backward = self.forward_bytes * micro_batches, self.backward_bytes * micro_batches
+        for bucket in self.buckets:
+            once, step = bucket.step_bytes(1), bucket.step_bytes(micro_batches)
+            forward += step[0] - micro_batches * once[0]
+            backward += step[1] - micro_batches * once[1]
+        return forward, backward
+
+    @cached_property
+    def segment_of(self) -> dict[str, Segment]:
+        """For operators that are computed again, with which others."""
+        return {name: segment for segment in self.segments for name in segment.ops}
+
+    @cached_property
+    def computed_again(self) -> frozenset[str]:
+        """The operators that the backward pass of the `trained` outputs computes again."""
+        return frozenset(name for name, segment in self.segment_of.items() if segment.trained)
+
+    def layout(self, value: Value) -> TensorLayout:
+        """The layout in which consumers find `value`: as made, or as its operator leaves it."""
+        route = self.leading_transfers.get(value)
+        return route[-1].step.target if route else self.initial_layouts[value]
+
+    def returned(self, value: Value) -> TensorLayout:
+        """The layout in which an output of the model is handed out."""
+        route = self.output_routes[value]
+        return route[-1].step.target if route else self.layout(value)
+
+
+def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communication:
+    """Every redistribution between the layouts that `decisions` asks for.
+
+    The model's inputs arrive whole on every device unless `decisions` let them arrive sharded. Its
+    loss is left replicated, and so are other outputs if there is no loss; else they stay in the
+    layout in which they are computed, unless `decisions` name their departure. A gradient may come
+    back from each of them; the bytes are those of the gradients of `graph.trained`.
+    """
+    result = Communication(mesh)
+    for value in (*graph.input_values, *graph.buffers, *graph.constants, *graph.parameters):
+        result.initial_layouts[value] = initial_layout(value, mesh, decisions)
+    shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer] = {}
+    returned = {*graph.output_values, *(value for _, value in graph.updates)}
+    for op in graph.ops:
+        _operator(result, op, decisions.cuts.get(op.name, {}), shared)
+        for value, axes in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
+            is_read = graph.consumers[value] or value in returned
+            if axes is not None and is_read:
+                target = TensorLayout(mesh, axes)
+                route = _route(result, value, target, shared, True, True)
+                result.leading_transfers[value] = route
+    for value in graph.output_values:
+        departure = decisions.departures.get(value.name)
+        target = result.layout(value)
+        if departure is not None:
+            target = TensorLayout(mesh, departure)
+        elif graph.loss is None or not value.shape:
+            target = mesh.replicated(len(value.shape))
+        trained = departure is not None or value in graph.trained
+        result.output_routes[value] = _route(result, value, target, shared, True, trained)
+    for before, value in graph.updates:
+        target = result.initial_layouts[before]
+        result.update_routes[before] = _route(result, value, target, shared, False, False)
+    result.transfers = join_transfers(
+        result.transfers,
+        (result.routes, result.output_routes, result.update_routes),
+        result.leading_transfers,
+    )
+    transfers = OperatorTransfers(graph, result.routes, result.reductions)
+    result.segments = recompute_segments(graph, decisions.recompute, transfers)
+    assign_recomputed_transfers(result.segments, transfers, decisions)
+    routes = [*result.output_routes.items()]
+    routes += [(value, result.update_routes[before]) for before, value in graph.updates]
+    recomputed = {name: Recompute(s.name) for name, s in result.segment_of.items()}
+    together = replace(decisions, recompute=recomputed)
+    result.buckets = buckets(graph, mesh, together, result.routes, result.initial_layouts, routes)
+    _count(result, graph)
+    return result
+
+
+def initial_layout(value: Value, mesh: Layout, decisions: Decisions) -> TensorLayout:
+    """How a parameter is stored, and how an input, a buffer or a constant arrives."""
+    axes = decisions.storage if value.kind is Kind.PARAMETER else decisions.arrivals
+    return one_layout(mesh, tuple(axes.get(value.name, ((),) * len(value.shape))))
+
+
+def storage_as_used(graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts]) -> Storage:
+    """Stores each parameter sharded as its first sharding use reads it, else replicated."""
+    return {value.name: _axes_as_used(graph, mesh, cuts, value) for value in graph.parameters}
+
+
+def _axes_as_used(
+    graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts], value: Value
+) -> tuple[tuple[int, ...], ...]:
+    for op, index in graph.consumers[value]:
+        rule = rule_of(op)
+        if rule is not None:
+            layout = rule.layouts(mesh, cuts.get(op.name, {}))[0][index]
+            if layout.sharded:
+                return layout.axes
+    return ((),) * len(value.shape)
+
+
+def _operator(
+    result: Communication,
+    op: Op,
+    cuts: Cuts,
+    shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer],
+) -> None:
+    mesh, rule = result.mesh, rule_of(op)
+    if rule is None:
+        inputs = tuple(mesh.replicated(len(value.shape)) for value in op.inputs)
+        outputs = tuple(mesh.replicated(len(value.shape)) for value in op.outputs)
+    else:
+        inputs, outputs = rule.layouts(mesh, cuts)
+        if rule.reductions is not no_reductions and (inner := tuple(_inner(rule, op, mesh, cuts))):
+            result.reductions[op.name] = inner
+    result.input_layouts[op.name] = inputs
+    for value, layout in zip(op.outputs, outputs, strict=True):
+        result.initial_layouts[value] = layout
+    differentiable = any(value.differentiable for value in op.outputs)
+    trained = any(value.requires_grad for value in op.outputs)
+    for index, (value, layout) in enumerate(zip(op.inputs, inputs, strict=True)):
+        route = _route(result, value, layout, shared, differentiable, trained)
+        result.routes[op.name, index] = route
+
+
+def _inner(rule: ShardingRule, op: Op, mesh: Layout, cuts: Cuts) -> Iterator[InnerReduction]:
+    for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
+        axes = tuple(a for f in reduction.factors for a in cuts.get(f, ()))
+        yield InnerReduction(reduction, axes if reduction.ordered else tuple(sorted(axes)))
+
+
+def _route(
+    result: Communication,
+    value: Value,
+    target: TensorLayout,
+    shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer],
+    differentiable: bool,
+    trained: bool,
+) -> tuple[Transfer, ...]:
+    """The transfers of `value` to `target`; those that exist already are taken over.
+
+    `differentiable` says of this consumer whether it may send a gradient back, `trained` whether
+    it does where the `trained` outputs of the graph are.
+    """
+    differentiable = differentiable and value.differentiable
+    trained = trained and value.requires_grad
+    leading, source = result.leading_transfers.get(value, ()), result.layout(value)
+    if source is target and not target.varying:
+        target.shard_shape(value.shape)
+        return leading
+    path = redistribution_steps(source, target, value.shape, differentiable)
+    route = list(leading)
+    for length, step in enumerate(path, start=1):
+        key = (value, path[:length])
+        if key not in shared:
+            before = route[-1] if route else None
+            shared[key] = Transfer(value, step, before, trained)
+            result.transfers.append(shared[key])
+        shared[key].trained |= trained
+        route.append(shared[key])
+    return tuple(route)
+
+
+def _count(result: Communication, graph: Graph) -> None:
+    bucketed = {id(t) for bucket in result.buckets for m in bucket.members for t in m.transfers}
+    for transfer in result.transfers:
+        if id(transfer) not in bucketed:
+            result.forward_bytes += transfer.forward_bytes
+            result.backward_bytes += transfer.backward_bytes
+    for bucket in result.buckets:
+        forward, backward = bucket.step_bytes(1)
+        result.forward_bytes += forward
+        result.backward_bytes += backward
+    for name, inner in result.reductions.items():
+        differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
+        for reduction in inner:
+            forward, backward = reduction.bytes(result.mesh, differentiable)
+            again = forward if name in result.computed_again else 0
+            result.forward_bytes += forward
+            result.backward_bytes += backward + again

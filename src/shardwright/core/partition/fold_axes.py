@@ -1,0 +1,119 @@
+"""Device matrices of as few axes as decisions need, and of as many as there are prime factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import accumulate, islice
+
+from shardwright.core.layout.axes import Axes, axis_names, prime_factors
+from shardwright.core.layout.joined_axes import join_axes
+from shardwright.core.layout.layout import Layout
+from shardwright.core.partition.axis_meaning import name_axes
+from shardwright.core.partition.decisions import CutAxes, Decisions
+from shardwright.core.partition.partitioned import Partitioned
+
+
+def fold_axes(partitioned: Partitioned, apart: Layout | None = None) -> Partitioned:
+    """Joins neighboring axes that all decisions and redistributions treat alike: where there is one
+    of them, the other is directly beside it. What every device holds and sends stays the same. Each
+    is called by its meaning.
+
+    A search decides axes of prime sizes; plans are read, and process groups, DTensors and their
+    placements made, by those of what is folded: data and tensor parallel on 1,024 devices are
+    (dp 128, tp 8).
+
+    Args:
+        apart: a device matrix of the same ranks whose axes are not joined.
+    """
+    mesh = partitioned.mesh
+    borders = () if apart is None else _borders(apart)
+    alike = {axis for axis, inside in enumerate(_borders(mesh)) if inside not in borders}
+    joined = join_axes(
+        len(mesh.device_matrix),
+        _axes_of(partitioned),
+        lambda axis, behind: behind == axis + 1 and axis in alike,
+    )
+    number = {axes[0]: new for new, axes in enumerate(joined)}
+    decisions = _renumbered(
+        partitioned.decisions, lambda axes: tuple(number[axis] for axis in axes if axis in number)
+    )
+    sizes = tuple(map(mesh.size, joined))
+    if apart is not None and sizes == apart.device_matrix:
+        return replace(partitioned, mesh=apart, decisions=decisions)
+    names = name_axes(partitioned.graph, len(sizes), decisions)
+    layout = Layout(sizes, names, mesh.rank_list)
+    return partitioned if layout == mesh else replace(partitioned, mesh=layout, decisions=decisions)
+
+
+def dtensor_axes(partitioned: Partitioned) -> tuple[Axes, ...]:
+    """The axes of the mesh of all DTensors: of those that parameters, and outputs left in pieces,
+    treat alike one, wherever they stand. What else communicates does so over the axes themselves.
+    """
+    layouts = [
+        chunk.communication.returned(value)
+        for chunk in partitioned.chunks
+        for value in chunk.returned
+    ]
+    lists = [axes for dims in partitioned.decisions.storage.values() for axes in dims]
+    lists += [axes for layout in layouts for axes in layout.axes]
+    lists += [tuple(sorted(layout.partial)) for layout in layouts]
+    return join_axes(len(partitioned.mesh.device_matrix), lists)
+
+
+def split_axes(mesh: Layout, decisions: Decisions) -> tuple[Layout, Decisions]:
+    """The same decisions on a device matrix with an axis for each prime factor of each axis."""
+    factors = [prime_factors(size) for size in mesh.device_matrix]
+    starts = list(accumulate(map(len, factors), initial=0))
+    sizes = tuple(size for primes in factors for size in primes)
+    layout = Layout(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)
+    return layout, _renumbered(
+        decisions, lambda axes: tuple(n for a in axes for n in range(starts[a], starts[a + 1]))
+    )
+
+
+def _borders(mesh: Layout) -> list[int]:
+    """How many devices lie inside of each axis but the last."""
+    count = len(mesh.device_matrix)
+    return [mesh.size(range(axis + 1, count)) for axis in range(count - 1)]
+
+
+def _axes_of(partitioned: Partitioned) -> Iterator[Axes]:
+    """All lists of axes that a program depends on: those of a set in ascending order."""
+    decisions = partitioned.decisions
+    for factors in decisions.cuts.values():
+        yield from factors.values()
+    for tensors in (decisions.storage, decisions.arrivals, decisions.departures):
+        for dims in tensors.values():
+            yield from dims
+    for outputs in decisions.outputs.values():
+        for left in outputs:
+            yield from left or ()
+    for chunk in partitioned.chunks:
+        # Parts of an axis may move apart, where that is cheaper.
+        for step in {transfer.step for transfer in chunk.communication.transfers}:
+            yield step.axes
+            for layout in (step.source, step.target):
+                yield from layout.axes
+                yield tuple(sorted(layout.partial))
+                yield tuple(sorted(layout.varying))
+
+
+def _renumbered(decisions: Decisions, change: Callable[[Axes], Axes]) -> Decisions:
+    def changed(dims: CutAxes) -> CutAxes:
+        return tuple(map(change, dims))
+
+    return replace(
+        decisions,
+        cuts={
+            name: {factor: change(axes) for factor, axes in factors.items()}
+            for name, factors in decisions.cuts.items()
+        },
+        storage={name: changed(dims) for name, dims in decisions.storage.items()},
+        outputs={
+            name: tuple(None if dims is None else changed(dims) for dims in outputs)
+            for name, outputs in decisions.outputs.items()
+        },
+        arrivals={name: changed(dims) for name, dims in decisions.arrivals.items()},
+        departures={name: changed(dims) for name, dims in decisions.departures.items()},
+    )

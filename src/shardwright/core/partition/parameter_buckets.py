@@ -1,0 +1,240 @@
+"""Parameters that go from storage to use together: their collectives are joined.
+
+The first `vary` and `all_gather` steps of a parameter's route are made for a whole bucket at once:
+one all-gather for the parameters, and for their gradients one reduce-scatter (where they are
+stored sharded), or one all-reduce (where they are not), or both, the all-reduce on the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from shardwright.core.graph.graph import Graph, Kind, Value
+from shardwright.core.graph.saved_tensors import needed_in_backward
+from shardwright.core.layout.axes import Axes
+from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.redistribution import RedistributionStep
+from shardwright.core.partition.decisions import Decisions
+from shardwright.core.partition.transfer import Transfer
+
+IN_BUCKETS = ("vary", "all_gather")
+"""The kinds of steps that a bucket makes; `vary` comes first, as the cheapest route has it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter on its way from storage to the layout of one of its uses.
+
+    Args:
+        name: of the parameter; `name@2` for the second layout in which it is used.
+        stored: its layout in storage.
+        transfers: the steps that the bucket makes of its route.
+    """
+
+    name: str
+    value: Value
+    stored: TensorLayout
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def used(self) -> TensorLayout:
+        """The layout that the bucket brings it into."""
+        return self.transfers[-1].step.target
+
+    @property
+    def steps(self) -> tuple[RedistributionStep, ...]:
+        return tuple(transfer.step for transfer in self.transfers)
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Members whose collectives are joined; all make the same kinds of steps over the same axes.
+
+    Args:
+        number: its place in the order of first use.
+        level: of optimizer parallel; empty without.
+        segment: the operators that are computed again together and read all of it (`level3`).
+        again: whether it is gathered again in the backward pass.
+        trained: whether gradients of the graph's `trained` outputs flow into it.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+    level: str = ""
+    segment: str | None = None
+    again: bool = False
+    trained: bool = True
+
+    @property
+    def steps(self) -> tuple[RedistributionStep, ...]:
+        """The steps of its first member: of all, they differ in dimensions only."""
+        return self.members[0].steps
+
+    @property
+    def gathers(self) -> bool:
+        return any(step.kind == "all_gather" for step in self.steps)
+
+    @property
+    def varies(self) -> bool:
+        return any(step.kind == "vary" for step in self.steps)
+
+    @property
+    def once(self) -> bool:
+        """Whether gradients are reduced once a step, whole, after the last micro-batch."""
+        return not self.gathers or self.level not in ("level2", "level3")
+
+    @property
+    def numel(self) -> int:
+        """Elements that one device stores."""
+        return sum(prod(m.stored.shard_shape(m.value.shape)) for m in self.members)
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes that one device sends to gather it once."""
+        total, local = 0, self.numel * self.members[0].value.itemsize
+        for step in self.steps:
+            if step.kind == "all_gather":
+                total += (step.group_size - 1) * local
+                local *= step.group_size
+        return total
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes that one device sends to reduce its gradients once, if they are trained."""
+        if not self.trained:
+            return 0
+        total, local = 0, self.numel * self.members[0].value.itemsize
+        for step in self.steps:
+            if step.kind == "vary":
+                total -= -2 * (step.group_size - 1) * local // step.group_size
+            else:
+                total += (step.group_size - 1) * local if step.backward else 0
+                local *= step.group_size
+        return total
+
+    def step_bytes(self, micro_batches: int) -> tuple[int, int]:
+        """Bytes that one device sends in a step, forward and backward."""
+        runs = micro_batches if self.level == "level3" else 1
+        gathered = self.gather_bytes
+        reduces = 1 if self.once else micro_batches
+        back = reduces * self.reduce_bytes + (micro_batches * gathered if self.again else 0)
+        return runs * gathered, back
+
+
+def bucketed_steps(route: Sequence[Transfer]) -> int:
+    """How many of the first steps of a parameter's route are made in a bucket: at most one `vary`,
+    then gathers."""
+    length = 0
+    for transfer in route:
+        kind = transfer.step.kind
+        if kind not in IN_BUCKETS or (kind == "vary" and length):
+            break
+        length += 1
+    return length
+
+
+def buckets(
+    graph: Graph,
+    mesh: Layout,
+    decisions: Decisions,
+    routes: Mapping[tuple[str, int], tuple[Transfer, ...]],
+    stored: Mapping[Value, TensorLayout],
+    returned: Iterable[tuple[Value, tuple[Transfer, ...]]] = (),
+) -> tuple[Bucket, ...]:
+    """Joins what parameters need on their way to use, in the order of use, up to
+    `decisions.bucket_bytes` of parameters as they are used.
+
+    Args:
+        routes: for each input of an operator the steps on its way.
+        stored: how parameters are stored.
+        returned: likewise what the program returns, which may be a parameter itself.
+    """
+    level = decisions.sharding.level if decisions.sharding is not None else ""
+    uses: dict[tuple[Value, tuple[int, ...]], _OpenBucket] = {}
+    needed = needed_in_backward(graph) if level == "level3" else frozenset()
+    for op in graph.ops:
+        for index, value in enumerate(op.inputs):
+            if value.kind is not Kind.PARAMETER:
+                continue
+            route = routes[op.name, index]
+            route = route[: bucketed_steps(route)]
+            if not route:
+                continue
+            recompute = decisions.recompute.get(op.name)
+            segment = recompute.segment if recompute and level == "level3" else None
+            key = (value, tuple(id(transfer) for transfer in route))
+            use = uses.setdefault(key, _OpenBucket(value, route, segment))
+            if use.segment != segment:
+                use.segment = None
+            use.needed |= (op.name, index) in needed
+            use.trained |= value.requires_grad and any(v.requires_grad for v in op.outputs)
+    for value, route in returned:
+        route = route[: bucketed_steps(route)]
+        if value.kind is Kind.PARAMETER and route:
+            key = (value, tuple(id(transfer) for transfer in route))
+            use = uses.setdefault(key, _OpenBucket(value, route, None))
+            use.segment, use.trained = None, use.trained or route[-1].trained
+    return _joined(uses.values(), stored, level, decisions.bucket_bytes)
+
+
+@dataclass
+class _OpenBucket:
+    """A parameter with the steps that a bucket makes for it."""
+
+    value: Value
+    route: tuple[Transfer, ...]
+    segment: str | None
+    needed: bool = False
+    trained: bool = False
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What the members of one bucket have in common."""
+        steps = tuple((t.step.kind, t.step.axes, t.step.backward) for t in self.route)
+        value = self.value
+        segment = self.segment if any(kind == "all_gather" for kind, _, _ in steps) else None
+        gradients = value.differentiable, self.trained
+        return steps, value.dtype, value.stored_dtype, gradients, segment
+
+
+def _joined(
+    uses: Iterable[_OpenBucket], stored: Mapping[Value, TensorLayout], level: str, limit: int
+) -> tuple[Bucket, ...]:
+    groups: list[list[_OpenBucket]] = []
+    open_groups: dict[tuple[object, ...], tuple[list[_OpenBucket], int]] = {}
+    for use in uses:
+        size = _used_bytes(use)
+        group, filled = open_groups.get(use.key, ([], 0))
+        if not group or filled + size > limit:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(use)
+        open_groups[use.key] = (group, filled + size)
+    seen: dict[Value, int] = {}
+
+    def member(use: _OpenBucket) -> Member:
+        count = seen[use.value] = seen.get(use.value, 0) + 1
+        name = use.value.name if count == 1 else f"{use.value.name}@{count}"
+        return Member(name, use.value, stored[use.value], use.route)
+
+    result = []
+    for number, group in enumerate(groups):
+        gathers = any(t.step.kind == "all_gather" for t in group[0].route)
+        segment = group[0].segment if gathers else None
+        trained = group[0].trained
+        again = level == "level3" and gathers and trained
+        again = again and (segment is not None or any(use.needed for use in group))
+        result.append(Bucket(number, tuple(map(member, group)), level, segment, again, trained))
+    return tuple(result)
+
+
+def _used_bytes(use: _OpenBucket) -> int:
+    used = use.route[-1].step.target
+    return prod(used.shard_shape(use.value.shape)) * use.value.itemsize
+
+
+def varying_axes(bucket: Bucket) -> Axes:
+    """The axes over which gradients are all-reduced."""
+    return next((step.axes for step in bucket.steps if step.kind == "vary"), ())

@@ -1,0 +1,205 @@
+"""A model with everything that was decided of it, and all that follows: chunks and their bytes.
+
+A plan, its costs, the modules that run it and the text of their programs all start from here. It is
+made once and handed on, so each of them reads the same chunks and the same communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from math import prod
+
+from shardwright.core.graph.graph import Graph, Kind, Value
+from shardwright.core.graph.split import GraphChunk, split_graph
+from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.partition.chunk import Chunk
+from shardwright.core.partition.decisions import CutAxes, Decisions
+from shardwright.core.partition.pipeline_spec import ONE_STAGE, PipelineSpec
+from shardwright.core.rules import is_random, rule_of
+from shardwright.errors import PlanError
+
+
+@dataclass(frozen=True, eq=False)
+class Partitioned:
+    """A model, divided over stages and over the devices of each.
+
+    Args:
+        graph: captured with one micro-batch.
+        mesh: the device matrix of one stage.
+        decisions: of the whole model.
+    """
+
+    graph: Graph
+    mesh: Layout
+    decisions: Decisions
+    pipeline: PipelineSpec = ONE_STAGE
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """In the order in which they run; each knows what its devices communicate.
+
+        A value crosses in the layout in which it is computed; if it is a partial sum, as its first
+        consumer reads it. Sender and receiver stand at the same place of their device matrices.
+
+        Raises:
+            PlanError: if the operators cannot be divided so.
+        """
+        graph, mesh, decisions = self.graph, self.mesh, self.decisions
+        self._check_updates()
+        if self.pipeline.num_chunks == 1:
+            outputs = tuple(dict.fromkeys(graph.output_values))
+            return (Chunk(0, 0, graph, mesh, decisions, returned=outputs),)
+        self._check_inputs()
+        pieces = split_graph(graph, self.pipeline.chunk_of, random_operators(graph))
+        crossing = {
+            value.name: self._crossing(value)
+            for piece in pieces
+            for value in piece.leaving
+            if value in graph.producer
+        }
+        return tuple(self._chunk(*numbered, crossing) for numbered in enumerate(pieces))
+
+    def chunks_of(self, stage: int) -> tuple[Chunk, ...]:
+        """The chunks that a stage owns."""
+        return tuple(chunk for chunk in self.chunks if chunk.stage == stage)
+
+    @cached_property
+    def stages_of_parameters(self) -> dict[str, tuple[int, ...]]:
+        """For each parameter the stages whose chunks read it."""
+        stages: dict[str, set[int]] = {}
+        for chunk in self.chunks:
+            for value in chunk.graph.parameters:
+                stages.setdefault(value.name, set()).add(chunk.stage)
+        return {name: tuple(sorted(numbers)) for name, numbers in stages.items()}
+
+    @cached_property
+    def shared_gradients(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """For each trained parameter that several stages read these stages, and the bytes of its
+        gradient on one device of each."""
+        trained = {v.name: v for c in self.chunks for v in c.graph.parameters if v.requires_grad}
+        found = []
+        for name, stages in self.stages_of_parameters.items():
+            if name in trained and len(stages) > 1:
+                stored = TensorLayout(self.mesh, self.chunks[0].decisions.storage[name])
+                shard = prod(stored.shard_shape(trained[name].shape))
+                found.append((stages, shard * trained[name].stored_dtype.itemsize))
+        return tuple(found)
+
+    @cached_property
+    def first_stages(self) -> dict[str, int]:
+        """For each parameter and buffer that a stage reads or updates the first such stage."""
+        first: dict[str, int] = {}
+        for stage in range(self.pipeline.stages):
+            for value in chain(*self.tensors_of(stage)):
+                first.setdefault(value.name, stage)
+        return first
+
+    def tensors_of(self, stage: int) -> tuple[list[Value], list[Value]]:
+        """The parameters and the buffers that the chunks of a stage read or update."""
+        parameters: dict[Value, None] = {}
+        buffers: dict[Value, None] = {}
+        for chunk in self.chunks_of(stage):
+            parameters |= dict.fromkeys(chunk.graph.parameters)
+            buffers |= dict.fromkeys(chunk.graph.buffers)
+        return list(parameters), list(buffers)
+
+    @cached_property
+    def step_bytes(self) -> tuple[tuple[int, int], ...]:
+        """For each stage the bytes that one of its devices sends in a training step, forward and
+        backward: redistributions, what crosses to other stages, and gradients of parameters that
+        several stages hold."""
+        chunks, count = self.chunks, self.pipeline.micro_batches
+        sent = [[0, 0] for _ in range(self.pipeline.stages)]
+        for chunk in chunks:
+            forward, backward = chunk.communication.step_bytes(count)
+            to_next, to_previous = chunk.border_bytes
+            if chunk.number + 1 < len(chunks) and chunks[chunk.number + 1].stage != chunk.stage:
+                forward += count * to_next
+            if chunk.number and chunks[chunk.number - 1].stage != chunk.stage:
+                backward += count * to_previous
+            sent[chunk.stage][0] += forward
+            sent[chunk.stage][1] += backward
+        for stages, num_bytes in self.shared_gradients:
+            for stage in stages:
+                sent[stage][1] += -(-2 * (len(stages) - 1) * num_bytes // len(stages))
+        return tuple((forward, backward) for forward, backward in sent)
+
+    def _check_updates(self) -> None:
+        """A trained parameter is updated at the end of a call: what reads it later must be another
+        call, which begins with the new value.
+
+        Raises:
+            PlanError: if it is read in between.
+        """
+        sharding, pipeline = self.decisions.sharding, self.pipeline
+        for value, _ in self.graph.updates:
+            if value.kind is Kind.PARAMETER and (
+                pipeline.num_chunks * pipeline.micro_batches > 1
+                or (sharding is not None and sharding.level == "level3")
+            ):
+                raise PlanError(
+                    f"parameter {value.name!r} is trained, and `forward` changes it without"
+                    " autograd: it cannot be planned with several stages or micro-batches, or"
+                    " optimizer parallel of level3; use one of each and level1 or level2, or make"
+                    " the change after the optimizer's step"
+                )
+
+    def _check_inputs(self) -> None:
+        """Schedules keep the gradients of what arrives, but not of what a call gives.
+
+        Raises:
+            PlanError: if an input requires a gradient.
+        """
+        for value in self.graph.input_values:
+            if value.differentiable:
+                raise PlanError(
+                    f"input {value.name!r} requires a gradient, which a model in pipeline stages"
+                    " does not give back: pass detach() of it, or plan without stages"
+                )
+
+    def _chunk(self, number: int, piece: GraphChunk, crossing: dict[str, CutAxes]) -> Chunk:
+        graph, decisions = self.graph, self.decisions
+        arrivals = {value.name: crossing[value.name] for value in piece.arriving}
+        departures = {value.name: crossing[value.name] for value in piece.leaving}
+        if graph.loss is not None:
+            for value in piece.returned:
+                if value is not graph.loss and value in graph.producer:
+                    departures.setdefault(value.name, self._crossing(value))
+        own = replace(
+            decisions,
+            arrivals={**decisions.arrivals, **arrivals},
+            departures={**decisions.departures, **departures},
+        )
+        stage, ends = self.pipeline.stage_of(number), (piece.arriving, piece.leaving)
+        halves = self.pipeline.schedule_spec.splits_backward
+        return Chunk(number, stage, piece.graph, self.mesh, own, *ends, piece.returned, halves)
+
+    def _crossing(self, value: Value) -> CutAxes:
+        """How a value leaves the chunk that computes it."""
+        producer = self.graph.producer[value]
+        index = producer.outputs.index(value)
+        requested = self.decisions.outputs.get(producer.name, ())
+        axes = requested[index] if index < len(requested) else None
+        if axes is not None:
+            return axes
+        rule = rule_of(producer)
+        if rule is None:
+            return ((),) * len(value.shape)
+        _, outputs = rule.layouts(self.mesh, self.decisions.cuts.get(producer.name, {}))
+        return self._as_read(value) if outputs[index].partial else outputs[index].axes
+
+    def _as_read(self, value: Value) -> CutAxes:
+        """How its first consumer reads a value; whole if none does."""
+        for consumer, index in self.graph.consumers[value]:
+            rule = rule_of(consumer)
+            if rule is not None:
+                inputs, _ = rule.layouts(self.mesh, self.decisions.cuts.get(consumer.name, {}))
+                return inputs[index].axes
+        return ((),) * len(value.shape)
+
+
+def random_operators(graph: Graph) -> frozenset[str]:
+    """The operators that draw random numbers, by name."""
+    return frozenset(op.name for op in graph.ops if is_random(op))

@@ -1,0 +1,7 @@
+"""A plan as data, as text and as files: every cut, and the storage of every parameter."""
+
+from shardwright.core.plan.build import make_plan
+from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.rows import OperatorRow, RedistributionRow
+
+__all__ = ["OperatorRow", "Plan", "RedistributionRow", "make_plan"]

@@ -1,0 +1,354 @@
+"""The data of a plan: the decisions and what follows from them; renderers need nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+
+from shardwright.core.constraints import OperatorStrategy
+from shardwright.core.cost.cluster import Cluster
+from shardwright.core.cost.dry_run import DryRunCache
+from shardwright.core.cost.memory import Memory, memory
+from shardwright.core.cost.pipeline_timeline import ChunkSeconds, Timeline
+from shardwright.core.cost.predict import planned_timeline
+from shardwright.core.graph.graph import Graph, Op, Value
+from shardwright.core.layout.axes import Shape
+from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.partition.decisions import (
+    BUCKET_BYTES,
+    CutAxes,
+    Decisions,
+    OptimizerParallel,
+    Recompute,
+)
+from shardwright.core.partition.fold_axes import fold_axes
+from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.partition.pipeline_spec import ONE_STAGE, PipelineSpec
+from shardwright.core.plan.rows import (
+    CrossingRow,
+    OperatorRow,
+    RedistributionRow,
+    StepRow,
+    Strategy,
+)
+from shardwright.core.search.by_time.certificate import gap_of
+from shardwright.core.search.choices import AxisChoice, choices
+from shardwright.core.search.request import DEFAULT_MEM_COEFF, Pricing
+from shardwright.core.torch_internals.operators import OpOverload
+from shardwright.errors import PlanError
+from shardwright.progress import OnProgress, OnShare, in_shares, unheard
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """Everything decided for one model on a number of devices.
+
+    Args:
+        mesh: the device matrix of one pipeline stage, outermost axis first.
+        mode, options: the search mode and its options.
+        cuts: for each sharded operator its factors with the axes that shard them.
+        storage: for each parameter, the axes that shard each dimension where it is stored.
+        outputs: for operators whose output layouts are pinned, the axes of each dimension.
+        arrivals: for inputs of which each device is passed only its shard, the axes of each
+            dimension, by name.
+        sharding: of parameters, gradients and optimizer state, if requested.
+        bucket_bytes: maximum size of a bucket of parameters.
+        recompute: the operators marked for recomputation in the backward pass.
+        compute_dtype: the dtype in which float32 parameters and inputs are read, if another;
+            `parameters` and `inputs` have the dtypes in which they are stored and passed.
+        pipeline: stages and micro-batches; shapes are those of one micro-batch.
+        pins: the users' strategies of operators, by name.
+        parameters: shape and dtype of each, by name.
+        inputs: name, shape and dtype of each input tensor; other leaves as they are.
+        structure: the nesting of the inputs, as a serialized PyTorch pytree spec.
+        fingerprint: of the graph that the plan was made for.
+        operators: one row each, in order.
+        returned: redistributions of the model's outputs and of its updated buffers.
+        crossings: the values sent between stages.
+        step: predicted step time, if a cluster was named.
+        chunk_seconds: what each chunk takes where there are stages: seconds on the cluster, or
+            without one 10⁹ operations of matrix products.
+        saved_memory: the memory that was predicted when a plan was saved; of plans from files.
+        saved_gap: the gap that was known when a plan was saved.
+        saved_choices: what the operators could cut else, as it was computed when a plan was saved.
+        memory_limit: bytes of a device that a step may use: the limit that was requested, else
+            the memory of the cluster's devices; None if neither is known.
+        optimizer: the optimizer that `memory` assumes, as `memory_with` takes it.
+        forward_bytes, backward_bytes: sent by one device of the busiest stage in one step, over
+            all micro-batches.
+        search_seconds, capture_seconds: the time planning took.
+        graph: the captured model; a plan from a file has none until `parallelize` captures it.
+        dry_runs: results of dry runs of its chunks.
+        pricing: what a search by seconds counted, if the plan is of one.
+    """
+
+    mesh: Layout
+    mode: str
+    options: dict[str, Any]
+    cuts: dict[str, dict[str, tuple[int, ...]]]
+    storage: dict[str, tuple[tuple[int, ...], ...]]
+    outputs: dict[str, tuple[tuple[tuple[int, ...], ...] | None, ...]]
+    parameters: dict[str, tuple[Shape, str]]
+    inputs: tuple[Any, ...]
+    structure: str
+    fingerprint: str
+    operators: tuple[OperatorRow, ...]
+    returned: tuple[RedistributionRow, ...]
+    forward_bytes: int
+    backward_bytes: int
+    training: bool = True
+    arrivals: dict[str, CutAxes] = field(default_factory=dict)
+    sharding: OptimizerParallel | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    recompute: dict[str, Recompute] = field(default_factory=dict)
+    compute_dtype: str | None = None
+    pipeline: PipelineSpec = ONE_STAGE
+    crossings: tuple[CrossingRow, ...] = ()
+    step: StepRow | None = None
+    pins: dict[str, OperatorStrategy] = field(default_factory=dict)
+    chunk_seconds: tuple[ChunkSeconds, ...] = ()
+    saved_memory: Memory | None = field(default=None, compare=False, repr=False)
+    saved_choices: tuple[AxisChoice, ...] = field(default=(), compare=False, repr=False)
+    saved_gap: float | None = field(default=None, compare=False, repr=False)
+    memory_limit: int | None = None
+    search_seconds: float = 0.0
+    capture_seconds: float = 0.0
+    optimizer: str | torch.optim.Optimizer = field(default="adamw", compare=False, repr=False)
+    graph: Graph | None = field(default=None, compare=False, repr=False)
+    dry_runs: DryRunCache = field(default_factory=DryRunCache, compare=False, repr=False)
+    pricing: Pricing | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def devices(self) -> int:
+        """All devices of all pipeline stages."""
+        return self.mesh.num_devices * self.pipeline.stages
+
+    @property
+    def decisions(self) -> Decisions:
+        """The decisions alone, from which lowering makes the program."""
+        return Decisions(
+            cuts=self.cuts,
+            storage=self.storage,
+            outputs=self.outputs,
+            arrivals=self.arrivals,
+            sharding=self.sharding,
+            bucket_bytes=self.bucket_bytes,
+            recompute=self.recompute,
+        )
+
+    @cached_property
+    def partitioned(self) -> Partitioned:
+        """The captured model, divided as planned: its chunks and what they communicate.
+
+        Raises:
+            PlanError: if the plan comes from a file, and so has no graph.
+        """
+        if self.graph is None:
+            raise PlanError("a plan from a file has no graph for a dry run: plan the model again")
+        return Partitioned(self.graph, self.mesh, self.decisions, self.pipeline)
+
+    def partition(self, graph: Graph) -> Partitioned:
+        """`graph`, divided as planned, on a device matrix of no more axes than that needs: what
+        runs."""
+        if graph is self.graph:
+            return fold_axes(self.partitioned)
+        return fold_axes(Partitioned(graph, self.mesh, self.decisions, self.pipeline))
+
+    @property
+    def computed_in(self) -> torch.dtype | None:
+        """`compute_dtype` as a `torch.dtype`."""
+        return None if self.compute_dtype is None else getattr(torch, self.compute_dtype)
+
+    @property
+    def options_text(self) -> str:
+        """The options of the search mode: `mem_coeff=0.1, order=weight`."""
+        return ", ".join(f"{key}={value}" for key, value in self.options.items())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one device sends in one training step."""
+        return self.forward_bytes + self.backward_bytes
+
+    @property
+    def step_time(self) -> float | None:
+        """Predicted time of a training step in seconds; None if no cluster was named."""
+        return None if self.step is None else self.step.seconds
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples per step: dimension 0 of the first input tensor times the micro-batches; None if
+        there is no such input."""
+        shapes = (leaf["shape"] for leaf in self.inputs if isinstance(leaf, dict))
+        samples = next((shape[0] for shape in shapes if shape), None)
+        return None if samples is None else samples * self.pipeline.micro_batches
+
+    @property
+    def sequence(self) -> int | None:
+        """Tokens per sample, if an embedding looks up an input of shape (batch, sequence); None
+        otherwise."""
+        for row in self.operators:
+            for _, shape, kind in row.inputs:
+                if row.operator == "aten.embedding" and kind == "input" and len(shape) == 2:
+                    return shape[1]
+        return None
+
+    @property
+    def unused_axes(self) -> tuple[int, ...]:
+        """The axes that shard no operator: devices along them compute the same result."""
+        used = {a for factors in self.cuts.values() for axes in factors.values() for a in axes}
+        return tuple(a for a in range(len(self.mesh.device_matrix)) if a not in used)
+
+    @property
+    def strategies(self) -> dict[str, Strategy]:
+        """For each operator the number of shards of each dimension of each input, in PyTorch's
+        order of dimensions: a linear layer's weight is (out_features, in_features)."""
+        return {row.name: row.strategy for row in self.operators}
+
+    @property
+    def without_rule(self) -> tuple[str, ...]:
+        """Operators that have no sharding rule; every device computes them in full."""
+        return tuple(row.name for row in self.operators if row.rule is None)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters that one device stores, of the stage that stores most."""
+        stages: dict[int, set[str]] = {}
+        for row in self.operators:
+            names = (name for name, _, kind in row.inputs if kind == "parameter")
+            stages.setdefault(row.stage, set()).update(names)
+        return max((sum(map(self._stored_bytes, names)) for names in stages.values()), default=0)
+
+    def _stored_bytes(self, name: str) -> int:
+        shape, dtype = self.parameters[name]
+        shard = TensorLayout(self.mesh, self.storage[name]).shard_shape(shape)
+        return prod(shard) * int(getattr(torch, dtype).itemsize)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The peak memory of a device of each stage in a training step with the plan's optimizer,
+        from a dry run of the program without devices; `memory_with` takes other optimizers.
+
+        Raises:
+            PlanError: if the plan comes from a file, and so has no graph.
+        """
+        return self.memory_with(self.optimizer)
+
+    @property
+    def known_memory(self) -> Memory | None:
+        """`memory` of a plan for training, as far as it can be known: one from a file has no graph,
+        but its file may hold the memory."""
+        return self.memory if self.graph is not None and self.training else self.saved_memory
+
+    @property
+    def over_limit(self) -> bool:
+        """Whether a device needs more memory than the limit, as far as both are known."""
+        memory, limit = self.known_memory, self.memory_limit
+        return memory is not None and limit is not None and memory.peak > limit
+
+    @cached_property
+    def choices(self) -> tuple[AxisChoice, ...]:
+        """What the operators that have a cost could cut else, and what that would cost; of a plan
+        from a file what the file holds."""
+        timed = self.options.get("cost_model") == "time"
+        if self.graph is None or (timed and self.pricing is None):
+            return self.saved_choices
+        mem_coeff = self.options.get("mem_coeff", DEFAULT_MEM_COEFF)
+        return choices(self.graph, self.mesh, self.decisions, self.pricing, mem_coeff)
+
+    @cached_property
+    def gap(self) -> float | None:
+        """By what share the plan costs more at most than any other with the same device matrix,
+        stages and micro-batches: what the search by seconds counts, over a proven lower bound. Of a
+        plan from a file what the file holds; None without a cluster, or if nothing is known."""
+        if self.graph is None or self.pricing is None:
+            return self.saved_gap
+        return self._gap(unheard)
+
+    def _gap(self, on_share: OnShare) -> float | None:
+        assert self.graph is not None and self.pricing is not None
+        mem_coeff = self.options.get("mem_coeff", DEFAULT_MEM_COEFF)
+        return gap_of(self.graph, self.mesh, self.decisions, self.pricing, mem_coeff, on_share)
+
+    def derive(self, on_progress: OnProgress) -> None:
+        """Derives what takes longest of all that is derived on first use, `memory` and `gap`.
+
+        Args:
+            on_progress: called with the share of each that is done, once a second.
+        """
+        if self.graph is None:
+            return
+        if self.training and "memory" not in vars(self):
+            on_share = in_shares(on_progress, "memory")
+            known = memory(self.partitioned, self.optimizer, self.dry_runs, on_share)
+            vars(self)["memory"] = known
+        if self.pricing is not None and "gap" not in vars(self):
+            vars(self)["gap"] = self._gap(in_shares(on_progress, "gap"))
+
+    @cached_property
+    def choices_of(self) -> dict[str, list[AxisChoice]]:
+        """The choices of each operator that has any, by name."""
+        by_name: dict[str, list[AxisChoice]] = {}
+        for choice in self.choices:
+            for name in choice.operators:
+                by_name.setdefault(name, []).append(choice)
+        return by_name
+
+    @cached_property
+    def neighbors(self) -> tuple[dict[str, OperatorRow], dict[str, list[tuple[int, OperatorRow]]]]:
+        """The operators by name, and for each value its readers, each with the place there."""
+        readers: dict[str, list[tuple[int, OperatorRow]]] = {}
+        for row in self.operators:
+            for place, (name, _, _) in enumerate(row.inputs):
+                readers.setdefault(name, []).append((place, row))
+        return {row.name: row for row in self.operators}, readers
+
+    def memory_with(self, optimizer: str | torch.optim.Optimizer) -> Memory:
+        """The peak memory of a device of each stage in a training step with an optimizer.
+
+        Args:
+            optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an instance of the optimizer to use.
+
+        Raises:
+            PlanError: if the optimizer is unknown, or the plan has no graph.
+        """
+        return memory(self.partitioned, optimizer, self.dry_runs)
+
+    def timeline(self, cluster: Cluster | None = None) -> Timeline:
+        """The timeline of each pipeline stage in a step, with its bubbles; `print` draws it.
+
+        Args:
+            cluster: its devices and links determine how long a chunk takes; without one, the
+                FLOPs of the chunk's matrix products do.
+
+        Raises:
+            PlanError: if the plan comes from a file, and so has no graph.
+        """
+        return planned_timeline(self.partitioned, cluster)
+
+    def row(self, name: str) -> OperatorRow:
+        """The row of the operator `name`.
+
+        Raises:
+            PlanError: if there is no operator of that name; lists the nearest.
+        """
+        rows, _ = self.neighbors
+        if name not in rows:
+            near = get_close_matches(name, rows, n=3, cutoff=0.3)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            raise PlanError(f"the plan has no operator {name!r}{hint}")
+        return rows[name]
+
+
+def target_text(op: Op) -> str:
+    target = str(op.target) if isinstance(op.target, OpOverload) else op.target.__name__
+    return target.removesuffix(".default")
+
+
+def dtype_name(value: Value) -> str:
+    """The dtype in which a parameter is stored or an input is passed."""
+    return str(value.stored_dtype).removeprefix("torch.")

@@ -1,0 +1,185 @@
+"""A plan as text in full and reproducible: no timings, no addresses, no source lines.
+
+layer2: aten.linear, b k, j k -> b j
+  cuts j/tp, b/dp, strategy ((2,1),(4,1))
+  input relu [32, 512] activation: (dp, None; varying tp)
+    vary over tp / all_reduce: 0 bytes forward, 49,152 backward
+  input layer2.weight [512, 512] parameter: (tp, None; varying dp)
+  output [32, 512]: (dp, tp)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from shardwright.core.cost.memory import binary
+from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.plan.data import PlanData
+from shardwright.core.plan.parallelism import parallelism
+from shardwright.core.plan.reasons import choice_lines, origin
+from shardwright.core.plan.rows import (
+    OperatorRow,
+    RedistributionRow,
+    cuts_text,
+    devices_text,
+    shape_text,
+    strategy_text,
+)
+
+SHARED = ", the rest shared with an earlier operator"
+"""Of a redistribution some of whose steps an earlier reader of the value needs too."""
+
+
+def dump(plan: PlanData) -> str:
+    """See `Plan.dump`."""
+    lines = [*_head(plan), "", "inputs", *_inputs(plan)]
+    if plan.parameters:
+        lines += ["", "parameters", *_parameters(plan)]
+    lines += ["", "operators"]
+    for row in plan.operators:
+        lines += [f"  {line}" for line in _operator(plan, row)]
+    if plan.crossings:
+        lines += ["", "between stages, per micro-batch", *_crossings(plan)]
+    if plan.returned:
+        lines += ["", "outputs"]
+        lines += [f"  {line}" for row in plan.returned for line in (row.value, f"  {_steps(row)}")]
+    return "\n".join(lines) + "\n"
+
+
+def _head(plan: PlanData) -> Iterator[str]:
+    yield f"plan for {devices_text(plan.mesh, plan.pipeline.stages)}"
+    if plan.pipeline.stages * plan.pipeline.micro_batches > 1:
+        pipeline = plan.pipeline
+        yield (
+            f"{pipeline.stages} stages of {plan.mesh.num_devices} devices,"
+            f" {pipeline.micro_batches} micro-batches, schedule {pipeline.schedule},"
+            f" {pipeline.chunks} chunk{'s' if pipeline.chunks > 1 else ''} per stage"
+        )
+    purpose = "training" if plan.training else "evaluation"
+    yield f"mode {plan.mode}({plan.options_text}), for {purpose}"
+    yield (
+        f"each device sends {plan.forward_bytes:,} bytes forward and {plan.backward_bytes:,}"
+        f" backward per step, and stores {plan.parameter_bytes:,} bytes of parameters"
+    )
+
+
+def _crossings(plan: PlanData) -> Iterator[str]:
+    for row in plan.crossings:
+        yield (
+            f"  stage {row.stage} to stage {row.to_stage}: {', '.join(row.values)}:"
+            f" {row.forward_bytes:,} bytes forward, {row.backward_bytes:,} backward"
+        )
+
+
+def _inputs(plan: PlanData) -> Iterator[str]:
+    for leaf in plan.inputs:
+        if isinstance(leaf, dict):
+            yield f"  {leaf['name']} {leaf['dtype']} {list(leaf['shape'])}"
+        else:
+            yield f"  {leaf!r}"
+
+
+def _parameters(plan: PlanData) -> Iterator[str]:
+    for name, (dims, dtype) in plan.parameters.items():
+        stored = TensorLayout(plan.mesh, plan.storage[name])
+        shard = list(stored.shard_shape(dims))
+        yield f"  {name} {dtype} {list(dims)}: stored as {stored.placement}, {shard} per device"
+
+
+def _operator(plan: PlanData, row: OperatorRow) -> Iterator[str]:
+    yield f"{row.name}: {row.operator}, {row.rule or 'no rule'}"
+    if plan.pipeline.stages > 1:
+        yield f"  in stage {row.stage}"
+    if row.rule is None:
+        yield "  computed in full on every device"
+    if row.pinned:
+        yield f"  pinned to {plan.pins[row.name]}"
+    if row.segment:
+        communication = plan.recompute[row.name].communication
+        saved = "" if communication else ", without its communication"
+        yield f"  recomputed in the backward pass, in segment {row.segment}{saved}"
+    yield f"  cuts {cuts_text(row) or 'none'}, strategy {strategy_text(row.strategy)}"
+    redistributed = {each.input: each for each in row.redistributions}
+    for index, ((name, dims, kind), layout) in enumerate(
+        zip(row.inputs, row.input_layouts, strict=True)
+    ):
+        yield f"  input {name} {list(dims)} {kind}: {layout.placement}"
+        if index in redistributed:
+            yield f"    {_steps(redistributed[index])}"
+    for inside in (c for c in row.redistributions if not c.value):
+        yield f"  inside: {_steps(inside)}"
+    pinned = plan.outputs.get(row.name, (None,) * len(row.outputs))
+    for dims, layout, axes in zip(row.outputs, row.output_layouts, pinned, strict=True):
+        yield f"  output {list(dims)}: {layout.placement}" + (
+            "" if axes is None else f", redistributed to {TensorLayout(plan.mesh, axes).placement}"
+        )
+    for redistribution in (c for c in row.redistributions if c.input is None and c.value):
+        yield f"    {_steps(redistribution)}"
+
+
+def _steps(row: RedistributionRow) -> str:
+    sent = f"{row.forward_bytes:,} bytes forward, {row.backward_bytes:,} backward"
+    return f"{row.steps_text}: {sent}{SHARED if row.shared else ''}"
+
+
+def explanation(plan: PlanData, row: OperatorRow) -> str:
+    """How one operator is sharded, where its inputs come from, and what that costs."""
+    lines = [f"{row.name}: {row.operator}" + (f"  ({row.source})" if row.source else "")]
+    lines.append(f"  rule: {row.rule or 'none, computed in full on every device'}")
+    lines.append(f"  cuts: {cuts_text(row) or 'none'}")
+    lines.append(f"  {', '.join(parallelism(plan, row))}")
+    lines.append(f"  {origin(plan, row)[1]}")
+    for label, text in choice_lines(plan, row):
+        lines.append(f"    {f'{label}: ' if label else '  '}{text}")
+    lines += [f"  {line}" for line in _recomputed(plan, row)]
+    redistributed = {each.input: each for each in row.redistributions}
+    for index, ((name, sizes, kind), counts) in enumerate(
+        zip(row.inputs, row.strategy, strict=True)
+    ):
+        lines.append(f"  input {name} {shape_text(sizes)} ({kind}): {_shards(counts)}")
+        if kind == "parameter" and name in plan.storage:
+            stored = tuple(plan.mesh.size(axes) for axes in plan.storage[name])
+            lines.append(f"    stored {_shards(stored)}")
+        if index in redistributed:
+            lines += [f"    {line}" for line in _redistribution_lines(redistributed[index])]
+    for redistribution in row.redistributions:
+        if redistribution.input is None:
+            lines += [f"  {line}" for line in _redistribution_lines(redistribution)]
+    for shape, layout in zip(row.outputs, row.output_layouts, strict=True):
+        lines.append(f"  output {shape_text(shape)}: {layout.placement}")
+    for _, reader in plan.neighbors[1].get(row.name, ()):
+        for each in reader.redistributions:
+            if each.value == row.name:
+                lines.append(f"    for {reader.name}: {each.steps_text}")
+                lines.append(f"      {_sent(each)}")
+    return "\n".join(lines)
+
+
+def _shards(counts: tuple[int, ...]) -> str:
+    """
+    >>> _shards((4, 1)), _shards((1, 1))
+    ('sharded 4·1', 'replicated')
+    """
+    return f"sharded {'·'.join(map(str, counts))}" if max(counts, default=1) > 1 else "replicated"
+
+
+def _recomputed(plan: PlanData, row: OperatorRow) -> Iterable[str]:
+    """Whether the operator is recomputed in the backward pass, if the plan marks it so."""
+    recompute = plan.recompute.get(row.name)
+    if row.segment and recompute is not None:
+        count = sum(other.segment == row.segment for other in plan.operators)
+        others = f" with {count - 1} more operators" if count > 1 else ""
+        repeated = "repeated" if recompute.communication else "not repeated"
+        yield f"recomputed in the backward pass in segment {row.segment}{others};"
+        yield f"communication inside the segment is {repeated}"
+    elif recompute is not None:
+        yield f"in segment {recompute.segment}, but not recomputed: autograd saves nothing of it"
+
+
+def _redistribution_lines(row: RedistributionRow) -> tuple[str, ...]:
+    return (*row.steps, _sent(row))
+
+
+def _sent(row: RedistributionRow) -> str:
+    sent = f"{binary(row.forward_bytes)} forward, {binary(row.backward_bytes)} backward"
+    return f"sends {sent}{SHARED if row.shared else ''}"

@@ -1,0 +1,127 @@
+"""A plan as text for people: the summary that `print(plan)` shows, or a table of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from shardwright.core.cost.memory import binary
+from shardwright.core.plan.data import PlanData
+from shardwright.core.plan.repeated_rows import Fold, fold_crossings, fold_rows
+from shardwright.core.plan.rows import (
+    OperatorRow,
+    cuts_text,
+    is_notable,
+    shapes_text,
+    strategy_text,
+)
+from shardwright.core.plan.summary import notes, plan_head, plan_summary
+from shardwright.core.plan.text_columns import at_dots, printed, text_width, wrapped
+
+
+def plan_text(
+    plan: PlanData, full: bool = False, every: bool = False, width: int | None = None
+) -> str:
+    """The summary, or its first lines, the full table and what else there is to say.
+
+    Args:
+        every: the full table, with operators that follow their neighbors without communication.
+        width: columns; by default those of the terminal.
+    """
+    width = text_width() if width is None else width
+    if not full and not every:
+        return plan_summary(plan, width)
+    table = printed(width, plan_table(plan, every, width))
+    below = [part for line in _below(plan, every) for part in wrapped(line, width)]
+    return "\n".join([*plan_head(plan, width), *table, *below])
+
+
+def plan_table(plan: PlanData, every: bool, width: int) -> Table:
+    """Operator with shapes, cuts with strategy, redistributions and bytes; repeated blocks as one
+    row.
+
+    Args:
+        every: also show operators that follow their neighbors without communication.
+    """
+    staged = plan.pipeline.stages > 1
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    room = width - 13 - (9 if staged else 0)
+    columns = {"operator: shapes": 38, "cuts: strategy": 22, "redistribution: forward/backward": 40}
+    names, cuts, sent = (room * share // 100 - 1 for share in columns.values())
+    for column, size in zip(columns, (names, cuts, sent), strict=True):
+        table.add_column(column, overflow="fold", width=size)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    if staged:
+        table.add_column("stage", justify="right", no_wrap=True)
+    for fold in fold_rows([row for row in plan.operators if every or is_notable(row)]):
+        row = fold.row
+        own = cuts_text(row) if row.rule is not None else "no rule: replicated"
+        table.add_row(
+            "\n".join((*at_dots(row.name, names), shapes_text(row))),
+            "\n".join(filter(None, (own, _strategy(fold)))),
+            "\n".join(line for each in _redistributions(row) for line in at_dots(each, sent)),
+            binary(row.bytes) if row.bytes else "",
+            *([fold.stages] if staged else []),
+        )
+    return table
+
+
+def _strategy(fold: Fold) -> str:
+    """The number of shards of each input, if it is sharded; with marks for pinned and for
+    recomputed operators."""
+    row = fold.row
+    strategy = strategy_text(row.strategy) if row.cuts or row.pinned else ""
+    pinned = "pinned" if row.pinned else ""
+    return " ".join(word for word in (strategy, pinned, fold.recomputed) if word)
+
+
+def _redistributions(row: OperatorRow) -> Iterable[str]:
+    for redistribution in row.redistributions:
+        words = [word for word in redistribution.value.split(".") if not word.isdigit()]
+        short = ".".join(words[-2:]) or "inside"
+        mark = " (shared)" if redistribution.shared else ""
+        yield f"{short}: {redistribution.steps_text}{mark}"
+
+
+def _below(plan: PlanData, every: bool) -> Iterator[str]:
+    """The lines below the table."""
+    samples, micro_batches = plan.global_batch, plan.pipeline.micro_batches
+    if samples is not None and micro_batches > 1:
+        rows = samples // micro_batches
+        yield f"shapes and redistributions are per micro-batch, of {rows:,} rows of the batch"
+    for stages, crossing in fold_crossings(plan.crossings):
+        yield (
+            f"{stages}: {', '.join(crossing.values)};"
+            f" {binary(crossing.forward_bytes)} forward, {binary(crossing.backward_bytes)} backward"
+            " per micro-batch"
+        )
+    yield from _memory(plan)
+    if plan.pipeline.stages > 1 and plan.step is None and plan.graph is not None:
+        yield f"pipeline bubbles: {plan.timeline().bubble:.1%}, estimated from FLOPs alone"
+    yield from notes(plan)
+    hidden = sum(not is_notable(row) for row in plan.operators)
+    if hidden and not every:
+        yield (
+            f"{hidden} more operators follow their neighbors without communication: "
+            "shown with plan.text(every=True), --every"
+        )
+    yield (
+        f"{plan.mode}({plan.options_text}); captured in {plan.capture_seconds:.2f} s, "
+        f"searched in {plan.search_seconds * 1e3:.1f} ms"
+    )
+
+
+def _memory(plan: PlanData) -> Iterator[str]:
+    """What takes the memory of the stage that needs most, and the peaks of the other stages."""
+    if plan.known_memory is None:
+        return
+    *others, most = sorted(plan.known_memory.stages, key=lambda stage: stage.peak)
+    sizes = sorted(((getattr(most, name), name) for name in most.NAMES), reverse=True)
+    kinds = ", ".join(f"{name} {binary(size)}" for size, name in sizes if size)
+    yield f"memory at the peak{f' of stage {most.stage}' if others else ''}: {kinds}"
+    if others:
+        ends = others if len(others) == 1 else (others[0], others[-1])
+        peaks = " to ".join(f"{binary(stage.peak)} (stage {stage.stage})" for stage in ends)
+        yield f"peak memory of the other stage{'s' if len(others) > 1 else ''}: {peaks}"

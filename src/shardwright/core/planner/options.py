@@ -1,0 +1,310 @@
+"""The options of a plan as one frozen value: type, default and requirement of each.
+
+`sw.plan`, `sw.best_plans` and `sw.AutoParallel` write them out as parameters and make this value of
+them; the docstring of `plan` says what each means. The class of an option says where it applies:
+
+| class | its fields are |
+|---|---|
+| `FileOptions` | parameters of all three, and keys of the section `parallel` of a configuration |
+| `KeywordOptions` | parameters of all three |
+| `PlanOptions` | parameters of `plan` and `best_plans` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import torch
+
+from shardwright.core.constraints import DatasetStrategy, check_dataset_strategy
+from shardwright.core.cost.cluster import LOCAL, Cluster
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.partition.decisions import BUCKET_BYTES, OptimizerParallel
+from shardwright.core.partition.pipeline_spec import AUTO, PipelineSpec
+from shardwright.core.partition.schedules import SCHEDULES
+from shardwright.core.planner.requirement import (
+    bytes_of,
+    is_count,
+    is_positive,
+    must_be,
+    one_of,
+    requirements,
+)
+from shardwright.core.search.assign_stages import StageConfig
+from shardwright.core.search.modes import MODES
+from shardwright.core.search.request import DEFAULT_MEM_COEFF, VISIT_ORDERS, Pricing
+from shardwright.errors import StrategyError
+from shardwright.progress import OnProgress, silent
+
+MB = 2**20
+
+AUTO_RECOMPUTE = AUTO_MEM_COEFF = "auto"
+
+MEM_COEFFS = tuple(0.1 * 4.0**power for power in range(-2, 9))
+"""Values of `mem_coeff` that are tried, from 0.00625 to 6553.6. Below them even reducing the
+gradients of a small layer looks too expensive to cut anything; above them nothing changes."""
+
+COUNT = must_be("a whole number of at least 1", is_count)
+COUNT_OR_AUTO = must_be(
+    "a whole number of at least 1, or 'auto'", lambda value: value == AUTO or is_count(value)
+)
+POSITIVE = must_be("a positive number", is_positive)
+POSITIVE_OR_AUTO = must_be(
+    "a positive number, or 'auto'", lambda value: value == AUTO_MEM_COEFF or is_positive(value)
+)
+NO_LIMIT = "none"
+SIZE_OR_NONE = must_be(
+    "a number of bytes, or a text like '24GiB' or '2GB', or 'none' for no limit",
+    lambda value: value == NO_LIMIT or bytes_of(value) is not None,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """Options that a configuration file has too, as keys of its section `parallel`."""
+
+    mem_coeff: Annotated[float | Literal["auto"], POSITIVE_OR_AUTO] = DEFAULT_MEM_COEFF
+    cost_model: Annotated[str | None, one_of(("symbolic", "time"))] = None
+    cluster: Cluster | str | Path | None = None
+    order: Annotated[str, one_of(VISIT_ORDERS)] = "weight"
+    log_costs: bool = False
+    stages: Annotated[int | Literal["auto"], COUNT_OR_AUTO] = 1
+    max_stages: Annotated[int | None, COUNT] = None
+    suggest_stages: bool = False
+    micro_batches: Annotated[int | Literal["auto"], COUNT_OR_AUTO] = 1
+    schedule: Annotated[str, one_of((*SCHEDULES, AUTO))] = "1f1b"
+    compute_dtype: Annotated[str | torch.dtype | None, one_of(("float32", "bfloat16"))] = None
+    memory_limit: Annotated[int | str | None, SIZE_OR_NONE] = None
+
+    @property
+    def chooses_micro_batches(self) -> bool:
+        """Whether the number of micro-batches is to be chosen."""
+        return self.micro_batches == AUTO
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The number of micro-batches, where it is not to be chosen."""
+        assert not isinstance(self.micro_batches, str)
+        return self.micro_batches
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> Self:
+        """The options among the arguments of a call that has them all, given as its `locals()`."""
+        return cls(**{each.name: arguments[each.name] for each in fields(cls)})
+
+    def keywords(self, of: type[FileOptions]) -> dict[str, Any]:
+        """The options by name that the class `of` has too."""
+        return {each.name: getattr(self, each.name) for each in fields(of)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeywordOptions(FileOptions):
+    """Options of `AutoParallel`. A configuration has sections of its own for `hsdp` and
+    `recompute`.
+
+    Raises:
+        StrategyError: if one is not valid.
+    """
+
+    dataset_strategy: DatasetStrategy = "full_batch"
+    stage_config: StageConfig | None = None
+    hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None
+    bucket_mb: Annotated[float, POSITIVE] = BUCKET_BYTES / MB
+    recompute: str | None = None
+    optimizer: str | torch.optim.Optimizer = "adamw"
+    on_progress: OnProgress = field(default=silent, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.compute_dtype, torch.dtype):
+            object.__setattr__(self, "compute_dtype", str(self.compute_dtype).split(".")[1])
+        options: type = type(self)
+        for name, requirement in requirements(options).items():
+            value = getattr(self, name)
+            if not requirement.accepts(value):
+                raise StrategyError(requirement.error(name, value))
+        if self.recompute not in (None, AUTO_RECOMPUTE):
+            raise StrategyError(
+                f"recompute={self.recompute!r}: valid are None and {AUTO_RECOMPUTE!r}; mark"
+                " operators of your choice with sw.recompute(module)"
+            )
+        check_dataset_strategy(self.dataset_strategy)
+        for name in ("stages", "schedule"):
+            if getattr(self, name) == AUTO and self.stage_config is not None:
+                raise StrategyError(
+                    f"{name}='auto', but stage_config names stages: give one of them"
+                )
+        # Its own checks are made once, here.
+        object.__setattr__(self, "hsdp", _optimizer_parallel(self.hsdp))
+
+    @property
+    def sharding(self) -> OptimizerParallel | None:
+        """Optimizer parallel, if it is requested."""
+        assert self.hsdp is None or isinstance(self.hsdp, OptimizerParallel)
+        return self.hsdp
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(KeywordOptions):
+    """All options of a plan. `AutoParallel` has its own `parallel_mode`, and plans for as many
+    devices as there are processes.
+
+    Raises:
+        StrategyError: if one is not valid.
+        ConfigError: if there is no such cluster.
+    """
+
+    devices: Annotated[int, COUNT]
+    mode: Annotated[str, one_of(MODES)] = "recursive_programming"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        requires_pricing = MODES[self.mode].requires_pricing
+        if requires_pricing and self.cost_model == "symbolic":
+            raise StrategyError(f"mode={self.mode!r} minimizes seconds: cost_model must be 'time'")
+        if self.cost_model is None:
+            by_time = self.cluster is not None or requires_pricing
+            object.__setattr__(self, "cost_model", "time" if by_time else "symbolic")
+        by_seconds = self.chooses_pipeline or self.chooses_micro_batches
+        if self.cluster is None and (self.cost_model == "time" or by_seconds):
+            object.__setattr__(self, "cluster", LOCAL)
+        if self.cluster is not None and not isinstance(self.cluster, Cluster):
+            object.__setattr__(self, "cluster", load_cluster(self.cluster))
+        if self.has_auto_mem_coeff and not self.weighs_memory:
+            object.__setattr__(self, "mem_coeff", self.mem_coeffs[0])
+        self._check_limit()
+
+    def _check_limit(self) -> None:
+        needs_limit = {
+            "mem_coeff": self.has_auto_mem_coeff,
+            "recompute": self.recompute is not None,
+        }
+        for name in (name for name, needs in needs_limit.items() if needs):
+            if self.memory_limit == NO_LIMIT:
+                raise StrategyError(
+                    f"{name}='auto' and memory_limit={NO_LIMIT!r}: what is chosen follows from a"
+                    " limit; leave out one of them"
+                )
+        if self.has_auto_mem_coeff and self.limit is None:
+            raise StrategyError(
+                f"mem_coeff={AUTO_MEM_COEFF!r} needs a memory limit: set memory_limit, as in"
+                " '24GiB', or name a cluster"
+            )
+
+    def in_words(self, recompute: bool = False) -> str:
+        """What differs from one attempt to the next: `hsdp level1, mem_coeff=0.1, 2 stages`.
+
+        Args:
+            recompute: whether further operators may be computed again.
+        """
+        sharding, stages = self.sharding, self.stages
+        words = [
+            f"hsdp {sharding.level}" if sharding is not None else "",
+            "recompute" if recompute else "",
+            f"mem_coeff={self.coefficient:g}" if self.of_search else "",
+            f"{stages} stages" if stages != 1 else "",
+            self.schedule if stages != 1 and self.schedule != "1f1b" else "",
+        ]
+        return ", ".join(word for word in words if word) or "as requested"
+
+    @property
+    def chooses_pipeline(self) -> bool:
+        """Whether the number of stages or their schedule is to be chosen."""
+        return AUTO in (self.stages, self.schedule)
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes that a device has for a step; None if that does not matter, or only by default."""
+        if self.memory_limit == NO_LIMIT:
+            return None
+        if self.memory_limit is None and self.recompute is None:
+            return self.device_memory if self.has_auto_mem_coeff else None
+        if self.device_memory is None:
+            raise StrategyError(
+                f"recompute={self.recompute!r} needs a memory limit: set memory_limit, as in"
+                " '24GiB', or name a cluster"
+            )
+        return self.device_memory
+
+    @property
+    def default_limit(self) -> int | None:
+        """The memory of the named cluster's devices where nothing else is requested; None on
+        `local`, whose processes share the memory of one machine."""
+        named = self.cluster is not None and self.known_cluster.name != LOCAL
+        asks = self.memory_limit is not None or self.limit is not None
+        return self.device_memory if named and not asks else None
+
+    @property
+    def device_memory(self) -> int | None:
+        """Bytes that a device has: as requested, else those of the cluster's devices."""
+        if self.memory_limit is not None and self.memory_limit != NO_LIMIT:
+            return bytes_of(self.memory_limit)
+        return None if self.cluster is None else int(self.known_cluster.device.memory)
+
+    @property
+    def has_auto_mem_coeff(self) -> bool:
+        """Whether `mem_coeff` is to be chosen."""
+        return self.mem_coeff == AUTO_MEM_COEFF
+
+    @property
+    def mem_coeffs(self) -> tuple[float, ...]:
+        """The values that `auto` tries: by seconds, smaller ones than the default only make the
+        objective another than the step."""
+        least = DEFAULT_MEM_COEFF if self.cost_model == "time" else 0.0
+        return tuple(each for each in MEM_COEFFS if each >= least)
+
+    @property
+    def weighs_memory(self) -> bool:
+        """Whether the mode is a search that `mem_coeff` guides."""
+        return MODES[self.mode].takes_pricing
+
+    @property
+    def coefficient(self) -> float:
+        """`mem_coeff`, where it is not to be chosen."""
+        assert not isinstance(self.mem_coeff, str)
+        return self.mem_coeff
+
+    @property
+    def of_search(self) -> dict[str, Any]:
+        """What the search of the mode takes."""
+        if not self.weighs_memory:
+            return {}
+        model = {"cost_model": self.cost_model}
+        if self.cost_model == "symbolic":
+            return {"mem_coeff": self.mem_coeff, "order": self.order, **model}
+        return {"mem_coeff": self.mem_coeff, **model, "cluster": self.known_cluster.name}
+
+    @property
+    def known_cluster(self) -> Cluster:
+        """The cluster, where there is one."""
+        assert isinstance(self.cluster, Cluster)
+        return self.cluster
+
+    def pricing(self, pipeline: PipelineSpec) -> Pricing | None:
+        """What a search by time counts; None where the search is another."""
+        if self.cost_model != "time":
+            return None
+        return Pricing(
+            self.known_cluster,
+            stages=pipeline.stages,
+            micro_batches=pipeline.micro_batches,
+            sharing=None if self.sharding is None else self.sharding.shard_size,
+        )
+
+
+def _optimizer_parallel(hsdp: Any) -> OptimizerParallel | None:
+    if hsdp is None or hsdp is False:
+        return None
+    if hsdp is True:
+        return OptimizerParallel()
+    if isinstance(hsdp, OptimizerParallel):
+        return hsdp
+    valid = [each.name for each in fields(OptimizerParallel)]
+    if not isinstance(hsdp, Mapping) or not set(hsdp) <= set(valid):
+        raise StrategyError(
+            f"hsdp={hsdp!r}: must be an OptimizerParallel, True, or a mapping with any of the keys"
+            f" {', '.join(valid)}"
+        )
+    return OptimizerParallel(**hsdp)

@@ -1,0 +1,124 @@
+"""Operators that treat each item of a batch on its own: linear algebra, transforms, samples.
+
+Linear algebra works on the last dimensions of its tensors and broadcasts those before, which can be
+cut; of what a transform works along nothing can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.notation import (
+    NAMES,
+    argument,
+    from_notation,
+    names,
+    overloads,
+    sharding_rule,
+    with_arguments,
+    without,
+)
+from shardwright.core.rules.rule import Dims, Local, RuleMaker, ShardingRule, rule_for
+
+aten = torch.ops.aten
+
+LINEAR_ALGEBRA = {
+    (2,): (
+        *("cholesky", "cholesky_inverse", "linalg_cholesky", "linalg_cholesky_ex", "linalg_det"),
+        *("linalg_eig", "linalg_eigh", "linalg_eigvals", "linalg_eigvalsh", "linalg_inv"),
+        *("linalg_inv_ex", "linalg_lu", "linalg_lu_factor", "linalg_lu_factor_ex", "logdet"),
+        *("linalg_matrix_exp", "linalg_matrix_power", "linalg_qr", "linalg_slogdet", "qr", "svd"),
+        *("linalg_svd", "_linalg_svd", "linalg_svdvals", "matrix_exp", "pinverse"),
+    ),
+    (2, 0, 0): ("linalg_pinv",),
+    (2, 1): ("linalg_householder_product", "lu_unpack"),
+    (2, 1, 2): ("linalg_lu_solve", "ormqr"),
+    (2, 2): ("cholesky_solve", "linalg_solve_triangular", "triangular_solve"),
+    (2, 2, 1): ("lu_solve",),
+}
+"""By the number of dimensions of each input that an operator works on."""
+
+
+def _batched(*worked_on: int) -> RuleMaker:
+    """The rule of an operator that works on so many of the last dimensions of its inputs."""
+
+    def rule(op: Op) -> ShardingRule | None:
+        counts = worked_on[: len(op.inputs)]
+        ranks = [len(v.shape) - n for v, n in zip(op.inputs, counts, strict=True)]
+        batch: Dims = tuple(NAMES[: max(ranks)])
+        if min(ranks) < 0 or any(len(v.shape) < len(batch) for v in op.outputs):
+            return None
+        inputs = [
+            (*batch[len(batch) - rank :], *(None,) * n)
+            for rank, n in zip(ranks, counts, strict=True)
+        ]
+        outputs = [(*batch, *(None,) * (len(v.shape) - len(batch))) for v in op.outputs]
+        return sharding_rule(op, inputs, outputs)
+
+    return rule
+
+
+for _worked_on, _operators in LINEAR_ALGEBRA.items():
+    rule_for(*overloads(*_operators))(_batched(*_worked_on))
+for _space in (2, 3):
+    rule_for(*overloads(f"fractional_max_pool{_space}d"))(_batched(_space, 1))
+    rule_for(*overloads(f"max_unpool{_space}d"))(_batched(_space, _space))
+
+
+@rule_for(*overloads("linalg_solve", "linalg_solve_ex"))
+def solve(op: Op) -> ShardingRule | None:
+    """The right-hand side is a vector where its shape is that of the matrices without columns."""
+    left, right = (value.shape for value in op.inputs)
+    return _batched(2, 1 if len(right) == 1 or right == left[:-1] else 2)(op)
+
+
+@rule_for(*overloads("cdist"))
+def distances(op: Op) -> ShardingRule:
+    """Vectors of both sets can be cut; their features cannot."""
+    return from_notation("... i _, ... j _ -> ... i j", op)
+
+
+@rule_for(*overloads("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"))
+def sample_grid(op: Op) -> ShardingRule:
+    """Batch, channels and the places at which an image is sampled can be cut."""
+    space = ("s", "t", "u")[: len(op.output.shape) - 2]
+    image, grid = ("b", "c", *(None,) * len(space)), ("b", *space, None)
+    return sharding_rule(op, (image, grid), (("b", "c", *space),))
+
+
+@rule_for(*overloads("affine_grid_generator"))
+def affine_grid(op: Op) -> ShardingRule:
+    def kernel(op: Op, local: Local) -> Callable[..., Any]:
+        return with_arguments(op, size=[local.output_shapes[0][0], *argument(op, "size")[1:]])
+
+    outputs = (("b", *(None,) * (len(op.output.shape) - 1)),)
+    return sharding_rule(op, (("b", None, None),), outputs, kernel=kernel)
+
+
+_KINDS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+_TRANSFORMS = [f"fft_{kind}{dims}" for kind in _KINDS for dims in ("", "2", "n")]
+
+
+@rule_for(*overloads(*_TRANSFORMS))
+def fourier(op: Op) -> ShardingRule:
+    dims, count = argument(op, "dim"), len(op.output.shape)
+    if dims is None:
+        sizes = argument(op, "s")
+        dims = range(-(count if sizes is None else len(sizes)), 0)
+    free = without(names(op.output), *([dims] if isinstance(dims, int) else dims))
+    return sharding_rule(op, (free,), (free,))
+
+
+@rule_for(*overloads("stft", "istft"))
+def short_fourier(op: Op) -> ShardingRule:
+    """The signals of a batch can be cut; positions and the window cannot."""
+    inverse = op.target is aten.istft.default
+    batch: Dims = ("b",)[: len(op.inputs[0].shape) - (2 if inverse else 1)]
+    values = [(v, batch if v is op.inputs[0] else ()) for v in op.inputs]
+    signal, *windows = [(*lead, *(None,) * (len(v.shape) - len(lead))) for v, lead in values]
+    result = (*batch, *(None,) * (len(op.output.shape) - len(batch)))
+    return sharding_rule(op, (signal, *windows), (result,))

@@ -1,0 +1,205 @@
+"""Matrix products; cutting the contracted dimension makes the output a partial sum.
+
+The labels of their factors are those of the literature: I for the rows of the first input, J for
+the columns of the second (the weight), K for the contracted and B for the batch dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.notation import (
+    NAMES,
+    aligned,
+    argument,
+    from_notation,
+    names,
+    sharding_rule,
+)
+from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_for
+
+aten = torch.ops.aten
+
+
+@rule_for(aten.linear.default)
+def linear(op: Op) -> ShardingRule:
+    """`... k, j k -> ... j`; with a bias, which every shard would add, K cannot be cut."""
+    if argument(op, "bias") is None:
+        return _as_main(from_notation("... k, j k -> ... j", op, reduced="k"), weight=1)
+    return _as_main(from_notation("... k, j k, j -> ... j", op), weight=1)
+
+
+@rule_for(
+    aten.matmul.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.mv.default,
+    aten.dot.default,
+    aten.vdot.default,
+)
+def matmul(op: Op) -> ShardingRule:
+    """Products of vectors, matrices and batches of matrices; batches are broadcast."""
+    first, second = (len(value.shape) for value in op.inputs)
+    leading = tuple(name for name in NAMES if name not in "ijk")
+    if second <= 2:
+        rows: Dims = leading[: first - 1]
+        columns: Dims = ("j",) if second == 2 else ()
+        return _as_main(_product(op, (*rows, "k"), ("k", *columns), (*rows, *columns)), weight=1)
+    batch: Dims = leading[: max(first, second) - 2]
+    rows = ("i",) if first > 1 else ()
+    left = (*batch[len(batch) - max(first - 2, 0) :], *rows, "k")
+    right = (*batch[len(batch) - (second - 2) :], "k", "j")
+    return _as_main(_product(op, left, right, (*batch, *rows, "j")), weight=None)
+
+
+@rule_for(aten.addmm.default, aten.addmv.default, aten.baddbmm.default)
+def addmm_rule(op: Op) -> ShardingRule:
+    """`beta * input + alpha * (a @ b)`: K cannot be cut, as every shard would add the input."""
+    batch: Dims = ("b",) if len(op.output.shape) == 3 else ()
+    columns: Dims = ("j",) if len(op.inputs[2].shape) > 1 else ()
+    out = (*batch, "i", *columns)
+    added = aligned(op, out)[0]
+    inputs = (added, (*batch, "i", "k"), (*batch, "k", *columns))
+    return _as_main(sharding_rule(op, inputs, (out,)), weight=None if batch else 2, first=1)
+
+
+@rule_for(aten.addbmm.default)
+def addbmm(op: Op) -> ShardingRule:
+    """The batch, over which it sums, cannot be cut, as every shard would add the input."""
+    inputs = (aligned(op, ("i", "j"))[0], (None, "i", None), (None, None, "j"))
+    return _as_main(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
+
+
+@rule_for(aten.addr.default)
+def addr(op: Op) -> ShardingRule:
+    added = aligned(op, ("i", "j"))[0]
+    return sharding_rule(op, (added, ("i",), ("j",)), (("i", "j"),))
+
+
+@rule_for(aten.bilinear.default)
+def bilinear(op: Op) -> ShardingRule:
+    """`... i, ... k, j i k -> ... j`; the features `i` and `k` are contracted together."""
+    notation = "... _, ... _, j _ _" + (", j" if argument(op, "bias") is not None else "")
+    return from_notation(f"{notation} -> ... j", op)
+
+
+@rule_for(aten.outer.default, aten.ger.default)
+def outer(op: Op) -> ShardingRule:
+    return from_notation("i, j -> i j", op)
+
+
+@rule_for(aten.inner.default)
+def inner(op: Op) -> ShardingRule:
+    """Contracts the last dimensions and keeps the others, those of the first input first; with a
+    scalar it is an ordinary product."""
+    if not all(value.shape for value in op.inputs):
+        dims = names(op.output)
+        return sharding_rule(op, aligned(op, dims), (dims,))
+    last = tuple(len(value.shape) - 1 for value in op.inputs)
+    return _side_by_side(op, last[:1], last[1:])
+
+
+@rule_for(aten.tensordot.default)
+def tensordot(op: Op) -> ShardingRule:
+    return _side_by_side(op, tuple(argument(op, "dims_self")), tuple(argument(op, "dims_other")))
+
+
+def _side_by_side(op: Op, first: tuple[int, ...], second: tuple[int, ...]) -> ShardingRule:
+    """A product that contracts the paired dimensions and keeps the others, in order."""
+    unused = iter(NAMES)
+    left, right = ([next(unused) for _ in value.shape] for value in op.inputs)
+    for i, j in zip(first, second, strict=True):
+        right[j] = left[i]
+    summed = set(left) & set(right)
+    out = tuple(name for name in (*left, *right) if name not in summed)
+    return _as_main(
+        sharding_rule(op, (tuple(left), tuple(right)), (out,), reduced=summed), weight=1
+    )
+
+
+@rule_for(aten.einsum.default)
+def einsum(op: Op) -> ShardingRule | None:
+    """The equation itself is the rule; None for one that takes a diagonal (`ii`)."""
+    terms, out = _terms(op)
+    if any(len(set(term)) < len(term) for term in (*terms, out)):
+        return None
+    reduced = {label for term in terms for label in term if label not in out}
+    rule = sharding_rule(op, terms, (out,), reduced=(label for label in reduced if label))
+    if len(terms) != 2:
+        return rule
+    batched = any(label in terms[1] and label in out for label in terms[0])
+    return _as_main(rule, weight=None if batched else 1)
+
+
+@rule_for(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
+def grouped_mm(op: Op) -> ShardingRule | None:
+    """Rows sorted by group, each multiplied by the matrix of its group: `b k, _ k j, _ -> b j`.
+
+    None for the other forms, in which something else than the rows is grouped.
+    """
+    ranks = [len(value.shape) for value in op.inputs]
+    if ranks != [2, 3, 1] or argument(op, "bias") is not None:
+        return None
+    notation = "b k, _ k j, _ -> b j"
+    return _as_main(from_notation(notation, op, reduced="k", kernel=_group_ends_kernel), weight=1)
+
+
+def _group_ends_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    """Shifts the group ends to the rows of this device."""
+    rows = local.output_shapes[0][0]
+
+    def multiply(x: Tensor, weight: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -> Any:
+        first: Any = local.index("b") * rows
+        ends = (offs - first).clamp(0, rows).to(offs.dtype)
+        return op.target(x, weight, ends, *args, **kwargs)
+
+    return multiply if local.shard_counts.get("b", 1) > 1 else op.target
+
+
+def _terms(op: Op) -> tuple[list[Dims], Dims]:
+    """The labels of the operands and the result of an einsum, with `...` expanded to capitals."""
+    inputs, arrow, output = op.args[0].replace(" ", "").partition("->")
+    texts = inputs.split(",")
+    lengths = [
+        len(value.shape) - len(text.replace("...", ""))
+        for text, value in zip(texts, op.inputs, strict=True)
+    ]
+    longest = max((n for n, text in zip(lengths, texts, strict=True) if "..." in text), default=0)
+    ellipsis_names = [name.upper() for name in NAMES if name.upper() not in inputs][:longest]
+    labels = sorted(set(inputs) - set(",."))
+    if not arrow:
+        output = "..." + "".join(label for label in labels if inputs.count(label) == 1)
+
+    def expand(text: str, length: int) -> Dims:
+        return tuple(text.replace("...", "".join(ellipsis_names[longest - length :])))
+
+    terms = [expand(text, n) for text, n in zip(texts, lengths, strict=True)]
+    return terms, expand(output, longest)
+
+
+def _product(op: Op, left: Dims, right: Dims, out: Dims) -> ShardingRule:
+    return sharding_rule(op, (left, right), (out,), reduced="k")
+
+
+def _as_main(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
+    """`rule` as that of a main operator: the product of inputs `first` and `first + 1`."""
+    left, right, out = rule.inputs[first], rule.inputs[first + 1], rule.outputs[0]
+    named = [name for name in dict.fromkeys((*left, *right)) if name is not None]
+    batch = [name for name in named if name in left and name in right and name in out]
+    rows = [name for name in named if name in left and name in out and name not in right]
+    columns = [name for name in named if name in right and name in out and name not in left]
+    summed = [n for n in named if n in left and n in right and n in rule.reduced]
+    letters = (("B", batch), ("I", rows), ("J", columns), ("K", summed))
+    main = Main(
+        labels={name: letter for letter, group in letters for name in group},
+        weight=weight,
+        exclusive=tuple(product(columns, summed)),
+    )
+    return replace(rule, main=main)

@@ -1,0 +1,69 @@
+"""Convolutions: `b k …, j k … -> b j …`; spatial dimensions are never cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.notation import (
+    call_arguments,
+    input_dims,
+    overloads,
+    sharding_rule,
+    with_arguments,
+)
+from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_for
+
+
+@rule_for(*overloads("conv1d", "conv2d", "conv3d"))
+def convolution(op: Op) -> ShardingRule:
+    return _convolution(op, transposed=False)
+
+
+@rule_for(*overloads("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
+def transposed_convolution(op: Op) -> ShardingRule:
+    return _convolution(op, transposed=True)
+
+
+@rule_for(*overloads("convolution"))
+def general_convolution(op: Op) -> ShardingRule:
+    return _convolution(op, transposed=call_arguments(op)["transposed"])
+
+
+def _convolution(op: Op, transposed: bool) -> ShardingRule:
+    """Batch `b`, output channels `j` and input channels `k` can be cut; `k` gives a partial sum.
+
+    A grouped (or depthwise) convolution can only be cut between groups, by one factor `g` of input,
+    weight and output channels. With a bias, which every device would add, `k` cannot be cut.
+    """
+    arguments = call_arguments(op)
+    weight, groups = arguments["weight"], arguments["groups"]
+    space: Dims = (None,) * (len(weight.shape) - 2)
+    batch: Dims = ("b",)[: len(op.output.shape) - len(space) - 1]
+    if groups > 1:
+        return sharding_rule(
+            op,
+            _inputs(op, (*batch, "g", *space), ("g", None, *space), "g"),
+            ((*batch, "g", *space),),
+            capacity={"g": groups},
+            main=Main({"b": "I", "g": "J"}, weight=1),
+            kernel=_grouped,
+        )
+    k = "k" if arguments["bias"] is None else None
+    filters: Dims = (k, "j") if transposed else ("j", k)
+    return sharding_rule(
+        op,
+        _inputs(op, (*batch, k, *space), (*filters, *space), "j"),
+        ((*batch, "j", *space),),
+        reduced="k",
+        main=Main({"b": "I", "j": "J", "k": "K"}, weight=1, exclusive=(("j", "k"),)),
+    )
+
+
+def _inputs(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, ...]:
+    return input_dims(op, {"input": x, "weight": weight, "bias": (channels,)})
+
+
+def _grouped(op: Op, local: Local) -> Callable[..., Any]:
+    return with_arguments(op, groups=call_arguments(op)["groups"] // local.shard_counts.get("g", 1))

@@ -1,0 +1,47 @@
+"""Operators that create tensors: constant and random ones are created in shards, others whole."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.notation import (
+    draws_random,
+    names,
+    overloads,
+    schema_parameters,
+    sharding_rule,
+)
+from shardwright.core.rules.rule import ShardingRule, rule_for
+
+
+@rule_for(*overloads("zeros", "ones", "full", "empty", "rand", "randn", "randint"))
+@rule_for(*overloads("new_zeros", "new_ones", "new_full", "new_empty"))
+@rule_for(torch.ops.aten.normal.float_float)
+def sharded_creation(op: Op) -> ShardingRule:
+    """Every device creates its shard; a tensor that only supplies the dtype is not cut."""
+    place = list(schema_parameters(op.target)).index("size")
+    by_position = place < len(op.args)
+    dims = names(op.output) if by_position else (None,) * len(op.output.shape)
+    return sharding_rule(
+        op,
+        [(None,) * len(value.shape) for value in op.inputs],
+        (dims,),
+        sizes=place if by_position else None,
+        random=draws_random(op),
+    )
+
+
+@rule_for(*overloads("zeros_like", "ones_like", "full_like", "empty_like"))
+def creation_like(op: Op) -> ShardingRule:
+    dims = names(op.output)
+    return sharding_rule(op, (dims,), (dims,))
+
+
+@rule_for(*overloads("arange", "linspace", "logspace", "eye", "randperm", "scalar_tensor"))
+@rule_for(*overloads("tril_indices", "triu_indices", "hann_window", "hamming_window"))
+def replicated_creation(op: Op) -> ShardingRule:
+    """Every device creates the whole tensor; consumers slice it without communication."""
+    inputs = [(None,) * len(value.shape) for value in op.inputs]
+    replicated = (None,) * len(op.output.shape)
+    return sharding_rule(op, inputs, (replicated,), random=draws_random(op))

@@ -1,0 +1,155 @@
+"""Cross entropy of logits `b s v` with the classes last; the classes can be cut too.
+
+With log(Σ exp) written out, the loss of one row is `W log Σ_c exp z_c - Σ_c a_c z_c`, where z are
+the logits minus their maximum, a_c is the weight of class c times its (smoothed) target
+probability, and W = Σ_c a_c. All of these are sums over the classes. So two all-reduces, one of the
+maximum and one of the sums, give every device with a shard of the classes the loss of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.custom_ops import cross_entropy
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.embedding import in_other_blocks
+from shardwright.core.rules.loss import (
+    SUM,
+    accumulation_dtype,
+    mean_loss_kernel,
+    target_count_reduction,
+    target_mean_kernel,
+)
+from shardwright.core.rules.notation import NAMES, binder, call_arguments, input_dims, sharding_rule
+from shardwright.core.rules.rule import Dims, Local, Reduction, ShardingRule, rule_for
+
+NONE = 0
+
+
+@rule_for(cross_entropy)
+def cross_entropy_rule(op: Op) -> ShardingRule:
+    """Rows and classes can be cut. A reduced loss is a partial sum if rows are cut."""
+    arguments = call_arguments(op)
+    rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["logits"].shape) - 1]
+    target = (*rows, "v") if _by_probabilities(op) else rows
+    dims: dict[str, Dims] = {"logits": (*rows, "v"), "target": target, "weight": ("v",)}
+    return sharding_rule(
+        op,
+        input_dims(op, dims),
+        (() if arguments["reduction"] else rows,),
+        reduced=[str(name) for name in rows] if arguments["reduction"] else (),
+        complete=frozenset("v"),
+        kernel=_kernel,
+        reductions=_reductions,
+    )
+
+
+def _by_probabilities(op: Op) -> bool:
+    return bool(call_arguments(op)["target"].dtype.is_floating_point)
+
+
+def _reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    counted = () if _by_probabilities(op) else target_count_reduction(op, shard_counts)
+    if shard_counts.get("v", 1) == 1:
+        return counted
+    arguments = call_arguments(op)
+    logits = arguments["logits"]
+    dims = [name for name in NAMES if name != "v"]
+    rows = tuple(n // shard_counts.get(f, 1) for n, f in zip(logits.shape[:-1], dims, strict=False))
+    dtype = accumulation_dtype(logits.dtype)
+    sums = (_number_of_sums(op), *rows)
+    return (
+        Reduction(("v",), "max", rows, dtype, differentiable=False),
+        Reduction(("v",), "sum", sums, dtype),
+        *counted,
+    )
+
+
+def _number_of_sums(op: Op) -> int:
+    """Σ exp z, Σ a z, W if it is not 1, and with class weights the weight of the target."""
+    if _by_probabilities(op):
+        return 3
+    return 2 if call_arguments(op)["weight"] is None else 4
+
+
+def _kernel(op: Op, local: Local) -> Callable[..., Any]:
+    if local.shard_counts.get("v", 1) > 1:
+        return _sharded_classes_kernel(op, local)
+    if _by_probabilities(op):
+        return mean_loss_kernel(op, local)
+    return target_mean_kernel(op, local.reduce[0]) if local.reduce else op.target
+
+
+def _sharded_classes_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    logits = call_arguments(op)["logits"]
+    first = local.index("v") * (logits.shape[-1] // local.shard_counts["v"])
+    reduce_max, reduce_sum, *reduce_count = local.reduce
+    probabilities, bind = _by_probabilities(op), binder(op)
+    terms = _probability_terms if probabilities else _class_index_terms
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        arguments = bind(args, kwargs)
+        scores = arguments["logits"].to(accumulation_dtype(logits.dtype))
+        if arguments["weight"] is not None:
+            arguments["weight"] = arguments["weight"].to(scores.dtype)
+        scores = scores - reduce_max(scores.detach().amax(-1)).unsqueeze(-1)
+        local_sums = (scores.exp().sum(-1), *terms(scores, arguments, first, logits.shape[-1]))
+        exponentials, products, *weights = reduce_sum(torch.stack(local_sums)).unbind()
+        losses = exponentials.log() * (weights[0] if weights else 1) - products
+        if not probabilities:
+            ignored = arguments["target"] == arguments["ignore_index"]
+            losses = losses.masked_fill(ignored, 0)
+        if arguments["reduction"] == NONE:
+            return losses.to(logits.dtype)
+        if arguments["reduction"] == SUM:
+            return losses.sum().to(logits.dtype)
+        if probabilities:
+            return (losses.sum() / prod(logits.shape[:-1])).to(logits.dtype)
+        counted = weights[1].detach() if weights else torch.ones_like(losses)
+        count = counted.masked_fill(ignored, 0).sum()
+        mean = losses.sum() / (reduce_count[0](count) if reduce_count else count)
+        return mean.to(logits.dtype)
+
+    return run
+
+
+def _class_index_terms(
+    scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
+) -> tuple[Tensor, ...]:
+    """Σ a z over the local classes, which start at `first`.
+
+    With class weights also W and the weight of the target.
+    """
+    weight, smoothing = arguments["weight"], arguments["label_smoothing"]
+    target = arguments["target"].long()
+    elsewhere = in_other_blocks(target, first, scores.shape[-1], classes)
+    elsewhere = elsewhere | (target == arguments["ignore_index"])
+    row = (target - first).masked_fill(elsewhere, 0)
+    score = scores.gather(-1, row.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
+    share = smoothing / classes
+    if weight is None:
+        product = score * (1 - smoothing)
+        return (product + scores.sum(-1) * share if smoothing else product,)
+    target_weight = weight[row].masked_fill(elsewhere, 0)
+    total = target_weight * (1 - smoothing)
+    product = total * score
+    if smoothing:
+        product = product + scores @ weight * share
+        total = total + weight.sum() * share
+    return product, total, target_weight
+
+
+def _probability_terms(
+    scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
+) -> tuple[Tensor, ...]:
+    """Σ a z over the local classes, and W."""
+    smoothing = arguments["label_smoothing"]
+    weighted = arguments["target"].to(scores.dtype) * (1 - smoothing) + smoothing / classes
+    if arguments["weight"] is not None:
+        weighted = weighted * arguments["weight"]
+    return (weighted * scores).sum(-1), weighted.sum(-1)

@@ -1,0 +1,45 @@
+"""Dropout and the other operators that draw random numbers of the shape of their input.
+
+Lowering seeds them by operator, step and shard: the same plan draws the same numbers on every run,
+and so do all devices with the same shard. If a dimension is cut, the numbers differ from those that
+a single device would draw.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.notation import aligned, call_arguments, names, overloads, sharding_rule
+from shardwright.core.rules.rule import Dims, ShardingRule, rule_for
+
+
+@rule_for(*overloads("dropout", "native_dropout", "alpha_dropout"))
+def dropout(op: Op) -> ShardingRule:
+    return _random_rule(op, names(op.output), is_active_dropout(op))
+
+
+@rule_for(*overloads("feature_dropout", "feature_alpha_dropout"))
+def feature_dropout(op: Op) -> ShardingRule:
+    """One number per sample and channel (the first two dimensions); the others cannot be cut."""
+    free = names(op.output)[:2]
+    return _random_rule(
+        op, (*free, *(None,) * (len(op.output.shape) - len(free))), is_active_dropout(op)
+    )
+
+
+@rule_for(torch.ops.aten.normal.Tensor_Tensor, torch.ops.aten.normal.Tensor_float)
+@rule_for(torch.ops.aten.normal.float_Tensor)
+@rule_for(*overloads("bernoulli", "rand_like", "randn_like", "randint_like"))
+def random_like(op: Op) -> ShardingRule:
+    return _random_rule(op, names(op.output), random=True)
+
+
+def is_active_dropout(op: Op) -> bool:
+    """Whether the dropout has an effect: not in evaluation mode, nor with probability 0."""
+    arguments = call_arguments(op)
+    return arguments["train"] is not False and arguments["p"] > 0
+
+
+def _random_rule(op: Op, dims: Dims, random: bool) -> ShardingRule:
+    return sharding_rule(op, aligned(op, dims), (dims,) * len(op.outputs), random=random)

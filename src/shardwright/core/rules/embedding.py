@@ -1,0 +1,147 @@
+"""Embedding: `v e, b s -> b s e`, a lookup in a table whose rows (`v`) can be cut too.
+
+Of bags, `v e, b _ -> b e`, the sum or mean (or maximum) of several rows is looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.custom_ops import MEAN, embedding_bag
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.notation import binder, call_arguments, input_dims, names, sharding_rule
+from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_for
+
+aten = torch.ops.aten
+
+
+@rule_for(aten.embedding.default)
+def embedding(op: Op) -> ShardingRule:
+    """Indices, features `e` and rows `v` of the table can be cut; rows give a partial sum.
+
+    Sparse gradients, and those scaled by the frequency of an index, need all indices and rows on
+    one device, so only the features can be cut then.
+    """
+    arguments = call_arguments(op)
+    indices = names(arguments["indices"], exclude="ve")
+    if arguments["sparse"] or arguments["scale_grad_by_freq"]:
+        replicated: Dims = (None,) * len(indices)
+        return sharding_rule(
+            op, ((None, "e"), replicated), ((*replicated, "e"),), main=Main({"e": "J"}, weight=0)
+        )
+    letters = {**dict.fromkeys(map(str, indices), "I"), "e": "J", "v": "K"}
+    return sharding_rule(
+        op,
+        (("v", "e"), indices),
+        ((*indices, "e"),),
+        reduced="v",
+        main=Main(letters, weight=0),
+        kernel=_sharded_lookup,
+    )
+
+
+def in_other_blocks(indices: Tensor, first: Any, size: int, whole: int) -> Tensor:
+    """Where `indices` are in another block of a dimension than the one of `size` from `first` on.
+
+    An index that is not in the whole dimension is in none, so that every device refuses to read it.
+    """
+    here: Tensor = (indices >= first) & (indices < first + size)
+    inside: Tensor = (indices >= 0) & (indices < whole)
+    return inside & ~here
+
+
+def _sharded_lookup(op: Op, local: Local) -> Callable[..., Any]:
+    """Rows of other devices count as zero, so that the sum over devices is the row."""
+    if local.shard_counts.get("v", 1) == 1:
+        return op.target
+    whole = op.inputs[0].shape[0]
+    size = whole // local.shard_counts["v"]
+    first = local.index("v") * size
+
+    bind = binder(op)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        arguments = bind(args, kwargs)
+        indices, padding = arguments["indices"], arguments["padding_idx"]
+        elsewhere = in_other_blocks(indices, first, size, whole)
+        row = (indices - first).masked_fill(elsewhere, 0)
+        rows = aten.embedding.default(arguments["weight"], row)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+        if padding < 0:
+            return rows
+        # The padding row has no gradient, whichever device holds it.
+        return torch.where((indices == padding).unsqueeze(-1), rows.detach(), rows)
+
+    return run
+
+
+MAXIMUM = 2
+
+
+@rule_for(embedding_bag)
+def embedding_bag_rule(op: Op) -> ShardingRule:
+    """Bags, features `e` and, except for a maximum, rows `v` of the table can be cut.
+
+    Bags of several sizes stay together, as it depends on the offsets where each begins. So do all
+    indices whose gradients are scaled by their frequency.
+    """
+    arguments = call_arguments(op)
+    scaled = arguments["scale_grad_by_freq"]
+    bags = "b" if arguments["offsets"] is None and not scaled else None
+    rows = None if scaled or arguments["mode"] == MAXIMUM else "v"
+    indices = (bags, None)[: len(arguments["indices"].shape)]
+    dims: dict[str, Dims] = {
+        "weight": (rows, "e"),
+        "indices": indices,
+        "offsets": (None,),
+        "per_sample_weights": indices,
+    }
+    letters = {"b": "I", "e": "J", "v": "K"}
+    return sharding_rule(
+        op,
+        input_dims(op, dims),
+        ((bags, "e"),),
+        reduced="v",
+        main=Main({f: letters[f] for f in (bags, "e", rows) if f is not None}, weight=0),
+        kernel=_sharded_bags,
+    )
+
+
+def _sharded_bags(op: Op, local: Local) -> Callable[..., Any]:
+    """Rows of other devices weigh nothing; a mean is divided by what all devices add up."""
+    if local.shard_counts.get("v", 1) == 1:
+        return op.target
+    whole = op.inputs[0].shape[0]
+    size = whole // local.shard_counts["v"]
+    first = local.index("v") * size
+    bind = binder(op)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        arguments = bind(args, kwargs)
+        mean, padding = arguments["mode"] == MEAN, arguments["padding_idx"]
+        table, indices = arguments["weight"], arguments["indices"]
+        weights = arguments["per_sample_weights"]
+        if weights is None:
+            weights = torch.ones_like(indices, dtype=table.dtype)
+        if padding is not None:
+            weights = weights.masked_fill(indices == padding, 0)
+        elsewhere = in_other_blocks(indices, first, size, whole)
+        row = (indices - first).masked_fill(elsewhere, 0)
+
+        def bags(rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+            last = arguments["include_last_offset"]
+            return embedding_bag(
+                rows, indices, arguments["offsets"], weights, include_last_offset=last
+            )
+
+        total = bags(table, row, weights.masked_fill(elsewhere, 0))
+        if not mean:
+            return total
+        count = bags(table.new_ones(1, 1), torch.zeros_like(indices), weights)
+        return total / count.clamp(min=1)
+
+    return run

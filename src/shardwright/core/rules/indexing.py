@@ -1,0 +1,217 @@
+"""Operators that concatenate, split or index; the dimension along which they do cannot be cut."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright.core.graph.graph import Op, Value
+from shardwright.core.rules.notation import (
+    NAMES,
+    argument,
+    names,
+    overloads,
+    sharding_rule,
+    without,
+)
+from shardwright.core.rules.rule import Dims, ShardingRule, rule_for
+
+aten = torch.ops.aten
+
+
+@rule_for(*overloads("cat", "concat", "concatenate"))
+def cat(op: Op) -> ShardingRule:
+    """Like torch, accepts empty one-dimensional tensors among the inputs."""
+    dims = without(names(op.output), argument(op, "dim"))
+    inputs = [dims if len(v.shape) == len(dims) else (None,) for v in op.inputs]
+    return sharding_rule(op, inputs, (dims,))
+
+
+@rule_for(*overloads("stack"))
+def stack(op: Op) -> ShardingRule:
+    place = argument(op, "dim") % len(op.output.shape)
+    dims = without(names(op.output), place)
+    return sharding_rule(op, [_drop(dims, place)] * len(op.inputs), (dims,))
+
+
+@rule_for(*overloads("split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split"))
+@rule_for(*overloads("unsafe_split_with_sizes", "narrow"))
+@rule_for(aten.split.Tensor, aten.split.sizes, aten.split.default)
+@rule_for(aten.tensor_split.sections, aten.tensor_split.indices)
+def split_rule(op: Op) -> ShardingRule:
+    dims = without(names(op.inputs[0]), argument(op, "dim"))
+    others = [(None,) * len(value.shape) for value in op.inputs[1:]]
+    return sharding_rule(op, (dims, *others), (dims,) * len(op.outputs))
+
+
+@rule_for(aten.unbind.int, aten.select.int)
+def unbind(op: Op) -> ShardingRule:
+    x = op.inputs[0]
+    place = argument(op, "dim") % len(x.shape)
+    dims = without(names(x), place)
+    return sharding_rule(op, (dims,), (_drop(dims, place),) * len(op.outputs))
+
+
+@rule_for(aten.slice.Tensor)
+def slice_rule(op: Op) -> ShardingRule:
+    """A slice over the full dimension is also the full slice of every shard."""
+    x, dim = op.inputs[0], argument(op, "dim")
+    is_full = op.output.shape == x.shape and argument(op, "step") == 1
+    dims = names(x) if is_full else without(names(x), dim)
+    return sharding_rule(op, (dims,), (dims,))
+
+
+@rule_for(*overloads("select_scatter", "slice_scatter"))
+def slice_scatter_rule(op: Op) -> ShardingRule:
+    x, source = op.inputs
+    place = argument(op, "dim") % len(x.shape)
+    dims = without(names(x), place)
+    written = dims if len(source.shape) == len(x.shape) else _drop(dims, place)
+    return sharding_rule(op, (dims, written), (dims,))
+
+
+@rule_for(*overloads("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d"))
+@rule_for(*overloads("reflection_pad3d", "replication_pad1d", "replication_pad2d"))
+@rule_for(*overloads("replication_pad3d"))
+def pad(op: Op) -> ShardingRule:
+    """Padded (or cropped) dimensions cannot be cut."""
+    amounts = argument(op, "pad", argument(op, "padding"))
+    padded = [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0]
+    dims = without(names(op.output), *padded)
+    return sharding_rule(op, (dims,), (dims,))
+
+
+@rule_for(*overloads("one_hot"))
+def one_hot(op: Op) -> ShardingRule | None:
+    """None if the number of classes is inferred from the data, where shards would disagree."""
+    if argument(op, "num_classes") < 0:
+        return None
+    dims = names(op.inputs[0])
+    return sharding_rule(op, (dims,), ((*dims, None),))
+
+
+@rule_for(*overloads("meshgrid"))
+def meshgrid(op: Op) -> ShardingRule:
+    """Each input is one dimension of all outputs; `indexing="xy"` swaps the first two."""
+    dims = names(op.output)
+    axes = list(range(len(dims)))
+    if argument(op, "indexing", "ij") == "xy" and len(axes) > 1:
+        axes[:2] = 1, 0
+    inputs = [(dims[axis],)[: len(v.shape)] for axis, v in zip(axes, op.inputs, strict=True)]
+    return sharding_rule(op, inputs, (dims,) * len(op.outputs))
+
+
+@rule_for(*overloads("gather", "take_along_dim"))
+def gather(op: Op) -> ShardingRule | None:
+    """Indices can be cut; the dimension that they index cannot.
+
+    None without `dim`, which flattens the tensors.
+    """
+    x, indices = op.inputs
+    dim = argument(op, "dim")
+    if dim is None or len(x.shape) != len(indices.shape) or not x.shape:
+        return None
+    place = dim % len(x.shape)
+    unequal = [
+        i for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True)) if _differ(sizes)
+    ]
+    looked_up = without(names(x), *(i for i in unequal if i != place))
+    return sharding_rule(op, (without(looked_up, place), looked_up), (looked_up,))
+
+
+@rule_for(*overloads("scatter", "scatter_add", "scatter_reduce"))
+def scatter(op: Op) -> ShardingRule:
+    """Dimensions in which all tensors have the same size can be cut, except the indexed one."""
+    x, *others = op.inputs
+    shapes = [x.shape, *(value.shape for value in others if value.shape)]
+    unequal = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _differ(sizes)]
+    dims = without(names(x), argument(op, "dim"), *unequal)
+    inputs = [dims if len(value.shape) == len(dims) else () for value in op.inputs]
+    return sharding_rule(op, inputs, (dims,))
+
+
+@rule_for(*overloads("take"))
+def take(op: Op) -> ShardingRule:
+    """Looks up positions in the flattened tensor, which is not cut."""
+    dims = names(op.inputs[1])
+    return sharding_rule(op, ((None,) * len(op.inputs[0].shape), dims), (dims,))
+
+
+@rule_for(*overloads("index_select"))
+def index_select(op: Op) -> ShardingRule:
+    x, indices = op.inputs
+    dims = names(x)
+    if not dims:
+        return sharding_rule(op, ((), (None,) * len(indices.shape)), ((),))
+    place = argument(op, "dim") % len(dims)
+    picked = (dims[place],)[: len(indices.shape)]
+    out = dims if picked else without(dims, place)
+    return sharding_rule(op, (without(dims, place), picked), (out,))
+
+
+@rule_for(*overloads("index_add", "index_copy", "index_reduce", "index_fill"))
+def index_add_rule(op: Op) -> ShardingRule | None:
+    """Writes the rows that an index names; the dimension of the rows cannot be cut."""
+    x, indices, *source = op.inputs
+    if not x.shape:
+        return None
+    dims = without(names(x), argument(op, "dim"))
+    written = [dims if len(value.shape) == len(dims) else () for value in source]
+    return sharding_rule(op, (dims, (None,) * len(indices.shape), *written), (dims,))
+
+
+@rule_for(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(op: Op) -> ShardingRule | None:
+    """Indexed dimensions cannot be cut; dimensions of the index tensors become result dimensions.
+
+    None for masks, where the shape of the result depends on the data.
+    """
+    dims = _index_dims(op)
+    if dims is None:
+        return None
+    source, at, result = dims
+    indices = [at[len(at) - len(value.shape) :] for value in op.inputs[1:]]
+    return sharding_rule(op, (source, *indices), (result,))
+
+
+@rule_for(aten.index_put.default)
+def index_put(op: Op) -> ShardingRule | None:
+    """The written values can be cut along dimensions that are not indexed; None for masks."""
+    dims = _index_dims(op)
+    if dims is None:
+        return None
+    source, at, result = dims
+    *indices, values = op.inputs[1:]
+    written = tuple(None if name in at else name for name in result)
+    replicated = [(None,) * len(value.shape) for value in indices]
+    return sharding_rule(
+        op, (source, *replicated, written[len(written) - len(values.shape) :]), (source,)
+    )
+
+
+def _index_dims(op: Op) -> tuple[Dims, Dims, Dims] | None:
+    """Dimensions of `x[indices]`: those of `x`, of the broadcast indices and of the result.
+
+    The dimensions of the indices take the place of the indexed ones, or come first if those are not
+    adjacent.
+    """
+    x, indices = op.args[0], list(op.args[1])
+    places = [i for i, index in enumerate(indices) if index is not None]
+    index_values = [value for value in indices if isinstance(value, Value)]
+    if not places or any(value.dtype in (torch.bool, torch.uint8) for value in index_values):
+        return None
+    source = without(names(x), *places)
+    unused = [name for name in NAMES if name not in names(x)]
+    at: Dims = tuple(unused[: max(len(value.shape) for value in index_values)])
+    first, last = places[0], places[-1]
+    if places == list(range(first, last + 1)):
+        return source, at, (*source[:first], *at, *source[last + 1 :])
+    remaining = tuple(name for i, name in enumerate(source) if i not in places)
+    return source, at, (*at, *remaining)
+
+
+def _differ(sizes: tuple[int, ...]) -> bool:
+    return len(set(sizes)) > 1
+
+
+def _drop(dims: Dims, place: int) -> Dims:
+    return (*dims[:place], *dims[place + 1 :])

@@ -1,0 +1,147 @@
+"""Losses of elements, of rows, and of log-probabilities against class indices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.ctc import CTC_LOSSES
+from shardwright.core.graph.custom_ops import MEAN
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.notation import (
+    NAMES,
+    aligned,
+    binder,
+    call_arguments,
+    from_notation,
+    input_dims,
+    overloads,
+    schema_parameters,
+    sharding_rule,
+)
+from shardwright.core.rules.rule import (
+    Dims,
+    Kernel,
+    Local,
+    Reduce,
+    Reduction,
+    ShardingRule,
+    TwoPhaseKernel,
+    no_reductions,
+    rule_for,
+)
+
+SUM = 2
+
+
+@rule_for(CTC_LOSSES)
+def ctc(op: Op) -> ShardingRule | None:
+    """Samples can be cut where each has a row of targets."""
+    rows = len(call_arguments(op)["targets"].shape) == 2
+    return from_notation("_ b _, b _, b, b -> b", op) if rows else None
+
+
+@rule_for(
+    *overloads("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
+    *overloads("binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss"),
+    *overloads("poisson_nll_loss", "hinge_embedding_loss", "margin_ranking_loss"),
+)
+def elementwise_loss(op: Op) -> ShardingRule:
+    """All dimensions can be cut. For a mean, local mean / number of shards is a term of the sum."""
+    shape = torch.broadcast_shapes(*(value.shape for value in op.inputs))  # type: ignore[no-untyped-call]
+    dims: Dims = tuple(NAMES[: len(shape)])
+    return _loss_rule(op, aligned(op, dims), dims, mean_loss_kernel)
+
+
+def mean_loss_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    """The operator itself, with a mean divided by the number of shards."""
+    num_shards = prod(local.shard_counts.values())
+    if call_arguments(op)["reduction"] != MEAN or num_shards == 1:
+        return op.target
+    return lambda *args, **kwargs: op.target(*args, **kwargs) / num_shards
+
+
+def _loss_rule(
+    op: Op, inputs: tuple[Dims, ...], rows: Dims, kernel: Kernel, reductions: Any = no_reductions
+) -> ShardingRule:
+    output = () if call_arguments(op)["reduction"] else rows
+    reduced = () if output else [str(name) for name in rows]
+    return sharding_rule(
+        op, inputs, (output,), reduced=reduced, kernel=kernel, reductions=reductions
+    )
+
+
+@rule_for(*overloads("cosine_embedding_loss"))
+def cosine_embedding_loss(op: Op) -> ShardingRule:
+    """Rows can be cut; the features of a row, over which the cosine sums, cannot."""
+    rows: Dims = ("b",)[: len(op.inputs[-1].shape)]
+    pairs = tuple((*rows, None) for _ in op.inputs[:2])
+    return _loss_rule(op, (*pairs, rows), rows, mean_loss_kernel)
+
+
+@rule_for(*overloads("multi_margin_loss", "multilabel_margin_loss"))
+def margin_loss(op: Op) -> ShardingRule:
+    """Rows can be cut; their classes, which are compared with each other, cannot."""
+    rows: Dims = ("b",)[: max(0, len(op.inputs[0].shape) - 1)]
+    scores, target = ((*rows, None)[: len(value.shape)] for value in op.inputs[:2])
+    inputs = input_dims(op, {"self": scores, "target": target, "weight": (None,)})
+    return _loss_rule(op, inputs, rows, mean_loss_kernel)
+
+
+@rule_for(*overloads("nll_loss_nd", "nll_loss", "nll_loss2d"))
+def nll_loss(op: Op) -> ShardingRule:
+    """`b v s -> b s`: all but the classes can be cut. A mean counts the valid targets globally."""
+    arguments = call_arguments(op)
+    rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["target"].shape)]
+    scores = (*rows[:1], None, *rows[1:])
+    inputs = input_dims(op, {"self": scores, "target": rows, "weight": (None,)})
+    return _loss_rule(op, inputs, rows, _nll_kernel, target_count_reduction)
+
+
+def target_count_reduction(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    """The all-reduce of the count (or weight) of valid targets, if a mean loss is cut."""
+    cut = tuple(factor for factor, count in shard_counts.items() if factor != "v" and count > 1)
+    if call_arguments(op)["reduction"] != MEAN or not cut:
+        return ()
+    dtype = accumulation_dtype(op.output.dtype)
+    return (Reduction(cut, "sum", (), dtype, differentiable=False),)
+
+
+def _nll_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    return target_mean_kernel(op, local.reduce[0]) if local.reduce else op.target
+
+
+def target_mean_kernel(op: Op, reduce_count: Reduce) -> TwoPhaseKernel:
+    """The local sum over rows / the weight of the valid targets of all devices.
+
+    The targets are counted early, so that no device waits for others before its backward pass. The
+    sum is taken in single precision, because it may overflow the half precision of the mean.
+    """
+    call_args = call_arguments(op)
+    scores, dtype = next(iter(schema_parameters(op.target))), accumulation_dtype(op.output.dtype)
+    ignored, bind = call_args["ignore_index"], binder(op)
+    count_inputs = [call_args[name] for name in ("target", "weight") if call_args[name] is not None]
+
+    def count(target: Tensor, weight: Tensor | None = None) -> Tensor:
+        valid = target != ignored
+        if weight is not None:
+            valid = weight.to(dtype)[target.masked_fill(~valid, 0)].masked_fill(~valid, 0)
+        return reduce_count.start(valid.sum(dtype=dtype))
+
+    def mean(count: Tensor, *args: Any, **kwargs: Any) -> Any:
+        arguments = {**bind(args, kwargs), "reduction": SUM}
+        arguments[scores] = arguments[scores].to(dtype)
+        if arguments["weight"] is not None:
+            arguments["weight"] = arguments["weight"].to(dtype)
+        return (op.target(**arguments) / reduce_count.end(count)).to(op.output.dtype)
+
+    return TwoPhaseKernel(tuple(op.inputs.index(value) for value in count_inputs), count, mean)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums: single precision for half precision inputs, as in torch."""
+    return torch.float32 if dtype.itemsize < 4 else dtype

@@ -1,0 +1,187 @@
+"""Normalization over features, groups of channels, images and batches; softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.custom_ops import batch_norm_train
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.loss import accumulation_dtype
+from shardwright.core.rules.notation import (
+    argument,
+    binder,
+    call_arguments,
+    input_dims,
+    names,
+    overloads,
+    sharding_rule,
+    with_arguments,
+    without,
+)
+from shardwright.core.rules.rule import Dims, Local, Reduction, ShardingRule, rule_for
+
+aten = torch.ops.aten
+CHANNELS = ("weight", "bias", "running_mean", "running_var")
+
+
+@rule_for(*overloads("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"))
+def feature_norm(op: Op) -> ShardingRule:
+    """The normalized dimensions, which come last, cannot be cut; all others can.
+
+    Mean and reciprocal deviation, if they are returned, have size 1 in the normalized dimensions.
+    """
+    arguments = call_arguments(op)
+    count = len(arguments["normalized_shape"])
+    dims = without(names(op.output), *range(-count, 0))
+    weights: Dims = (None,) * count
+    inputs = input_dims(op, {"input": dims, "weight": weights, "bias": weights})
+    return sharding_rule(op, inputs, (dims,) * len(op.outputs))
+
+
+@rule_for(aten.group_norm.default, aten.native_group_norm.default)
+def group_norm(op: Op) -> ShardingRule:
+    """The batch can be cut, and the channels between groups; so are the statistics of groups."""
+    arguments, native = call_arguments(op), op.target is aten.native_group_norm.default
+    groups = arguments["group" if native else "num_groups"]
+    dims: Dims = ("b", "c", *(None,) * (len(op.output.shape) - 2))
+
+    def kernel(op: Op, local: Local) -> Callable[..., Any]:
+        group = groups // local.shard_counts.get("c", 1)
+        if not native:
+            return with_arguments(op, num_groups=group)
+        batch, channels, *_ = local.output_shapes[0]
+        return with_arguments(op, N=batch, C=channels, group=group)
+
+    inputs = input_dims(op, {"input": dims, "weight": ("c",), "bias": ("c",)})
+    outputs = (dims, ("b", "c"), ("b", "c"))[: len(op.outputs)]
+    return sharding_rule(op, inputs, outputs, capacity={"c": groups}, kernel=kernel)
+
+
+@rule_for(aten._weight_norm.default)
+def weight_norm(op: Op) -> ShardingRule:
+    """Only the dimension can be cut whose slices have norms of their own; none if there is one
+    norm of the whole weight."""
+    weight, norms = op.inputs
+    kept = call_arguments(op)["dim"]
+    dims = tuple(name if d == kept else None for d, name in enumerate(names(weight)))
+    return sharding_rule(op, (dims, dims[: len(norms.shape)]), (dims,))
+
+
+@rule_for(aten.batch_norm.default)
+def batch_norm(op: Op) -> ShardingRule | None:
+    """With running statistics the operator is elementwise, so all dimensions can be cut.
+
+    With batch statistics it updates its inputs in place; `batch_norm_train` replaces it then.
+    """
+    return None if call_arguments(op)["training"] else _by_channel(op)
+
+
+@rule_for(aten.instance_norm.default)
+def instance_norm(op: Op) -> ShardingRule | None:
+    """Batch and channels can be cut; with running statistics the spatial dimensions too.
+
+    None if it uses image statistics and updates the running ones in place.
+    """
+    arguments = call_arguments(op)
+    if arguments["use_input_stats"] and arguments["running_mean"] is not None:
+        return None
+    return _by_channel(
+        op, replicated=range(2, len(op.output.shape)) if arguments["use_input_stats"] else ()
+    )
+
+
+def _by_channel(op: Op, replicated: Any = ()) -> ShardingRule:
+    dims = without(_image(op), *replicated)
+    inputs = input_dims(op, {"input": dims, **dict.fromkeys(CHANNELS, ("c",))})
+    return sharding_rule(op, inputs, (dims,))
+
+
+def _image(op: Op) -> Dims:
+    """`b c`, then one name per spatial dimension."""
+    return ("b", "c", *("s", "t", "u")[: len(op.output.shape) - 2])
+
+
+@rule_for(batch_norm_train)
+def training_batch_norm(op: Op) -> ShardingRule:
+    """All dimensions can be cut; every device computes the statistics of the global batch.
+
+    If batch or space are cut, the kernel all-reduces first the sums, then the squared deviations
+    from the mean: two passes, as on one device, which avoid cancellation. The new running
+    statistics are complete on every device.
+    """
+    dims = _image(op)
+    inputs = input_dims(op, {"x": dims, **dict.fromkeys(CHANNELS, ("c",))})
+    outputs = (dims, ("c",), ("c",))[: len(op.outputs)]
+    return sharding_rule(
+        op,
+        inputs,
+        outputs,
+        complete=frozenset(pooled_factors(op)),
+        kernel=_pooled_kernel,
+        reductions=_pooled_statistics,
+    )
+
+
+def pooled_factors(op: Op) -> tuple[str, ...]:
+    """The factors over which the statistics are taken: all but the channels."""
+    return tuple(str(name) for name in _image(op) if name != "c")
+
+
+def _pooled_statistics(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    cut = tuple(f for f in pooled_factors(op) if shard_counts.get(f, 1) > 1)
+    if not cut:
+        return ()
+    x = op.inputs[0]
+    channels = x.shape[1] // shard_counts.get("c", 1)
+    # The result normalizes different shards, so its gradient is a sum over them.
+    reduction = Reduction(cut, "sum", (channels,), accumulation_dtype(x.dtype), varying=True)
+    return (reduction, reduction)
+
+
+def _pooled_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    if not local.reduce:
+        return op.target
+    reduce_sum, reduce_squares = local.reduce
+    shape = op.inputs[0].shape
+    count = prod(shape) // shape[1]
+    pooled_dims = (0, *range(2, len(shape)))
+    channel = (1, -1, *(1,) * (len(shape) - 2))
+
+    bind = binder(op)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        arguments = bind(args, kwargs)
+        x = arguments["x"].to(accumulation_dtype(arguments["x"].dtype))
+        mean = reduce_sum(x.sum(pooled_dims)) / count
+        centered = x - mean.view(channel)
+        variance = reduce_squares((centered * centered).sum(pooled_dims)) / count
+        y = centered * torch.rsqrt(variance + arguments["eps"]).view(channel)
+        if arguments["weight"] is not None:
+            y = y * arguments["weight"].view(channel)
+        if arguments["bias"] is not None:
+            y = y + arguments["bias"].view(channel)
+        y = y.to(arguments["x"].dtype)
+        if arguments["running_mean"] is None:
+            return y
+        momentum = arguments["momentum"]
+        unbiased = variance.detach() * (count / (count - 1))
+        new_mean = _update_running_average(arguments["running_mean"], mean.detach(), momentum)
+        return y, new_mean, _update_running_average(arguments["running_var"], unbiased, momentum)
+
+    return run
+
+
+def _update_running_average(running: Tensor, new: Tensor, momentum: float) -> Tensor:
+    """Torch's running average, in which the new value has weight `momentum`."""
+    return running.detach() * (1 - momentum) + new.to(running.dtype) * momentum
+
+
+@rule_for(*overloads("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"))
+def softmax(op: Op) -> ShardingRule:
+    dims = without(names(op.output), argument(op, "dim"))
+    return sharding_rule(op, (dims,), (dims,))

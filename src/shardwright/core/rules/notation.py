@@ -1,0 +1,241 @@
+"""Building rules: from an einsum-like notation, from dimension names, from operator arguments.
+
+In the notation `"b s k, j k -> b s j"`
+
+- tensors are separated by `,`, dimensions by spaces; inputs are in the order of `Op.inputs`;
+- `_` (or `.`) is a dimension that cannot be cut, `()` a tensor without dimensions;
+- `...` is any number of leading dimensions, right-aligned as in broadcasting and named
+  `b s t u v w …`;
+- an input dimension of size 1 whose factor is larger elsewhere is broadcast, and cannot be cut.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from string import ascii_lowercase
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from shardwright.core.graph.graph import Op, OpTarget, Value
+from shardwright.core.rules.rule import Dims, Kernel, Main, Reduction, ShardingRule
+from shardwright.core.torch_internals.operators import OpOverload, schema_of
+
+_LEADING = "bstuvwxyz"
+NAMES = _LEADING + "".join(c for c in ascii_lowercase if c not in _LEADING)
+"""The names given to dimensions, in order."""
+
+
+class RuleOptions(TypedDict, total=False):
+    """The fields of `ShardingRule` other than dimensions and sizes."""
+
+    complete: frozenset[str]
+    main: Main | None
+    kernel: Kernel | None
+    reductions: Callable[[Op, Mapping[str, int]], tuple[Reduction, ...]]
+    sizes: int | None
+    random: bool
+    joined: Mapping[str, str]
+
+
+def from_notation(
+    notation: str,
+    op: Op,
+    *,
+    reduced: str | Iterable[str] = (),
+    capacity: Mapping[str, int] | None = None,
+    **options: Unpack[RuleOptions],
+) -> ShardingRule:
+    """The rule of `op` in notation, with sizes from the shapes of its tensors.
+
+    Args:
+        notation: inputs and outputs as in `"b s k, j k -> b s j"`.
+        reduced: factors that an output lacks but that can be cut: names, or one string of them.
+        capacity: for factors whose number of shards must divide something other than their size.
+
+    Raises:
+        ValueError: if the notation does not match the tensors of `op`, or sizes of a factor differ.
+    """
+    left, _, right = notation.partition("->")
+    inputs, outputs = _tensors(left), _tensors(right)
+    if (len(inputs), len(outputs)) != (len(op.inputs), len(op.outputs)):
+        raise ValueError(
+            f"{op}: the notation {notation!r} must have {len(op.inputs)} inputs and"
+            f" {len(op.outputs)} outputs"
+        )
+    pairs = list(zip((*inputs, *outputs), (*op.inputs, *op.outputs), strict=True))
+    used = {token for tokens, _ in pairs for token in tokens}
+    lengths = [len(v.shape) - len(tokens) + 1 for tokens, v in pairs if "..." in tokens]
+    leading = [name for name in NAMES if name not in used][: max(lengths, default=0)]
+    dims = [_dims(tokens, len(value.shape), leading) for tokens, value in pairs]
+    return sharding_rule(
+        op,
+        dims[: len(inputs)],
+        dims[len(inputs) :],
+        reduced=reduced,
+        capacity=capacity,
+        **options,
+    )
+
+
+def sharding_rule(
+    op: Op,
+    inputs: Sequence[Dims],
+    outputs: Sequence[Dims],
+    *,
+    reduced: str | Iterable[str] = (),
+    capacity: Mapping[str, int] | None = None,
+    **options: Unpack[RuleOptions],
+) -> ShardingRule:
+    """The rule of `op` with these dimensions, with sizes from the shapes of its tensors.
+
+    Raises:
+        ValueError: if a tensor has another number of dimensions, or the sizes of a factor differ.
+    """
+    sizes: dict[str, int] = {}
+    for dims, value in zip((*inputs, *outputs), (*op.inputs, *op.outputs), strict=True):
+        if len(dims) != len(value.shape):
+            raise ValueError(
+                f"{op}: {value} has {len(value.shape)} dimensions, but {dims} names {len(dims)}"
+            )
+        for name, size in zip(dims, value.shape, strict=True):
+            if name is not None and sizes.get(name, 1) == 1:
+                sizes[name] = size
+    capacities = dict(capacity or {})
+    broadcast = tuple(
+        tuple(
+            None if name is None or (size == 1 != sizes[name]) else name
+            for name, size in zip(dims, value.shape, strict=True)
+        )
+        for dims, value in zip(inputs, op.inputs, strict=True)
+    )
+    for dims, value in zip((*broadcast, *outputs), (*op.inputs, *op.outputs), strict=True):
+        for name, size in zip(dims, value.shape, strict=True):
+            fits = name is None or (
+                size % capacities[name] == 0 if name in capacities else size == sizes[name]
+            )
+            if not fits:
+                raise ValueError(
+                    f"{op}: factor {name!r} has size {size} in {value}, and another size elsewhere"
+                )
+    return ShardingRule(
+        inputs=broadcast,
+        outputs=tuple(outputs),
+        capacity={**sizes, **capacities},
+        reduced=frozenset(reduced.split() if isinstance(reduced, str) else reduced),
+        **options,
+    )
+
+
+def names(value: Value, exclude: str = "") -> Dims:
+    """A name for each dimension of `value`, none of them in `exclude`: `("b", "s", "t")`."""
+    return tuple([name for name in NAMES if name not in exclude][: len(value.shape)])
+
+
+def without(dims: Dims, *positions: int) -> Dims:
+    """`dims` where those at the positions `positions` (negative ones from the end) are not cut."""
+    excluded = {position % len(dims) for position in positions} if dims else set()
+    return tuple(None if i in excluded else name for i, name in enumerate(dims))
+
+
+def aligned(op: Op, dims: Dims) -> tuple[Dims, ...]:
+    """`dims` of a broadcast result, right-aligned to each input."""
+    return tuple(dims[len(dims) - len(value.shape) :] for value in op.inputs)
+
+
+def argument(op: Op, name: str, default: Any = None) -> Any:
+    """The argument `name` of `op`; `default` if `op.target` has no such parameter."""
+    return call_arguments(op).get(name, default)
+
+
+def draws_random(op: Op) -> bool:
+    """Whether ATen tags the operator as drawing from the random generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
+
+
+def overloads(*operators: str) -> tuple[Any, ...]:
+    """All functional overloads of these ATen operators that return tensors, without named dims;
+    none of those that this version of PyTorch lacks."""
+    functional = []
+    for operator in filter(partial(hasattr, torch.ops.aten), operators):
+        packet = getattr(torch.ops.aten, operator)
+        for name in packet.overloads():
+            overload = getattr(packet, name)
+            schema = schema_of(overload)
+            makes_tensors = any("Tensor" in str(returned.type) for returned in schema.returns)
+            if makes_tensors and not schema.is_mutable and "Dimname" not in str(schema):
+                functional.append(overload)
+    return tuple(functional)
+
+
+def _tensors(side: str) -> list[list[str]]:
+    texts = [text.strip() for text in side.split(",")] if side.strip() else []
+    return [[] if text == "()" else text.split() for text in texts]
+
+
+def _dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
+    if "..." in tokens:
+        place, count = tokens.index("..."), ndim - len(tokens) + 1
+        if count < 0:
+            raise ValueError(
+                f"{' '.join(tokens)!r} names more dimensions than the {ndim} of the tensor"
+            )
+        tokens = [*tokens[:place], *leading[len(leading) - count :], *tokens[place + 1 :]]
+    return tuple(None if token in "_." else token for token in tokens)
+
+
+@cache
+def schema_parameters(target: OpTarget) -> dict[str, Any]:
+    """The parameters of `target`, in order, with their defaults (None for those without)."""
+    if isinstance(target, OpOverload):
+        schema = schema_of(target).arguments
+        return {a.name: a.default_value if a.has_default_value() else None for a in schema}
+    parameters = inspect.signature(target).parameters.values()
+    return {p.name: None if p.default is p.empty else p.default for p in parameters}
+
+
+def named_arguments(op: Op) -> dict[str, Any]:
+    """The arguments of the call by name, in the order of the call, without defaults."""
+    return {**dict(zip(schema_parameters(op.target), op.args, strict=False)), **op.kwargs}
+
+
+def call_arguments(op: Op) -> dict[str, Any]:
+    """Every argument of `op` by name, including defaults."""
+    return {**schema_parameters(op.target), **named_arguments(op)}
+
+
+def input_dims(op: Op, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
+    """The dimensions of `Op.inputs`, from those of the named arguments."""
+    return tuple(
+        dims[name] for name, value in named_arguments(op).items() if isinstance(value, Value)
+    )
+
+
+def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
+    """A function from the arguments of a kernel call to all arguments by name, with defaults.
+
+    What does not depend on the call is computed once, here.
+    """
+    defaults = schema_parameters(op.target)
+    names = tuple(defaults)
+
+    def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+    return bind
+
+
+def with_arguments(op: Op, **replacements: Any) -> Callable[..., Any]:
+    """The target of `op` as a function that overrides the arguments in `replacements`."""
+    names = list(schema_parameters(op.target))
+    places = {names.index(name): value for name, value in replacements.items()}
+    positional = {i: value for i, value in places.items() if i < len(op.args)}
+    keywords = {names[i]: value for i, value in places.items() if i >= len(op.args)}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        positional_args = (positional.get(i, value) for i, value in enumerate(args))
+        return op.target(*positional_args, **{**kwargs, **keywords})
+
+    return run

@@ -1,0 +1,86 @@
+"""Elementwise operators, whose inputs are broadcast to the shape of the output.
+
+Most are recognized by ATen's tag `pointwise`; those that lack it are registered here.
+"""
+
+from __future__ import annotations
+
+from shardwright.core.graph.custom_ops import assigned
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.notation import (
+    aligned,
+    argument,
+    draws_random,
+    names,
+    overloads,
+    sharding_rule,
+    without,
+)
+from shardwright.core.rules.rule import ShardingRule, rule_for
+from shardwright.core.torch_internals.operators import OpOverload, schema_of
+
+
+@rule_for(
+    assigned,
+    *overloads("_to_copy", "alias", "clone", "contiguous", "detach", "lift_fresh_copy"),
+    *overloads("fill", "zero", "masked_fill", "where", "isclose", "log_sigmoid", "hardswish"),
+    *overloads("__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or", "bitwise_xor"),
+    *overloads("absolute", "multiply", "divide", "subtract", "negative", "rsub", "not_equal"),
+    *overloads(
+        "greater", "greater_equal", "less", "less_equal", "special_expit", "fix", "floor_divide"
+    ),
+    *overloads("arccos", "arcsin", "arctan", "arctan2", "complex", "polar", "conj", "real", "imag"),
+    *overloads("resolve_conj"),
+)
+def pointwise(op: Op) -> ShardingRule | None:
+    """Every dimension of the output is a factor; an input lacks those along which it is broadcast.
+
+    None if the outputs differ in shape, or the operator mutates an input.
+    """
+    shape = op.outputs[0].shape
+    if isinstance(op.target, OpOverload) and schema_of(op.target).is_mutable:
+        return None
+    if any(value.shape != shape for value in op.outputs):
+        return None
+    if any(len(value.shape) > len(shape) for value in op.inputs):
+        return None
+    dims = names(op.output)
+    outputs = (dims,) * len(op.outputs)
+    return sharding_rule(op, aligned(op, dims), outputs, random=draws_random(op))
+
+
+@rule_for(*overloads("to", "type_as"))
+def dtype_cast(op: Op) -> ShardingRule:
+    """A second tensor only supplies dtype and device, so it is not cut."""
+    dims = names(op.output)
+    others = [(None,) * len(value.shape) for value in op.inputs[1:]]
+    return sharding_rule(op, (dims, *others), (dims,))
+
+
+@rule_for(*overloads("prelu", "_prelu_kernel"))
+def prelu(op: Op) -> ShardingRule:
+    """The weight is a single number, or one per channel (dimension 1 of the input)."""
+    x, weight = op.inputs
+    dims = names(x)
+    if len(weight.shape) == len(x.shape):
+        return sharding_rule(op, (dims, dims), (dims,))
+    channel = dims[1:2] if weight.numel > 1 else (None,) * len(weight.shape)
+    return sharding_rule(op, (dims, channel), (dims,))
+
+
+@rule_for(*overloads("glu"))
+def glu(op: Op) -> ShardingRule:
+    """Multiplies the two halves of one dimension, which cannot be cut."""
+    dims = without(names(op.output), argument(op, "dim"))
+    return sharding_rule(op, (dims,), (dims,))
+
+
+@rule_for(*overloads("bucketize", "searchsorted"))
+def bucketize(op: Op) -> ShardingRule | None:
+    """Looks up every element in one sorted sequence, which is not cut."""
+    dims = names(op.output)
+    boundaries = argument(op, "boundaries", argument(op, "sorted_sequence"))
+    if len(boundaries.shape) != 1:
+        return None
+    inputs = [(None,) if value is boundaries else dims for value in op.inputs]
+    return sharding_rule(op, inputs, (dims,))

@@ -1,0 +1,53 @@
+"""Pooling, resizing and pixel shuffling: batch and channels can be cut, space cannot."""
+
+from __future__ import annotations
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.notation import overloads, sharding_rule
+from shardwright.core.rules.rule import Dims, RuleMaker, ShardingRule, rule_for
+
+POOLS = ("max_pool{}d", "max_pool{}d_with_indices", "avg_pool{}d")
+ADAPTIVE_POOLS = ("adaptive_avg_pool{}d", "adaptive_max_pool{}d")
+RESIZES = {
+    1: ("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"),
+    2: (
+        *("upsample_nearest2d", "_upsample_nearest_exact2d", "_adaptive_avg_pool2d"),
+        *("upsample_bilinear2d", "_upsample_bilinear2d_aa"),
+        *("upsample_bicubic2d", "_upsample_bicubic2d_aa"),
+    ),
+    3: (
+        *("upsample_nearest3d", "_upsample_nearest_exact3d", "_adaptive_avg_pool3d"),
+        "upsample_trilinear3d",
+    ),
+}
+
+
+def leading_dims_rule(num_replicated: int) -> RuleMaker:
+    """A rule under which all but the last `num_replicated` dimensions can be cut."""
+
+    def rule(op: Op) -> ShardingRule:
+        count = len(op.output.shape) - num_replicated
+        free: Dims = ("c",) if count == 1 else ("b", "c", "d", "e", "f")[:count]
+        dims = (*free, *(None,) * num_replicated)
+        return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
+
+    return rule
+
+
+for _spatial, _resizes in RESIZES.items():
+    _pools = (name.format(_spatial) for name in (*POOLS, *ADAPTIVE_POOLS))
+    rule_for(*overloads(*_pools, *_resizes))(leading_dims_rule(_spatial))
+
+
+@rule_for(*overloads("pixel_shuffle", "pixel_unshuffle"))
+def shuffle_pixels(op: Op) -> ShardingRule:
+    """Moves elements between channels and pixels; only the dimensions before them can be cut."""
+    dims = (*("b", "c", "d", "e", "f")[: len(op.output.shape) - 3], None, None, None)
+    return sharding_rule(op, (dims,), (dims,))
+
+
+@rule_for(*overloads("channel_shuffle"))
+def shuffle_channels(op: Op) -> ShardingRule:
+    """All dimensions but the channels can be cut."""
+    dims = ("b", None, *("s", "t", "u")[: len(op.output.shape) - 2])
+    return sharding_rule(op, (dims,), (dims,))

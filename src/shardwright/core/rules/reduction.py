@@ -1,0 +1,141 @@
+"""Operators along dimensions: reductions, scans, sorts.
+
+Sums and means are linear, so a dimension that they reduce can be cut, which gives a partial sum.
+The other operators cannot be cut along the dimensions on which they work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.notation import (
+    aligned,
+    argument,
+    names,
+    overloads,
+    sharding_rule,
+    without,
+)
+from shardwright.core.rules.rule import Dims, Local, ShardingRule, rule_for
+
+aten = torch.ops.aten
+
+
+@rule_for(*overloads("sum", "nansum", "count_nonzero"))
+def sum_rule(op: Op) -> ShardingRule:
+    """Local sums are terms of the sum."""
+    dims = names(op.inputs[0])
+    return sharding_rule(op, (dims,), (_output_dims(op, dims),), reduced=_reduced_names(op))
+
+
+@rule_for(*overloads("mean"))
+def mean(op: Op) -> ShardingRule:
+    """Local means divided by the number of shards are terms of the mean."""
+    dims = names(op.inputs[0])
+    reduced = _reduced_names(op)
+    return sharding_rule(
+        op, (dims,), (_output_dims(op, dims),), reduced=reduced, kernel=_local_mean
+    )
+
+
+def _local_mean(op: Op, local: Local) -> Callable[..., Any]:
+    num_shards = prod(local.shard_counts.get(name, 1) for name in _reduced_names(op))
+    if num_shards == 1:
+        return op.target
+    return lambda *args, **kwargs: op.target(*args, **kwargs) / num_shards
+
+
+@rule_for(aten.max.default, aten.max.dim, aten.min.default, aten.min.dim)
+@rule_for(*overloads("amax", "amin", "aminmax", "argmax", "argmin", "prod", "any", "all"))
+@rule_for(*overloads("var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm"))
+@rule_for(*overloads("frobenius_norm", "logsumexp", "nanmean", "median", "nanmedian", "mode"))
+@rule_for(*overloads("kthvalue"))
+def reduction_rule(op: Op) -> ShardingRule:
+    """Reduced dimensions cannot be cut."""
+    dims = without(names(op.inputs[0]), *_reduced_dims(op))
+    return sharding_rule(op, (dims,), (_output_dims(op, dims),) * len(op.outputs))
+
+
+@rule_for(*overloads("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"))
+@rule_for(*overloads("sort", "argsort", "topk", "flip", "roll"))
+def scan_rule(op: Op) -> ShardingRule:
+    """The dimensions in `dim` or `dims` cannot be cut; without either none can."""
+    dims = without(names(op.inputs[0]), *_reduced_dims(op))
+    return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
+
+
+@rule_for(*overloads("rot90"))
+def rotation(op: Op) -> ShardingRule:
+    """The plane that turns cannot be cut."""
+    dims = without(names(op.output), *argument(op, "dims"))
+    return sharding_rule(op, (dims,), (dims,))
+
+
+@rule_for(*overloads("renorm"))
+def renorm(op: Op) -> ShardingRule:
+    """Only the dimension whose slices are scaled can be cut."""
+    kept = argument(op, "dim") % len(op.output.shape)
+    dims = tuple(name if i == kept else None for i, name in enumerate(names(op.output)))
+    return sharding_rule(op, (dims,), (dims,))
+
+
+@rule_for(*overloads("msort"))
+def sort_rows(op: Op) -> ShardingRule:
+    dims = without(names(op.output), 0)
+    return sharding_rule(op, (dims,), (dims,))
+
+
+@rule_for(*overloads("diff", "linalg_cross"))
+def diff_rule(op: Op) -> ShardingRule:
+    """Combines elements of several tensors along one dimension, which cannot be cut."""
+    dims = without(names(op.output), argument(op, "dim"))
+    return sharding_rule(op, aligned(op, dims), (dims,))
+
+
+@rule_for(aten.histc.default)
+def histogram(op: Op) -> ShardingRule:
+    """Local counts are terms of the sum; without explicit bounds nothing can be cut."""
+    dims = names(op.inputs[0])
+    bounded = argument(op, "min") < argument(op, "max")
+    reduced = [name for name in dims if name is not None] if bounded else []
+    return sharding_rule(op, (dims,), ((None,),), reduced=reduced)
+
+
+@rule_for(*overloads("cosine_similarity"))
+def cosine_similarity(op: Op) -> ShardingRule:
+    """The dimension of the vectors cannot be cut; the two tensors are broadcast."""
+    dim, ndim = argument(op, "dim"), len(op.output.shape) + 1
+    dims = names(op.output)
+    dims = (*dims[: dim % ndim], None, *dims[dim % ndim :])
+    return sharding_rule(op, aligned(op, dims), (tuple(_drop(dims, {dim % ndim})),))
+
+
+def _reduced_dims(op: Op) -> tuple[int, ...]:
+    """The dimensions in `dim` or `dims`, as non-negative ints; all if there are none."""
+    ndim = len(op.inputs[0].shape)
+    dims = argument(op, "dim", argument(op, "dims"))
+    listed = [dims] if isinstance(dims, int) else dims
+    if not listed:
+        return tuple(range(ndim))
+    return tuple(sorted({dim % max(ndim, 1) for dim in listed})) if ndim else ()
+
+
+def _reduced_names(op: Op) -> tuple[str, ...]:
+    dims = names(op.inputs[0])
+    return tuple(name for i in _reduced_dims(op) if (name := dims[i]) is not None)
+
+
+def _output_dims(op: Op, dims: Dims) -> Dims:
+    """The dimensions of the output: without the reduced ones, or with size 1 if `keepdim`."""
+    if argument(op, "keepdim", False):
+        return without(dims, *_reduced_dims(op))
+    return _drop(dims, set(_reduced_dims(op)))
+
+
+def _drop(dims: Dims, positions: set[int]) -> Dims:
+    return tuple(name for i, name in enumerate(dims) if i not in positions)

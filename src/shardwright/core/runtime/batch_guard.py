@@ -1,0 +1,270 @@
+"""Finds ranks that are called otherwise than the others, or with another batch.
+
+Each call starts to collect a few numbers of each rank: what is called with which shapes, and for
+the first calls and some later ones a hash of the inputs. It is read when a later call begins, so
+nothing waits for it, but for the first call of each kind: that is found before anything runs.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.core.graph.graph import Graph, Value
+from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.partition.decisions import CutAxes
+from shardwright.core.runtime.accelerator import Arrival, SideStream, pinned
+from shardwright.core.runtime.agreement import hash_of
+from shardwright.core.runtime.content_hash import content_hash
+from shardwright.core.runtime.devices import Devices, has_other_ranks
+from shardwright.errors import DataError
+
+FIRST_CALLS = 10
+"""As many calls at the beginning compare contents."""
+
+EVERY = 100
+"""And one of so many later."""
+
+MOST_KINDS = 256
+"""So many kinds of calls are known; one that was forgotten is compared like a new one."""
+
+UNREAD = 2
+"""Comparisons that may be under way before a call waits for the oldest."""
+
+GRACE_SECONDS = 0.5
+"""How long a rank that differs stays, so that all find it."""
+
+WHOLE_BATCH = (
+    "every rank must be given the whole batch, the same on all: let each draw it in one order from"
+    " one seed, as shardwright.run.BatchSampler does, without a DistributedSampler; or, if each"
+    " rank is to get its own part, plan with dataset_strategy='data_parallel'"
+)
+OWN_PART = (
+    "dataset_strategy says which ranks are given the same part: use shardwright.run.BatchSampler"
+    " or shardwright.run.local_batch"
+)
+
+
+@dataclass(frozen=True)
+class SharedInputs:
+    """Inputs that are cut alike.
+
+    Args:
+        places: where they stand among the leaves of a call.
+        names: of the inputs.
+        holders: the ranks that are given the same part, for each part that several are given.
+    """
+
+    places: tuple[int, ...]
+    names: tuple[str, ...]
+    holders: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class CallComparison:
+    """A comparison that is under way.
+
+    Args:
+        call: the number of the call, from 1 on.
+        rows: one for each rank, on the host once it is there.
+        hashes: of this rank's inputs, which are being read until then.
+    """
+
+    call: int
+    rows: Tensor
+    hashes: Sequence[Tensor]
+    work: Any
+    arrival: Arrival | None
+
+    def is_there(self) -> bool:
+        return bool(self.work.is_completed() if self.arrival is None else self.arrival.query())
+
+    def wait(self) -> None:
+        if self.arrival is None:
+            self.work.wait()
+        else:
+            self.arrival.synchronize()
+
+
+class BatchGuard:
+    """Compares the calls of a module on all ranks; every rank must have one.
+
+    Args:
+        graph: whose inputs the calls have.
+        arrivals: the axes that cut inputs of which each rank is given its part.
+    """
+
+    def __init__(self, devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]) -> None:
+        self._device, self._waits = devices.device, devices.waits
+        self._active = devices.several and has_other_ranks()
+        self._remedy = OWN_PART if arrivals else WHOLE_BATCH
+        self._inputs = _shared_inputs(devices, graph, arrivals) if self._active else ()
+        self._kinds: dict[Hashable, Tensor] = {}
+        self._calls = 0
+        self._unread: deque[CallComparison] = deque()
+        self._beside = SideStream.of(self._device) if self._active else None
+
+    def begin(self, kind: Hashable, leaves: Sequence[Any], numbers: Sequence[int | None]) -> None:
+        """Starts to compare a call.
+
+        Args:
+            kind: what is called, with which shapes; its `repr` must be that of other ranks.
+            leaves: of the arguments, on the device.
+            numbers: of the inputs of the graph, in the place of each leaf; None where it has none.
+
+        Raises:
+            DataError: on every rank, if this call or an earlier one differs between ranks.
+        """
+        if not self._active:
+            return
+        self._read(len(self._unread) + 1 - UNREAD)
+        self._calls += 1
+        table = self._kinds.pop(kind, None)
+        new = table is None
+        if table is None:
+            table = self._table(kind, leaves)
+        self._kinds[kind] = table  # The last one used is the last one forgotten.
+        if len(self._kinds) > MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        contents: list[Tensor] = []
+        if new or self._calls <= FIRST_CALLS or self._calls % EVERY == 0:
+            contents = self._contents(dict(zip(numbers, leaves, strict=True)))
+        self._unread.append(self._collect(table.clone(), contents))
+        if new:
+            self._read(len(self._unread))
+
+    @contextmanager
+    def explaining_errors(self) -> Iterator[None]:
+        """Within it, an error on a rank that worked with another batch than others says so."""
+        try:
+            yield
+        except (RuntimeError, IndexError) as error:
+            with suppress(RuntimeError):
+                self._read(0)
+            if isinstance(error, IndexError) or "out of bounds" in str(error):
+                raise DataError(
+                    f"the batch has an index that no table or class is for ({error}), such as a "
+                    "token beyond the vocabulary of the model: use the tokenizer of the model, or "
+                    "a larger vocabulary"
+                ) from error
+            raise
+
+    def _contents(self, leaves: Mapping[int | None, Any]) -> list[Tensor]:
+        hashes = []
+        for inputs in self._inputs:
+            tensors = [leaves.get(place) for place in inputs.places]
+            parts = [content_hash(t) for t in tensors if isinstance(t, Tensor) and not t.is_sparse]
+            total = torch.zeros((), dtype=torch.int64, device=self._device)
+            for part in parts:
+                total = total * 31 + part
+            hashes.append(total)
+        return hashes
+
+    def _table(self, kind: Hashable, leaves: Sequence[Any]) -> Tensor:
+        """A row for each rank, zero but for this one's: a hash of what is called, the size of its
+        batch, and places for the hashes of inputs."""
+        table = torch.zeros(dist.get_world_size(), 2 + len(self._inputs), dtype=torch.int64)
+        table[dist.get_rank(), 0] = hash_of(re.sub(r" at 0x[0-9a-f]+", "", repr(kind)))
+        table[dist.get_rank(), 1] = _rows(leaves)
+        return table
+
+    def _collect(self, rows: Tensor, contents: list[Tensor]) -> CallComparison:
+        """Starts to add the tables of all ranks, which costs less than to gather rows."""
+        rank = dist.get_rank()
+        if self._beside is None:
+            if contents:
+                rows[rank, 2:] = torch.stack(contents)
+            # `dist.all_reduce` does the same with twice the work for so few numbers.
+            assert dist.group.WORLD is not None
+            work = dist.group.WORLD.allreduce([rows])
+            return CallComparison(self._calls, rows, contents, work, None)
+        with self._beside.after_program():
+            rows = pinned(rows)
+            every = rows.to(self._device, non_blocking=True)
+            if contents:
+                every[rank, 2:] = torch.stack(contents)
+            work = dist.all_reduce(every, async_op=True)
+            work.wait()  # only the stream waits
+            rows.copy_(every, non_blocking=True)
+            return CallComparison(self._calls, rows, contents, work, self._beside.event())
+
+    def _read(self, waits: int) -> None:
+        """Compares what has arrived.
+
+        Args:
+            waits: for how many of the oldest comparisons to wait.
+        """
+        while self._unread and (waits > 0 or self._unread[0].is_there()):
+            comparison = self._unread.popleft()
+            with self._waits.counted():
+                comparison.wait()
+            waits -= 1
+            try:
+                self._compare(comparison.call, comparison.rows.tolist())
+            except DataError:
+                # What others have yet to read would be lost if this process ended at once.
+                time.sleep(GRACE_SECONDS)
+                raise
+
+    def _compare(self, call: int, rows: list[list[int]]) -> None:
+        """Raises:
+        DataError: if the ranks differ.
+        """
+        if rows.count(rows[0]) == len(rows):
+            return
+        for rank, (kind, size, *_) in enumerate(rows):
+            if size != rows[0][1]:
+                raise DataError(
+                    f"call {call}: rank {rank} was given a batch of {size} rows, rank 0 one of"
+                    f" {rows[0][1]}: {self._remedy}"
+                )
+            if kind != rows[0][0]:
+                raise DataError(
+                    f"call {call}: rank {rank} and rank 0 make different calls of the model: train"
+                    " and evaluate on all ranks at the same time, with inputs of the same shapes;"
+                    f" {self._remedy}"
+                )
+        for column, inputs in enumerate(self._inputs, 2):
+            for first, *others in inputs.holders:
+                for rank in others:
+                    if rows[rank][column] != rows[first][column]:
+                        raise DataError(
+                            f"call {call}: rank {rank} was given another batch than rank {first}"
+                            f" (input {', '.join(inputs.names)}): {self._remedy}"
+                        )
+
+
+def _shared_inputs(
+    devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]
+) -> tuple[SharedInputs, ...]:
+    layout, world = devices.layout, dist.get_world_size()
+    cut_alike: dict[CutAxes, list[int]] = {}
+    for index, leaf in enumerate(graph.inputs):
+        if isinstance(leaf, Value):
+            axes = arrivals.get(leaf.name, ())
+            cut_alike.setdefault(axes if any(axes) else (), []).append(index)
+    result = []
+    for axes, indices in cut_alike.items():
+        holders: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(world):
+            part = TensorLayout(layout, axes).block(rank % layout.num_devices)
+            holders.setdefault(part, []).append(rank)
+        names = tuple(graph.inputs[index].name for index in indices)
+        several = tuple(tuple(ranks) for ranks in holders.values() if len(ranks) > 1)
+        if several:
+            result.append(SharedInputs(tuple(indices), names, several))
+    return tuple(result)
+
+
+def _rows(leaves: Sequence[Any]) -> int:
+    """The size of dimension 0 of the first tensor that has one."""
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)

@@ -1,0 +1,244 @@
+"""Buckets of parameters bound to devices: gathered at once, their gradients reduced at once.
+
+Every collective is started in one place and waited for in another, so that computation can go on
+between them. Members lie one after the other in one flat buffer; a member alone that is cut along
+its first dimension lies there as it is used, and is not copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shardwright.core.partition.parameter_buckets import Bucket, varying_axes
+from shardwright.core.runtime.collectives import complete, sendable, slice_block
+from shardwright.core.runtime.devices import Devices, Group, Index
+from shardwright.core.torch_internals.distributed import functional_collectives as c10d
+
+
+@dataclass(frozen=True)
+class Gather:
+    """An all-gather over `group`; its gradient is a reduce-scatter, or this rank's block."""
+
+    group: Group
+    index: Index
+    reduces: bool
+
+
+@dataclass(frozen=True, eq=False)
+class BoundBucket:
+    """A bucket's collectives on this rank.
+
+    Args:
+        gathers: in the order in which they are made.
+        replicas: the group over which gradients are summed; None if over none.
+    """
+
+    bucket: Bucket
+    gathers: tuple[Gather, ...]
+    replicas: Group | None
+
+    def __post_init__(self) -> None:
+        # Before a program is compiled: torch.compile does not enter the lock of a cached property.
+        _ = self.sizes, self.dtype, self.stored_dtype, self._parts, self._alone
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the stored shards."""
+        return tuple(m.stored.shard_shape(m.value.shape) for m in self.bucket.members)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Numbers of elements of the stored shards."""
+        return [prod(shape) for shape in self.shapes]
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """In which members are used, and everything is sent."""
+        return self.bucket.members[0].value.dtype
+
+    @cached_property
+    def stored_dtype(self) -> torch.dtype:
+        return self.bucket.members[0].value.stored_dtype
+
+    # Forward
+
+    def gather(self, shards: Sequence[Tensor]) -> Tensor:
+        """Starts the first gather, in the dtype of use; its result must be given to `gathered`."""
+        pieces = [shard.to(self.dtype).reshape(-1) for shard in shards]
+        flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        group = self.gathers[0].group
+        out: Tensor = c10d.all_gather_into_tensor(sendable(flat), group.size, group.name)
+        return out
+
+    def gathered(self, pending: Tensor) -> list[Tensor]:
+        """Waits for `gather`, makes further gathers, and gives each member as it is used."""
+        out = self._complete(pending)
+        for number, gather in enumerate(self.gathers):
+            if number:
+                size, name = gather.group.size, gather.group.name
+                out = c10d.all_gather_into_tensor(sendable(out), size, name)
+                out = self._complete(out)
+            if not gather.group.in_order:
+                blocks = out.chunk(gather.group.size)
+                out = torch.cat([blocks[position] for position in gather.group.order])
+        if self._alone:
+            return [out.view(self._used_shape(0))]
+        split = torch.split(out.view(*self._parts, self.numel), self.sizes, -1)
+        return [self._joined(number, piece) for number, piece in enumerate(split)]
+
+    def unsharded(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The members of a bucket without gathers as they are used."""
+        return [shard.to(self.dtype) for shard in shards]
+
+    # Backward
+
+    def reduce(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Starts to reduce the members' gradients; the result must be given to `sum_replicas`."""
+        flat = self._flat_gradient(gradients)
+        started = False
+        for gather in reversed(self.gathers):
+            if started:
+                flat = self._complete(flat)
+            blocks = flat.view(gather.group.size, -1)
+            if not gather.reduces:
+                flat = slice_block(blocks, 0, gather.index, gather.group.size).reshape(-1)
+                continue
+            if not gather.group.in_order:
+                rows = [gather.group.order.index(place) for place in range(gather.group.size)]
+                blocks = torch.stack([blocks[row] for row in rows])
+            name = gather.group.name
+            whole = sendable(blocks.view(-1))
+            flat = c10d.reduce_scatter_tensor(whole, "sum", gather.group.size, name)
+            flat = self._started(flat)
+            started = True
+        if self.replicas is not None and not self._scatters:
+            return self._started(_start_all_reduce(flat, self.replicas, owned=not self._alone))
+        return flat
+
+    def sum_replicas(self, flat: Tensor) -> Tensor:
+        """Goes on after a reduce-scatter: starts the sum over the replicas of the shards, if there
+        are any. The result must be given to `shard_gradients`."""
+        if self.replicas is None or not self._scatters:
+            return self._complete(flat) if self._scatters else flat
+        flat = self._complete(flat)
+        return self._started(_start_all_reduce(flat, self.replicas, owned=True))
+
+    def shard_gradients(self, flat: Tensor) -> list[Tensor]:
+        """Waits, and gives the gradients of the stored shards."""
+        if self.replicas is not None:
+            flat = self._complete(flat)
+        flat = flat.to(self.stored_dtype)
+        if len(self.sizes) == 1:
+            return [flat.view(self.shapes[0])]
+        pieces = torch.split(flat, self.sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def _complete(self, pending: Tensor) -> Tensor:
+        """What one of its collectives gave, in the dtype of use, once it has ended."""
+        group = self.gathers[0].group if self.gathers else self.replicas
+        assert group is not None
+        return complete(pending, self.dtype, group)
+
+    def _started(self, flat: Tensor) -> Tensor:
+        """What may pass through autograd, which compares shapes: complex numbers once they are."""
+        return self._complete(flat) if self.dtype.is_complex else flat
+
+    # Layout of the flat buffers
+
+    @property
+    def _scatters(self) -> bool:
+        return any(gather.reduces for gather in self.gathers)
+
+    @cached_property
+    def _parts(self) -> tuple[int, ...]:
+        """Numbers of blocks, the last gather's first."""
+        return tuple(gather.group.size for gather in reversed(self.gathers))
+
+    @cached_property
+    def _orders(self) -> list[tuple[int, ...]]:
+        """For each member how its blocks, counted as in `_parts`, and the dimensions of a shard
+        come to lie next to each other: a later gather's blocks lie further apart."""
+        orders = []
+        count = len(self.gathers)
+        for member, shape in zip(self.bucket.members, self.shapes, strict=True):
+            dims = [step.dim for step in member.steps if step.kind == "all_gather"][::-1]
+            order: list[int] = []
+            for dim in range(len(shape)):
+                order += [number for number, cut in enumerate(dims) if cut == dim]
+                order.append(count + dim)
+            orders.append(tuple(order))
+        return orders
+
+    @cached_property
+    def _alone(self) -> bool:
+        """Whether the flat buffer is a member as it is used: the only one, without a copy."""
+        order = self._orders[0]
+        return len(self.sizes) == 1 and order == tuple(range(len(order)))
+
+    def _used_shape(self, number: int) -> tuple[int, ...]:
+        member = self.bucket.members[number]
+        return member.used.shard_shape(member.value.shape)
+
+    def _joined(self, number: int, piece: Tensor) -> Tensor:
+        """A member from its blocks, as a tensor of its own."""
+        blocks = _unflat(piece, self.shapes[number])
+        return blocks.permute(self._orders[number]).reshape(self._used_shape(number)).contiguous()
+
+    def _flat_gradient(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        known = next(gradient for gradient in gradients if gradient is not None)
+        if self._alone:
+            return known.reshape(-1)
+        if not self.gathers:
+            pairs = zip(gradients, self.sizes, strict=True)
+            return torch.cat(
+                [known.new_zeros(size) if g is None else g.reshape(-1) for g, size in pairs]
+            )
+        flat = known.new_empty(*self._parts, self.numel)
+        for number, piece in enumerate(torch.split(flat, self.sizes, -1)):
+            gradient, order, shape = gradients[number], self._orders[number], self.shapes[number]
+            if gradient is None:
+                piece.zero_()
+                continue
+            extents = (*self._parts, *shape)
+            apart = gradient.reshape([extents[place] for place in order])
+            back = [order.index(place) for place in range(len(order))]
+            _unflat(piece, shape).copy_(apart.permute(back))
+        return flat.view(-1)
+
+
+def bind_bucket(bucket: Bucket, devices: Devices) -> BoundBucket:
+    """The bucket's collectives on `devices`."""
+    axes = varying_axes(bucket)
+    gathers = [step for step in bucket.steps if step.kind == "all_gather"]
+    return BoundBucket(
+        bucket,
+        tuple(
+            Gather(devices.group(s.axes), devices.index(s.axes), s.backward == "reduce_scatter")
+            for s in gathers
+        ),
+        devices.group(axes) if axes else None,
+    )
+
+
+def _unflat(piece: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A view of `piece` whose last dimension is taken apart into `shape`."""
+    return piece.view(*piece.shape[:-1], *shape)
+
+
+def _start_all_reduce(flat: Tensor, group: Group, owned: bool) -> Tensor:
+    """Starts to sum `flat`, in place if nothing else reads it."""
+    if owned and not torch.compiler.is_compiling():
+        out: Tensor = c10d.all_reduce_(sendable(flat), "sum", group.name)
+    else:
+        out = c10d.all_reduce(sendable(flat), "sum", group.name)
+    return out

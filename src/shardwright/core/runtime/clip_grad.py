@@ -1,0 +1,64 @@
+"""The norm of all gradients, over all devices and stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.dtensor import stored_shards
+from shardwright.core.torch_internals.tensors import each_norm, scale_all_
+
+
+def clip_grad_norm_(
+    named: Iterable[tuple[str, nn.Parameter]],
+    max_norm: float,
+    devices: Devices,
+    counted_elsewhere: Collection[str] = (),
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Scales gradients so that their 2-norm over all devices and stages is at most `max_norm`.
+
+    Every device adds the squares of what it holds, each divided by the number of devices that hold
+    the same: one all-reduce gives the norm, whatever the placements.
+
+    Args:
+        named: the parameters of this rank's stage.
+        max_norm: infinite to leave gradients as they are.
+        counted_elsewhere: names of those that an earlier stage holds too and counts.
+        dtype: of the norm; by default that of the gradients, of which a stage may have none.
+
+    Returns:
+        The norm before, the same on every rank.
+    """
+    gradients = {name: p.grad for name, p in named if p.grad is not None}
+    shards = stored_shards(gradients)
+    counted = [name for name in gradients if name not in counted_elsewhere]
+    squares = torch.zeros((), dtype=torch.float64, device=devices.device)
+    if counted:
+        norms = torch.stack(each_norm([shards[name] for name in counted]))
+        holders = [_holders(gradients[name]) for name in counted]
+        weights = torch.tensor(holders, dtype=torch.float64, device=norms.device)
+        squares = (norms.double().square() / weights).sum()
+    if devices.several:
+        with devices.waits.counted():
+            dist.all_reduce(squares)
+    own_dtype = next((gradient.dtype for gradient in shards.values()), torch.float32)
+    norm = squares.sqrt().to(dtype or own_dtype)
+    if shards and math.isfinite(max_norm):
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        scale_all_(list(shards.values()), scale)
+    return norm
+
+
+def _holders(gradient: Tensor) -> int:
+    """How many devices of the stage hold the same shard of a gradient."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    mesh = gradient.device_mesh
+    return math.prod(mesh.size(i) for i, p in enumerate(gradient.placements) if p.is_replicate())

@@ -1,0 +1,169 @@
+"""Says in which redistribution communication failed, or waited in vain for another rank.
+
+A program's text names each redistribution and the operator that reads it. The stack of an error
+holds the line of the text; in the backward pass, what autograd keeps of the redistribution does.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from textwrap import shorten
+from traceback import walk_tb
+from types import FrameType
+
+import torch
+
+from shardwright.core.partition.parameter_buckets import Bucket
+
+PROGRAM = "<program>"
+"""The file name that programs are compiled under."""
+
+TEXT = "__program__"
+"""The name under which a program's scope holds its text."""
+
+SHOWN = 4
+"""Parameters of a bucket that are named, at most."""
+
+LENGTH = 120
+"""Characters of a line that are shown, at most."""
+
+NEAR = 6
+"""Frames between a program and what it calls, at most."""
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed: another rank is gone, or did not come within the time-out."""
+
+
+@dataclass(frozen=True)
+class ProgramLine:
+    """A line of a program.
+
+    Args:
+        text: of the whole program.
+        line: its number, from 1 on.
+    """
+
+    text: str
+    line: int
+
+    def __str__(self) -> str:
+        lines = [line.strip() for line in self.text.splitlines()]
+        here = shorten(lines[self.line - 1].partition("; del ")[0], LENGTH, placeholder=" …")
+        return f"`{here}` (line {self.line} of the program{self._operator(lines)})"
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is an operator's, not a conversion's: a comment names it right above."""
+        above = self.text.splitlines()[self.line - 2].strip()
+        return above.startswith("# ") and not above.startswith("# bucket ")
+
+    def _operator(self, lines: list[str]) -> str:
+        """The operator of the line; of a redistribution, that which reads it and comes next, behind
+        the line where it is finished. A comment above its line names it."""
+        first = self.line - 2
+        started = _STARTED.match(lines[self.line - 1])
+        if started is not None:
+            finish = f"finish_{started[2]}({started[1]})"
+            first = next((n for n, line in enumerate(lines) if finish in line), first)
+        for line in lines[first:]:
+            if line.startswith("# "):
+                return f", {re.split('[:;]', line.removeprefix('# '))[0]}"
+        return ""
+
+
+def program_line() -> ProgramLine | None:
+    """The line that the program which calls this is at; None within `torch.compile`, or where no
+    program does."""
+    if torch.compiler.is_compiling():
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(NEAR):
+        if frame is None:
+            return None
+        if frame.f_code.co_filename == PROGRAM:
+            return ProgramLine(frame.f_globals[TEXT], frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+@contextmanager
+def naming_redistributions() -> Iterator[None]:
+    """Within it, an error of a collective names the redistribution.
+
+    Raises:
+        CommunicationError: instead of the collective's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # The schedules of pipelines raise errors of their own from that of the collective.
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        where = _where(first)
+        if where is None:
+            raise
+        # Gloo begins with the place in its own source.
+        reason = re.sub(r"^\[[^\]]*\] ", "", str(first)).partition("\n")[0]
+        raise CommunicationError(
+            f"communication failed in {where}: {reason} (another rank is gone or stuck)"
+        ) from error
+
+
+def _where(error: BaseException) -> str | None:
+    """In words where the collective was that failed; None if the error came from elsewhere."""
+    frames = list(walk_tb(error.__traceback__))
+    rooms = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    if rooms[-1] == _GUARD:
+        return "the comparison of what the ranks call"
+    if not (_CONVERTING.intersection(rooms) or rooms[-1].startswith("torch.distributed.")):
+        return None
+    words = []
+    for frame, line in frames:
+        held = getattr(frame.f_locals.get("ctx"), "place", None)
+        if isinstance(held, ProgramLine) and frame.f_code.co_name == "backward":
+            words.append(f"the gradient of {held}")
+        elif frame.f_code.co_filename == PROGRAM:
+            words.append(str(ProgramLine(frame.f_globals[TEXT], line)))
+        bound = frame.f_locals.get("self")
+        if frame.f_globals.get("__name__") == _BUCKETS and bound is not None:
+            words.append(_described(bound.bucket))
+    if not words and _STAGES.intersection(rooms):
+        words = ["an exchange between pipeline stages"]
+    if not words and _GONE.search(str(error)):
+        words = [_caller(frames)]
+    return ", ".join(dict.fromkeys(words)) or None
+
+
+def _caller(frames: Sequence[tuple[FrameType, int]]) -> str:
+    """Who called torch.distributed."""
+    for frame, line in reversed(frames):
+        code, room = frame.f_code, frame.f_globals.get("__name__", "")
+        if room.startswith("shardwright.core.checkpoint.checkpoint"):
+            return "saving or loading a checkpoint"
+        if not room.startswith(("torch.", "concurrent.")):
+            return f"`{code.co_name}` ({code.co_filename}, line {line})"
+    return "a collective"
+
+
+def _described(bucket: Bucket) -> str:
+    names = [member.value.name for member in bucket.members]
+    shown = ", ".join(names[:SHOWN]) + (" …" if len(names) > SHOWN else "")
+    return f"bucket {bucket.number} of {shown}"
+
+
+_BUCKETS = "shardwright.core.runtime.buckets"
+_CONVERTING = {"shardwright.core.runtime.collectives", "shardwright.core.runtime.overlap", _BUCKETS}
+_GUARD = "shardwright.core.runtime.batch_guard"
+_STARTED = re.compile(r"(\w+) = start_([a-z]\w+)\(")
+_GONE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
+"""What gloo and stores say of another process that is gone, or does not answer."""
+_STAGES = {
+    "shardwright.core.parallel.pipeline_stage",
+    "shardwright.core.parallel.pipeline_execution",
+}

@@ -1,0 +1,388 @@
+"""The redistribution steps as functions on local tensors, with their gradients.
+
+Each kind of step is a pair of plain functions, forward and backward, over PyTorch's functional
+collectives; one autograd function joins any pair. The gradient of each step is another step:
+
+| step | what it does | its gradient |
+|---|---|---|
+| slice | keep this rank's block of a replicated tensor | all-gather |
+| vary | nothing | all-reduce |
+| all_reduce | sum the terms | nothing |
+| reduce_scatter | sum the terms, keep a block | all-gather |
+| all_gather | join the blocks | reduce-scatter if varying, else slice |
+| all_to_all | join along one dimension, cut another | all-to-all, the other way |
+| permute | exchange whole blocks | permute, the other way |
+| all_to_all_v | exchange parts of blocks | all-to-all-v, the other way |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.layout.axes import Axes, block_number
+from shardwright.core.layout.collective_spec import CellExchange, cell_exchange
+from shardwright.core.layout.redistribution import RedistributionStep
+from shardwright.core.rules.rule import MIRROR, PREVIOUS, RING, Function, Reduce
+from shardwright.core.runtime.collective_errors import program_line
+from shardwright.core.runtime.devices import Devices, Group, Index
+from shardwright.core.runtime.exposed_communication import Waits
+from shardwright.core.torch_internals.distributed import functional_collectives as c10d
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective in two halves, between which others may compute; called, it runs at once.
+
+    Args:
+        start: begins it, and gives what is on its way.
+        finish: waits for that, and gives the result in the dtype of what was sent.
+        joined: the dimension along which a result of so many blocks is joined, which arrive one
+            after the other; None if it arrives as it is.
+    """
+
+    start: Function
+    finish: Callable[[Tensor, torch.dtype], Tensor]
+    joined: tuple[int, int] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.finish(self.start(x), x.dtype)
+
+    def pending_shape(self, shape: Sequence[int]) -> list[int]:
+        """Of what is on its way to a result of this shape."""
+        pending = list(shape)
+        if self.joined is not None:
+            dim, blocks = self.joined
+            pending[dim] //= blocks
+            pending[0] *= blocks
+        return pending
+
+
+def at_once(function: Function) -> Collective:
+    """What is not taken apart: it sends nothing, or is waited for as soon as it is started."""
+    return Collective(function, lambda out, dtype: out)
+
+
+def all_reduce(group: Group, kind: str = "sum") -> Collective:
+    """Sum (or maximum) over the group."""
+    return Collective(lambda x: c10d.all_reduce(sendable(x), kind, group.name), _ending(group))
+
+
+def all_gather(dim: int, group: Group) -> Collective:
+    """The blocks of the group joined along `dim`."""
+
+    def start(x: Tensor) -> Tensor:
+        out: Tensor = c10d.all_gather_into_tensor(sendable(x), group.size, group.name)
+        return out
+
+    return Collective(start, _joining(dim, group), (dim, group.size))
+
+
+def reduce_scatter(dim: int, group: Group) -> Collective:
+    """Sum over the group, cut along `dim`: this rank's block."""
+
+    def start(x: Tensor) -> Tensor:
+        if dim != 0 or not group.in_order:
+            x = torch.cat(_by_position(x.chunk(group.size, dim), group), 0)
+        out: Tensor = c10d.reduce_scatter_tensor(sendable(x), "sum", group.size, group.name)
+        return out
+
+    return Collective(start, _ending(group))
+
+
+def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
+    """A tensor cut along `dim` becomes whole there and cut along `to_dim`."""
+
+    def start(x: Tensor) -> Tensor:
+        parts = torch.cat(_by_position(x.chunk(group.size, to_dim), group), 0)
+        sizes = [parts.shape[0] // group.size] * group.size
+        out: Tensor = c10d.all_to_all_single(sendable(parts), sizes, sizes, group.name)
+        return out
+
+    return Collective(start, _joining(dim, group), (dim, group.size))
+
+
+def _ending(group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
+    """Waits for what arrives as it is."""
+    return lambda pending, dtype: complete(pending, dtype, group)
+
+
+def _joining(dim: int, group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
+    """Joins blocks that arrive one after the other."""
+
+    def finish(pending: Tensor, dtype: torch.dtype) -> Tensor:
+        out = complete(pending, dtype, group)
+        if dim == 0 and group.in_order:
+            return out
+        blocks = out.chunk(group.size, 0)
+        return torch.cat([blocks[position] for position in group.order], dim)
+
+    return finish
+
+
+def slice_block(x: Tensor, dim: int, index: Index, parts: int) -> Tensor:
+    """Block number `index` of `parts` along `dim`."""
+    size = x.shape[dim] // parts
+    return torch.narrow(x, dim, index * size, size)
+
+
+def exchange(x: Tensor, send: list[Index], receive: list[Index], group: Group) -> Tensor:
+    """Sends this rank's whole block to one rank and takes another's; `send[i]` is 1 for that rank,
+    `receive[i]` for the one it comes from, else 0."""
+    out = start_exchange(x, send, receive, group)
+    return complete(out, x.dtype, group).view(x.shape)
+
+
+def start_exchange(x: Tensor, send: list[Index], receive: list[Index], group: Group) -> Tensor:
+    """Likewise, not waited for; what comes is in one row."""
+    flat = sendable(x.contiguous().view(1, -1))
+    out: Tensor = c10d.all_to_all_single(flat, receive, send, group.name)
+    return out
+
+
+def split_cells(x: Tensor, cuts: Sequence[int]) -> Tensor:
+    """The equal cells of a tensor, row by row along a new first dimension; `cuts[d]` of them lie
+    along dimension d."""
+    sizes = [size // count for size, count in zip(x.shape, cuts, strict=True)]
+    pairs = [n for pair in zip(cuts, sizes, strict=True) for n in pair]
+    cells = x.reshape(pairs).permute(*range(0, 2 * x.ndim, 2), *range(1, 2 * x.ndim, 2))
+    return cells.reshape(-1, *sizes)
+
+
+def join_cells(cells: Tensor, cuts: Sequence[int]) -> Tensor:
+    """The tensor of which `split_cells` made these."""
+    sizes, dims = cells.shape[1:], len(cuts)
+    order = [d + offset for d in range(dims) for offset in (0, dims)]
+    x = cells.reshape(*cuts, *sizes).permute(order)
+    return x.reshape([count * size for count, size in zip(cuts, sizes, strict=True)])
+
+
+def _by_position(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
+    placed = list(blocks)
+    for part, position in zip(blocks, group.order, strict=True):
+        placed[position] = part
+    return placed
+
+
+def wait(x: Tensor, waits: Waits) -> Tensor:
+    """What a collective gave, once it has ended."""
+    if torch.compiler.is_compiling():
+        return c10d.wait_tensor(x)  # type: ignore[no-any-return]
+    with waits.counted():
+        return c10d.wait_tensor(x)  # type: ignore[no-any-return]
+
+
+def sendable(x: Tensor) -> Tensor:
+    """A tensor as collectives take it: in one piece, what is in memory is what it says, complex
+    numbers as pairs of real ones, as not every backend knows them."""
+    x = x.contiguous().resolve_conj().resolve_neg()
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def complete(x: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
+    """What a collective gave of a tensor that was `sendable`, in its dtype, once it has ended."""
+    out = wait(x, group.waits)
+    return torch.view_as_complex(out) if dtype.is_complex and not out.is_complex() else out
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+class _Redistribute(torch.autograd.Function):
+    """Applies one function forward and another to the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Function, backward: Function) -> Tensor:
+        ctx.backward_function, ctx.place = backward, program_line()
+        out = forward(x)
+        return out.view_as(x) if out is x else out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_function(gradients[0]), None, None
+
+
+@dataclass(frozen=True)
+class BoundCollective:
+    """One step, bound to the devices; called on the local tensor."""
+
+    forward: Collective
+    backward: Collective
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            return _Redistribute.apply(x, self.forward, self.backward)  # type: ignore[no-any-return,no-untyped-call]
+        return self.forward(x)
+
+
+def bind(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    """The function that carries out `step` on `devices`."""
+    return BINDINGS[step.kind](step, devices)
+
+
+def _bind_slice(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    group = devices.group(step.axes)
+    return BoundCollective(_cut(step, devices), all_gather(_dim(step), group))
+
+
+def _bind_vary(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    return BoundCollective(at_once(identity), all_reduce(devices.group(step.axes)))
+
+
+def _bind_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    return BoundCollective(all_reduce(devices.group(step.axes)), at_once(identity))
+
+
+def _bind_reduce_scatter(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    group, dim = devices.group(step.axes), _dim(step)
+    return BoundCollective(reduce_scatter(dim, group), all_gather(dim, group))
+
+
+def _bind_all_gather(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    group, dim = devices.group(step.axes), _dim(step)
+    if step.backward == "reduce_scatter":
+        return BoundCollective(all_gather(dim, group), reduce_scatter(dim, group))
+    return BoundCollective(all_gather(dim, group), _cut(step, devices))
+
+
+def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    group, dim, to_dim = devices.group(step.axes), _dim(step), step.to_dim
+    assert to_dim is not None
+    return BoundCollective(all_to_all(dim, to_dim, group), all_to_all(to_dim, dim, group))
+
+
+def _cut(step: RedistributionStep, devices: Devices) -> Collective:
+    """Keeps this rank's block along the step's dimension."""
+    dim, parts, index = _dim(step), devices.layout.size(step.axes), devices.index(step.axes)
+    return at_once(lambda x: slice_block(x, dim, index, parts))
+
+
+def _dim(step: RedistributionStep) -> int:
+    assert step.dim is not None
+    return step.dim
+
+
+def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    """As `bind`, for an all-reduce whose result is waited for by who reads it."""
+    start = all_reduce(devices.group(step.axes)).start
+    return BoundCollective(at_once(start), at_once(identity))
+
+
+def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    return _permute(step.permutation(), step.axes, devices)
+
+
+def _permute(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
+    """From each position of the group, in the order of the mesh, a whole block to another."""
+    group, send, receive = _ways(to, axes, devices)
+    return BoundCollective(
+        at_once(lambda x: exchange(x, send, receive, group)),
+        at_once(lambda g: exchange(g, receive, send, group)),
+    )
+
+
+def _ways(
+    to: Sequence[int], axes: Axes, devices: Devices
+) -> tuple[Group, list[Index], list[Index]]:
+    """The group, and for each of its ranks whether this one sends to it, and receives from it."""
+    group = devices.group(tuple(sorted(axes)))
+    came_from = [to.index(position) for position in range(group.size)]
+    send = [_one_where(devices, group, source) for source in came_from]
+    return group, send, [_one_where(devices, group, target) for target in to]
+
+
+def _bind_all_to_all_v(step: RedistributionStep, devices: Devices) -> BoundCollective:
+    group = devices.group(step.axes)
+    forward = cell_exchange(step.source, step.target)
+    return BoundCollective(
+        at_once(_exchange_of_cells(forward, group, devices)),
+        at_once(_exchange_of_cells(forward.backward, group, devices)),
+    )
+
+
+def _exchange_of_cells(plan: CellExchange, group: Group, devices: Devices) -> Function:
+    sizes = devices.layout.device_matrix
+
+    def row(table: tuple[tuple[int, ...], ...]) -> list[Index]:
+        """This rank's row of a table with one row for each position of the group."""
+
+        def entry(column: int) -> Index:
+            return devices.per_rank(
+                lambda place: table[block_number(group.axes, sizes, place)][column]
+            )
+
+        return [entry(column) for column in range(len(table[0]))]
+
+    send, receive = row(plan.send_counts), row(plan.receive_counts)
+    sent, placed = row(plan.send_order), row(plan.receive_order)
+
+    def exchange_cells(x: Tensor) -> Tensor:
+        cells = split_cells(x, plan.send_cuts)
+        shape = cells.shape[1:]
+        flat = torch.cat([torch.narrow(cells, 0, n, 1) for n in sent]).flatten(1)
+        out = c10d.all_to_all_single(sendable(flat), receive, send, group.name)
+        out = complete(out, x.dtype, group)
+        ordered = torch.cat([torch.narrow(out, 0, n, 1) for n in placed])
+        return join_cells(ordered.view(-1, *shape), plan.receive_cuts)
+
+    return exchange_cells
+
+
+def _one_where(devices: Devices, group: Group, position: int) -> Index:
+    """1 on the rank at `position` of the group, else 0."""
+    sizes = devices.layout.device_matrix
+    return devices.per_rank(lambda place: int(block_number(group.axes, sizes, place) == position))
+
+
+BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = {
+    "slice": _bind_slice,
+    "vary": _bind_vary,
+    "all_reduce": _bind_all_reduce,
+    "reduce_scatter": _bind_reduce_scatter,
+    "all_gather": _bind_all_gather,
+    "all_to_all": _bind_all_to_all,
+    "permute": _bind_permute,
+    "all_to_all_v": _bind_all_to_all_v,
+}
+"""What carries out each kind of step."""
+
+
+def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> Reduce:
+    """A collective inside a kernel; its gradient is sent likewise if it is `varying`."""
+    group = devices.group(axes)
+    if kind in (MIRROR, PREVIOUS, RING):
+        blocks = range(group.size)
+        to = dict(
+            zip(blocks, reversed(blocks) if kind == MIRROR else (*blocks[1:], 0), strict=True)
+        )
+        placed = {group.order[block]: group.order[to[block]] for block in blocks}
+        targets = [placed[position] for position in blocks]
+        exchanged = _permute(targets, axes, devices)
+        if kind != RING:
+            return Reduce(exchanged, exchanged.forward.start, identity)
+        group, send, receive = _ways(targets, axes, devices)
+        return Reduce(
+            exchanged,
+            lambda x: start_exchange(x, send, receive, group),
+            lambda pending: wait(pending, group.waits),
+            program_line,
+        )
+
+    def start(x: Tensor) -> Tensor:
+        return c10d.all_reduce(x.detach().contiguous(), kind, group.name)  # type: ignore[no-any-return]
+
+    def end(x: Tensor) -> Tensor:
+        return wait(x, group.waits)
+
+    def whole(x: Tensor) -> Tensor:
+        return end(start(x))
+
+    if kind != "sum":
+        return Reduce(whole, start, end)
+    backward = all_reduce(group) if varying else at_once(identity)
+    return Reduce(BoundCollective(at_once(whole), backward), start, end)

@@ -1,0 +1,327 @@
+"""The devices that a program runs on: where this rank stands and whom it communicates with.
+
+Nothing here depends on the kind of device: the process group brings its own backend (gloo, NCCL).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cache
+from itertools import product
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.core.layout.axes import Axes, block_number
+from shardwright.core.layout.joined_axes import joined_layout
+from shardwright.core.layout.layout import Layout
+from shardwright.core.runtime import worker_threads
+from shardwright.core.runtime.agreement import gathered, hash_of
+from shardwright.core.runtime.exposed_communication import Waits
+from shardwright.core.torch_internals.distributed import (
+    FAKE,
+    group_named,
+    group_timeout,
+    local_group_name,
+    splits,
+)
+from shardwright.errors import PlanError
+
+Sent = TypeVar("Sent")
+
+Subgroups = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
+"""The group of this rank for each division of the ranks into groups."""
+
+Index = int | torch.SymInt
+"""A number that depends on the rank: a `SymInt` where many ranks are simulated in one process."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that differ from this one only in their places on the joined `axes`.
+
+    Its ranks stand in the order of the mesh; `order[i]` is the position of the rank that holds
+    block `i` when the blocks are counted along `axes`, the first the most significant. What waits
+    for them counts as one of `waits`.
+    """
+
+    axes: Axes
+    name: str
+    size: int
+    order: tuple[int, ...]
+    waits: Waits = field(default_factory=Waits, compare=False, repr=False)
+
+    @property
+    def in_order(self) -> bool:
+        return self.order == tuple(range(self.size))
+
+
+@dataclass
+class Devices:
+    """A device matrix bound to process groups.
+
+    With pipeline stages it is the matrix of this rank's stage; each stage has one like it.
+
+    Args:
+        layout: the device matrix of the plan.
+        per_rank: the value, on this rank, of a function of the coordinates on the device matrix.
+        rank: the number of this rank in its stage.
+        stage, stages: the number of its stage, and how many there are.
+        connected: whether groups are made in the running process group; else they are names.
+        mesh: the `DeviceMesh` of DTensors; None where there are none.
+        mesh_axes: the axes of the layout that make up each axis of `mesh`.
+        mesh_layout: the same as `mesh`.
+        named_ranges: whether programs name what they do in traces of `torch.profiler`.
+        waits: of all that runs on them.
+    """
+
+    layout: Layout
+    device: torch.device
+    per_rank: Callable[[Callable[[tuple[int, ...]], int]], Index]
+    rank: int = 0
+    stage: int = 0
+    stages: int = 1
+    connected: bool = False
+    mesh: DeviceMesh | None = None
+    mesh_axes: tuple[Axes, ...] = ()
+    mesh_layout: Layout | None = None
+    named_ranges: bool = False
+    waits: Waits = field(default_factory=Waits)
+    _subgroups: Subgroups = field(default_factory=dict)
+    _names: dict[Axes, str] = field(default_factory=dict)
+    _along: dict[tuple[Layout, tuple[Axes, ...]], Devices] = field(default_factory=dict)
+    _among: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+
+    @classmethod
+    def of_process(
+        cls,
+        layout: Layout,
+        device: torch.device,
+        stages: int = 1,
+        mesh_axes: tuple[Axes, ...] | None = None,
+        subgroups: Subgroups | None = None,
+        named_ranges: bool = False,
+    ) -> Devices:
+        """The devices of the running process group, divided into `stages`.
+
+        Args:
+            mesh_axes: the axes of `layout` that make up each axis of the mesh of DTensors; by
+                default each is one.
+            subgroups: those that are there already.
+
+        Raises:
+            PlanError: if there is no process group, or one of another size than the plan's.
+        """
+        total = layout.num_devices * stages
+        if total == 1:
+            return cls(layout, device, lambda function: function(()), named_ranges=named_ranges)
+        if not dist.is_initialized():
+            raise PlanError(
+                f"the plan is for {total} devices, but no process group is running: "
+                "start the script with torchrun and call torch.distributed.init_process_group()"
+            )
+        if dist.get_world_size() != total:
+            raise PlanError(
+                f"the plan is for {total} devices, but {dist.get_world_size()} "
+                "processes are running: make a plan for that number, or start as many processes "
+                "as the plan has devices"
+            )
+        worker_threads.make_safe()
+        stage, rank = divmod(dist.get_rank(), layout.num_devices)
+        place = layout.coordinates(rank)
+        devices = cls(layout, device, lambda function: function(place), rank, stage, stages, True)
+        groups = {} if subgroups is None else subgroups
+        devices = replace(devices, _subgroups=groups, named_ranges=named_ranges)
+        if stages > 1:
+            devices.among(tuple(range(stages)))
+        if mesh_axes is None:
+            mesh_axes = tuple((axis,) for axis in range(len(layout.device_matrix)))
+        return devices._with_mesh(mesh_axes)
+
+    @classmethod
+    def of_rank(cls, layout: Layout, rank: int) -> Devices:
+        """The devices as `rank` sees them, without a process group: to read its program only."""
+        place = layout.coordinates(rank)
+        return cls(layout, torch.device("cpu"), lambda function: function(place), rank)
+
+    def along(self, layout: Layout, mesh_axes: tuple[Axes, ...]) -> Devices:
+        """The same devices along the axes of another matrix, or with another mesh; made at the
+        first request, so every rank must ask for them in the same order."""
+        key = layout, mesh_axes
+        if key == (self.layout, self.mesh_axes) or not self.connected:
+            return self
+        if key not in self._along:
+            self._along[key] = (
+                self._with_mesh(mesh_axes)
+                if layout == self.layout
+                else replace(
+                    Devices.of_process(
+                        layout,
+                        self.device,
+                        self.stages,
+                        mesh_axes,
+                        self._subgroups,
+                        self.named_ranges,
+                    ),
+                    waits=self.waits,
+                )
+            )
+        return self._along[key]
+
+    def _with_mesh(self, mesh_axes: tuple[Axes, ...]) -> Devices:
+        """These devices and their groups, with a mesh of these axes."""
+        if self.layout.num_devices == 1:
+            return self
+        # A mesh looks its devices up; the meta device has none.
+        kind = "cpu" if self.device.type == "meta" else self.device.type
+        coarse = joined_layout(self.layout, mesh_axes)
+        ranks = torch.tensor(coarse.ranks).reshape(coarse.device_matrix)
+        mesh = DeviceMesh.from_group(
+            [group_named(self.group(axes).name) for axes in mesh_axes],
+            kind,
+            ranks + self.stage * self.layout.num_devices,
+            mesh_dim_names=coarse.alias_names,
+        )
+        _planned_meshes()[hash(mesh)] = self.stages
+        return replace(self, mesh=mesh, mesh_axes=mesh_axes, mesh_layout=coarse)
+
+    def group(self, axes: Axes) -> Group:
+        """The group over the joined `axes`; made at the first request, so every rank must ask for
+        its groups in the same order."""
+        key = tuple(sorted(axes))
+        if key not in self._names:
+            self._names[key] = self._create(key)
+        order, sizes = [0] * self.layout.size(axes), self.layout.device_matrix
+        for place in places(self.layout):
+            order[block_number(axes, sizes, place)] = block_number(key, sizes, place)
+        return Group(axes, self._names[key], len(order), tuple(order), self.waits)
+
+    def index(self, axes: Axes) -> Index:
+        """Which block this rank holds along the joined `axes`."""
+        sizes = self.layout.device_matrix
+        return self.per_rank(lambda place: block_number(axes, sizes, place))
+
+    def common_seed(self) -> int:
+        """The seed of rank 0's process, on every rank: devices that hold the same block must draw
+        the same numbers, however their processes were seeded."""
+        seed = torch.tensor(torch.initial_seed() % 2**31, device=self.device)
+        if self.connected and has_other_ranks():
+            dist.broadcast(seed, src=0)
+        return int(seed)
+
+    @property
+    def several(self) -> bool:
+        """Whether a model that runs on them is divided at all, in a stage or into stages."""
+        return self.layout.num_devices * self.stages > 1
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The joined axes whose groups have been asked for, in a fixed order."""
+        return tuple(sorted(self._names, key=lambda axes: (len(axes), axes)))
+
+    def among(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """This rank's peers in some of the stages; None on ranks of other stages. Made at the first
+        request, so every rank must ask for the same stages in the same order."""
+        if stages not in self._among:
+            size = self.layout.num_devices
+            peers = [[stage * size + place for stage in stages] for place in range(size)]
+            self._among[stages] = self._subgroup(peers)
+        return self._among[stages]
+
+    @property
+    def across(self) -> dist.ProcessGroup | None:
+        """This rank's peers in all stages, those at its place; None if there is one stage."""
+        return self.among(tuple(range(self.stages))) if self.stages > 1 else None
+
+    def _create(self, axes: Axes) -> str:
+        layout = self.layout
+        if not self.connected:
+            return f"over {layout.named(axes)}"
+        joined: dict[tuple[int, ...], list[int]] = {}
+        for stage in range(self.stages):
+            for rank, place in zip(layout.ranks, places(layout), strict=True):
+                others = (stage, *(c for axis, c in enumerate(place) if axis not in axes))
+                joined.setdefault(others, []).append(stage * layout.num_devices + rank)
+        mine = self._subgroup(list(joined.values()))
+        assert mine is not None
+        return str(mine.group_name)
+
+    def _subgroup(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
+        """The group of this rank, of those with these ranks; None if it is in none. Every rank of
+        the process group must ask for it."""
+        key = tuple(sorted(map(tuple, ranks)))
+        if key not in self._subgroups:
+            self._subgroups[key] = _new_subgroup(ranks, self.device)
+        return self._subgroups[key]
+
+
+@cache
+def _planned_meshes() -> dict[int, int]:
+    """For the hash of each mesh of a plan in this process its number of pipeline stages."""
+    return {}
+
+
+def stages_of_plan(mesh: DeviceMesh) -> int | None:
+    """The number of pipeline stages of the plan whose mesh is equal to `mesh`; None if there is
+    none. Equal, because DTensors share what they know about results, the mesh included."""
+    return _planned_meshes().get(hash(mesh))
+
+
+def has_other_ranks() -> bool:
+    """Whether a process group is running with other ranks that answer: those of a fake one do
+    not."""
+    return dist.is_initialized() and dist.get_backend() != FAKE
+
+
+def is_rank_0() -> bool:
+    """Whether this process does what one of all ranks does."""
+    return not has_other_ranks() or dist.get_rank() == 0
+
+
+def from_rank_0(value: Sent) -> Sent:
+    """The value of rank 0, on every rank; all must call this."""
+    box = [value]
+    if has_other_ranks():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def places(layout: Layout) -> Iterator[tuple[int, ...]]:
+    """The coordinates of every device, in the order of `layout.ranks`."""
+    return product(*(range(size) for size in layout.device_matrix))
+
+
+def world_timeout() -> timedelta | None:
+    """How long a collective of all processes waits; PyTorch lets new groups wait by a default of
+    their own."""
+    world = dist.group.WORLD
+    assert world is not None
+    return group_timeout(world)
+
+
+def _new_subgroup(ranks: list[list[int]], device: torch.device) -> dist.ProcessGroup | None:
+    world = dist.group.WORLD
+    assert world is not None
+    if len(ranks[0]) == world.size():
+        return world
+    if splits(world):
+        return dist.split_group(world, ranks, timeout=world_timeout())
+    if sum(map(len, ranks)) == world.size() and _name_groups_alike(device):
+        mine = next(each for each in ranks if world.rank() in each)
+        return dist.new_group(mine, timeout=world_timeout(), use_local_synchronization=True)  # type: ignore[no-any-return]
+    member, _ = dist.new_subgroups_by_enumeration(ranks, timeout=world_timeout())  # type: ignore[no-untyped-call]
+    return member  # type: ignore[no-any-return]
+
+
+def _name_groups_alike(device: torch.device) -> bool:
+    """Whether each rank may make its own group only, and no other. PyTorch then names it by how
+    many groups the rank has, of which a program that makes some for a part of the ranks gives them
+    different numbers; they would wait for each other under different names."""
+    if not has_other_ranks():
+        return True
+    names = gathered(torch.tensor(hash_of(local_group_name([])), device=device))
+    return bool((names == names[0]).all())

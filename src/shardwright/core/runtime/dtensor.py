@@ -1,0 +1,352 @@
+"""Parameters as DTensors: each rank keeps its shard in the layout that the plan stores it in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwright.core.deferred import Deferred, copies_of_attributes, values_of
+from shardwright.core.layout.axes import Axes
+from shardwright.core.layout.joined_axes import on_joined_axes
+from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.partition.decisions import Storage
+from shardwright.core.runtime.adopt_optimizer import remember
+from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.gathered_copies import refuse_lost_writes
+from shardwright.core.runtime.parameter_hooks import has_hooks, take_hooks
+from shardwright.core.runtime.partial_state import refuse_to_save_shards
+from shardwright.core.runtime.unsupported_operators import explain_unsupported_operators
+from shardwright.core.torch_internals.dtensor import (
+    StridedShard,
+    counting_with_shard,
+    local_tensor,
+    own_part,
+    spec_of,
+    with_spec,
+)
+from shardwright.errors import LayoutError, PlanError
+
+
+def local_shard(
+    tensor: Tensor, where: TensorLayout, devices: Devices, *, copy: bool = True
+) -> DTensor:
+    """This rank's block of a whole `tensor`, as a DTensor of the whole tensor's shape.
+
+    Args:
+        copy: False if a block that is the whole may share its memory.
+    """
+    block = tensor.detach()[where.slices(devices.rank, tuple(tensor.shape))]
+    local = block.to(devices.device, copy=copy or block.shape != tensor.shape)
+    return as_dtensor(local.contiguous(), tensor, where, devices)
+
+
+def as_dtensor(local: Tensor, like: Tensor, where: TensorLayout, devices: Devices) -> DTensor:
+    """A DTensor of the shape of `like` with this shard on this rank; communicates nothing.
+
+    Raises:
+        LayoutError: if `where` parts axes that are one in the mesh of the devices.
+    """
+    assert devices.mesh is not None and devices.mesh_layout is not None
+    return DTensor.from_local(
+        local,
+        devices.mesh,
+        placements(on_joined_axes(where, devices.mesh_axes, devices.mesh_layout)),
+        run_check=False,
+        shape=like.shape,
+        stride=torch.empty(like.shape, device="meta").stride(),
+    )
+
+
+def with_stored_parameters(
+    module: nn.Module,
+    storage: Storage,
+    devices: Devices,
+    left_out: Collection[str] = frozenset(),
+    *,
+    release: bool = False,
+) -> nn.Module:
+    """A copy of `module` whose parameters are DTensors stored as planned, and whose buffers lie on
+    the device; tied parameters stay tied. The given module is left as it is, or, with `release`,
+    without its parameters: each is empty as soon as its shard is taken.
+
+    Parameters and buffers that are `left_out`, as other stages hold them, are None. Of parameters
+    made inside `no_init_parameters`, one after another is initialized on the CPU, and only what
+    this rank stores is kept.
+
+    Raises:
+        PlanError: if parameters are on the meta device and nothing says how to initialize them.
+        DeferredError: if a parameter made inside `no_init_parameters` cannot be initialized.
+    """
+    refuse_lost_writes()
+    explain_unsupported_operators()
+    accept_whole_optimizer_states()
+    refuse_to_save_shards()
+    tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+
+    def stored(name: str, whole: Tensor) -> Tensor:
+        if name in left_out:
+            return whole.new_empty(0)
+        if devices.mesh is None or not isinstance(tensors[name], nn.Parameter):
+            keeps = not (release and isinstance(tensors[name], nn.Parameter))
+            return whole.detach().to(devices.device, copy=keeps)
+        where = TensorLayout(devices.layout, tuple(storage.get(name, ((),) * whole.ndim)))
+        return local_shard(whole, where, devices, copy=not release)
+
+    def moved(name: str, whole: Tensor) -> Tensor:
+        shard = stored(name, whole)
+        if release and isinstance(whole, nn.Parameter):
+            whole.data = whole.data.new_empty(0)
+        return shard
+
+    initialized = {name: t for name, t in tensors.items() if not isinstance(t, Deferred)}
+    if devices.device.type == "meta":
+        stored_tensors = {
+            name: stored(name, torch.empty(t.shape, dtype=t.dtype, device="meta"))
+            for name, t in tensors.items()
+        }
+    else:
+        for name, tensor in initialized.items():
+            _check_has_values(name, tensor)
+        stored_tensors = {
+            name: moved(name, tensor) for name, tensor in initialized.items()
+        } | values_of(tensors, stored)
+    memo: dict[int, Any] = copies_of_attributes(module)
+    for name, tensor in tensors.items():
+        if name in left_out:
+            memo[id(tensor)] = None
+        elif isinstance(tensor, nn.Parameter):
+            new = _parameter(stored_tensors[name], tensor)
+            take_hooks(new, tensor, partial(stored, name))
+            memo[id(tensor)] = new
+        else:
+            memo[id(tensor)] = stored_tensors[name]
+    parameters = dict(module.named_parameters())
+    replacements = {name: memo[id(p)] for name, p in parameters.items() if name not in left_out}
+    result = copy.deepcopy(module, memo)
+    remember(module, result, replacements)
+    if devices.mesh is not None:
+        result.register_load_state_dict_pre_hook(_cut_whole_tensors)  # type: ignore[no-untyped-call]
+    return result
+
+
+def copied_parameters(module: nn.Module, known: Collection[int]) -> dict[int, nn.Parameter]:
+    """For the identity of each parameter that is not `known` a copy, as a `memo` of `deepcopy`."""
+    return {
+        id(parameter): _parameter(_copied(parameter.detach()), parameter)
+        for parameter in module.parameters()
+        if id(parameter) not in known
+    }
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    return with_spec(local_tensor(tensor).clone(), spec_of(tensor))
+
+
+def _parameter(stored: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """What stands for a parameter."""
+    new = nn.Parameter(stored, requires_grad=like.requires_grad)
+    return counting_with_shard(new) if isinstance(new, DTensor) else new
+
+
+def _cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Before a state is loaded: of whole tensors, as one device saves them, takes what this rank
+    holds; communicates nothing.
+
+    Raises:
+        PlanError: for the part of another rank.
+    """
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        whole = state.get(prefix + name)
+        if not isinstance(parameter, DTensor) or not isinstance(whole, Tensor):
+            continue
+        if isinstance(whole, DTensor):
+            _check_is_own(prefix + name, whole, parameter)
+        elif whole.shape == parameter.shape:
+            mine = own_part(whole.detach(), parameter).to(local_tensor(parameter), copy=True)
+            state[prefix + name] = with_spec(mine.contiguous(), spec_of(parameter))
+
+
+def _check_is_own(name: str, part: DTensor, parameter: DTensor) -> None:
+    """What one rank has saved of a DTensor is its part, with its place in the mesh.
+
+    Raises:
+        PlanError: if `part` has another place than `parameter`.
+    """
+    theirs, mine = (
+        (tuple(tensor.device_mesh.shape), tuple(tensor.device_mesh.get_coordinate() or ()))
+        for tensor in (part, parameter)
+    )
+    is_cut = not all(isinstance(placement, Replicate) for placement in part.placements)
+    if is_cut and theirs != mine:
+        raise PlanError(
+            f"{name!r} in the state to load is the part at {theirs[1]} of a mesh {theirs[0]}, but "
+            f"this rank is at {mine[1]} of {mine[0]}: another rank has saved it. Use "
+            "`shardwright.save_checkpoint` and `load_checkpoint`; or let all ranks enter `with "
+            "shardwright.whole(net, rank0_only=True) as model:`, where rank 0 saves whole tensors "
+            "(`model.state_dict()`)"
+        )
+
+
+@cache
+def accept_whole_optimizer_states() -> None:
+    """Lets optimizers of this process go on from states of whole tensors, as one device saves them:
+    of each its rank takes what it holds."""
+    seen = WeakSet[Optimizer]()
+
+    def before_step(optimizer: Optimizer, *_: object) -> None:
+        if optimizer not in seen:
+            seen.add(optimizer)
+            _cut_whole_states(optimizer)
+            optimizer.register_load_state_dict_post_hook(_cut_whole_states)
+
+    register_optimizer_step_pre_hook(before_step)
+
+
+def _cut_whole_states(optimizer: Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, DTensor):
+            continue
+        for key, whole in state.items():
+            if isinstance(whole, DTensor):
+                _check_is_own(key, whole, parameter)
+            is_whole = isinstance(whole, Tensor) and not isinstance(whole, DTensor)
+            if is_whole and whole.ndim and whole.shape == parameter.shape:
+                mine = own_part(whole, parameter).clone(memory_format=torch.contiguous_format)
+                state[key] = with_spec(mine, spec_of(parameter))
+
+
+def _check_has_values(name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise PlanError(
+            f"{name!r} is on the meta device: it can be planned, but has no values to train; build "
+            "the model inside `no_init_parameters`, which initializes it shard by shard, or on a "
+            "real device"
+        )
+
+
+class _LocalShards(torch.autograd.Function):
+    """Hands out the local shards of DTensors, and takes their gradients back as DTensors, once for
+    all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.specs = [spec_of(p) for p in parameters]
+        return tuple(shard.view_as(shard) for shard in map(local_tensor, parameters))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
+        pairs = zip(gradients, ctx.specs, strict=True)
+        return tuple(None if g is None else with_spec(g, spec) for g, spec in pairs)
+
+
+def local_shards(parameters: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """The local tensors that the program reads; gradients flow back into `parameters`."""
+    if layout.num_devices == 1:
+        return dict(parameters)
+    shards = _LocalShards.apply(*parameters.values())  # type: ignore[no-untyped-call]
+    return dict(zip(parameters, shards, strict=True))
+
+
+def own_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, or of a plain tensor all, apart from autograd."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def stored_shards(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank holds of each, apart from autograd."""
+    return {name: own_tensor(parameter) for name, parameter in parameters.items()}
+
+
+def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """Adds gradients of this rank's shards to those that the parameters have."""
+    with torch.no_grad():
+        for name, gradient in gradients.items():
+            parameter = parameters[name]
+            before = parameter.grad
+            if has_hooks(parameter):
+                if isinstance(parameter, DTensor):
+                    gradient = with_spec(gradient, spec_of(parameter))
+                torch.autograd.backward(parameter, gradient)
+            elif before is not None:
+                own_tensor(before).add_(gradient)
+            elif isinstance(parameter, DTensor):
+                parameter.grad = with_spec(gradient, spec_of(parameter))
+            else:
+                parameter.grad = gradient
+
+
+def placements(tensor_layout: TensorLayout) -> tuple[Placement, ...]:
+    """One placement for each axis of a `DeviceMesh` with the layout's axes.
+
+    Varying axes are replicated: a DTensor does not know the difference.
+    """
+    layout = tensor_layout.layout
+    result: list[Placement] = [Replicate()] * len(layout.device_matrix)
+    for axis in tensor_layout.partial:
+        result[axis] = Partial("sum")
+    for dim, axes in enumerate(tensor_layout.axes):
+        for place, axis in enumerate(axes):
+            coarser = layout.size(other for other in axes[:place] if other > axis)
+            strided = coarser > 1
+            result[axis] = StridedShard(dim, split_factor=coarser) if strided else Shard(dim)
+    return tuple(result)
+
+
+def from_placements(placements: Sequence[Placement], layout: Layout, ndim: int) -> TensorLayout:
+    """The layout of a DTensor with `ndim` dimensions on a mesh with the axes of `layout`.
+
+    Raises:
+        LayoutError: if there is not one placement for each axis, a sum is none, a dimension does
+            not exist, or a `split_factor` fits no order of the axes.
+    """
+    if len(placements) != len(layout.device_matrix):
+        raise LayoutError(
+            f"{len(placements)} placements {tuple(placements)} on a device matrix of"
+            f" {len(layout.device_matrix)} axes {layout.device_matrix}; give one for each axis"
+        )
+    dims: list[Axes] = [()] * ndim
+    partial = set()
+    # From the right, as then each axis finds those that may stand before it.
+    for axis, placement in reversed(list(enumerate(placements))):
+        if isinstance(placement, Shard | StridedShard):
+            dim = _dimension(placement, ndim)
+            dims[dim] = _inserted(dims[dim], axis, placement, layout)
+        elif isinstance(placement, Partial) and placement.reduce_op == "sum":
+            partial.add(axis)
+        elif not isinstance(placement, Replicate):
+            raise LayoutError(
+                f"placement {placement} on axis {layout.alias_names[axis]!r}: a layout can say"
+                " Shard, _StridedShard, Replicate and Partial('sum')"
+            )
+    return TensorLayout(layout, tuple(dims), frozenset(partial))
+
+
+def _dimension(placement: Shard | StridedShard, ndim: int) -> int:
+    dim = placement.dim
+    if not -ndim <= dim < ndim:
+        raise LayoutError(f"placement {placement} cuts a dimension that {ndim} dimensions lack")
+    return dim % ndim
+
+
+def _inserted(axes: Axes, axis: int, placement: Placement, layout: Layout) -> Axes:
+    """`axes`, all to the right of `axis`, with it where as many shards as it says come before."""
+    coarser = placement.split_factor if isinstance(placement, StridedShard) else 1
+    for place in range(len(axes) + 1):
+        if layout.size(axes[:place]) == coarser:
+            return (*axes[:place], axis, *axes[place:])
+    raise LayoutError(
+        f"placement {placement} on axis {layout.alias_names[axis]!r}: no axes to its right that"
+        f" cut the same dimension have {coarser} devices together"
+    )

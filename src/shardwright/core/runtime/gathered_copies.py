@@ -1,0 +1,110 @@
+"""Parts of DTensors that are copies: they can be read, and refuse to be written to.
+
+`p[0]` and `p.view(-1)` share the memory of a tensor. Where they need what other ranks hold, PyTorch
+gathers it, so what a DTensor returns there is a copy, and a write to it would be lost in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.dispatch import plain_torch_function
+from shardwright.core.torch_internals.dtensor import (
+    change_results,
+    local_tensor,
+    spec_of,
+    with_spec,
+)
+from shardwright.core.torch_internals.operators import schema_of
+from shardwright.core.torch_internals.tensors import as_subclass, storage_id
+from shardwright.errors import PlanError
+
+aten = torch.ops.aten
+
+VIEWS = (
+    *(aten.select.int, aten.slice.Tensor, aten.diagonal.default, aten.unfold.default),
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
+    *(aten.view.default, aten._unsafe_view.default),
+)
+"""Views for which DTensor gathers dimensions that are cut."""
+
+
+def refuse_lost_writes() -> None:
+    """Lets every DTensor of this process refuse writes to parts that are copies."""
+    for view in VIEWS:
+        change_results(view, _with_copies)
+
+
+def _with_copies(results: Any, args: Sequence[Any]) -> Any:
+    source = storage_id(local_tensor(args[0]))
+
+    def marked(result: DTensor) -> DTensor:
+        local = local_tensor(result)
+        if type(local) is not Tensor or storage_id(local) == source:
+            return result
+        return with_spec(GatheredCopy.of(local), spec_of(result))
+
+    return pytree.tree_map_only(DTensor, marked, results)
+
+
+class GatheredCopy(Tensor):
+    """A tensor that is a copy of what it seems to be a part of."""
+
+    copied: Tensor
+    __torch_function__ = plain_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> GatheredCopy:
+        """The numbers of `tensor`, which can be read only."""
+        result = as_subclass(cls, tensor)
+        result.copied = tensor
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        schema, kwargs = schema_of(function), kwargs or {}
+        for number, argument in enumerate(schema.arguments):
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                _check_writable(function, value)
+        copies = partial(pytree.tree_map_only, cls, lambda copy: copy.copied)
+        results = function(*copies(args), **copies(kwargs))
+        is_view = any(result.alias_info is not None for result in schema.returns)
+        if is_view and not schema.is_mutable:
+            return pytree.tree_map_only(Tensor, cls.of, results)
+        return results
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.copied.numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.copied.tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return deepcopy(self.copied, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.copied.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _check_writable(function: Any, value: Any) -> None:
+    """Raises:
+    PlanError: for a copy, or a list with one.
+    """
+    if any(isinstance(leaf, GatheredCopy) for leaf in pytree.tree_leaves(value)):
+        raise PlanError(
+            f"{function} writes to a part of a DTensor along a dimension that is cut over devices;"
+            " PyTorch has gathered this part, so the write would change a copy only: write to the"
+            " whole tensor (`mul_`, `masked_fill_`, `copy_`), or before `plan`; to change a copy,"
+            " `clone` it"
+        )

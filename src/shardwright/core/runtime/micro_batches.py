@@ -1,0 +1,120 @@
+"""Micro-batches: equal pieces of a batch that follow each other through a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.graph import Value
+from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.partition.decisions import CutAxes
+from shardwright.core.partition.pipeline_spec import PipelineSpec
+from shardwright.errors import PlanError
+
+HOW_CUT = "tensors with as many rows as the first are cut, others are given whole"
+
+
+def of_the_batch(leaves: Sequence[Any]) -> list[bool]:
+    """Which leaves of a call are cut into micro-batches: the tensors whose dimension 0 is as long
+    as that of the first tensor that has dimensions. Every micro-batch gets the others whole."""
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+    return [
+        isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == sizes[0] for leaf in leaves
+    ]
+
+
+def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
+    """The leaves of a call for one of `count` equal pieces of the batch, as views.
+
+    Raises:
+        PlanError: if the batch cannot be split into so many equal pieces.
+    """
+    result = []
+    for leaf, cut in zip(leaves, of_the_batch(leaves), strict=True):
+        if cut and leaf.is_nested:
+            raise PlanError("an argument is a nested tensor, which cannot be cut: pad its rows")
+        if cut:
+            rows, rest = divmod(leaf.shape[0], count)
+            if rest:
+                divisors = [str(each) for each in _divisors(leaf.shape[0])]
+                valid = ", ".join(divisors[:12] + ["…"] * (len(divisors) > 12))
+                raise PlanError(
+                    f"a batch of {leaf.shape[0]} rows cannot be split into {count} equal"
+                    f" micro-batches; valid numbers are {valid}"
+                )
+            leaf = leaf[number * rows : (number + 1) * rows]
+        result.append(leaf)
+    return result
+
+
+def with_samples(leaves: Sequence[Any], samples: int) -> list[Any]:
+    """The leaves of a call of the same shapes and dtypes, but with so many samples."""
+    return [
+        torch.empty(samples, *leaf.shape[1:], dtype=leaf.dtype, device=leaf.device).requires_grad_(
+            leaf.requires_grad
+        )
+        if cut
+        else leaf
+        for leaf, cut in zip(leaves, of_the_batch(leaves), strict=True)
+    ]
+
+
+def most_micro_batches(leaves: Sequence[Any], pipeline: PipelineSpec) -> int:
+    """Into how many pieces a batch is cut: as planned, or for a batch of another size the most that
+    divide it and that the schedule can run."""
+    rows = _rows(leaves)
+    return next(
+        count
+        for count in range(pipeline.micro_batches, 0, -1)
+        if rows % count == 0 and pipeline.can_run(count)
+    )
+
+
+def numbers_of_pieces(leaves: Sequence[Any]) -> list[int]:
+    """Into how many equal pieces the batch of a call can be cut, from 1 on."""
+    return _divisors(_rows(leaves))
+
+
+def _rows(leaves: Sequence[Any]) -> int:
+    """Of the batch; 1 if nothing is cut."""
+    cut = of_the_batch(leaves)
+    return next((leaf.shape[0] for leaf, is_cut in zip(leaves, cut, strict=True) if is_cut), 1)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def whole_leaves(
+    planned: Sequence[Any], mesh: Layout, arrivals: Mapping[str, CutAxes], leaves: Sequence[Any]
+) -> list[Any]:
+    """The leaves of a call as the model is to see them: in place of shards of inputs that arrive
+    sharded, tensors of the whole shape without data.
+
+    Args:
+        planned: what was planned in the place of each leaf; None where nothing was.
+
+    Raises:
+        PlanError: if it is not known whether a tensor arrives sharded.
+    """
+    if not arrivals:
+        return list(leaves)
+    result = []
+    for value, leaf in zip(planned, leaves, strict=True):
+        if value is None and isinstance(leaf, Tensor) and leaf.ndim:
+            raise PlanError(
+                "a call has a tensor that the planned call has not, and other inputs arrive in "
+                "parts: plan with an example that has it, or without dataset_strategy"
+            )
+        cut = isinstance(value, Value) and value.name in arrivals
+        if cut and isinstance(leaf, Tensor) and leaf.ndim == len(value.shape):
+            counts = TensorLayout(mesh, arrivals[value.name]).shard_counts
+            shape = [size * count for size, count in zip(leaf.shape, counts, strict=True)]
+            leaf = torch.empty(shape, dtype=leaf.dtype, device="meta")
+        result.append(leaf)
+    return result

@@ -1,0 +1,209 @@
+"""Named ranges in a trace of `torch.profiler`: operators, conversions, buckets and stages.
+
+| range | what happens in it |
+|---|---|
+| `net.hidden1` | an operator, by its module path |
+| `send all_reduce over tp, 4096 B` | a collective is started, or made at once |
+| `wait for all_reduce over tp` | its result is waited for |
+| `bucket 2` | a bucket of parameters is gathered, or its gradients reduced |
+| `schedule` | all chunks of a pipeline stage work on all micro-batches, and wait for others |
+| `forward of chunk 1, micro-batch 0` | one of them; likewise `backward`, and `weights` of a half |
+
+They are part of programs that are made for `Devices` with `named_ranges`. All others are made
+without them, so that they cost nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from shardwright.core.layout.axes import Axes
+from shardwright.core.layout.collective_spec import COLLECTIVES
+from shardwright.core.layout.layout import Layout
+from shardwright.core.rules.rule import Reduce, Reduction
+from shardwright.core.runtime.buckets import BoundBucket
+from shardwright.core.runtime.collectives import BoundCollective, Collective
+
+SCHEDULE = "schedule"
+PASSES = {
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "weights",
+}
+"""The methods of PyTorch's stages that work on one micro-batch."""
+
+SEND = re.compile(r"send (?P<kind>\w+) over (?P<over>.+), (?P<bytes>\d+) B")
+WAIT = re.compile(r"wait for (?P<kind>\w+) over (?P<over>.+)")
+BUCKET = re.compile(r"bucket \d+")
+PASS = re.compile(r"(forward|backward|weights) of chunk \d+, micro-batch \d+")
+
+
+@dataclass(frozen=True)
+class CollectiveRange:
+    """The ranges of one kind of collective over some axes.
+
+    Args:
+        over: the names of the axes.
+        size: of their group.
+    """
+
+    kind: str
+    over: str
+    size: int
+
+    @classmethod
+    def of(cls, kind: str, axes: Axes, layout: Layout) -> CollectiveRange:
+        return cls(kind, layout.named(tuple(sorted(axes))), layout.size(axes))
+
+    def send(self, num_bytes: int) -> record_function:
+        """Around what starts it.
+
+        Args:
+            num_bytes: of what this device gives to it.
+        """
+        larger = num_bytes * self.size if self.kind == "all_gather" else num_bytes
+        sent = COLLECTIVES[self.kind].sent(larger, self.size)
+        return record_function(f"send {self.kind} over {self.over}, {sent} B")
+
+    def wait(self) -> record_function:
+        """Around what waits for it."""
+        return record_function(f"wait for {self.kind} over {self.over}")
+
+    def around(self, collective: Collective) -> Collective:
+        """The collective, both halves in their ranges."""
+
+        def start(x: Tensor) -> Tensor:
+            with self.send(x.nbytes):
+                return collective.start(x)
+
+        def finish(pending: Tensor, dtype: Any) -> Tensor:
+            with self.wait():
+                return collective.finish(pending, dtype)
+
+        return replace(collective, start=start, finish=finish)
+
+
+def around_both(
+    bound: BoundCollective, forward: str | None, backward: str | None, axes: Axes, layout: Layout
+) -> BoundCollective:
+    """A step in its ranges, forward and backward.
+
+    Args:
+        forward, backward: the kinds of its collectives; None for what sends nothing.
+    """
+
+    def around(collective: Collective, kind: str | None) -> Collective:
+        return (
+            collective
+            if kind is None
+            else CollectiveRange.of(kind, axes, layout).around(collective)
+        )
+
+    return BoundCollective(around(bound.forward, forward), around(bound.backward, backward))
+
+
+def around_reduction(reduce: Reduce, reduction: Reduction, axes: Axes, layout: Layout) -> Reduce:
+    """A collective inside a kernel in its ranges."""
+    kind, whole = reduction.collective, reduce.run
+    which = CollectiveRange.of(kind, axes, layout)
+
+    def start(x: Tensor) -> Tensor:
+        with which.send(x.nbytes):
+            return reduce.start(x)
+
+    def end(x: Tensor) -> Tensor:
+        with which.wait():
+            return reduce.end(x)
+
+    if isinstance(whole, BoundCollective):
+        back = kind if reduction.varying else None
+        return Reduce(around_both(whole, kind, back, axes, layout), start, end, reduce.place)
+    return Reduce(lambda x: end(start(x)), start, end, reduce.place)
+
+
+def in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass of a pipeline stage in its range; its first argument is the micro-batch."""
+
+    def call(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+        with record_function(f"{name}, micro-batch {micro_batch}"):
+            return function(micro_batch, *args, **kwargs)
+
+    return call
+
+
+@dataclass(frozen=True, eq=False)
+class RangedBucket(BoundBucket):
+    """A bucket whose collectives are in ranges."""
+
+    layout: Layout
+
+    @classmethod
+    def of(cls, bound: BoundBucket, layout: Layout) -> RangedBucket:
+        return cls(bound.bucket, bound.gathers, bound.replicas, layout)
+
+    @cached_property
+    def _gather(self) -> CollectiveRange:
+        return self._over("all_gather", [gather.group.axes for gather in self.gathers])
+
+    @cached_property
+    def _scatter(self) -> CollectiveRange:
+        axes = [gather.group.axes for gather in self.gathers if gather.reduces]
+        return self._over("reduce_scatter", axes)
+
+    @cached_property
+    def _sum(self) -> CollectiveRange:
+        assert self.replicas is not None
+        return self._over("all_reduce", [self.replicas.axes])
+
+    def _over(self, kind: str, axes: Sequence[Axes]) -> CollectiveRange:
+        return CollectiveRange.of(kind, tuple({a for each in axes for a in each}), self.layout)
+
+    @property
+    def _stored(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def _range(self) -> record_function:
+        return record_function(f"bucket {self.bucket.number}")
+
+    def gather(self, shards: Sequence[Tensor]) -> Tensor:
+        with self._range, self._gather.send(self._stored):
+            return super().gather(shards)
+
+    def gathered(self, pending: Tensor) -> list[Tensor]:
+        with self._range, self._gather.wait():
+            return super().gathered(pending)
+
+    def reduce(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        with self._range:
+            if self._scatters:
+                with self._scatter.send(self._stored * self._scatter.size):
+                    return super().reduce(gradients)
+            if self.replicas is not None:
+                with self._sum.send(self._stored):
+                    return super().reduce(gradients)
+            return super().reduce(gradients)
+
+    def sum_replicas(self, flat: Tensor) -> Tensor:
+        if not self._scatters:
+            return super().sum_replicas(flat)
+        with self._range:
+            with self._scatter.wait():
+                flat = self._complete(flat)
+            if self.replicas is None:
+                return flat
+            with self._sum.send(flat.nbytes):
+                return super().sum_replicas(flat)
+
+    def shard_gradients(self, flat: Tensor) -> list[Tensor]:
+        if self.replicas is None:
+            return super().shard_gradients(flat)
+        with self._range, self._sum.wait():
+            return super().shard_gradients(flat)

@@ -1,0 +1,160 @@
+"""Redistributions that are started in one line of a program and finished in another, and linear
+layers that compute the gradient of their weight while that of their input is under way.
+
+| line | forward | backward |
+|---|---|---|
+| `start` | starts the collective | waits for that of the gradient |
+| `delay` | nothing | computes the weight's gradient |
+| `finish` | waits for the collective | starts that of the gradient |
+| `linear` | the product | the gradient of its input only |
+
+Autograd runs the lines backwards. So what stands between `start` and `finish` goes on beside the
+collective in both directions, and the gradient of a weight that is delayed there beside that of the
+gradient, as in Megatron-LM (Korthikanti et al., "Reducing activation recomputation in large
+transformer models", 2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardwright.core.runtime.collective_errors import program_line
+from shardwright.core.runtime.collectives import BoundCollective
+
+
+class Pending(NamedTuple):
+    """A redistribution that is under way.
+
+    Args:
+        token: through which its gradient flows, without numbers; None if there is none.
+        tensor: what `Collective.start` gave.
+        dtype: of what was sent.
+    """
+
+    token: Tensor | None
+    tensor: Tensor
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StartCollective:
+    """Starts a redistribution of a local tensor."""
+
+    bound: BoundCollective
+
+    def __call__(self, x: Tensor) -> Pending:
+        token = _StartWithGradient.apply(x, self.bound) if x.requires_grad else None  # type: ignore[no-untyped-call]
+        return Pending(token, self.bound.forward.start(x.detach()), x.dtype)
+
+
+@dataclass(frozen=True)
+class FinishCollective:
+    """The local tensor that a redistribution gives."""
+
+    bound: BoundCollective
+
+    def __call__(self, pending: Pending) -> Tensor:
+        token, tensor, dtype = pending
+        if token is None:
+            return self.bound.forward.finish(tensor, dtype)
+        return _FinishWithGradient.apply(token, tensor, dtype, self.bound)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _StartWithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bound: BoundCollective) -> Tensor:
+        ctx.backward_collective, ctx.dtype, ctx.place = bound.backward, x.dtype, program_line()
+        return x.new_empty(()).expand(bound.backward.pending_shape(x.shape))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.backward_collective.finish(gradients[0], ctx.dtype), None
+
+
+class _FinishWithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, tensor: Tensor, dtype: torch.dtype, bound: BoundCollective
+    ) -> Tensor:
+        ctx.backward_collective, ctx.place = bound.backward, program_line()
+        out = bound.forward.finish(tensor, dtype)
+        return out.view_as(out) if out is tensor else out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.backward_collective.start(gradients[0]), None, None, None
+
+
+class DelayedWeight(NamedTuple):
+    """A weight whose gradient is computed where it was delayed.
+
+    Args:
+        gradient, x: through which the gradient of the product and its input come there, without
+            numbers; None if the weight has no gradient.
+    """
+
+    weight: Tensor
+    gradient: Tensor | None
+    x: Tensor | None
+
+
+@dataclass(frozen=True)
+class DelayGradient:
+    """Delays the gradient of a linear layer's weight.
+
+    Args:
+        x_shape, shape: of the layer's input and output.
+    """
+
+    x_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __call__(self, weight: Tensor) -> DelayedWeight:
+        if not weight.requires_grad:
+            return DelayedWeight(weight, None, None)
+        tokens = _Delay.apply(weight, self.x_shape, self.shape)  # type: ignore[no-untyped-call]
+        return DelayedWeight(weight.detach(), *tokens)
+
+
+def delayed_linear(x: Tensor, delayed: DelayedWeight, bias: Tensor | None = None) -> Tensor:
+    """A linear layer with a weight whose gradient is delayed."""
+    weight, gradient, token = delayed
+    if gradient is None:
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, gradient, token)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Delay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, x_shape: tuple[int, ...], shape: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        nothing = weight.new_empty(())
+        return nothing.expand(shape), nothing.expand(x_shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        gradient, x = gradients
+        return gradient.flatten(0, -2).t() @ x.flatten(0, -2), None, None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor, token: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        x_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
+        return x_gradient, None, bias, gradient, x

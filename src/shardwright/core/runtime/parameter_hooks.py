@@ -1,0 +1,50 @@
+"""Hooks on the gradients of parameters, on their way to DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.torch_internals.hooks import accumulation_hooks, gradient_hooks
+
+Shard = Callable[[Tensor], Tensor]
+"""Gives this rank's shard of a whole tensor, as a DTensor."""
+
+Hook = Callable[[Any], Any]
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether something is called when the parameter gets its gradient."""
+    return bool(gradient_hooks(parameter) or accumulation_hooks(parameter))
+
+
+def take_hooks(stored: Tensor, parameter: Tensor, shard: Shard) -> None:
+    """Registers the hooks of a whole `parameter` on the one that is `stored` in its place.
+
+    Gradient hooks see the gradient whole, and what they return is sharded again; hooks after
+    accumulation are passed the stored parameter. Removing a hook from `parameter` removes it here.
+    """
+    if not stored.requires_grad:
+        return
+    for hooks, register in (
+        (gradient_hooks(parameter), stored.register_hook),
+        (accumulation_hooks(parameter), stored.register_post_accumulate_grad_hook),
+    ):
+        for number in hooks:
+            register(_moved(hooks, number, shard))  # type: ignore[no-untyped-call]
+
+
+def _moved(hooks: Mapping[int, Hook], number: int, shard: Shard) -> Hook:
+    def moved(tensor: Tensor) -> Tensor | None:
+        if number not in hooks:
+            return None
+        if tensor.is_leaf or not isinstance(tensor, DTensor):
+            result: Tensor | None = hooks[number](tensor)
+            return result
+        result = hooks[number](tensor.full_tensor())
+        return None if result is None else shard(result)
+
+    return moved

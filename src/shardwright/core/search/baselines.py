@@ -1,0 +1,87 @@
+"""Plans that need no search: along the batch, as pinned, or nothing at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from shardwright.core.graph.graph import Graph
+from shardwright.core.layout.layout import Layout
+from shardwright.core.rules.rule import Cuts
+from shardwright.core.search.indexed_graph import IndexedGraph, index_graph
+from shardwright.core.search.recursive.axis_level import AxisLevel
+from shardwright.core.search.recursive.search import nearest_multiples, record
+from shardwright.core.search.request import CutsOfGraph, SearchMode, SearchRequest
+from shardwright.errors import StrategyError
+
+
+def data_parallel(graph: Graph, mesh: Layout) -> CutsOfGraph:
+    """Every operator follows the batch, dim 0 of the model's inputs, on every axis.
+
+    Raises:
+        StrategyError: the model has no tensor input, or its batch size is not a multiple of the
+            number of devices.
+    """
+    indexed = index_graph(graph)
+    devices, batch_size = mesh.num_devices, indexed.batch_size
+    if batch_size is None:
+        raise StrategyError("data parallel: the model has no tensor input with a batch dimension")
+    if batch_size % devices:
+        valid = " or ".join(map(str, nearest_multiples(batch_size, devices)))
+        raise StrategyError(
+            f"data parallel: the batch size {batch_size} (dim 0 of the inputs) is not divisible by"
+            f" {devices} devices; valid are multiples of {devices}, such as {valid}"
+        )
+    return _along_batch(indexed, mesh)
+
+
+def semi_auto(graph: Graph, mesh: Layout, pinned: Mapping[str, Cuts]) -> CutsOfGraph:
+    """Pinned operators as they are pinned, all others along the batch.
+
+    Where the batch cannot be divided by all devices it is divided by as many axes as go, the
+    outermost first. What the batch does not reach is whole. Layouts are converted between
+    operators that are cut differently.
+    """
+    cuts = _along_batch(index_graph(graph), mesh)
+    cuts.update({name: dict(factors) for name, factors in pinned.items()})
+    return {name: factors for name, factors in cuts.items() if factors}
+
+
+def _along_batch(indexed: IndexedGraph, mesh: Layout) -> CutsOfGraph:
+    parts = [(1,) * len(kind.factors) for kind in indexed.kinds]
+    cuts: CutsOfGraph = {}
+    for axis, axis_size in enumerate(mesh.device_matrix):
+        level = AxisLevel(indexed, parts, axis_size)
+        level.fill()
+        record(indexed, level.choice, axis, cuts)
+        parts = level.next_parts()
+    return cuts
+
+
+class DataParallel(SearchMode):
+    """Every operator along the batch."""
+
+    name: ClassVar[str] = "data_parallel"
+    takes_pins: ClassVar[bool] = False
+
+    def search(self, request: SearchRequest) -> CutsOfGraph:
+        return data_parallel(request.graph, request.mesh)
+
+
+class SemiAuto(SearchMode):
+    """Pinned operators as they are pinned, all others along the batch."""
+
+    name: ClassVar[str] = "semi_auto"
+
+    def search(self, request: SearchRequest) -> CutsOfGraph:
+        return semi_auto(request.graph, request.mesh, request.pinned)
+
+
+class StandAlone(SearchMode):
+    """Nothing is cut: every device computes everything."""
+
+    name: ClassVar[str] = "stand_alone"
+    takes_pins: ClassVar[bool] = False
+
+    def search(self, request: SearchRequest) -> CutsOfGraph:
+        return {}

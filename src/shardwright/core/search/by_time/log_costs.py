@@ -1,0 +1,60 @@
+"""The costs of a search by seconds as those of the symbolic one are logged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from shardwright.core.rules.rule import Cuts
+from shardwright.core.search.by_time.axis_tables import Weights
+from shardwright.core.search.by_time.objective import Objective
+from shardwright.core.search.by_time.problem import SearchProblem
+from shardwright.core.search.cost_log import CutAlternative, log_choice
+from shardwright.core.search.cut_moves import axes_of_factors, factor_of_axis
+from shardwright.core.search.indexed_graph import NO_CUT
+
+logger = logging.getLogger("shardwright.search")
+
+
+def log_costs(
+    problem: SearchProblem,
+    objective: Objective,
+    axes: Sequence[int],
+    cuts: Sequence[Cuts],
+    weights: Weights,
+) -> None:
+    """Writes what each choice of each operator costs in seconds of a step, with all others as they
+    are decided; of blocks that repeat once.
+
+    Args:
+        cuts: of the variables, as they are decided.
+    """
+    around = problem.edges_around()
+    mesh = objective.model.mesh
+    for number, variable in enumerate(problem.variables):
+        if not variable.kind.is_main or variable.pinned is not None:
+            continue
+        kind, current = variable.kind, factor_of_axis(cuts[number])
+        for axis in axes:
+            alternatives: list[CutAlternative] = []
+            for factor in (*kind.choices, NO_CUT):
+                rest = {a: f for a, f in current.items() if a != axis}
+                added = {} if factor == NO_CUT else {axis: kind.factors[factor]}
+                moved = axes_of_factors({**rest, **added})
+                limits = dict(zip(kind.factors, kind.limits, strict=True))
+                if any(limits[f] % mesh.size(over) for f, over in moved.items()):
+                    continue
+                every = [*cuts[:number], moved, *cuts[number + 1 :]]
+                label = "no_cut" if factor == NO_CUT else kind.labels[kind.choices.index(factor)]
+                sent = sum(weights.of(objective.edge(edge, every)) for edge in around[number])
+                own = weights.of(objective.operator(variable, moved))
+                alternatives.append(CutAlternative(factor, label, own, sent))
+            here = current.get(axis)
+            chosen = [
+                each
+                for each in alternatives
+                if (None if each.factor == NO_CUT else kind.factors[each.factor]) == here
+            ]
+            if chosen:
+                size = mesh.device_matrix[axis]
+                log_choice(logger.info, variable.op.name, axis, size, alternatives, chosen[0], " s")

@@ -1,0 +1,37 @@
+"""The search modes, by the names that users write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from shardwright.core.search.baselines import DataParallel, SemiAuto, StandAlone
+from shardwright.core.search.by_time.exact import ExactSearch
+from shardwright.core.search.propagation.propagation import ShardingPropagation
+from shardwright.core.search.recursive_programming import RecursiveProgramming
+from shardwright.core.search.request import SearchMode
+from shardwright.errors import StrategyError
+
+_MODES: tuple[SearchMode, ...] = (
+    RecursiveProgramming(),
+    ExactSearch(),
+    ShardingPropagation(),
+    SemiAuto(),
+    DataParallel(),
+    StandAlone(),
+)
+
+MODES: Mapping[str, SearchMode] = MappingProxyType({mode.name: mode for mode in _MODES})
+
+
+def check_takes_pins(mode: str, pinned: Mapping[str, object]) -> None:
+    """Raises:
+    StrategyError: if operators are pinned in a mode that decides all of them itself.
+    """
+    if pinned and not MODES[mode].takes_pins:
+        names = ", ".join(list(pinned)[:5]) + (" …" if len(pinned) > 5 else "")
+        valid = ", ".join(name for name, other in MODES.items() if other.takes_pins)
+        raise StrategyError(
+            f"mode={mode!r} decides every operator itself, but `shard` pins {names}; modes that"
+            f" support pinned operators are {valid}"
+        )

@@ -1,0 +1,87 @@
+"""Operators as PyTorch's dispatcher knows them, and the nodes of graphs that call them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import FunctionSchema, fx
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.library import Library
+
+__all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "assert_tensor",
+    "call_composite",
+    "is_erased",
+    "operator_name",
+    "operators_of_several_tensors",
+    "overload_name",
+    "pack_padded_sequence",
+    "schema_of",
+    "unregister",
+]
+
+
+assert_tensor = torch._assert
+"""`assert` as a function, which modes for functions see."""
+
+pack_padded_sequence = torch._pack_padded_sequence
+"""What `torch.nn.utils.rnn.pack_padded_sequence` and `pack_sequence` call."""
+
+
+def schema_of(overload: OpOverload) -> FunctionSchema:
+    """Arguments and results of an operator: names, types, defaults, and which of them share memory
+    or are written to."""
+    return overload._schema
+
+
+def operator_name(overload: OpOverload) -> str:
+    """`mean` of `aten.mean.dim`."""
+    return overload._opname
+
+
+def overload_name(overload: OpOverload) -> str:
+    """`dim` of `aten.mean.dim`."""
+    return overload._overloadname
+
+
+def call_composite(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Runs the kernel that calls other operators in place of this one."""
+    name = overload.name()  # type: ignore[no-untyped-call]
+    for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.CompositeExplicitAutograd):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+            # Modes for functions, such as that of `make_fx`, would call the operator itself.
+            with torch._C.DisableTorchFunction():
+                return overload._op_dk(key, *args, **kwargs)
+    raise NotImplementedError(f"{overload} is not composed of others")
+
+
+@cache
+def operators_of_several_tensors() -> tuple[OpOverload, ...]:
+    """Those of ATen that take a list of tensors, or more than one."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, place = name.partition("::")
+        packet, _, overload = place.partition(".")
+        if space != "aten":
+            continue
+        operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        types = [str(argument.type) for argument in schema_of(operator).arguments]
+        count = sum(2 if "List[" in text else 1 for text in types if "Tensor" in text)
+        if count > 1:
+            found.append(operator)
+    return tuple(found)
+
+
+def unregister(library: Library) -> None:
+    """Takes back all kernels that were registered through `library`."""
+    library._destroy()  # type: ignore[no-untyped-call]
+
+
+def is_erased(node: fx.Node) -> bool:
+    """Whether a node was removed from its graph."""
+    return node._erased

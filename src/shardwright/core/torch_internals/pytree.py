@@ -1,0 +1,112 @@
+"""Nested tuples, lists and dictionaries as a list of leaves and a structure.
+
+PyTorch exports models with these structures, so no other library's would do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils._pytree import (
+    SequenceKey,
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_structure,
+    tree_unflatten,
+    treespec_dumps,
+)
+
+from shardwright.core.torch_internals.tensors import version
+
+__all__ = [
+    "SequenceKey",
+    "TreeSpec",
+    "keystr",
+    "register_dataclasses",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_structure",
+    "tree_unflatten",
+    "treespec_dumps",
+    "treespec_loads",
+]
+
+
+_TYPES = (bool, dict, float, int, list, set, str, tuple)
+_FACTORIES = {(each.__module__, each.__name__) for each in _TYPES}
+
+
+def treespec_loads(text: str) -> TreeSpec:
+    """The structure that `treespec_dumps` wrote.
+
+    Raises:
+        ValueError: if the text is malformed, or names code: default factories other than types of
+            Python, or enumerations of modules that are not imported.
+    """
+    try:
+        _, structure = json.loads(text)
+        _check_names(structure)
+        return _pytree.treespec_loads(text)
+    except Exception as error:  # Malformed text can raise anything.
+        raise ValueError(f"not the structure of a call: {error}") from error
+
+
+def _check_names(structure: dict[str, Any]) -> None:
+    """PyTorch imports the modules that it finds in a structure."""
+    context = structure["context"]
+    if isinstance(context, dict) and "default_factory_name" in context:
+        factory = context["default_factory_module"], context["default_factory_name"]
+        if factory not in _FACTORIES:
+            raise ValueError(f"it refers to the function {'.'.join(factory)}")
+    if isinstance(context, str) and structure["type"] is not None:
+        json.loads(context, object_hook=_check_enumeration)
+    for part in structure["children_spec"]:
+        _check_names(part)
+
+
+def _check_enumeration(context: dict[str, Any]) -> None:
+    if "__enum__" in context and context["fqn"].partition(":")[0] not in sys.modules:
+        raise ValueError(f"it refers to the enumeration {context['fqn']}")
+
+
+def register_dataclasses(value: Any) -> None:
+    """Lets structures tell the fields of the dataclasses that are in `value`, as PyTorch itself
+    does once `torch.export.register_dataclass` was called. Those that hold something else when they
+    are made anew of their fields stay leaves."""
+    for leaf in tree_leaves(value):
+        kind = type(leaf)
+        if is_dataclass(kind):
+            parts = {field.name: getattr(leaf, field.name, None) for field in fields(kind)}
+            if _is_made_of(kind, parts) and getattr(leaf, "__dict__", {}).keys() <= parts.keys():
+                torch.export.register_dataclass(kind)
+                register_dataclasses(parts)
+
+
+def _is_made_of(kind: type, parts: dict[str, Any]) -> bool:
+    before = _seen(parts)
+    try:
+        made = kind(**parts)
+    except Exception:  # Whatever its own code raises.
+        return False
+    kept = all(getattr(made, name) is part for name, part in parts.items())
+    return kept and _seen(parts) == before
+
+
+def _seen(parts: dict[str, Any]) -> list[tuple[int, int]]:
+    """What differs once a tensor or a container is changed in place."""
+    leaves = tree_leaves(parts)
+    return [(id(leaf), version(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves]

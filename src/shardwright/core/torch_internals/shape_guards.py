@@ -1,0 +1,27 @@
+"""What a trace with symbols for sizes has taken for granted about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shardwright.core.torch_internals.tensors import FakeTensor, FakeTensorMode
+
+
+class ShapeGuards:
+    """The conditions under which another call would have been traced alike.
+
+    Args:
+        inputs: of the trace, whose sizes may be symbols.
+    """
+
+    def __init__(self, inputs: Sequence[FakeTensor]) -> None:
+        self.mode: FakeTensorMode = inputs[0].fake_mode
+        assert self.mode.shape_env is not None
+        self.symbols = self.mode.shape_env
+        self.code = self.symbols.produce_guards_expression(inputs, ignore_static=False)
+
+    def hold(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether sizes and strides fulfil them."""
+        return self.code is None or bool(self.symbols.evaluate_guards_expression(self.code, inputs))

@@ -1,5 +1,0 @@
-"""How a tensor lies on a matrix of devices, and the cheapest way from one layout to another."""
-
-from shardwright.layout.layout import Layout, TensorLayout
-
-__all__ = ["Layout", "TensorLayout"]

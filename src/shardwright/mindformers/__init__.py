@@ -1,0 +1,6 @@
+"""MindFormers configuration files, accepted as they are."""
+
+from shardwright.mindformers.run import LanguageRun, language_run
+from shardwright.mindformers.translate import translate_run
+
+__all__ = ["LanguageRun", "language_run", "translate_run"]

@@ -1,0 +1,91 @@
+"""Mixtures of experts: `moe_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardwright.mindformers.keys import Keys
+
+_NO_EFFECT: Mapping[str, str] = {
+    "capacity_factor": "no token is dropped",
+    "aux_loss_factor": "the loss has no term that balances experts",
+    "z_loss_factor": "the loss has no term of the router's scores",
+}
+
+
+def read_experts(
+    section: Keys, config: Keys, family: str, notes: list[str]
+) -> tuple[str, dict[str, Any]]:
+    """The family, which biases and experts make another one, and the sizes of its experts.
+
+    Raises:
+        ConfigError: experts as no model here has them.
+    """
+    number, biased = section.whole("expert_num", 1), config.flag("qkv_has_bias", False)
+    if biased and family not in ("llama", "qwen"):
+        raise config.error("qkv_has_bias", f"True is not supported: {family} has no such biases")
+    if number == 1 and family != "deepseek_v2":
+        return ("qwen" if family == "llama" and biased else family), {}
+    if family not in _MIXTURES:
+        raise section.error("expert_num", f"{number} are not supported here; valid is 1")
+    family, sizes = _MIXTURES[family](section, config)
+    for name, effect in _NO_EFFECT.items():
+        if section.number(name, 0.0):
+            notes.append(f"moe_config.{name} has no effect: {effect}")
+    return family, {
+        "num_experts": number,
+        "experts_per_token": section.whole("num_experts_chosen", 1),
+        **sizes,
+    }
+
+
+def _mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
+    biased = config.flag("qkv_has_bias", False)
+    shared = section.whole("shared_expert_num", 0, least=0)
+    normalized = section.flag("norm_topk_prob", True)
+    if section.whole("first_k_dense_replace", 0, least=0):
+        raise section.error("first_k_dense_replace", "must be 0: all layers have experts")
+    if section.text("topk_method", "greedy") != "greedy":
+        raise section.error("topk_method", "must be greedy: tokens choose among all experts")
+    if shared and not (biased and section.flag("use_shared_expert_gating", False)):
+        problem = "must be 0 without qkv_has_bias and use_shared_expert_gating, as in Qwen's models"
+        raise section.error("shared_expert_num", problem)
+    if not shared and (biased or not normalized):
+        name = "norm_topk_prob" if not normalized else "shared_expert_num"
+        raise section.error(name, "differs from Mixtral's, and Qwen's models have a shared expert")
+    if not shared:
+        return "mixtral", {}
+    width = shared * config.whole("intermediate_size")
+    hf = {"shared_expert_intermediate_size": width, "norm_topk_prob": normalized}
+    return "qwen_moe", {"hf": hf}
+
+
+def _deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
+    """Latent attention, and experts of which some layers and some parts have one kind only."""
+    if section.flag("norm_topk_prob", True):
+        raise section.error("norm_topk_prob", "must be False: the weights of experts are no shares")
+    if section.flag("use_shared_expert_gating", False):
+        raise section.error("use_shared_expert_gating", "must be False: DeepSeek-V2 has no gate")
+    method = section.text("topk_method", "greedy", valid=("greedy", "group_limited_greedy"))
+    hf: dict[str, Any] = {
+        "topk_method": method,
+        "n_shared_experts": section.whole("shared_expert_num"),
+        "moe_intermediate_size": section.whole("moe_intermediate_size"),
+        "first_k_dense_replace": section.whole("first_k_dense_replace", 0, least=0),
+        "routed_scaling_factor": section.number("routed_scaling_factor", 1.0, above=0),
+        **{name: config.whole(name) for name in _LATENT},
+    }
+    hf["q_lora_rank"] = config.whole("q_lora_rank") if config.has("q_lora_rank") else None
+    if method == "group_limited_greedy":
+        hf |= {name: section.whole(name) for name in ("n_group", "topk_group")}
+    return "deepseek_v2", {"hf": hf}
+
+
+_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+"""Sizes of latent attention."""
+
+_MIXTURES: Mapping[str, Callable[[Keys, Keys], tuple[str, dict[str, Any]]]] = {
+    "llama": _mixtral_or_qwen,
+    "deepseek_v2": _deepseek_v2,
+}

@@ -1,0 +1,298 @@
+"""How it is trained: `optimizer`, `lr_schedule`, `runner_config`, `recompute_config` and files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.mindformers.keys import Keys
+from shardwright.mindformers.parallelism import WHOLE_OPERATORS, Parallelism
+from shardwright.models.sizes import MAX_LAYERS
+
+_OPTIMIZERS = (
+    *("FP32StateAdamWeightDecay", "FusedAdamWeightDecay", "AdamWeightDecayX"),
+    *("AdamWeightDecay", "AdamW"),
+)
+_SCHEDULES = {
+    "CosineWithWarmUpLR": "cosine",
+    "LinearWithWarmUpLR": "linear",
+    "PolynomialWithWarmUpLR": "polynomial",
+    "ConstantWarmUpLR": "constant",
+    "cosine": "cosine",
+    "linear": "linear",
+    "polynomial": "polynomial",
+    "constant_with_warmup": "constant",
+}
+_CHECKPOINTS = ("CheckpointMonitor", "CheckpointMointor")
+"""The callback that saves checkpoints, and how older files write its name."""
+_OF_SCHEDULES = {"warmup_lr_init": 0.0, "warmup_epochs": 0.0, "num_cycles": 0.5}
+"""The only values with which schedules here are those of MindFormers."""
+
+_CLIP_NORM = 1.0
+"""To which norm gradients are clipped where `use_clip_grad` does not say."""
+
+
+StageBlocks = bool | tuple[int, ...]
+"""All blocks, none, or the number of the first ones of each stage."""
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What is recomputed in the backward pass.
+
+    Args:
+        blocks: every block, but for its last operator, or so many first ones of each stage.
+        selective: what is cheap to recompute: activation functions and what attention saves;
+            likewise, in blocks of which not all is recomputed.
+        communication: communication inside is recomputed too.
+        gathers: parameters that are stored sharded are gathered again.
+    """
+
+    blocks: StageBlocks = False
+    selective: StageBlocks = False
+    communication: bool = True
+    gathers: bool = False
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of training.
+
+    Args:
+        seed: of the weights and of the order of samples.
+        resume: whether it goes on with the run that a checkpoint is of.
+        optimizer, train: the sections of these names in a configuration of our own.
+    """
+
+    seed: int
+    resume: bool
+    recompute: Recomputation
+    optimizer: Mapping[str, Any]
+    train: Mapping[str, Any]
+
+
+def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
+    """Reads how a model on so many stages is trained; `notes` collects what has no effect.
+
+    Raises:
+        ConfigError: an unknown kind, a rate that is no number, or two that differ.
+    """
+    keys.text("run_mode", "train", valid=("train", "finetune"))
+    seed, epochs = keys.whole("seed", 0, least=0), keys.section("runner_config").whole("epochs", 1)
+    optimizer = _optimizer(keys, notes)
+    recompute = _recompute(keys.section("recompute_config"), stages, notes)
+    load, resume = keys.text("load_checkpoint"), keys.flag("resume_training", False)
+    if resume and not load:
+        raise keys.error("resume_training", "True needs load_checkpoint: the folder to resume from")
+    checkpoint = _checkpoint(keys)
+    if resume:
+        checkpoint["folder"] = load
+    train: dict[str, Any] = {"epochs": epochs, "seed": seed, "resume": resume}
+    if checkpoint:
+        train["checkpoint"] = checkpoint
+    if load and not resume:
+        train["load"] = load
+    return Training(seed, resume, recompute, optimizer, train)
+
+
+def _checkpoint(keys: Keys) -> dict[str, Any]:
+    """What the callback `CheckpointMonitor` says; other callbacks have no effect."""
+    callbacks, folder = keys.any("callbacks") or [], keys.text("output_dir", "output")
+    if not isinstance(callbacks, list):
+        raise keys.error("callbacks", f"expected a list, got {callbacks!r}")
+    for place, content in enumerate(callbacks):
+        if isinstance(content, Mapping) and content.get("type") in _CHECKPOINTS:
+            monitor = Keys(content, f"callbacks[{place}]", keys.file)
+            return {
+                "folder": folder,
+                "every": monitor.whole("save_checkpoint_steps", 1),
+                "keep": monitor.whole("keep_checkpoint_max", 5),
+                "async": monitor.flag("async_save", False),
+            }
+    return {}
+
+
+def _optimizer(keys: Keys, notes: list[str]) -> dict[str, Any]:
+    """AdamW, to which all optimizers of these files come down."""
+    section, wrapper = keys.section("optimizer"), keys.section("runner_wrapper")
+    section.text("type", "AdamW", valid=_OPTIMIZERS)
+    clips = wrapper.flag("use_clip_grad", False)
+    norm = wrapper.number("max_grad_norm", _CLIP_NORM, above=0)
+    return {
+        "name": "adamw",
+        "learning_rate": _rate(section, keys.section("lr_schedule"), notes),
+        "schedule": _schedule(keys),
+        "betas": _betas(section),
+        "eps": section.number("eps", 1e-8, above=0),
+        "weight_decay": section.number("weight_decay", 0.0, least=0),
+        "decay_vectors": False,
+        "clip_norm": norm if clips else None,
+    }
+
+
+def _betas(section: Keys) -> list[float]:
+    """`beta1` and `beta2`, or the two `betas`."""
+    betas = section.any("betas")
+    if betas is None:
+        names = ("beta1", "beta2")
+    elif not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise section.error("betas", f"expected two numbers, got {betas!r}")
+    elif section.has("beta1") or section.has("beta2"):
+        raise section.error("betas", "give either betas, or beta1 and beta2")
+    else:
+        names = ("betas[0]", "betas[1]")
+        section = Keys(dict(zip(names, betas, strict=True)), section.path, section.file)
+    return [
+        section.number(name, default, least=0, below=1)
+        for name, default in zip(names, (0.9, 0.999), strict=True)
+    ]
+
+
+def _rate(optimizer: Keys, schedule: Keys, notes: list[str]) -> float:
+    """The highest learning rate: that of the schedule, as in MindFormers, where both have one."""
+    section = schedule if schedule.has("learning_rate") else optimizer
+    rate = section.number("learning_rate", above=0)
+    if optimizer.has("learning_rate") and optimizer.number("learning_rate") != rate:
+        notes.append(
+            f"lr_schedule.learning_rate {rate:g} overrides optimizer.learning_rate"
+            f" {optimizer.number('learning_rate'):g}"
+        )
+    return rate
+
+
+def _schedule(keys: Keys) -> dict[str, Any]:
+    section = keys.section("lr_schedule")
+    for name in ("lr_scale", "layer_scale"):
+        if keys.flag(name, False):
+            raise keys.error(name, "True is not supported: learning rates are not scaled")
+    if not section.content:
+        return {"kind": "constant"}
+    for name, value in _OF_SCHEDULES.items():
+        if section.number(name, value) != value:
+            raise section.error(name, f"{section.any(name)} is not supported: must be {value:g}")
+    kind = _SCHEDULES[section.text("type", "ConstantWarmUpLR", valid=list(_SCHEDULES))]
+    steps, ratio = section.whole("warmup_steps", 0, least=0), None
+    if section.has("warmup_ratio"):
+        ratio = section.number("warmup_ratio", least=0, below=1)
+        if steps:
+            raise section.error("warmup_ratio", f"{ratio:g}, but warmup_steps says {steps} steps")
+    total = section.whole("total_steps", -1, least=-1)
+    return {
+        "kind": kind,
+        "end": section.number("lr_end", 0.0, least=0),
+        "warmup_steps": steps,
+        "warmup_ratio": ratio,
+        "total_steps": None if total < 1 else total,
+        "power": section.number("lr_power", 1.0, above=0),
+    }
+
+
+def _recompute(section: Keys, stages: int, notes: list[str]) -> Recomputation:
+    communication = _blocks(section, "select_comm_recompute", stages)
+    if communication is True or (communication and any(communication)):
+        notes.append(
+            "recompute_config.select_comm_recompute has no effect: communication is recomputed"
+            " where all operators of a block are"
+        )
+    return Recomputation(
+        blocks=_blocks(section, "recompute", stages),
+        selective=_blocks(section, "select_recompute", stages),
+        communication=section.flag("mp_comm_recompute", True),
+        gathers=section.flag("parallel_optimizer_comm_recompute", False),
+    )
+
+
+def _blocks(section: Keys, name: str, stages: int) -> StageBlocks:
+    value = section.any(name)
+    if not isinstance(value, list):
+        return section.flag(name, False)
+    whole = all(isinstance(each, int) and each >= 0 for each in value)
+    if not whole or len(value) != stages:
+        raise section.error(
+            name,
+            f"expected True, False or {stages} numbers of blocks, one of each stage, got {value}",
+        )
+    return tuple(MAX_LAYERS if each is True else int(each) for each in value)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What makes the global batch.
+
+        pipeline   full_batch   global batch = batch_size · interleave ·
+        no         False        devices · gradient_accumulation_steps
+        no         True         data_parallel · gradient_accumulation_steps
+        yes        False        devices · micro_batch_num
+        yes        True         data_parallel · micro_batch_num
+
+    A mode that decides no operator (`data_parallel`, `stand_alone`) is the first row, without
+    interleaving. Where `auto_pipeline` may choose several stages there is a pipeline.
+
+    Args:
+        size: `runner_config.batch_size`.
+        gradient_accumulation_steps: without meaning where there are stages.
+        interleave: `micro_batch_interleave_num`.
+    """
+
+    size: int
+    gradient_accumulation_steps: int
+    interleave: int
+    parallelism: Parallelism
+
+    def micro_batches(self) -> int:
+        """Pieces in which the global batch is computed one after the other."""
+        return self.interleave * self._steps()[1]
+
+    def global_batch(self, devices: int) -> int:
+        """Samples of one step on so many devices."""
+        parallelism = self.parallelism
+        replicas = parallelism.data_parallel if parallelism.full_batch else devices
+        return self.size * replicas * self.micro_batches()
+
+    def formula(self, devices: int) -> str:
+        """The row of the rule that holds, with its numbers."""
+        full = self.parallelism.full_batch
+        name, steps = self._steps()
+        replicas = "data_parallel" if full else "devices"
+        number = self.parallelism.data_parallel if full else devices
+        return (
+            f"global batch {self.global_batch(devices)} = batch_size {self.size} · {replicas}"
+            f" {number} · micro_batch_interleave_num {self.interleave} · {name} {steps}"
+        )
+
+    def _steps(self) -> tuple[str, int]:
+        if self.parallelism.pipelined:
+            return "micro_batch_num", self.parallelism.micro_batch_num
+        return "gradient_accumulation_steps", self.gradient_accumulation_steps
+
+
+def read_batch(keys: Keys, parallelism: Parallelism, notes: list[str]) -> Batch:
+    """Reads the batch; `notes` collects what has no effect.
+
+    Raises:
+        ConfigError: a number is missing or not positive.
+    """
+    runner, dataset = keys.section("runner_config"), keys.section("train_dataset")
+    if dataset.flag("eod_reset", False):
+        raise dataset.error("eod_reset", "True is not supported: positions of a sample go on")
+    if runner.has("batch_size"):
+        size = runner.whole("batch_size")
+        if dataset.has("batch_size") and dataset.whole("batch_size") != size:
+            notes.append(
+                f"runner_config.batch_size {size} overrides train_dataset.batch_size"
+                f" {dataset.whole('batch_size')}"
+            )
+    else:
+        size = dataset.whole("batch_size", 1)
+    steps = runner.whole("gradient_accumulation_steps", 1)
+    if steps > 1 and parallelism.pipelined:
+        notes.append(
+            "runner_config.gradient_accumulation_steps has no effect with pipeline_stage"
+            f" {parallelism.stages}: parallel_config.micro_batch_num counts the micro-batches"
+        )
+    interleave = keys.whole("micro_batch_interleave_num", 1)
+    if interleave > 1 and parallelism.mode in WHOLE_OPERATORS:
+        notes.append(f"micro_batch_interleave_num is 1: the mode is {parallelism.mode}")
+        interleave = 1
+    return Batch(size, steps, interleave, parallelism)

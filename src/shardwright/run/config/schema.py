@@ -1,0 +1,398 @@
+"""The keys of a configuration file, their types and defaults."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from shardwright.core.cost.optimizer_state import OPTIMIZERS
+from shardwright.core.planner.options import FileOptions, PlanOptions
+from shardwright.core.planner.requirement import requirements
+from shardwright.errors import ConfigError
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=0)]
+# "package.module:callable", imported from the configuration's folder first.
+ImportTarget = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+
+
+class Section(BaseModel, extra="forbid", strict=True, frozen=True):
+    """Types are taken literally: no text for a number, no key that is not known."""
+
+
+class LoraSection(Section, frozen=True):
+    """Low-rank adapters; all other weights are frozen."""
+
+    target_modules: str | list[str] = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    rank: Count = 16
+    alpha: Positive = 16
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    trained: list[str] = []
+
+
+class PrefixSection(Section, frozen=True):
+    """Trained keys and values before those of each layer; all weights are frozen."""
+
+    tokens: Count = 16
+    projection: Count | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+class ModelSection(Section, frozen=True):
+    """What is trained.
+
+    `target` is called with `arguments` and returns an `nn.Module`. `name` is a language model of
+    `shardwright.models` and `sizes` are those of one; both are built with `arguments`. `hf` is a
+    causal language model of `transformers`: the path of a `config.json`, or the arguments of
+    `AutoConfig.for_model`.
+    """
+
+    target: ImportTarget | None = None
+    name: str | None = None
+    sizes: dict[str, Any] | None = None
+    hf: str | dict[str, Any] | None = None
+    arguments: dict[str, Any] = {}
+    lora: LoraSection | None = None
+    prefix: PrefixSection | None = None
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether its call returns the loss."""
+        return self.target is None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        sources = {"target": self.target, "name": self.name, "sizes": self.sizes, "hf": self.hf}
+        present = [key for key, value in sources.items() if value is not None]
+        if len(present) != 1:
+            listed = " and ".join(present) if present else "none"
+            raise ValueError(f"set exactly one of target, name, sizes, hf, not {listed}")
+        if self.lora is not None and self.target is not None:
+            raise ValueError("lora is for the language models of name, sizes and hf")
+        if self.prefix is not None and (self.lora is not None or not (self.name or self.sizes)):
+            raise ValueError("prefix is for the language models of name and sizes, without lora")
+        return self
+
+
+class DataSection(Section, frozen=True):
+    """What it is trained on. With a `target`, that is called with `arguments` and returns a tuple
+    of tensors with the samples on dimension 0.
+
+    `dtype` is that of `.bin` files of tokens that do not say it themselves.
+    """
+
+    name: Literal["digits", "mnist", "text", "tokens"] | None = None
+    target: ImportTarget | None = None
+    arguments: dict[str, Any] = {}
+    path: str | None = None
+    image_size: Annotated[int, Field(ge=8, le=256)] | None = None
+    seq_length: Count | None = None
+    tokenizer: str | None = None
+    dtype: Literal["uint16", "uint32"] | None = None
+    batch_size: Count = 32
+    seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.name is not None and self.target is not None:
+            raise ValueError("give either name or target, not both")
+        if self.arguments and self.target is None:
+            raise ValueError("arguments are for a target, and there is none")
+        if self.name == "tokens" and self.path is None:
+            raise ValueError("name: tokens needs the key path, for example train.bin")
+        if self.name in ("text", "tokens") and self.seq_length is None:
+            raise ValueError(f"name: {self.name} needs the key seq_length, for example 64")
+        name = "digits" if self.name is None and self.target is None else self.name
+        for key, names in _DATA_KEYS.items():
+            if getattr(self, key) is not None and name not in names:
+                words = " or ".join(names)
+                raise ValueError(f"{key} is for name: {words} only")
+        return self
+
+
+def _first(error: ValidationError) -> str:
+    return error.errors()[0]["msg"].removeprefix("Value error, ")
+
+
+_DATA_KEYS = {
+    "path": ("mnist", "text", "tokens"),
+    "image_size": ("digits",),
+    "seq_length": ("text", "tokens"),
+    "tokenizer": ("text",),
+    "dtype": ("tokens",),
+}
+"""The data that each key is for."""
+
+
+class ScheduleSection(Section, frozen=True):
+    """How the learning rate rises and falls; the arguments of `LRSchedule`."""
+
+    kind: Literal["constant", "cosine", "linear", "polynomial"] = "cosine"
+    end: NotNegative = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
+    total_steps: Count | None = None
+    power: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup_steps and self.warmup_ratio is not None:
+            raise ValueError("give either warmup_steps or warmup_ratio, not both")
+        return self
+
+
+class OptimizerSection(Section, frozen=True):
+    """Which optimizer, with what rates; a key that is left out has torch's default.
+
+    Gradients whose norm together is above `clip_norm` are scaled down to it. Without
+    `decay_vectors`, biases and the weights of norms have no `weight_decay`.
+    """
+
+    name: str = "sgd"
+    learning_rate: Positive = 0.001
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    weight_decay: NotNegative | None = None
+    decay_vectors: bool = True
+    betas: list[NotNegative] | None = None
+    eps: Positive | None = None
+    schedule: ScheduleSection | None = None
+    clip_norm: Positive | None = None
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _has_name(cls, value: Any) -> Any:
+        if value not in OPTIMIZERS:
+            *names, last = (repr(name) for name in OPTIMIZERS)
+            expected = f"{', '.join(names)} or {last}"
+            raise PydanticCustomError("option_error", "expected {expected}", {"expected": expected})
+        return value
+
+    @model_validator(mode="after")
+    def _keys_where_used(self) -> Self:
+        chosen = OPTIMIZERS[self.name]
+        for key, example in chosen.required.items():
+            if getattr(self, key) is None:
+                raise ValueError(f"name: {self.name} needs the key {key}, for example {example}")
+        taken = {*chosen.keys, *chosen.required}
+        for key in ("momentum", "betas", "eps"):
+            if key not in taken and getattr(self, key) is not None:
+                others = [n for n, o in OPTIMIZERS.items() if key in (*o.keys, *o.required)]
+                valid = " or ".join(others)
+                raise ValueError(f"the key {key} is for name: {valid}, not {self.name}")
+        if self.betas is not None and (len(self.betas) != 2 or max(self.betas) >= 1):
+            raise ValueError(f"betas: expected two numbers below 1, got {self.betas}")
+        return self
+
+
+class ExpertSection(Section, frozen=True):
+    """How an expert would divide a language model, with `mode: semi_auto`; the arguments of
+    `shardwright.models.expert_sharding.pin_expert`, and the number of blocks of each stage, all
+    equally many where it is left out."""
+
+    data_parallel: Count = 1
+    model_parallel: Count = 1
+    context_parallel: Count = 1
+    expert_parallel: Count = 1
+    seq_parallel: bool = False
+    vocab_emb_dp: bool = False
+    layers: list[Count] | None = None
+
+
+class OptimizerParallelSection(Section, frozen=True):
+    """Parameters and optimizer state stored sharded; the fields of
+    `shardwright.OptimizerParallel`."""
+
+    level: Literal["level1", "level2", "level3"] = "level1"
+    shard_size: int = -1
+    threshold: Annotated[int, Field(ge=0)] = 64
+
+
+class RecomputeSection(Section, frozen=True):
+    """What is recomputed in the backward pass; the arguments of `shardwright.recompute`.
+
+    `modules` are paths, and `blocks` numbers of blocks of a language model, from 0; where neither
+    is given it is every block. With `operators` only those of these kinds are recomputed, but all
+    of `whole_blocks`. The word `auto` in place of the section is as much as
+    the memory limit asks for.
+    """
+
+    auto: bool = False
+
+    modules: list[str] | None = None
+    blocks: list[Annotated[int, Field(ge=0)]] | None = None
+    whole_blocks: list[Annotated[int, Field(ge=0)]] = []
+    operators: list[str] | None = None
+    communication: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_word(cls, value: Any) -> Any:
+        return {"auto": True} if value == "auto" else value
+
+    @model_validator(mode="after")
+    def _auto_or_marked(self) -> Self:
+        if self.auto and any(x is not None for x in (self.modules, self.blocks, self.operators)):
+            raise ValueError("give either auto, or modules and operators")
+        if self.modules is not None and (self.blocks is not None or self.whole_blocks):
+            raise ValueError("give either modules or blocks, not both")
+        return self
+
+
+class ParallelSection(Section, FileOptions, frozen=True):
+    """How the plan is searched. The options of `shardwright.core.plan` are keys with the same names and
+    defaults; what is not an option of it, or is written otherwise in a file, stands here."""
+
+    mode: str = PlanOptions.mode
+    cluster: str | None = None
+    compute_dtype: str | None = None
+    strategies: str | None = None
+    expert: ExpertSection | None = None
+    hsdp: OptimizerParallelSection | None = None
+    recompute: RecomputeSection | None = None
+    save_strategies: str | None = None
+
+    @field_validator("mode", *requirements(FileOptions), mode="before")
+    @classmethod
+    def _valid_option(cls, value: Any, info: ValidationInfo) -> Any:
+        requirement = requirements(PlanOptions)[str(info.field_name)]
+        if not requirement.accepts(value):
+            raise PydanticCustomError(
+                "option_error", "expected {expected}", {"expected": requirement.words}
+            )
+        return value
+
+    @property
+    def recomputes_as_needed(self) -> bool:
+        """Whether what is recomputed follows from the memory limit."""
+        return self.recompute is not None and self.recompute.auto
+
+    def check_devices(self, devices: int) -> None:
+        """Raises: ConfigError: the numbers of an expert do not make so many devices."""
+        if self.expert is None or not isinstance(self.stages, int):
+            return
+        degrees = {
+            "data_parallel": self.expert.data_parallel,
+            "model_parallel": self.expert.model_parallel,
+            "context_parallel": self.expert.context_parallel,
+            "stages": self.stages,
+        }
+        number = prod(degrees.values())
+        if number != devices:
+            product = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
+            raise ConfigError(
+                f"parallel.expert: {product} = {number}, but there are {devices} devices; valid are"
+                f" {number} devices, or numbers whose product is {devices}"
+            )
+
+    @model_validator(mode="after")
+    def _expert_where_used(self) -> Self:
+        if self.expert is not None and self.mode != "semi_auto":
+            raise ValueError(f"expert is for mode: semi_auto, not {self.mode}")
+        if self.expert is not None and self.strategies is not None:
+            raise ValueError("give either expert or strategies, not both")
+        if self.expert is not None and self.stages == "auto":
+            raise ValueError("stages: auto is for a search; expert needs their number")
+        if self.suggest_stages and (self.stages == "auto" or self.expert is not None):
+            other = "stages: auto" if self.stages == "auto" else "expert"
+            raise ValueError(f"suggest_stages is for a number of stages and a search, not {other}")
+        return self
+
+
+class CheckpointSection(Section, frozen=True):
+    """Where checkpoints of the run are saved, how often, and how many are kept."""
+
+    folder: str = "checkpoints"
+    every: Count = 100
+    keep: Count = 3
+    asynchronous: bool = Field(default=False, alias="async")
+
+
+class EvaluationSection(Section, frozen=True):
+    """When the loss on other data is computed, and on how many batches of it, by default all.
+
+    The data are read as those that are trained on, from `path`, or with `arguments` for a target.
+    """
+
+    path: str | None = None
+    arguments: dict[str, Any] = {}
+    every: Count = 100
+    batches: Count | None = None
+
+
+class TrainSection(Section, frozen=True):
+    """How long, in what precision, what is logged, and what is saved to resume from."""
+
+    epochs: Count = 1
+    steps: Count | None = None
+    log_every: Count = 100
+    log_to: list[Literal["tensorboard", "wandb"]] = []
+    evaluation: EvaluationSection | None = None
+    seed: Seed = 1
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu"] = "auto"
+    checkpoint: CheckpointSection | None = None
+    resume: bool = False
+    load: str | None = None
+    timeout_seconds: Positive = 600.0
+    non_finite: Literal["stop", "skip"] = "stop"
+
+
+class Config(Section, frozen=True):
+    """A whole configuration file."""
+
+    model: ModelSection
+    loss: Literal["cross_entropy", "mae", "mse", "none"] | None = None
+    data: DataSection = DataSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    parallel: ParallelSection = ParallelSection()
+    train: TrainSection = TrainSection()
+
+    @property
+    def loss_name(self) -> str:
+        """The loss that is added to the model: by default cross entropy, none for one that has its
+        own."""
+        return self.loss or ("none" if self.model.is_language_model else "cross_entropy")
+
+    @model_validator(mode="after")
+    def _evaluates_other_data(self) -> Self:
+        evaluation = self.train.evaluation
+        if evaluation is not None:
+            key = "arguments" if self.data.target is not None else "path"
+            if not getattr(evaluation, key):
+                raise ValueError(f"train.evaluation needs the key {key}, of data to evaluate on")
+            try:
+                _ = self.evaluation_data
+            except ValidationError as error:
+                raise ValueError(f"train.evaluation: {_first(error)}") from None
+        return self
+
+    @property
+    def evaluation_data(self) -> DataSection:
+        """The data of `train.evaluation`, which must be there."""
+        assert self.train.evaluation is not None
+        other = self.train.evaluation.model_dump(include={"path", "arguments"})
+        return DataSection(**{**self.data.model_dump(), **other})
+
+    @model_validator(mode="after")
+    def _one_loss(self) -> Self:
+        if self.model.is_language_model and self.loss_name != "none":
+            raise ValueError("remove `loss`: a language model computes its own")
+        if self.parallel.expert is not None and not self.model.is_language_model:
+            raise ValueError("parallel.expert is for language models, not for a target")
+        again = self.parallel.recompute
+        marks = again is not None and not again.auto and again.modules is None
+        if marks and not self.model.is_language_model:
+            raise ValueError("parallel.recompute needs the key modules where the model is a target")
+        return self

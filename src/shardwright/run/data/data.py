@@ -1,0 +1,295 @@
+"""In-memory datasets (images, packed text), and the batches that all ranks draw from them."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardwright.core.checkpoint.position import Position
+from shardwright.errors import DataError, needs_extra
+from shardwright.run.data.token_files import is_saved_dataset, saved_dataset
+from shardwright.text_files import read_text
+
+# Mean and standard deviation of the pixels of MNIST's training images, scaled to 0…1.
+MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
+IMAGES_FILE, LABELS_FILE = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+DIGITS_SIZE, MNIST_SIZE = 8, 28
+
+
+class Samples(Protocol):
+    """Samples by their numbers: a tensor with the samples on dimension 0, or what reads them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Tensor, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Full batches of `tensors`, whose dimension 0 is the samples.
+
+    The order of an epoch depends only on `seed` and the epoch, so every rank draws the same global
+    batches on any number of devices. Samples that do not fill a last batch are skipped in that
+    epoch.
+
+    Raises:
+        DataError: if the tensors differ in their number of samples, or do not fill one batch.
+    """
+
+    tensors: tuple[Samples, ...]
+    batch_size: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = [len(tensor) for tensor in self.tensors]
+        if len(set(counts)) != 1:
+            raise DataError(
+                f"the tensors of the dataset have different numbers of samples: {counts}"
+            )
+        if len(self) == 0:
+            raise DataError(
+                f"the dataset has only {counts[0]} samples, less than one batch of "
+                f"{self.batch_size}: use a batch_size of at most {counts[0]}"
+            )
+
+    def __len__(self) -> int:
+        """Number of batches in an epoch."""
+        return self.samples // self.batch_size
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the dataset."""
+        return len(self.tensors[0])
+
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """The batches of epoch `epoch`, starting with sample `first` of its order."""
+        seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(self.samples, generator=generator)
+        # Labels may be the tokens themselves, which are read once.
+        distinct = {id(tensor): tensor for tensor in self.tensors}
+        for start in range(first, self.samples - self.batch_size + 1, self.batch_size):
+            rows = order[start : start + self.batch_size]
+            read = {key: tensor[rows] for key, tensor in distinct.items()}
+            yield tuple(read[id(tensor)] for tensor in self.tensors)
+
+    def first_sample(self, position: Position) -> int:
+        """The sample of its epoch with which the batch at `position` starts."""
+        return position.batch * self.batch_size if position.sample is None else position.sample
+
+    def after(self, position: Position) -> Position:
+        """The position after the batch at `position`."""
+        step, end = position.step + 1, self.first_sample(position) + self.batch_size
+        if end + self.batch_size > self.samples:
+            return Position(step, position.epoch + 1, 0, 0)
+        return Position(step, position.epoch, position.batch + 1, end)
+
+    def steps_from(self, position: Position, epochs: int) -> int:
+        """Number of batches from `position` to the end of `epochs` epochs."""
+        if position.epoch >= epochs:
+            return 0
+        rest = max(0, self.samples - self.first_sample(position)) // self.batch_size
+        return rest + (epochs - position.epoch - 1) * len(self)
+
+
+def digits(image_size: int = DIGITS_SIZE) -> tuple[Tensor, Tensor]:
+    """scikit-learn's handwritten digits: images [1797, 1, size, size] in 0…1, labels [1797].
+
+    For sizes above 8 the pixels are repeated and the border is padded with background: 28 gives
+    digits of 24 x 24 pixels in the middle of 28 x 28, much like those of MNIST.
+
+    Raises:
+        DataError: if scikit-learn is not installed, or the size is below 8.
+    """
+    if image_size < DIGITS_SIZE:
+        raise DataError(f"image_size={image_size}: digits need at least {DIGITS_SIZE} pixels")
+    with needs_extra("run", "the digits dataset needs scikit-learn", DataError):
+        from sklearn.datasets import load_digits
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, DIGITS_SIZE, DIGITS_SIZE) / 16.0
+    repeat = image_size // DIGITS_SIZE
+    images = images.repeat_interleave(repeat, 2).repeat_interleave(repeat, 3)
+    border = image_size - DIGITS_SIZE * repeat
+    leading, trailing = border // 2, border - border // 2
+    images = torch.nn.functional.pad(images, (leading, trailing, leading, trailing))
+    return images, torch.tensor(labels, dtype=torch.int64)
+
+
+def mnist(folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
+    """MNIST's training set from its IDX files, plain or gzipped: images [n, 1, rows, columns],
+    normalized to mean 0 and standard deviation 1, labels [n].
+
+    `folder` defaults to the environment variable DATA_PATH.
+
+    Raises:
+        DataError: if the folder or a file is missing, or a file is malformed.
+    """
+    location = folder if folder is not None else os.environ.get("DATA_PATH")
+    if not location:
+        raise DataError(
+            f"no MNIST folder: set data.path or the environment variable DATA_PATH to the folder "
+            f"with {IMAGES_FILE} and {LABELS_FILE} (plain or .gz)"
+        )
+    path = Path(location).expanduser()
+    if not path.is_dir():
+        raise DataError(
+            f"{path}: no such folder; it should contain MNIST's {IMAGES_FILE} and {LABELS_FILE} "
+            f"(plain or .gz)"
+        )
+    images_path, labels_path = _file(path, IMAGES_FILE), _file(path, LABELS_FILE)
+    pixels, labels = read_idx(images_path, ndim=3), read_idx(labels_path, ndim=1)
+    if len(pixels) != len(labels):
+        raise DataError(
+            f"{images_path} has {len(pixels)} images, but {labels_path} has {len(labels)} labels"
+        )
+    images = torch.from_numpy(pixels).unsqueeze(1).to(torch.float32) / 255.0
+    return (images - MNIST_MEAN) / MNIST_STD, torch.from_numpy(labels).to(torch.int64)
+
+
+def mnist_or_digits() -> tuple[Tensor, Tensor]:
+    """MNIST if the environment variable DATA_PATH is set, otherwise the digits in the same format:
+    images [n, 1, 28, 28], normalized to mean 0 and standard deviation 1, and labels [n].
+
+    Raises:
+        DataError: see `mnist` and `digits`.
+    """
+    if os.environ.get("DATA_PATH"):
+        return mnist()
+    images, labels = digits(MNIST_SIZE)
+    return (images - images.mean()) / images.std(), labels
+
+
+def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
+    """An IDX file of unsigned bytes with `ndim` dimensions.
+
+    The format (http://yann.lecun.com/exdb/mnist): two zero bytes, the type (8 = unsigned byte),
+    the number of dimensions, each dimension as a big-endian 32-bit integer, the data.
+
+    Raises:
+        DataError: if the file has another type, or another length than its header says.
+    """
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise DataError(f"{path}: incomplete or corrupt gzip file ({error})") from None
+    magic, header = bytes((0, 0, 8, ndim)), 4 + 4 * ndim
+    if content[:4] != magic:
+        raise DataError(
+            f"{path}: starts with 0x{content[:4].hex()}, but an IDX file of unsigned bytes with "
+            f"{ndim} dimensions starts with 0x{magic.hex()}"
+        )
+    if len(content) < header:
+        raise DataError(
+            f"{path}: truncated, {len(content)} bytes are less than the header of {header}"
+        )
+    shape = struct.unpack(f">{ndim}I", content[4:header])
+    expected = header + math.prod(shape)
+    if len(content) != expected:
+        raise DataError(
+            f"{path}: the file has {len(content)} bytes, but the shape {list(shape)} in its header "
+            f"needs {expected}"
+        )
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy()
+
+
+def _file(folder: Path, name: str) -> Path:
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise DataError(f"{folder}: contains neither {name} nor {name}.gz")
+
+
+BYTES = 256
+"""Vocabulary size of the byte-level tokenizer."""
+
+END_OF_TEXT = 0
+"""The end-of-text token of the byte-level tokenizer, a byte that does not occur in text."""
+
+Encode = Callable[[str], list[int]]
+
+
+def packed_text(
+    seq_length: int,
+    path: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Token ids packed to `seq_length` without padding, [samples, seq_length], and a copy as labels
+    (language models shift them).
+
+    Args:
+        path: a text file, a folder whose `.txt` files are read in the order of their names, or one
+            that `datasets` has saved, with a column `text`; by default a short story that ships
+            with Shardwright.
+        tokenizer: a `tokenizer.json`, or a folder that `transformers.AutoTokenizer` can load, whose
+            end-of-text token, if any, follows each text. By default every byte of the UTF-8 text is
+            a token.
+
+    Raises:
+        DataError: if there is no such file, it is not UTF-8 text, or has less than one sequence.
+    """
+    encode, end = _byte_tokenizer() if tokenizer is None else _load_tokenizer(Path(tokenizer))
+    tokens: list[int] = []
+    for text in _read_texts(path):
+        tokens += encode(text) + end
+    samples = len(tokens) // seq_length
+    if samples == 0:
+        raise DataError(
+            f"{path or 'the text'}: {len(tokens)} tokens are less than one sequence of seq_length"
+            f" {seq_length}"
+        )
+    packed = torch.tensor(tokens[: samples * seq_length]).view(samples, seq_length)
+    return packed, packed.clone()
+
+
+def _read_texts(path: str | Path | None) -> list[str]:
+    if path is None:
+        story = files("shardwright.run") / "texts" / "workshop.txt"
+        return [story.read_text(encoding="utf-8")]
+    location = Path(path).expanduser()
+    if is_saved_dataset(location):
+        return list(saved_dataset(location, "text")["text"])
+    text_files = sorted(location.glob("*.txt")) if location.is_dir() else [location]
+    if not text_files or not text_files[0].exists():
+        problem = (
+            "no .txt file in it" if location.is_dir() else "no such file or folder of .txt files"
+        )
+        raise DataError(f"{location}: {problem}")
+    return [read_text(file, DataError) for file in text_files]
+
+
+def _byte_tokenizer() -> tuple[Encode, list[int]]:
+    return lambda written: list(written.encode("utf-8")), [END_OF_TEXT]
+
+
+def _load_tokenizer(path: Path) -> tuple[Encode, list[int]]:
+    """The encoding function of a tokenizer, and the tokens that follow each text."""
+    with needs_extra("transformers", "a tokenizer needs transformers", DataError):
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    if not path.exists():
+        raise DataError(f"{path}: no such tokenizer.json or tokenizer folder")
+    try:
+        tokenizer = (
+            AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+            if path.is_dir()
+            else PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
+        )
+    except Exception as error:  # Damaged files can raise anything.
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError(f"{path}: not a tokenizer that can be loaded: {reason}") from None
+    end = tokenizer.eos_token_id
+    return (
+        lambda written: list(tokenizer.encode(written, add_special_tokens=False)),
+        [] if end is None else [end],
+    )

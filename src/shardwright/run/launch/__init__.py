@@ -1,0 +1,1 @@
+"""Processes: starting, following and ending them, on one node or several."""

@@ -1,0 +1,136 @@
+"""The training loop, for modules of `parallelize` and any other module that returns its loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.core.checkpoint.position import BEGINNING, Position
+from shardwright.core.parallel.module import ParallelModule
+from shardwright.core.runtime.exposed_communication import Waits
+from shardwright.run.data.data import Batches
+from shardwright.run.data.evaluation import Evaluation
+from shardwright.run.loop.non_finite import NonFinite, NonFiniteSteps, is_finite
+from shardwright.run.loop.step_log import StepRecord
+
+
+def train(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    *,
+    epochs: int,
+    device: torch.device,
+    on_step: Callable[[StepRecord], None],
+    max_steps: int | None = None,
+    start: Position = BEGINNING,
+    after_step: Callable[[Position], None] | None = None,
+    rate: Callable[[int], float] | None = None,
+    clip_norm: float | None = None,
+    non_finite: NonFinite = "stop",
+    evaluation: Evaluation | None = None,
+) -> None:
+    """Train `net`, which returns the loss of a batch, for `epochs` epochs.
+
+    Args:
+        device: the device to which batches are moved.
+        on_step: called after every step.
+        max_steps: total number of steps, over all epochs and including those before `start`.
+        start: the position at which to resume.
+        after_step: called after `on_step` with the new position.
+        rate: maps a step to its learning rate; by default the optimizer's own is used.
+        clip_norm: maximum total norm of the gradients.
+        non_finite: what follows a step whose loss or gradient norm is not finite: `stop` or `skip`.
+        evaluation: computes the loss on other batches, which is in the record of the step.
+
+    Raises:
+        NonFiniteError: on every rank, after such a step, or if parameters are not finite; names the
+            step and the operator where it began.
+    """
+    net.train()
+    remaining = None if max_steps is None else max(0, max_steps - start.step)
+    steps = NonFiniteSteps(net, optimizer, non_finite)
+    waits = net.execution.devices.waits if isinstance(net, ParallelModule) else Waits()
+    for position, batch in islice(_steps(batches, epochs, start), remaining):
+        waits.taken()  # Those of an evaluation are none of a step.
+        started = perf_counter()
+        inputs = [tensor.to(device) for tensor in batch]
+        steps.remember()
+        finite, loss, norm = is_finite(*_with_gradients(net, inputs, clip_norm))
+        if finite:
+            if rate is not None:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate(position.step)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            steps.take_back(inputs, loss, norm, _in_words(batches, position))
+        speed, exposed = batches.batch_size / (perf_counter() - started), waits.taken()
+        after = batches.after(position)
+        evaluated = None if evaluation is None else evaluation.after(after.step, net, device)
+        used = float(optimizer.param_groups[0]["lr"])
+        record = StepRecord(position.epoch, position.batch, loss, speed, evaluated, used)
+        on_step(replace(record, exposed_communication=exposed))
+        if after_step is not None:
+            after_step(after)
+
+
+def _with_gradients(
+    net: nn.Module, batch: Sequence[Tensor], clip_norm: float | None
+) -> tuple[Tensor, Tensor]:
+    """Runs forward and backward, for a `ParallelModule` over all micro-batches and stages; returns
+    the loss, and the norm of all gradients before they are clipped."""
+    max_norm = math.inf if clip_norm is None else clip_norm
+    if isinstance(net, ParallelModule):
+        return net.train_step(*batch), net.clip_grad_norm_(max_norm)
+    loss: Tensor = net(*batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss, nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+
+
+def _in_words(batches: Batches, position: Position) -> str:
+    first = batches.first_sample(position)
+    last = first + batches.batch_size - 1
+    return (
+        f"step {position.step + 1} (epoch {position.epoch}, batch {position.batch}: samples {first}"
+        f" to {last} of the epoch's order)"
+    )
+
+
+def _steps(
+    batches: Batches, epochs: int, start: Position
+) -> Iterator[tuple[Position, tuple[Tensor, ...]]]:
+    position = start
+    for epoch in range(start.epoch, epochs):
+        if position.epoch < epoch:  # What was left of the epoch is less than a batch.
+            position = Position(position.step, epoch)
+        for batch in batches.epoch(epoch, batches.first_sample(position)):
+            yield position, batch
+            position = batches.after(position)
+
+
+class MeanAbsoluteError(nn.Module):
+    """Mean of |output - target|, with the target reshaped to the output's shape."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.l1_loss(output, target.to(output.dtype).view(output.shape))
+
+
+class MeanSquaredError(nn.Module):
+    """Mean of (output - target)², with the target reshaped to the output's shape."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target.to(output.dtype).view(output.shape))
+
+
+LOSSES: dict[str, type[nn.Module]] = {
+    "cross_entropy": nn.CrossEntropyLoss,
+    "mae": MeanAbsoluteError,
+    "mse": MeanSquaredError,
+}

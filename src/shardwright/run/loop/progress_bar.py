@@ -1,0 +1,124 @@
+"""The console output of a run: the followed log lines and, on a terminal, a live progress bar."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shardwright.run.loop.step_log import StepRecord
+
+
+class LiveProgress(Progress):
+    """A context that prints lines and, if the console is a terminal, a progress bar below them.
+
+    Args:
+        num_steps: steps of the whole run, the length of the bar.
+        steps_per_epoch: steps per epoch.
+    """
+
+    def __init__(self, console: Console, num_steps: int, steps_per_epoch: int) -> None:
+        super().__init__(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._steps_per_epoch = steps_per_epoch
+        self._run = self.add_task("starting", total=num_steps, loss="-", speed="")
+
+    def line(self, text: str) -> None:
+        """Print `text` verbatim above the bar."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, step: StepRecord) -> None:
+        """Show a finished step on the bar, which moves back when a run is restarted."""
+        self.update(
+            self._run,
+            completed=step.epoch * self._steps_per_epoch + step.step + 1,
+            description=f"epoch {step.epoch} step {step.step}",
+            loss=f"{step.loss:.6f}",
+            speed=f"{step.samples_per_second:,.0f} samples/s",
+        )
+
+
+POLL_SECONDS = 0.1
+
+
+@contextmanager
+def followed(on_line: Mapping[Path, Callable[[str], None]]) -> Iterator[None]:
+    """Within it a function is called with every line that is appended to a file.
+
+    The files need not exist yet. If a file is replaced, the old one is read to its end, then the
+    new one from its beginning. On exit all that has been written is still passed on, including a
+    last line without a newline. All functions are called from one background thread.
+    """
+    files = [_FollowedFile(path, function) for path, function in on_line.items()]
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(POLL_SECONDS):
+            for file in files:
+                file.read()
+        for file in files:
+            file.read()
+            file.close()
+
+    thread = threading.Thread(target=follow, name="follow-logs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+class _FollowedFile:
+    def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
+        self._path, self._on_line = path, on_line
+        self._file: BinaryIO | None = None
+        self._unfinished = b""
+
+    def read(self) -> None:
+        """Pass on the new lines of the file, and of one that has replaced it."""
+        for file in self._files():
+            *lines, self._unfinished = (self._unfinished + file.read()).split(b"\n")
+            for line in lines:
+                self._on_line(line.decode(errors="replace"))
+
+    def close(self) -> None:
+        """Pass on the last line, even if it is incomplete."""
+        if self._unfinished:
+            self._on_line(self._unfinished.decode(errors="replace"))
+            self._unfinished = b""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _files(self) -> Iterator[BinaryIO]:
+        if self._file is not None:
+            # Checked before reading, so that nothing written before the replacement is missed.
+            replaced = self._replaced(self._file)
+            yield self._file
+            if not replaced:
+                return
+            self.close()
+        if self._path.exists():
+            self._file = self._path.open("rb")
+            yield self._file
+
+    def _replaced(self, file: BinaryIO) -> bool:
+        try:
+            return not os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
+        except FileNotFoundError:
+            return False

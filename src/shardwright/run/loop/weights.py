@@ -1,0 +1,45 @@
+"""Initial weights, from a `state_dict` file or another run's checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from shardwright.core.checkpoint.checkpoint import load_checkpoint
+from shardwright.core.checkpoint.state_dict_file import load_state_dict
+from shardwright.core.checkpoint.storage import NAME, complete_steps
+from shardwright.errors import CheckpointError
+
+
+def load_weights(net: nn.Module, path: str | Path) -> None:
+    """Load weights into `net`. Every rank must call it, and reads only its own shards.
+
+    Args:
+        path: a `state_dict` file, a folder of `.safetensors` files, a checkpoint `step-N`, or a
+            folder of checkpoints, of which the newest is loaded.
+
+    Raises:
+        CheckpointError: if `path` is none of these, or belongs to another model; the message names
+            the first parameter that differs.
+    """
+    path = Path(path)
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        load_state_dict(net, path)
+        return
+    folder, step = _checkpoint_at(path)
+    load_checkpoint(folder, net, step=step)
+
+
+def _checkpoint_at(path: Path) -> tuple[Path, int | None]:
+    """The folder of checkpoints at `path`, and the step to load; None for the newest.
+
+    Raises:
+        CheckpointError: if `path` is neither a checkpoint nor a folder with one.
+    """
+    name = NAME.fullmatch(path.name)
+    if name is not None:
+        return path.parent, int(name[1])
+    if not complete_steps(path):
+        raise CheckpointError(f"{path} contains no complete checkpoint")
+    return path, None

@@ -1,1 +1,0 @@
-"""Searches: from a graph and a device mesh to what every operator cuts."""

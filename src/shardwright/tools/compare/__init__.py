@@ -1,0 +1,29 @@
+"""The automatic plan against what experts configure by hand: predicted, and really run."""
+
+from shardwright.tools.compare.alternatives import (
+    AUTO,
+    DATA_PARALLEL,
+    EXPERT,
+    GRID,
+    TENSOR_PARALLEL,
+    Alternative,
+    Comparison,
+    alternative_name,
+)
+from shardwright.tools.compare.measured import MeasuredPlan, RealComparison, compare_measured
+from shardwright.tools.compare.predicted import compare_predicted
+
+__all__ = [
+    "AUTO",
+    "DATA_PARALLEL",
+    "EXPERT",
+    "GRID",
+    "TENSOR_PARALLEL",
+    "Alternative",
+    "Comparison",
+    "MeasuredPlan",
+    "RealComparison",
+    "alternative_name",
+    "compare_measured",
+    "compare_predicted",
+]

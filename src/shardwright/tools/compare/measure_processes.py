@@ -1,0 +1,208 @@
+"""The cluster `local` as so many processes see it, which share the CPU of this machine.
+
+Processes that share cores take in turn the CPU time of all: a step lasts as long as all of them
+work, whoever waits. So CPU time is measured, while all processes do the same at once: of matrix
+products, of operators on long vectors, of large all-reduces, and of training steps of a small
+model, divided in many ways. What operators, messages and passes take beside are the figures with
+which the time model predicts these steps best.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from shardwright.core.cost.cluster import (
+    LOCAL,
+    Cluster,
+    cluster_to_yaml,
+    read_cluster,
+)
+from shardwright.core.cost.local_cluster import ASSUMED_LINK, PASS_OVERHEAD, save
+from shardwright.core.cost.measure import Clock, measure_device
+from shardwright.core.cost.predict import predict
+from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.runtime.accelerator import HOST_BACKEND, loopback_interfaces
+from shardwright.core.runtime.collectives import all_reduce
+from shardwright.core.runtime.devices import Group
+from shardwright.errors import ConfigError, needs_extra
+from shardwright.progress import OnProgress, silent
+from shardwright.text_files import read_text
+from shardwright.tools.compare.small_model import SmallModel
+
+MESSAGE, LARGE_MESSAGE = 1 << 18, 1 << 22
+"""Elements (float32) of the all-reduces that are timed."""
+
+PULL = 0.01
+"""How much a figure counts that is off by 100% of what is assumed, where a step that is predicted
+100% off counts 1: so that two processes, whose calls and messages are as many, get both."""
+
+FIGURES = ("overhead", "pass_overhead", "step_overhead", "call", "latency")
+"""Of the device and of the link, in seconds of a process that is alone."""
+
+
+def calibrate(processes: int = 2, on_progress: OnProgress = silent) -> Cluster:
+    """Measures this machine with so many processes, and keeps the result in the user's cache.
+
+    Raises: as `measure_cluster`.
+    """
+    cluster = measure_cluster(processes, on_progress)
+    save(cluster)
+    return cluster
+
+
+def measure_cluster(processes: int, on_progress: OnProgress = silent) -> Cluster:
+    """This machine as it is for so many processes that compute and communicate at once. What one of
+    them gets of the CPU is multiplied, so that plans for other numbers share it out again.
+
+    Args:
+        on_progress: called with what is being measured.
+
+    Raises:
+        ValueError: if there are fewer than two processes.
+        ConfigError: if scipy is not installed.
+    """
+    if processes < 2:
+        raise ValueError(f"links join at least 2 processes, not {processes}")
+    with needs_extra("tools", "calibrating this machine needs scipy", ConfigError):
+        import scipy.optimize  # noqa: F401
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "cluster.yaml"
+        reports: SimpleQueue[tuple[str, int, int]] = get_context("spawn").SimpleQueue()
+        context = spawn(_measure, (processes, result, reports), processes, join=False)  # type: ignore[no-untyped-call]
+        on_progress("starting processes")
+        while not context.join(timeout=0.2):
+            while not reports.empty():
+                on_progress(*reports.get())
+        return read_cluster(read_text(result, ConfigError), str(result))
+
+
+def _measure(
+    rank: int, processes: int, result: Path, reports: SimpleQueue[tuple[str, int, int]]
+) -> None:
+    """One process of the measurement; rank 0 reports, and writes what is the average of all."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // processes))
+    os.environ |= {**loopback_interfaces(), **os.environ}
+    store = result.with_name("store").as_uri()
+    dist.init_process_group(HOST_BACKEND, store, rank=rank, world_size=processes)
+    report = (lambda *words: reports.put(words)) if rank == 0 else silent
+    report("operators and large messages", 0, 0)
+    cluster = _without_overheads(Clock(processes, dist.barrier))
+    steps = list(_steps(Clock(processes, dist.barrier), cluster, report))
+    if rank == 0:
+        result.write_text(cluster_to_yaml(fit_overheads(cluster, steps)), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _without_overheads(clock: Clock) -> Cluster:
+    """What large operators and messages take."""
+    device = measure_device(clock)
+    group = Group((), dist.group.WORLD.group_name, clock.processes, tuple(range(clock.processes)))  # type: ignore[union-attr]
+    short, long = (
+        clock.seconds(partial(all_reduce(group), torch.zeros(size)))
+        for size in (MESSAGE, LARGE_MESSAGE)
+    )
+    sent = 2 * (clock.processes - 1) / clock.processes * 4 * (LARGE_MESSAGE - MESSAGE)
+    bandwidth = sent / max(long - short, 1e-9)
+    figures = _mean([*device.rates.values(), device.memory_bandwidth, device.overhead, bandwidth])
+    *rates, memory_bandwidth, overhead, bandwidth = figures
+    device = replace(
+        device,
+        rates=dict(zip(device.rates, rates, strict=True)),
+        memory_bandwidth=memory_bandwidth,
+        overhead=overhead,
+    )
+    return Cluster(LOCAL, device, (replace(ASSUMED_LINK, bandwidth=bandwidth),))
+
+
+def _mean(figures: Sequence[float]) -> list[float]:
+    """Of all processes."""
+    mean = torch.tensor(figures, dtype=torch.float64) / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean.tolist()
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step of the small model.
+
+    Args:
+        counts: how often each of `FIGURES` counts in it, as the time model predicts.
+        others: seconds that it predicts for all that these are not.
+        seconds: as measured.
+    """
+
+    counts: tuple[float, ...]
+    others: float
+    seconds: float
+
+
+def _steps(clock: Clock, cluster: Cluster, report: OnProgress) -> Iterator[MeasuredStep]:
+    model = SmallModel(clock.processes)
+    for number, division in enumerate(model.divisions):
+        report("steps of a small model", number, len(model.divisions))
+        training = model.divided(division, cluster)
+        training.step()
+        # One that is alone has the whole CPU.
+        share = division.devices / clock.processes
+        (seconds,) = _mean([share * clock.seconds(training.step)])
+        yield measured_step(training.plan.partitioned, cluster, seconds)
+
+
+def measured_step(partitioned: Partitioned, cluster: Cluster, seconds: float) -> MeasuredStep:
+    """What the time model, which is linear in `FIGURES` where devices share a processor, predicts
+    for a step that takes so long."""
+    others = predict(partitioned, with_figures(cluster, dict.fromkeys(FIGURES, 0.0))).seconds
+    counts = (
+        predict(partitioned, with_figures(cluster, {**dict.fromkeys(FIGURES, 0.0), name: 1.0}))
+        for name in FIGURES
+    )
+    return MeasuredStep(tuple(each.seconds - others for each in counts), others, seconds)
+
+
+def with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
+    """A cluster with one level of links that has these `FIGURES`."""
+    (level,) = cluster.levels
+    device = replace(
+        cluster.device,
+        overhead=figures["overhead"],
+        pass_overhead=figures["pass_overhead"],
+        step_overhead=figures["step_overhead"],
+    )
+    level = replace(level, call=figures["call"], latency=figures["latency"])
+    return replace(cluster, device=device, levels=(level,))
+
+
+def fit_overheads(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
+    """`cluster` with the `FIGURES`, none of them negative, that predict the steps with the least
+    squares of relative errors."""
+    from scipy.optimize import nnls
+
+    link = ASSUMED_LINK
+    assumed = {
+        "overhead": cluster.device.overhead,
+        "pass_overhead": PASS_OVERHEAD,
+        "step_overhead": PASS_OVERHEAD,
+        "call": link.call,
+        "latency": link.latency,
+    }
+    counts = np.array([each.counts for each in steps])
+    seconds = np.array([each.seconds for each in steps])
+    others = np.array([each.others for each in steps])
+    pulls = PULL / np.array([assumed[name] for name in FIGURES])
+    rows = np.vstack([counts / seconds[:, None], np.diag(pulls)])
+    wanted = np.concatenate([1 - others / seconds, np.full(len(FIGURES), PULL)])
+    found, _ = nnls(rows, wanted)
+    return with_figures(cluster, dict(zip(FIGURES, map(float, found), strict=True)))

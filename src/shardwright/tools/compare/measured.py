@@ -1,0 +1,245 @@
+"""Plans that really run: steps of tiny models on local processes, beside what was predicted."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardwright.core.cost.cluster import Cluster
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.serialize import dumps
+from shardwright.core.plan import Plan
+from shardwright.errors import ConfigError
+from shardwright.progress import OnProgress, silent, within
+from shardwright.run.config.run import Run
+from shardwright.run.launch.launch import launch
+from shardwright.run.launch.log_folder import LogFolder
+from shardwright.tools.compare.alternatives import (
+    AUTO,
+    DATA_PARALLEL,
+    EXPERT,
+    OF_GRID,
+    TENSOR_PARALLEL,
+    alternative_name,
+)
+from shardwright.tools.compare.measure_processes import measure_cluster
+from shardwright.tools.compare.predicted import GridComparison, expert_run
+from shardwright.tools.compare.worker import MeasureOrder, tiny_run
+
+
+@dataclass(frozen=True)
+class MeasuredPlan:
+    """One plan, predicted and measured.
+
+    Args:
+        names: of the alternatives, `expert 8·1·1`, `auto`; several where they are the same plan.
+        predicted: seconds of a step.
+        seconds: of each step, as long as the slowest process took.
+    """
+
+    names: tuple[str, ...]
+    predicted: float
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.seconds)
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured seconds."""
+        return self.predicted / self.median
+
+
+@dataclass(frozen=True)
+class RealComparison:
+    """The alternatives of one tiny model on the same processes.
+
+    Args:
+        batch: samples of a step.
+        runs: the expert's first, then auto.
+    """
+
+    model: str
+    processes: int
+    batch: int
+    seq_length: int
+    runs: tuple[MeasuredPlan, ...]
+
+    @property
+    def correlation(self) -> float:
+        """Spearman's ρ between predicted and measured seconds; NaN if either are all equal."""
+        return spearman([run.predicted for run in self.runs], [run.median for run in self.runs])
+
+    def speed_ups(self, run: MeasuredPlan) -> tuple[float, float, float]:
+        """How much faster a step is than the expert's within a round: lower quartile, median, upper
+        quartile."""
+        expert = self.runs[0].seconds
+        ratios = [reference / own for reference, own in zip(expert, run.seconds, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        return low, middle, high
+
+    def run(self, prefix: str) -> MeasuredPlan:
+        """The run of an alternative, by the beginning of its name."""
+        return next(run for run in self.runs if any(each.startswith(prefix) for each in run.names))
+
+
+def spearman(x: Sequence[float], y: Sequence[float]) -> float:
+    """Spearman's ρ: the correlation of ranks, where equal values share the mean of theirs."""
+    ranks = np.array([_ranks(x), _ranks(y)])
+    spread = ranks.std(axis=1).prod()
+    return float(np.cov(ranks, bias=True)[0, 1] / spread) if spread else float("nan")
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+
+
+def compare_measured(
+    experts: Sequence[str | Path],
+    logs: LogFolder,
+    *,
+    devices: int = 8,
+    rounds: int,
+    cluster: str | None = None,
+    on_progress: OnProgress = silent,
+) -> list[RealComparison]:
+    """Trains the tiny variants of language models for some steps, each automatically, as its expert
+    divides it, and in all combinations of data × tensor × pipeline parallel that divide it, on
+    local processes; within one launch for each model, where its alternatives take turns.
+
+    Args:
+        experts: configurations in `semi_auto` mode.
+        logs: where the processes write, and plans are put.
+        rounds: timed steps of each alternative.
+        cluster: for which steps are predicted and auto is planned; by default this machine,
+            measured with as many processes.
+        on_progress: called with what is being done.
+
+    Raises:
+        ConfigError: a configuration is not an expert's of a language model, or cannot be divided
+            among so many processes.
+        RankFailedError: a plan failed; says which.
+    """
+    if devices < 2:
+        raise ConfigError(f"devices={devices}: must be at least 2 processes")
+    if rounds < 2:
+        raise ConfigError(f"rounds={rounds}: must be at least 2, for quartiles")
+    runs = [tiny_run(expert_run(file), devices) for file in experts]
+    calibrating = within(on_progress, "calibrating this machine")
+    machine = measure_cluster(devices, calibrating) if cluster is None else load_cluster(cluster)
+    logs.clear(devices)
+    model_plans = []
+    for run, file in zip(runs, experts, strict=True):
+        on_progress(f"{_name(run)}: planning")
+        model_plans.append(_plans_of(run, str(file), machine, devices))
+    on_progress("measuring steps on local processes")
+    orders = [_order(number, each, logs.run, rounds) for number, each in enumerate(model_plans)]
+    # Process groups of other models would slow all steps of one.
+    seconds = [_run(order, devices, logs) for order in orders]
+    return [
+        _comparison_of(run, devices, each, of_each)
+        for run, each, of_each in zip(runs, model_plans, seconds, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _ModelPlans:
+    """A model, and its plans with all names of each."""
+
+    config: str
+    graph: Graph
+    plans: tuple[tuple[tuple[str, ...], Plan], ...]
+
+
+def _plans_of(run: Run, config: str, cluster: Cluster, devices: int) -> _ModelPlans:
+    comparison = GridComparison(run, cluster, devices)
+    distinct: list[tuple[list[str], Plan]] = []
+    for name, plan in _named_plans(comparison):
+        same = next((names for names, other in distinct if _alike(plan, other)), None)
+        if same is None:
+            distinct.append(([name], plan))
+        else:
+            same.append(name)
+    return _ModelPlans(
+        config, comparison.graph, tuple((tuple(names), plan) for names, plan in distinct)
+    )
+
+
+def _named_plans(comparison: GridComparison) -> Iterator[tuple[str, Plan]]:
+    parts, expert = comparison.expert()
+    yield alternative_name(EXPERT, parts), expert
+    automatic = comparison.automatic()
+    stages = automatic.pipeline.stages
+    yield AUTO if stages == 1 else f"{AUTO}, {stages} stages", automatic
+    data, tensor = (comparison.devices, 1, 1), (1, comparison.devices, 1)
+    for parts in comparison.grid():
+        kind = {data: DATA_PARALLEL, tensor: TENSOR_PARALLEL}.get(parts, OF_GRID)
+        yield alternative_name(kind, parts), comparison.by_hand(parts)
+    if comparison.divides(data):
+        sharded = comparison.by_hand(data, hsdp={"level": "level3", "threshold": 0})
+        yield f"{alternative_name(DATA_PARALLEL, data)} level3", sharded
+
+
+def _alike(plan: Plan, other: Plan) -> bool:
+    """Whether both run the same; pins may differ in form only."""
+
+    def what_runs(one: Plan) -> tuple[object, ...]:
+        stored = one.storage, one.sharding, one.recompute, one.pipeline
+        return one.cuts, *stored, one.bytes, one.step_time
+
+    return what_runs(plan) == what_runs(other)
+
+
+def _order(number: int, model_plans: _ModelPlans, folder: Path, rounds: int) -> MeasureOrder:
+    """Writes graph and plans where the processes find them."""
+    graph = folder / f"{number}.graph"
+    graph.write_bytes(dumps(model_plans.graph))
+    files = {}
+    for place, (names, plan) in enumerate(model_plans.plans):
+        file = folder / f"{number}.{place}.json"
+        plan.save(file)
+        files[" = ".join(names)] = str(file)
+    return MeasureOrder(model_plans.config, str(graph), files, rounds)
+
+
+def _run(order: MeasureOrder, devices: int, logs: LogFolder) -> list[list[float]]:
+    """For each plan the seconds of its steps."""
+    request, result = logs.run / "order.json", logs.run / "seconds.json"
+    request.write_text(json.dumps(asdict(order)), encoding="utf-8")
+    launch(
+        ["-P", "-m", "shardwright.tools.compare.worker", str(request), str(result)], devices, logs
+    )
+    seconds: list[list[float]] = json.loads(result.read_text(encoding="utf-8"))
+    return seconds
+
+
+def _comparison_of(
+    run: Run, devices: int, model_plans: _ModelPlans, seconds: Sequence[Sequence[float]]
+) -> RealComparison:
+    assert run.config.data.seq_length is not None
+    runs = []
+    for (names, plan), each in zip(model_plans.plans, seconds, strict=True):
+        assert plan.step_time is not None
+        runs.append(MeasuredPlan(names, plan.step_time, tuple(each)))
+    return RealComparison(
+        _name(run),
+        devices,
+        run.config.data.batch_size,
+        run.config.data.seq_length,
+        tuple(runs),
+    )
+
+
+def _name(run: Run) -> str:
+    """The name of a tiny variant."""
+    assert run.foreign is not None
+    return f"{run.foreign.name}_tiny"

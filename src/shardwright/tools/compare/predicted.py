@@ -1,0 +1,275 @@
+"""The automatic plan against what experts configure by hand, by the predicted time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwright.core.api.plan import plan
+from shardwright.core.capture.annotations import module_tags
+from shardwright.core.cost.cluster import LOCAL, Cluster
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.graph.graph import Graph
+from shardwright.core.partition.pipeline_spec import PipelineSpec
+from shardwright.core.partition.schedules import SCHEDULES
+from shardwright.core.plan import Plan
+from shardwright.core.planner.options import NO_LIMIT
+from shardwright.errors import ConfigError, MemoryLimitError
+from shardwright.models.expert_sharding import (
+    cut_by_model_parallel,
+    expert_stages,
+    paths_of_blocks,
+    pin_expert,
+)
+from shardwright.progress import OnProgress, silent, within
+from shardwright.run.config.objects import mark_recomputed
+from shardwright.run.config.run import Run
+from shardwright.tools.compare.alternatives import (
+    AUTO,
+    DATA_PARALLEL,
+    EXPERT,
+    GRID,
+    OF_GRID,
+    TENSOR_PARALLEL,
+    Alternative,
+    Comparison,
+    GridPoint,
+    least_seconds,
+)
+
+
+def compare_predicted(
+    expert: str | Path,
+    cluster: str,
+    devices: int | None = None,
+    on_progress: OnProgress = silent,
+) -> Comparison:
+    """Plans a language model automatically, as its expert configures it, and in all
+    combinations of data × tensor × pipeline parallel, with the same batch, micro-batches and
+    memory.
+
+    Args:
+        expert: a configuration in `semi_auto` mode.
+        devices: by default as many as the configuration has.
+        on_progress: called with the alternative that is being planned.
+
+    Raises:
+        ConfigError: the configuration is not an expert's of a language model.
+    """
+    run = replace(expert_run(expert), on_progress=on_progress)
+    assert run.foreign is not None
+    number = devices or run.foreign.devices
+    known = load_cluster(cluster)
+    limit = run.foreign.memory_limit
+    if limit is None and known.name != LOCAL:
+        limit = int(known.device.memory)
+    comparison = GridComparison(run, known, number, limit)
+    return Comparison(
+        model=run.foreign.name,
+        devices=number,
+        cluster=cluster,
+        global_batch=run.config.data.batch_size,
+        limit=comparison.limit,
+        alternatives=tuple(comparison.alternatives()),
+    )
+
+
+def expert_run(file: str | Path) -> Run:
+    """The run of an expert's configuration of a language model.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    run = Run.from_file(file)
+    if run.foreign is None or run.config.parallel.expert is None:
+        raise ConfigError(
+            f"{file}: compare takes an expert's configuration of a language model:"
+            " parallel_mode 1 with data_parallel, model_parallel and pipeline_stage"
+        )
+    if run.config.parallel.expert.context_parallel > 1:
+        raise ConfigError(
+            f"{file}: parallel_config.context_parallel: compare supports data, model and"
+            " pipeline parallel only; valid is 1"
+        )
+    return run
+
+
+class GridComparison:
+    """The alternatives of one model, on one captured graph.
+
+    Args:
+        run: an expert's.
+        limit: bytes of a device.
+    """
+
+    def __init__(self, run: Run, cluster: Cluster, devices: int, limit: int | None = None) -> None:
+        self.run, self.cluster, self.devices, self.limit = run, cluster, devices, limit
+        self.net = run.model_to_plan()
+        self.batch = run.micro_batch_to_plan()
+        self.graph = run.graph_of(self.net, self.batch)
+        parallel = run.config.parallel
+        if parallel.recompute is not None and not parallel.recomputes_as_needed:
+            mark_recomputed(self.net, parallel.recompute)
+        data = run.config.data
+        assert data.seq_length is not None
+        self.tokens = data.batch_size * data.seq_length
+
+    def alternatives(self) -> Iterator[Alternative]:
+        """All alternatives, priced."""
+        parts, plan = self.expert()
+        expert = self._priced(EXPERT, parts, plan)
+        yield expert
+        yield self._priced(AUTO, None, self.automatic())
+        known: dict[GridPoint, Plan] = {}
+        for kind, parts in (
+            (DATA_PARALLEL, (self.devices, 1, 1)),
+            (TENSOR_PARALLEL, (1, self.devices, 1)),
+        ):
+            if self.divides(parts):
+                known[parts] = self.by_hand(parts)
+                yield self._priced(kind, parts, known[parts])
+        yield from self._best_of_grid(expert, known)
+
+    def expert(self) -> tuple[GridPoint, Plan]:
+        """What the configuration says."""
+        parallel = self.run.config.parallel
+        assert parallel.expert is not None
+        parts = parallel.expert.data_parallel, parallel.expert.model_parallel, int(parallel.stages)
+        plan = self.by_hand(
+            parts,
+            seq_parallel=parallel.expert.seq_parallel,
+            vocab_emb_dp=parallel.expert.vocab_emb_dp,
+        )
+        return parts, plan
+
+    def _best_of_grid(
+        self, expert: Alternative, known: dict[GridPoint, Plan]
+    ) -> Iterator[Alternative]:
+        """The fastest that fits, the expert's own among them, and faster ones that do not fit. What
+        a plan needs is known only after a dry run, and its time only once it is made: neither is
+        done for an alternative that cannot be faster than one that fits."""
+        micro_batches = self.run.config.parallel.num_micro_batches
+        bounds = {
+            parts: least_seconds(self.graph, self.cluster, parts, micro_batches)
+            for parts in self.grid()
+        }
+        best, too_large = replace(expert, kind=GRID), list[Alternative]()
+        for parts in sorted(bounds, key=lambda each: bounds[each]):
+            if best.fits and bounds[parts] >= best.seconds:
+                break
+            plan = known.get(parts) or self.by_hand(parts)
+            assert plan.step_time is not None
+            if not best.fits or plan.step_time < best.seconds:
+                alternative = self._priced(GRID, parts, plan)
+                if not alternative.fits:
+                    too_large.append(replace(alternative, kind=OF_GRID))
+                if alternative.fits or alternative.memory < best.memory:
+                    best = alternative
+        yield best
+        yield from (each for each in too_large if each.tokens_per_second > best.tokens_per_second)
+
+    def grid(self) -> Iterator[GridPoint]:
+        """All data · model · pipeline parallel whose numbers divide what they cut."""
+        for stages in _divisors(self.devices):
+            for model in _divisors(self.devices // stages):
+                parts = self.devices // stages // model, model, stages
+                if self.divides(parts):
+                    yield parts
+
+    def divides(self, parts: GridPoint) -> bool:
+        """Whether micro-batch, sequence, layers and blocks can be divided so."""
+        data, model, stages = parts
+        parallel, (rows, length) = self.run.config.parallel, self.batch[0].shape
+        pipeline = PipelineSpec(stages, parallel.num_micro_batches, self._schedule)
+        runs = stages == 1 or (
+            stages <= min(parallel.num_micro_batches, len(list(paths_of_blocks(self.net))))
+            and pipeline.can_run(parallel.num_micro_batches)
+        )
+        sizes = (size for _, _, size in cut_by_model_parallel(self.net))
+        return runs and all(
+            size % by == 0
+            for size, by in ((rows, data), (length, model), *((size, model) for size in sizes))
+        )
+
+    def automatic(self) -> Plan:
+        """What the planner finds; without a limit where nothing fits."""
+        try:
+            return self._plan(self.graph, memory_limit=self.limit)
+        except MemoryLimitError:
+            return self._plan(self.graph, memory_limit=None)
+
+    def _plan(self, graph: Graph, memory_limit: int | None) -> Plan:
+        return plan(
+            graph,
+            devices=self.devices,
+            cluster=self.cluster,
+            stages="auto",
+            memory_limit=NO_LIMIT if memory_limit is None else memory_limit,
+            on_progress=within(self.run.on_progress, AUTO),
+            **{**self._common(), "schedule": self.run.config.parallel.schedule},
+        )
+
+    def by_hand(
+        self,
+        parts: GridPoint,
+        seq_parallel: bool | None = None,
+        vocab_emb_dp: bool = False,
+        hsdp: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Data, tensor and pipeline parallel; by default with the sequence cut between layers, and
+        with the optimizer parallel of the configuration."""
+        data, model, stages = parts
+        pin_expert(
+            self.net,
+            data_parallel=data,
+            model_parallel=model,
+            seq_parallel=model > 1 if seq_parallel is None else seq_parallel,
+            vocab_emb_dp=vocab_emb_dp,
+        )
+        graph = replace(self.graph, module_tags=module_tags(self.net))
+        return plan(
+            graph,
+            devices=self.devices,
+            mode="sharding_propagation",
+            cluster=self.cluster,
+            memory_limit=NO_LIMIT,
+            stage_config=expert_stages(self.net, stages) if stages > 1 else None,
+            on_progress=within(self.run.on_progress, "·".join(map(str, parts))),
+            **{**self._common(), **({} if hsdp is None else {"hsdp": hsdp})},
+        )
+
+    def _common(self) -> dict[str, Any]:
+        parallel = self.run.config.parallel
+        return {
+            "micro_batches": parallel.num_micro_batches,
+            "schedule": self._schedule,
+            "hsdp": None if parallel.hsdp is None else parallel.hsdp.model_dump(),
+        }
+
+    @property
+    def _schedule(self) -> str:
+        """Of what is divided by hand: the default one where the configuration leaves it open."""
+        schedule = self.run.config.parallel.schedule
+        return schedule if schedule in SCHEDULES else next(iter(SCHEDULES))
+
+    def _priced(self, kind: str, parts: GridPoint | None, plan: Plan) -> Alternative:
+        assert plan.step is not None
+        words = kind if parts is None else "·".join(map(str, parts))
+        self.run.on_progress(f"{words}: memory")
+        peak = plan.memory.peak
+        return Alternative(
+            kind,
+            parts,
+            plan.step.seconds,
+            self.tokens / plan.step.seconds,
+            peak,
+            plan.bytes,
+            self.limit is None or peak <= self.limit,
+            plan.gap if kind == AUTO else None,
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

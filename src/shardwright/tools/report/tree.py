@@ -1,0 +1,129 @@
+"""The model as a tree of modules, repeated blocks once, with how each operator is split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from shardwright.core.cost.memory import binary
+from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.plan.data import PlanData
+from shardwright.core.plan.reasons import choice_lines, origin
+from shardwright.core.plan.repeated_rows import Fold, fold_rows, module_words
+from shardwright.core.plan.rows import OperatorRow, shape_text, shapes_text
+from shardwright.tools.report.page import Branch, Operator, OperatorTensor
+from shardwright.tools.report.picture import Picture, picture
+
+DEEPEST = 24
+"""Levels of modules in modules; deeper ones stand at the last."""
+
+
+_Placed = tuple[list[str], Operator]
+"""An operator with the names of the modules that it is in."""
+
+
+def page_tree(plan: PlanData) -> tuple[tuple[Branch | Operator, ...], tuple[Picture, ...]]:
+    """The modules of a plan, and the pictures of the layouts in it."""
+    pictures: dict[TensorLayout, int] = {}
+    placed: list[_Placed] = []
+    for fold in fold_rows(plan.operators):
+        *modules, name = module_words(fold.row.name, DEEPEST)
+        placed.append((modules, _operator(plan, fold, name, pictures)))
+    return tuple(_nodes(placed)), tuple(map(picture, pictures))
+
+
+def _nodes(placed: list[_Placed], path: str = "") -> Iterator[Branch | Operator]:
+    """What is in the module at `path`, in the order of the model; modules that hold nothing but
+    another module are one branch with it."""
+    groups: dict[str | int, list[_Placed]] = {}
+    for modules, operator in placed:
+        group = groups.setdefault(modules[0] if modules else id(operator), [])
+        group.append((modules[1:], operator))
+    for name, inside in groups.items():
+        if isinstance(name, int):
+            yield inside[0][1]
+            continue
+        own = f"{path}.{name}".lstrip(".")
+        first, *others = _nodes(inside, own)
+        if isinstance(first, Branch) and not others:
+            yield replace(first, name=f"{name}.{first.name}")
+        else:
+            yield Branch(name, own, (first, *others))
+
+
+def _operator(plan: PlanData, fold: Fold, name: str, pictures: dict[TensorLayout, int]) -> Operator:
+    row, number = fold.row, fold.count
+    why, reason = origin(plan, fold.members[0])
+    return Operator(
+        name=name,
+        path=row.name,
+        operator=row.operator,
+        count=number,
+        shapes=shapes_text(row),
+        cuts=tuple((f, tuple(map(plan.mesh.axis, axes))) for f, axes in row.cuts.items()),
+        bytes=number * row.bytes,
+        seconds=number * row.seconds,
+        why=why,
+        reason=reason,
+        facts=tuple(_facts(plan, fold, reason)),
+        inputs=tuple(_inputs(plan, row, pictures)),
+        outputs=tuple(
+            _tensor(f"output {index}" if index else "output", "", shape, layout, pictures)
+            for index, (shape, layout) in enumerate(
+                zip(row.outputs, row.output_layouts, strict=True)
+            )
+        ),
+        redistributions=tuple(_redistributions(row)),
+    )
+
+
+def _facts(plan: PlanData, fold: Fold, reason: str) -> Iterable[tuple[str, str]]:
+    row = fold.row
+    yield "why", reason
+    yield from choice_lines(plan, fold.members[0])
+    if row.rule is not None:
+        yield "rule", row.rule
+    if fold.count > 1:
+        yield "repeated", f"{fold.count} times; what follows is of one"
+    if plan.pipeline.stages > 1:
+        yield "stages", fold.stages
+    if fold.recomputed:
+        yield "backward pass", fold.recomputed
+    if row.source:
+        yield "source", row.source
+
+
+def _inputs(
+    plan: PlanData, row: OperatorRow, pictures: dict[TensorLayout, int]
+) -> Iterable[OperatorTensor]:
+    for (name, shape, kind), layout in zip(row.inputs, row.input_layouts, strict=True):
+        stored = ""
+        if kind == "parameter" and plan.storage.get(name, layout.axes) != layout.axes:
+            stored = TensorLayout(plan.mesh, plan.storage[name]).placement
+        yield _tensor(name, kind, shape, layout, pictures, stored)
+
+
+def _tensor(
+    name: str,
+    kind: str,
+    shape: tuple[int, ...],
+    layout: TensorLayout,
+    pictures: dict[TensorLayout, int],
+    stored: str = "",
+) -> OperatorTensor:
+    return OperatorTensor(
+        name,
+        kind,
+        shape_text(shape),
+        shape_text(layout.shard_shape(shape)),
+        layout.placement,
+        pictures.setdefault(layout, len(pictures)),
+        stored,
+    )
+
+
+def _redistributions(row: OperatorRow) -> Iterable[tuple[str, str, str]]:
+    for each in row.redistributions:
+        shared = "; the rest is shared with an earlier operator" if each.shared else ""
+        sizes = f"{binary(each.forward_bytes)} forward, {binary(each.backward_bytes)} backward"
+        yield each.value or "inside", each.steps_text, f"{sizes}{shared}"

@@ -1,0 +1,444 @@
+"""Custom autograd functions train as in the eager module, or are refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+import shardwright as sw
+from core.capture.autograd_ranks import CHECKS
+from random_cases import random_cases
+from random_plans import random_plan
+from shardwright.core.capture.function_trials import reduced
+from shardwright.errors import CaptureError
+from torchrun import checks_on_ranks
+
+
+class Swish(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        s = x.sigmoid()
+        return gradient * (s + x * s * (1 - s))
+
+
+class Sign(Function):
+    """Straight through where the input is small."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient.masked_fill(x.abs() > 1, 0.0)
+
+
+class Reversed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.strength * gradient, None
+
+
+class Gated(Function):
+    """The gate learns at half the rate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        return x * gate
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor]:
+        x, gate = ctx.saved_tensors
+        return gradient * gate if ctx.needs_input_grad[0] else None, 0.5 * gradient * x
+
+
+class Rounded(Function):
+    """In half the precision, with a gradient in full."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.to(torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.double()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.gate, self.head = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Gated.apply(Swish.apply(self.inner(x)), self.gate(x))
+        y = y + Rounded.apply(y).to(y.dtype)
+        loss: Tensor = self.head(Reversed.apply(Sign.apply(y), 0.3)).square().mean()
+        return loss
+
+
+@random_cases(4)
+def test_functions_that_compute_element_by_element_train_under_any_plan(seed: int) -> None:
+    net, batch = Net(), (torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)),)
+    plan = random_plan(sw.capture(net, batch), 4, seed)
+    check = sw.check(net, batch, None, plan)
+    assert check.passes() and check.gradient_difference < 1e-12, check
+
+
+def net_with(apply: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A model that trains through `apply`."""
+
+    class Applying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner, self.apply_of_self = nn.Linear(8, 8), apply
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.apply_of_self(self.inner(x)).square().mean()
+
+    return Applying()
+
+
+def check_trains_as_eager(net: nn.Module, *batch: Tensor) -> None:
+    plan = random_plan(sw.capture(net, batch), 4, 0)
+    check = sw.check(net, batch, None, plan)
+    assert check.passes() and check.gradient_difference < 1e-12, check
+
+
+class SetsUp(Sign):
+    """Inherits `setup_context`, and has a default."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, scale: float = 1.0) -> Tensor:
+        return x.sign() * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:  # type: ignore[override]
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.scale, None
+
+
+class Inherits(SetsUp):
+    pass
+
+
+class Halved(Function):
+    """With a gradient that is none of its operators', a keyword, and more gradients than inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shift: float = 0.0) -> Tensor:
+        return x.round() + shift
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / 2, None
+
+
+sign, sets_up, inherits = Sign.apply, SetsUp.apply, Inherits.apply
+in_dict = {"sign": Sign.apply}
+
+
+def by_default(x: Tensor, function: Any = Sign.apply) -> Tensor:
+    result: Tensor = function(x)
+    return result
+
+
+class OfClass:
+    kept = staticmethod(Sign.apply)
+
+
+BOUND: dict[str, Callable[[Tensor], Tensor]] = {
+    "of a module": lambda x: sign(x),
+    "partial": functools.partial(SetsUp.apply, scale=3.0),
+    "default": by_default,
+    "dict": lambda x: in_dict["sign"](x),
+    "static method": OfClass.kept,
+    "closure": (lambda function: lambda x: function(x))(Sign.apply),
+    "of no class": functools.partial(Function.__dict__["apply"].__func__, Sign),
+    "inherited": lambda x: inherits(x, 2.0),
+    "keyword": functools.partial(Halved.apply, shift=2.0),
+    "vmap": lambda x: torch.vmap(sets_up)(x),
+    "checkpointed": functools.partial(checkpoint, sign, use_reentrant=False),
+    "reentrant": functools.partial(CheckpointFunction.apply, sign, True),
+}
+
+
+class Bound(nn.Module):
+    """A layer for each name, whose gradient is that of the function alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in BOUND)
+        self.apply_of_self = Sign.apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = zip(BOUND.values(), self.layers, strict=True)
+        results = [apply(layer(x)) for apply, layer in pairs]
+        return torch.stack([*results, self.apply_of_self(results[0])]).square().mean()
+
+
+def test_functions_are_captured_by_whatever_name_they_are_applied() -> None:
+    check_trains_as_eager(Bound(), torch.randn(8, 8))
+
+
+class Softmax(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.softmax(-1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return y * (gradient - (gradient * y).sum(-1, keepdim=True))
+
+
+class Scaled(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).sum().reshape(1)
+
+
+class Split(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.clone(), x.neg()
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        return one - other
+
+
+class Largest(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        largest, where = x.max(-1)
+        ctx.mark_non_differentiable(where)
+        ctx.save_for_backward(x, where)
+        return largest, where
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Tensor:
+        x, where = ctx.saved_tensors
+        return torch.zeros_like(x).scatter(-1, where[..., None], gradient[..., None])
+
+
+class InPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Exact(nn.Module):
+    """Its functions compute the derivatives of their `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.scale = nn.Linear(8, 8), nn.Parameter(torch.rand(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = Split.apply(Softmax.apply(Scaled.apply(self.inner(x), self.scale)))
+        largest, where = Largest.apply(InPlace.apply(one * 1))
+        loss: Tensor = (largest * where + other.square().sum(-1)).mean()
+        return loss
+
+
+def test_functions_that_compute_derivatives_train_as_eager() -> None:
+    check_trains_as_eager(Exact(), torch.randn(8, 8))
+
+
+class Clipped(Reversed):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.clamp(-1, 1), None
+
+
+class Normalized(Reversed):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / gradient.norm(), None
+
+
+class StraightThroughSoftmax(Softmax):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = Softmax.forward(ctx, x)
+        return (y == y.amax(-1, keepdim=True)).to(y.dtype)
+
+
+class OtherScale(Scaled):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).mean().reshape(1)
+
+
+class OtherSplit(Split):
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        return one + other
+
+
+class OtherInPlace(InPlace):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize(
+    ("function", "apply", "why"),
+    [
+        (Clipped, lambda apply, x, _: apply(x, 1.0), "a gradient is not that of the output"),
+        (Normalized, lambda apply, x, _: apply(x, 1.0), "a gradient is not that of the output"),
+        (StraightThroughSoftmax, lambda apply, x, _: apply(x), "a gradient is not that of the"),
+        (OtherScale, lambda apply, x, scale: apply(x, scale), "an input with a gradient has"),
+        (OtherSplit, lambda apply, x, _: apply(x)[1], "it returns several values"),
+        (OtherInPlace, lambda apply, x, _: apply(x * 1), "it changes its input in place"),
+    ],
+)
+def test_other_functions_are_refused(function: Any, apply: Any, why: str, bound: bool) -> None:
+    bound_apply = function.apply if bound else lambda *args: function.apply(*args)
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = apply(bound_apply, self.inner(x), self.scale)
+            return result.square().mean()
+
+    message = f"py:.*custom backward of the autograd function `{function.__name__}`: {why}"
+    with pytest.raises(CaptureError, match=message):
+        sw.capture(Other(), (torch.randn(4, 8),))
+
+
+def test_functions_without_a_gradient_to_give_are_captured() -> None:
+    """Not the tensors of a closure either."""
+    split = OtherSplit.apply
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.weight = nn.Linear(8, 8), nn.Parameter(torch.rand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            net = self
+
+            class Weighted(Function):
+                @staticmethod
+                def forward(ctx: Any, x: Tensor) -> Tensor:
+                    return x * net.weight
+
+            weighted = Weighted.apply
+            one, other = split(weighted(x))
+            y = self.inner(one + 2 * other)
+            with torch.no_grad():
+                first, _ = split(y)
+            return (first * y * self.weight).mean()
+
+    check_trains_as_eager(Net(), torch.randn(8, 8))
+
+
+class OtherCube(Function):
+    """Its factor depends on the input."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x**2
+
+
+class Cube(OtherCube):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * OtherCube.backward(ctx, gradient)
+
+
+def by_grad(function: Any) -> Callable[[Tensor], Tensor]:
+    return lambda y: torch.autograd.grad(function(y).square().sum(), y, create_graph=True)[0]
+
+
+def by_transform(function: Any) -> Callable[[Tensor], Tensor]:
+    return torch.func.grad(lambda y: function(y).square().sum())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("derivative", [by_grad, by_transform])
+@pytest.mark.parametrize("function", [Cube, SetsUp])
+def test_derivatives_that_forward_takes_of_functions_train_as_eager(
+    derivative: Any, function: Any
+) -> None:
+    check_trains_as_eager(net_with(derivative(function.apply)), torch.randn(8, 8))
+
+
+@pytest.mark.parametrize("derivative", [by_grad, by_transform])
+def test_second_derivatives_that_cannot_be_captured_are_refused(derivative: Any) -> None:
+    with pytest.raises(CaptureError, match="computes gradients through the autograd function `Ot"):
+        sw.capture(net_with(derivative(OtherCube.apply)), (torch.randn(4, 8),))
+
+
+def test_large_tensors_are_tried_at_a_smaller_size() -> None:
+    types = [(torch.Size((64, 32)), torch.float32), None, (torch.Size((32,)), torch.int64)]
+    assert reduced(types, 2048) == types
+    smaller = [(torch.Size((16, 16)), torch.float32), None, (torch.Size((16,)), torch.int64)]
+    assert reduced(types, 256) == smaller
+
+
+test_bound_functions_on_real_ranks = checks_on_ranks(CHECKS, 2)

@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
+from torch.nn.attention.flex_attention import flex_attention
+
+from core.capture.test_capture import Function, x
+from shardwright.core.capture.capture import capture
+from shardwright.core.graph.interpreter import interpret
+from shardwright.core.runtime.micro_batches import micro_batch
+from shardwright.errors import CaptureError, PlanError
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+class Item(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].cumsum(0)
+
+
+class CustomBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        return Doubled.apply(x)
+
+
+class Expanded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y.expand(2, 4, 4)[0].add_(1)
+        return y
+
+
+class ThroughData(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y.detach().add_(1)
+        return y * 2
+
+
+class IntoOut(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        values, indices = torch.empty_like(x[0]), torch.empty(4, dtype=torch.long)
+        torch.max(x, 1, out=(values, indices))
+        return values
+
+
+class Diagonal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2).fill_diagonal_(1, wrap=True)
+
+
+class Beyond(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2)[1].as_strided((3, 2), (4, 1), 0)
+
+
+class Raising(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("no such head")
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.draw() < 0.5 else x
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand()])
+def test_numbers_that_forward_draws_outside_of_torch_are_refused(draw: Callable[[], float]) -> None:
+    with pytest.raises(CaptureError, match=r"`forward` of Drawing.*draws from Python's `random`"):
+        capture(Drawing(draw), (torch.randn(3, 4),))
+
+
+class Seeding(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return nn.functional.dropout(x)
+
+
+def test_seeding_in_forward_is_refused_and_undone_seeding_is_not() -> None:
+    with pytest.raises(CaptureError, match=r"`forward` of Seeding.*`torch.manual_seed`.*training"):
+        capture(Seeding(), (torch.randn(3, 4),))
+
+    class Forked(Seeding):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.random.fork_rng():
+                return super().forward(x)
+
+    assert capture(Forked(), (torch.randn(3, 4),)).ops
+
+
+@pytest.mark.parametrize(
+    ("net", "line", "advice"),
+    [
+        (Branch(), "if x.sum() > 0:", "torch.where"),
+        (Item(), "return x * x.sum().item()", "remove `.item()`"),
+        (Masked(), "return x[x > 0]", "multiply by the mask"),
+        (CustomBackward(), "return Doubled.apply(x)", "torch.library.custom_op"),
+        (Expanded(), "y.expand(2, 4, 4)[0].add_(1)", "returns a new tensor"),
+        (ThroughData(), "y.detach().add_(1)", "Compute a new tensor"),
+        (
+            IntoOut(),
+            "torch.max(x, 1, out=(values, indices))",
+            "Use the operator that returns a new tensor",
+        ),
+        (
+            Diagonal(),
+            "return (x * 2).fill_diagonal_(1, wrap=True)",
+            "Compute the result with `torch.where`",
+        ),
+        (Beyond(), "return (x * 2)[1].as_strided((3, 2), (4, 1), 0)", "Use `unfold`, slices"),
+        (Raising(), 'raise ValueError("no such head")', "ValueError: no such head"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_the_error_names_the_users_line_and_what_to_change(
+    net: nn.Module, line: str, advice: str
+) -> None:
+    with pytest.raises(CaptureError) as error:
+        capture(net, (x(),))
+    message = str(error.value)
+    assert "test_capture_errors.py:" in message
+    assert f"`{line}`" in message
+    assert advice in message
+
+
+def test_flex_attention_is_refused_with_what_to_use() -> None:
+    def attention(net: nn.Module, x: Tensor) -> Tensor:
+        q = (x @ net.weight)[None, None]
+        return flex_attention(q, q, q)  # type: ignore[return-value]
+
+    with pytest.raises(CaptureError, match=r"return flex_attention.*Use `scaled_dot_product"):
+        capture(Function(attention), (x(),))
+
+
+def jagged(net: nn.Module, x: Tensor) -> Tensor:
+    rows = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4]))
+    result: Tensor = (rows @ net.weight).values()
+    return result
+
+
+def test_nested_tensors_are_refused_with_what_to_use() -> None:
+    with pytest.raises(CaptureError, match=r"nested_tensor_from_jagged.*Pad to the longest row"):
+        capture(Function(jagged), (x(),))
+    rows = torch.nested.nested_tensor([x()[:1], x()[1:]], layout=torch.jagged)
+    with pytest.raises(CaptureError, match=r"^an argument: nested tensors .* Pad to the longest"):
+        capture(Function(jagged), (rows,))
+    with pytest.raises(PlanError, match="a nested tensor, which cannot be cut"):
+        micro_batch([rows], 0, 2)
+
+
+def functionalized(net: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = torch.func.functionalize(lambda x: (x @ net.weight).add_(1))(x)
+    return result
+
+
+def branched(net: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = torch.cond(x.sum() > 0, lambda x: x @ net.weight, lambda x: x.sin(), (x,))
+    return result
+
+
+def looped(net: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = while_loop(lambda x: x.sum() < 9, lambda x: (x @ net.weight,), (x,))[0]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [
+        (functionalized, "call the function itself"),
+        (branched, "Compute both branches and choose by `torch.where`"),
+        (looped, "loop in Python as often as is known"),
+    ],
+)
+def test_functions_of_functions_are_refused_with_what_to_use(
+    function: Callable[..., Tensor], advice: str
+) -> None:
+    with pytest.raises(CaptureError, match=f"test_capture_errors.py:.*{advice}"):
+        capture(Function(function), (x(),))
+
+
+def test_data_cannot_become_a_tensor_of_another_shape() -> None:
+    def shrink(net: nn.Module, x: Tensor) -> Tensor:
+        net.weight.data = net.weight.data[:2]
+        return x @ net.weight.t()
+
+    with pytest.raises(CaptureError, match=r"`.data` of \(4, 4\) torch.float64 becomes \(2, 4\)"):
+        capture(Function(shrink), (x(),))
+
+
+def test_values_that_go_to_numpy_are_refused_with_the_line() -> None:
+    def sorted_by_numpy(net: nn.Module, x: Tensor) -> Tensor:
+        return x[torch.from_numpy(np.argsort(x[:, 0].detach().numpy()))]
+
+    with pytest.raises(
+        CaptureError, match=r"return x\[torch.from_numpy.*values of a tensor to numpy"
+    ):
+        capture(Function(sorted_by_numpy), (x(),))
+
+
+def test_a_lazy_parameter_must_be_initialized_first() -> None:
+    with pytest.raises(CaptureError, match=r"weight: .* no shape yet\. Run the module once"):
+        capture(nn.LazyLinear(4), (x(),))
+
+
+@torch.library.custom_op("capture_errors::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class WithoutFake(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return doubled(x)
+
+
+@pytest.mark.parametrize(
+    ("net", "advice"),
+    [
+        (WithoutFake(), r"return doubled\(x\).*needs a fake implementation.*register_fake"),
+    ],
+)
+def test_what_tracing_lacks_is_said_with_the_line(net: nn.Module, advice: str) -> None:
+    with pytest.raises(CaptureError, match=advice):
+        capture(net, (x(),))
+
+
+def test_a_scripted_part_is_named() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(CaptureError, match=r"1 is scripted .* Use the module of which it was made"):
+        capture(net.double(), (x(),))
+
+
+def test_a_module_that_cannot_be_copied_is_named() -> None:
+    net = nn.Linear(4, 4)
+    net.stream = (i for i in range(3))  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match="deepcopy` of Linear failed"):
+        capture(net, (x(),))
+
+
+def test_custom_functions_work_again_after_a_capture() -> None:
+    with pytest.raises(CaptureError):
+        capture(CustomBackward(), (x(),))
+    given = x().requires_grad_()
+    CustomBackward()(given).sum().backward()
+    assert given.grad is not None
+    assert given.grad.eq(torch.arange(1.0, 5.0)[:, None]).all()
+
+
+def test_a_graph_refuses_another_call() -> None:
+    graph = capture(nn.Flatten(), (x(),))
+    with pytest.raises(CaptureError, match=r"captured for shape \(4, 4\), not \(2, 4\)"):
+        interpret(graph, {}, {}, (torch.ones(2, 4),))
+    with pytest.raises(CaptureError, match="was captured for arguments of structure"):
+        interpret(graph, {}, {}, (), {"input": x()})
+
+
+@pytest.mark.parametrize("of_tensor", [True, False])
+def test_a_backward_pass_in_forward_is_refused_with_the_line(of_tensor: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = self.linear(x).sum()
+            loss.backward() if of_tensor else torch.autograd.backward(loss)
+            return x
+
+    with pytest.raises(
+        CaptureError, match=r"test_capture_errors.py:\d+: .*`forward` runs a backward pass"
+    ):
+        capture(Net(), (torch.randn(3, 4),))
+
+
+def test_a_layer_under_torch_compile_is_captured() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x, wanted = torch.randn(3, 4), [op.target for op in capture(net, (torch.randn(3, 4),)).ops]
+    net[0] = torch.compile(net[0])  # type: ignore[assignment]
+    assert [op.target for op in capture(net, (x,)).ops] == wanted
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (torch.ones(2, 3), None, "must be a tuple, and are a Tensor"),
+        ([torch.ones(2, 3)], None, "must be a tuple, and are a list"),
+        ((torch.ones(2, 3),), torch.ones(2), "must be a mapping of names, and are a Tensor"),
+        ((torch.ones(2, 3),), {3: torch.ones(2)}, "have names, not 3"),
+    ],
+)
+def test_arguments_that_are_not_those_of_a_call_are_refused(
+    args: Any, kwargs: Any, message: str
+) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(nn.Linear(3, 3), args, kwargs)

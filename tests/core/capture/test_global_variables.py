@@ -1,0 +1,119 @@
+"""Which global variables a `forward` may read, and that it does not change them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwright as sw
+from shardwright.core.capture.global_variables import GLOBALS, globals_of, globals_read
+from shardwright.errors import CaptureError
+
+BATCH = torch.ones(2, 4)
+SETTINGS = """
+scale = 2.0
+unread = 3.0
+offset = 1.0
+
+def shifted(x):
+    return x + offset
+"""
+MODEL = """
+import math
+import torch
+from torch import nn
+import settings_of_the_user as settings
+from settings_of_the_user import shifted
+
+LOG, UNREAD, DEPTH, TABLE = [], 5.0, 2, {"a": 1.0}
+
+def helper(x):
+    return [x for _ in range(DEPTH)][0]
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.double(shifted(helper(self.linear(x)) * settings.scale)) * math.pi
+
+    def double(self, x):
+        return 2 * x * TABLE["a"]
+
+    def never_called(self):
+        return UNREAD
+
+class Logging(Reading):
+    def forward(self, x):
+        LOG.append(1)
+        return super().forward(x)
+
+class Counting(Reading):
+    def forward(self, x):
+        global DEPTH
+        DEPTH += 1
+        return super().forward(x)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The user's file, which imports another one."""
+    (tmp_path / "settings_of_the_user.py").write_text(SETTINGS)
+    (tmp_path / "model_of_the_user.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("settings_of_the_user", "model_of_the_user"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return __import__("model_of_the_user")
+
+
+def test_those_of_functions_methods_and_other_files_are_found(model: ModuleType) -> None:
+    mine, settings = f"{GLOBALS}model_of_the_user", f"{GLOBALS}settings_of_the_user"
+    assert set(globals_read(nn.Sequential(model.Reading()))) == {
+        (mine, "DEPTH"),
+        (mine, "TABLE"),
+        (settings, "scale"),
+        (settings, "offset"),
+    }
+    assert globals_of(settings)["scale"] == 2.0
+    assert globals_of(f"{GLOBALS}nowhere") == {}
+
+
+def test_those_of_a_base_class_are_found(model: ModuleType) -> None:
+    both = {name for _, name in globals_read(model.Logging())}
+    assert both == {"LOG", "DEPTH", "TABLE", "scale", "offset"}
+
+
+def test_libraries_have_none() -> None:
+    assert not list(globals_read(nn.TransformerEncoderLayer(8, 2)))
+
+
+def test_what_is_set_between_steps_takes_effect(model: ModuleType) -> None:
+    net = model.Reading()
+    planned: Any = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+
+    def assert_equal() -> Tensor:
+        torch.testing.assert_close(planned(BATCH), net(BATCH))
+        result: Tensor = planned(BATCH)
+        return result
+
+    before = assert_equal()
+    model.TABLE["a"] *= 2
+    assert not torch.equal(assert_equal(), before)
+    before = assert_equal()
+    model.settings.offset = 7.0
+    assert not torch.equal(assert_equal(), before)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("Logging", "LOG"), ("Counting", "DEPTH")])
+def test_one_that_forward_changes_is_refused(model: ModuleType, kind: str, name: str) -> None:
+    message = f"`forward` changes the global variable '{name}' of model_of_the_user"
+    with pytest.raises(CaptureError, match=message):
+        sw.plan(getattr(model, kind)(), (BATCH,), devices=2)

@@ -1,0 +1,59 @@
+"""Whole models as one file, on one device; `test_checkpoint.py` does it on four."""
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import shardwright as sw
+from core.checkpoint.checkpoint_ranks import model
+
+
+@pytest.mark.parametrize("name", ["net.safetensors", "net.pt", "net.pth", "net.bin"])
+def test_a_file_brings_a_model_back(tmp_path: Path, name: str) -> None:
+    net, other = model(0), model(1)
+    sw.save_state_dict(net, tmp_path / "new" / name)
+    sw.load_state_dict(other, tmp_path / "new" / name)
+    torch.testing.assert_close(other.state_dict(), net.state_dict(), rtol=0, atol=0)
+    assert other.head.weight is other.embedding.weight
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [name]
+
+
+def test_any_name_of_a_tied_parameter_will_do(tmp_path: Path) -> None:
+    net, other = model(0), model(1)
+    state = {n: v.clone() for n, v in net.state_dict().items() if n != "embedding.weight"}
+    safetensors.torch.save_file(state, tmp_path / "net.safetensors")
+    sw.load_state_dict(other, tmp_path / "net.safetensors")
+    assert torch.equal(other.embedding.weight, net.embedding.weight)
+
+
+def test_a_folder_of_several_files_is_read_as_one(tmp_path: Path) -> None:
+    net, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    for name, value in net.state_dict().items():
+        safetensors.torch.save_file({name: value}, tmp_path / f"{name}.safetensors")
+    sw.load_state_dict(other, tmp_path)
+    torch.testing.assert_close(other.state_dict(), net.state_dict(), rtol=0, atol=0)
+
+
+def test_another_model_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    net, other = nn.Linear(2, 3), nn.Linear(2, 4)
+    sw.save_state_dict(net, tmp_path / "net.pt")
+    before = other.weight.detach().clone()
+    with pytest.raises(sw.CheckpointError, match=r"'weight' has shape \(3, 2\) in .*, \(4, 2\)"):
+        sw.load_state_dict(other, tmp_path / "net.pt")
+    assert torch.equal(other.weight, before)
+
+
+def test_files_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    net = nn.Linear(2, 3)
+    with pytest.raises(sw.CheckpointError, match=r"net\.h5: .* valid are \.safetensors, \.pt"):
+        sw.save_state_dict(net, tmp_path / "net.h5")
+    with pytest.raises(sw.CheckpointError, match="no such file"):
+        sw.load_state_dict(net, tmp_path / "net.pt")
+    with pytest.raises(sw.CheckpointError, match="no such file"):
+        sw.load_state_dict(net, tmp_path)
+    torch.save({"weight": 1}, tmp_path / "net.pt")
+    with pytest.raises(sw.CheckpointError, match="not a state_dict"):
+        sw.load_state_dict(net, tmp_path / "net.pt")

@@ -1,0 +1,99 @@
+"""Dry runs of chunks that are alike: made once, and what each would need by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwright as sw
+from sample_models import llama
+from shardwright.core.cost import dry_run
+from shardwright.core.cost.dry_run import DryRun, DryRunCache, Phase, dry_run_chunk
+from shardwright.core.cost.memory import memory
+from shardwright.core.partition.schedules import SCHEDULES
+
+NET, ARGS, KWARGS = llama(layers=8)
+
+
+def planned(schedule: str = "1f1b", level: str = "level1") -> sw.Plan:
+    return sw.plan(
+        NET,
+        ARGS,
+        KWARGS,
+        devices=8,
+        stages=2 if SCHEDULES[schedule].chunked else 4,
+        micro_batches=4,
+        schedule=schedule,
+        hsdp={"level": level, "threshold": 0},
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "level"), [("gpipe", "level3"), *((each, "level1") for each in SCHEDULES)]
+)
+def test_equal_chunks_need_what_each_needs_by_itself(
+    schedule: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(schedule, level)
+    shared = plan.memory
+
+    def alone(*given: object) -> DryRun:
+        return dry_run_chunk(*given[:3], {})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DryRunCache, "of", lambda self, *given: alone(*given))
+    assert memory(plan.partitioned) == shared
+
+
+def test_the_middle_stages_of_equal_layers_run_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = planned()
+    by_itself, made = plan.memory, []
+
+    def counted(*given: object) -> DryRun:
+        made.append(given)
+        return dry_run_chunk(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dry_run, "dry_run_chunk", counted)
+    again = replace(plan, dry_runs=DryRunCache())
+    assert again.memory == by_itself
+    assert len(made) < 4
+    before = len(made)
+    assert again.memory_with("sgd").peak < by_itself.peak
+    assert len(made) == before, "nothing runs for another optimizer"
+
+
+def test_arguments_that_are_no_tensors_may_stand_between_those_that_are() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, scale: float, bias: Tensor) -> Tensor:
+            return (self.layer(x) * scale + bias).sum()
+
+    plan = sw.plan(Scaled(), (torch.randn(8, 4), 2.0, torch.randn(4)), devices=2)
+    assert plan.memory is not None
+    assert plan.memory.peak > 0
+
+
+@pytest.mark.parametrize("level", ["level1", "level2", "level3"])
+def test_one_micro_batch_tells_what_the_first_two_need(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(level=level)
+    once = plan.memory
+
+    def twice(
+        self: dry_run._MetaChunk, kinds: Sequence[str], several: bool, _: object
+    ) -> tuple[dict[str, Phase], dict[str, Phase]]:
+        first = {kind: self.action(kind) for kind in kinds}
+        return first, {kind: self.action(kind) for kind in kinds} if several else {}
+
+    monkeypatch.setattr(dry_run._MetaChunk, "actions", twice)
+    both = memory(plan.partitioned)
+    assert [stage.curve for stage in once.stages] == [stage.curve for stage in both.stages]

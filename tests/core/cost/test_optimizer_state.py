@@ -1,0 +1,40 @@
+"""What optimizers keep: asked of PyTorch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwright.core.cost.optimizer_state import optimizer_bytes, optimizer_name
+from shardwright.errors import PlanError
+
+SHAPES = [((10, 10), torch.float32), ((10, 10), torch.float32), ((50,), torch.float32)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "copies", "counters"),
+    [("sgd", 0, 0), ("momentum", 1, 0), ("adam", 2, 3), ("adamw", 2, 3)],
+)
+def test_state_is_so_many_copies_of_the_parameters(kind: str, copies: int, counters: int) -> None:
+    found = optimizer_bytes(kind, SHAPES)
+    assert found.state == copies * 250 * 4 + counters * 4
+
+
+def test_a_step_needs_at_most_some_copies_of_the_largest_parameter() -> None:
+    small = optimizer_bytes("adamw", SHAPES).temporary
+    assert small in (400, 800, 1200)
+    assert optimizer_bytes("adamw", SHAPES * 5).temporary == small
+    assert optimizer_bytes("sgd", SHAPES).temporary == 0
+
+
+def test_an_optimizer_can_be_given_in_place_of_a_name() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    given = torch.optim.Adam([parameter], lr=0.1, amsgrad=True)
+    assert optimizer_bytes(given, SHAPES).state == 3 * 1000 + 12
+    assert optimizer_name(given) == "Adam"
+    assert not given.state
+
+
+def test_an_unknown_name_is_refused_with_the_valid_ones() -> None:
+    with pytest.raises(PlanError, match=r"optimizer='lion': valid are sgd, momentum, adam, adamw"):
+        optimizer_bytes("lion", SHAPES)

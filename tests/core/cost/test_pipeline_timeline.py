@@ -1,0 +1,176 @@
+"""Schedules: their order is torch's, and their bubbles are those of the literature."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from shardwright.core.cost.pipeline_timeline import Action, ChunkSeconds, actions, alive, timeline
+from shardwright.core.partition.pipeline_spec import PipelineSpec
+from shardwright.errors import PlanError
+
+LEGAL = [
+    PipelineSpec(stages, pieces, schedule, chunks)
+    for schedule, chunks in (
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved_1f1b", 2),
+        ("interleaved_1f1b", 3),
+        ("zero_bubble_v", 2),
+        ("interleaved_zero_bubble", 2),
+        ("interleaved_zero_bubble", 3),
+    )
+    for stages, pieces in ((2, 2), (2, 8), (3, 6), (4, 4), (4, 12))
+]
+
+
+def name(pipeline: PipelineSpec) -> str:
+    return "-".join(map(str, (pipeline.schedule, pipeline.stages, pipeline.micro_batches)))
+
+
+@pytest.mark.parametrize("pipeline", LEGAL, ids=name)
+def test_every_part_runs_every_micro_batch_once_each_way_on_its_own_stage(
+    pipeline: PipelineSpec,
+) -> None:
+    kinds = ("F", "I", "W") if pipeline.schedule_spec.splits_backward else ("F", "B")
+    wanted = {
+        Action(part, kind, piece)
+        for part, kind, piece in itertools.product(
+            range(pipeline.num_chunks), kinds, range(pipeline.micro_batches)
+        )
+    }
+    orders = actions(pipeline)
+    assert sorted(action for order in orders for action in order) == sorted(wanted)
+    for stage, order in enumerate(orders):
+        assert {pipeline.stage_of(action.chunk) for action in order} == {stage}
+
+
+@pytest.mark.parametrize("pipeline", LEGAL, ids=name)
+def test_nothing_begins_before_what_it_needs_has_ended_and_arrived(pipeline: PipelineSpec) -> None:
+    parts = [
+        ChunkSeconds(1 + part % 3, 2 + part % 2, send=0.25) for part in range(pipeline.num_chunks)
+    ]
+    line = timeline(pipeline, parts)
+    spans = {span.action: span for stage in line.stages for span in stage}
+    for stage in line.stages:
+        assert all(a.end <= b.start for a, b in itertools.pairwise(stage))
+    for action, span in spans.items():
+        if action.kind != "F" or action.chunk == 0:
+            continue
+        before = spans[Action(action.chunk - 1, "F", action.micro_batch)]
+        apart = pipeline.stage_of(action.chunk) != pipeline.stage_of(action.chunk - 1)
+        assert span.start >= before.end + 0.25 * apart
+
+
+@pytest.mark.parametrize(("stages", "pieces"), [(2, 4), (4, 8), (4, 16), (8, 8)])
+def test_bubbles_are_those_of_the_literature(stages: int, pieces: int) -> None:
+    """(s - 1) / (m + s - 1), with v chunks (s - 1) / (v m + s - 1): Narayanan et al. 2021."""
+    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)):
+        pipeline = PipelineSpec(stages, pieces, schedule, chunks)
+        line = timeline(pipeline, [ChunkSeconds(1.0, 2.0)] * pipeline.num_chunks)
+        assert line.bubble == pytest.approx((stages - 1) / (chunks * pieces + stages - 1))
+
+
+def test_the_v_schedule_hardly_waits_where_all_three_passes_take_as_long() -> None:
+    pipeline = PipelineSpec(4, 16, "zero_bubble_v", 2)
+    line = timeline(pipeline, [ChunkSeconds(1.0, 2.0, of_weight=1.0)] * pipeline.num_chunks)
+    # Stages begin one after the other, the last after 3 of 99 units, and none waits after that.
+    assert line.seconds == 2 * 16 * 3 + 3
+    assert line.bubble == pytest.approx(3 / 99)
+
+
+@pytest.mark.parametrize(("stages", "pieces", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 12, 3)])
+def test_interleaved_zero_bubble_waits_only_until_the_first_micro_batch_has_come(
+    stages: int, pieces: int, chunks: int
+) -> None:
+    pipeline = PipelineSpec(stages, pieces, "interleaved_zero_bubble", chunks)
+    line = timeline(pipeline, [ChunkSeconds(1.0, 2.0, of_weight=1.0)] * pipeline.num_chunks)
+    # Each stage has three units of work for each chunk and micro-batch.
+    assert line.seconds == 3 * chunks * pieces + stages - 1
+    assert line.bubble == pytest.approx((stages - 1) / line.seconds)
+
+
+def test_without_stages_nothing_waits() -> None:
+    line = timeline(PipelineSpec(1, 3), [ChunkSeconds(1.0, 2.0)])
+    assert [str(span.action) for span in line.stages[0]] == ["F0", "B0", "F1", "B1", "F2", "B2"]
+    assert (line.seconds, line.bubble) == (9.0, 0.0)
+
+
+def test_a_slow_link_delays_the_first_step_of_every_stage_behind_it() -> None:
+    pipeline = PipelineSpec(3, 3, "gpipe")
+    line = timeline(pipeline, [ChunkSeconds(1.0, 1.0, send=0.5)] * 3)
+    assert [stage[0].start for stage in line.stages] == [0.0, 1.5, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "most"),
+    [
+        ("gpipe", 1, [[8], [8]]),
+        ("1f1b", 1, [[2], [1]]),
+        ("zero_bubble_v", 2, [[4, 1], [3, 2]]),
+        ("interleaved_zero_bubble", 2, [[4, 2], [4, 2]]),
+    ],
+)
+def test_gpipe_keeps_all_micro_batches_and_1f1b_only_as_many_as_there_are_stages(
+    schedule: str, chunks: int, most: list[list[int]]
+) -> None:
+    found = []
+    for order in actions(PipelineSpec(2, 8, schedule, chunks)):
+        counts = list(alive(order))
+        assert set(counts[-1].values()) == {0}
+        found.append([max(count[part] for count in counts) for part in sorted(counts[0])])
+    assert found == most
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            PipelineSpec(4, 2),
+            "micro_batches=2 for 4 stages.*4 or more micro-batches, or 2 or fewer",
+        ),
+        (PipelineSpec(0, 2), "stages=0: must be a whole number of at least 1"),
+        (PipelineSpec(2, 2, "2f2b"), "schedule='2f2b': valid are 1f1b, gpipe"),
+        (PipelineSpec(2, 2, "1f1b", 2), "chunks=2 in schedule '1f1b': use 1; interleaved"),
+        (PipelineSpec(2, 2, "interleaved_1f1b"), "chunks=1.*use 2 or more"),
+        (
+            PipelineSpec(2, 2, "zero_bubble_v", 3),
+            "chunks=3 in schedule 'zero_bubble_v': use 2",
+        ),
+        (PipelineSpec(1, 2, "1f1b", 2), "chunks=2 with one stage"),
+        (
+            PipelineSpec(2, 2, "interleaved_zero_bubble"),
+            "chunks=1 in schedule 'interleaved_zero_bubble': use 2 or more",
+        ),
+        (
+            PipelineSpec(4, 9, "interleaved_zero_bubble", 2),
+            "2 rounds of equal size; use a multiple of 4, or 10",
+        ),
+        (
+            PipelineSpec(4, 9, "interleaved_1f1b", 2),
+            "2 rounds of equal size; use a multiple of 4, or 10",
+        ),
+    ],
+)
+def test_what_is_no_schedule_is_refused_with_what_would_be(
+    wrong: PipelineSpec, message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        actions(wrong)
+
+
+def test_times_of_too_few_chunks_are_refused() -> None:
+    with pytest.raises(ValueError, match="times of 1 chunks for a pipeline of 2"):
+        timeline(PipelineSpec(2, 2), [ChunkSeconds(1.0, 1.0)])
+
+
+def test_the_picture_shows_each_stage_and_what_it_waits() -> None:
+    line = timeline(PipelineSpec(2, 2, "gpipe"), [ChunkSeconds(1.0, 1.0)] * 2)
+    assert str(line).splitlines() == [
+        "stage 0 |F0             |F1             ································|B0             "
+        "|B1             | idle 33.3%",
+        "stage 1 ················|F0             |F1             |B0             |B1             "
+        "················| idle 33.3%",
+        "pipeline bubbles: 33.3% of the stages' time",
+    ]

@@ -1,0 +1,47 @@
+"""The text of a program holds no text of a file as code."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwright as sw
+from sample_models import mlp
+from shardwright.core.lower.emit import Source
+
+
+def named_axis(content: str) -> str:
+    return content.replace('"dp"', json.dumps("a if open('run', 'w') else print"))
+
+
+def named_segment(content: str) -> str:
+    plan: dict[str, Any] = json.loads(content)
+    for mark in plan["recompute"].values():
+        mark["segment"] = "x\n    open('run', 'w')\r    open('run', 'w')  #"
+    return json.dumps(plan)
+
+
+@pytest.mark.parametrize("planted", [named_axis, named_segment])
+def test_code_in_the_names_of_a_plan_file_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: Callable[[str], str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    net, args, kwargs = mlp()
+    sw.recompute(net)
+    file = Path("plan.json")
+    sw.plan(net, args, kwargs, devices=2, mode="data_parallel").save(file)
+    content = planted(file.read_text())
+    assert "open(" in content
+    file.write_text(content)
+    sw.check(net, args, kwargs, sw.Plan.load(file))
+    assert not Path("run").exists()
+
+
+def test_a_reference_is_a_name() -> None:
+    source = Source()
+    assert source.refer("start; import os", torch.add) == "start_import_os"
+    assert source.refer("start; import os", torch.add) == "start_import_os"
+    assert source.refer("start  import os", torch.mul) == "start_import_os_1"

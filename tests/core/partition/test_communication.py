@@ -1,0 +1,39 @@
+"""What a plan communicates, and what it does not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import shardwright as sw
+from random_plans import check_random_plan
+from shardwright.core.layout.prime_mesh import prime_mesh
+from shardwright.core.partition.communication import storage_as_used
+from shardwright.core.partition.decisions import Decisions
+from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.plan import make_plan
+
+
+class Largest(nn.Module):
+    """Nothing reads where the largest elements are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, _ = self.head(x).topk(4, dim=1)
+        return values.sum()
+
+
+def test_an_output_that_nothing_reads_is_not_redistributed() -> None:
+    net, x, mesh = Largest(), torch.randn(4, 8), prime_mesh(2)
+    graph = sw.capture(net, (x,))
+    (topk,) = (op for op in graph.ops if len(op.outputs) == 2)
+    cuts, whole = {topk.name: {"b": (0,)}}, ((), ())
+    storage = storage_as_used(graph, mesh, cuts)
+    decisions = Decisions(cuts, storage, {topk.name: (whole, whole)})
+    partitioned = Partitioned(graph, mesh, decisions)
+    plan = make_plan(partitioned, mode="pinned", options={}, search_seconds=0.0, training=True)
+    assert list(partitioned.chunks[0].communication.leading_transfers) == [topk.outputs[0]]
+    check_random_plan(net, (x,), {}, graph, plan)

@@ -1,0 +1,134 @@
+"""What `test_mean_of_samples.py` runs on each of two ranks: micro-batches train the loss of the
+whole batch, or are refused."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import shardwright as sw
+from torchrun import run_checks
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+WAYS: tuple[dict[str, Any], ...] = (
+    {"micro_batches": 2, "mode": "data_parallel"},
+    {"micro_batches": 4},
+    {"micro_batches": 4, "stages": 2},
+)
+EXACT: dict[str, Loss] = {
+    "labels of two samples are ignored": lambda z, y: F.cross_entropy(z, y, ignore_index=0),
+    "smoothed and scaled": lambda z, y: (
+        F.cross_entropy(z, y, ignore_index=0, label_smoothing=0.1) / 2
+    ),
+    "a sum over the batch size": lambda z, y: z.square().sum() / len(z),
+    "own log probabilities": lambda z, y: -z.log_softmax(1)[torch.arange(len(y)), y].mean(),
+}
+REFUSED: dict[str, Loss] = {
+    "class weights": lambda z, y: F.cross_entropy(z, y, torch.arange(1.0, 6, dtype=z.dtype)),
+    "a masked mean": lambda z, y: (z.square().mean(1) * (y > 0)).sum() / (y > 0).sum(),
+    "where": lambda z, y: torch.where(y > 0, z.square().mean(1), 0).sum() / (y > 0).sum(),
+    "ignored labels and another term": lambda z, y: (
+        F.cross_entropy(z, y, ignore_index=0) + z.square().mean()
+    ),
+    "a sum": lambda z, y: F.cross_entropy(z, y, reduction="sum"),
+    "a root": lambda z, y: F.mse_loss(z, z.detach() + 1).sqrt(),
+    "a spread": lambda z, y: z.std(0).mean(),
+    "a largest": lambda z, y: z.square().mean(1).max(),
+    "pairs": lambda z, y: F.cross_entropy(z @ z.t(), torch.arange(len(z))),
+    "a mean times the batch size": lambda z, y: F.cross_entropy(z, y) * len(z),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.loss = loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.last(self.first(x).tanh()), y)
+
+
+def built(loss: Loss) -> tuple[Net, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return Net(loss).double(), torch.randn(8, 6).double(), torch.tensor([0, 0, 1, 2, 3, 4, 0, 1])
+
+
+def check_micro_batches_train_the_loss_of_the_batch() -> None:
+    for loss in EXACT.values():
+        for way in WAYS:
+            net, x, y = built(loss)
+            wanted = net(x, y)
+            wanted.backward()
+            planned = sw.parallelize(net, sw.plan(net, (x, y), devices=2, **way))
+            torch.testing.assert_close(planned.train_step(x, y), wanted.detach())
+            for name, parameter in planned.named_parameters():
+                grad = parameter.grad
+                grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                torch.testing.assert_close(grad, net.get_parameter(name).grad)
+
+
+def check_other_losses_are_refused_on_all_ranks() -> None:
+    for loss in REFUSED.values():
+        for way in WAYS:
+            net, x, y = built(loss)
+            said = refused(
+                lambda net=net, x=x, y=y, way=way: sw.plan(net, (x, y), devices=2, **way)
+            )
+            assert f"micro_batches={way['micro_batches']}: " in said and "\n" not in said, said
+            assert "mean_of_samples_ranks.py:" in said or "a sum over samples" in said, said
+
+
+def check_plans_of_files_are_refused_too() -> None:
+    net, x, y = built(REFUSED["a spread"])
+    pieces = sw.Pipeline(net, 2, loss_reduction="sum")
+    plan = sw.plan(pieces, (x, y), devices=2)
+    plan = replace(plan, pipeline=replace(plan.pipeline, loss_reduction="mean"))
+    with tempfile.TemporaryDirectory() as folder:
+        plan.save(Path(folder) / "plan.json")
+        loaded = sw.Plan.load(Path(folder) / "plan.json")
+    assert "aten.std" in refused(lambda: sw.parallelize(net, loaded))
+
+
+def check_sums_of_micro_batches_are_trained_where_they_are_asked_for() -> None:
+    net, x, y = built(REFUSED["a spread"])
+    wanted = sum(net(*half) for half in zip(x.chunk(2), y.chunk(2), strict=True))
+    plan = sw.plan(sw.Pipeline(net, 2, loss_reduction="sum"), (x, y), devices=2)
+    loss = sw.parallelize(net, plan).train_step(x, y)
+    torch.testing.assert_close(loss, wanted.detach())
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """The error, which all ranks raise."""
+    try:
+        call()
+        said = ""
+    except sw.StrategyError as error:
+        said = str(error)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, said)
+    assert said and every == [said, said], every
+    return said
+
+
+CHECKS = (
+    check_micro_batches_train_the_loss_of_the_batch,
+    check_other_losses_are_refused_on_all_ranks,
+    check_plans_of_files_are_refused_too,
+    check_sums_of_micro_batches_are_trained_where_they_are_asked_for,
+)
+
+if __name__ == "__main__":
+    run_checks(CHECKS)

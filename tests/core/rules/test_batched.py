@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, randn
+
+from core.rules.oracle import check, operator_name
+
+aten = torch.ops.aten
+
+
+def matrices(*batch: int, size: int = 3) -> Tensor:
+    """Symmetric positive ones, whose eigenvalues differ."""
+    x = randn(*batch, size, size, dtype=torch.float64)
+    return x @ x.mT + torch.diag(torch.arange(1.0, size + 1, dtype=torch.float64)) * 4
+
+
+def vectors(*shape: int) -> Tensor:
+    return randn(*shape, dtype=torch.float64)
+
+
+LU = torch.linalg.lu_factor(matrices(4, 6))
+REAL = (
+    *((aten.linalg_det.default, ()), (aten.linalg_inv.default, ()), (aten.logdet.default, ())),
+    *((aten.linalg_cholesky.default, ()), (aten.cholesky_inverse.default, ())),
+    *((aten.linalg_eigvalsh.default, ()), (aten.linalg_svdvals.default, ())),
+    *((aten.linalg_slogdet.default, ()), (aten.linalg_matrix_power.default, (3,))),
+    *((aten.matrix_exp.default, ()), (aten.linalg_lu.default, ()), (aten.linalg_qr.default, ())),
+    *((aten.linalg_pinv.atol_rtol_tensor, ()), (aten._linalg_svd.default, ())),
+)
+
+
+@pytest.mark.parametrize(("target", "args"), REAL, ids=operator_name)
+def test_matrices_of_a_batch_may_be_cut(target: Any, args: tuple[Any, ...]) -> None:
+    assert check(target, matrices(4, 6), *args).factors == ("b", "s")
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.linalg_solve.default, (matrices(4, 6), vectors(4, 6, 3, 2))),
+        (aten.linalg_solve.default, (matrices(4, 6), vectors(4, 6, 3))),
+        (aten.linalg_solve.default, (matrices(4, 6), vectors(6, 3, 2))),
+        (aten.cholesky_solve.default, (vectors(4, 6, 3, 2), matrices(4, 6).tril())),
+        (aten.linalg_householder_product.default, (vectors(4, 6, 3, 2), vectors(4, 6, 2))),
+        (aten.linalg_lu_solve.default, (LU[0], LU[1], vectors(4, 6, 3, 2))),
+        (aten.lu_unpack.default, LU),
+    ],
+    ids=operator_name,
+)
+def test_systems_of_a_batch_may_be_cut(target: Any, args: tuple[Any, ...]) -> None:
+    assert set(check(target, *args).factors) == {"b", "s"}
+
+
+def test_a_vector_of_each_system_of_a_batch_is_no_matrix() -> None:
+    assert check(aten.linalg_solve.default, matrices(6), vectors(6, 3)).factors == ("b",)
+    assert check(aten.linalg_solve.default, matrices(6), vectors(3)).factors == ("b",)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0])
+def test_both_sets_of_vectors_may_be_cut(p: float) -> None:
+    found = check(aten.cdist.default, vectors(2, 4, 3), vectors(2, 6, 3), p)
+    assert set(found.factors) == {"b", "i", "j"}
+
+
+@pytest.mark.parametrize("space", [(4,), (4, 2)])
+def test_images_channels_and_places_of_samples_may_be_cut(space: tuple[int, ...]) -> None:
+    image, grid = vectors(2, 4, 3, 3, *(3,) * (len(space) - 1)), vectors(2, 6, *space, 3)
+    if len(space) == 1:
+        grid = grid[..., :2]
+    found = check(aten.grid_sampler.default, image, grid, 0, 0, False)
+    assert set(found.factors) == {"b", "c", *"stu"[: 1 + len(space)]}
+
+
+def test_affine_grids_of_a_batch_may_be_cut() -> None:
+    check(aten.affine_grid_generator.default, vectors(4, 2, 3), [4, 3, 5, 6], False)
+    check(aten.affine_grid_generator.default, vectors(4, 3, 4), [4, 3, 2, 5, 6], True)
+
+
+def test_planes_are_unpooled_and_pooled_at_random_places_each_on_its_own() -> None:
+    pooled, places = aten.max_pool2d_with_indices.default(vectors(2, 4, 4, 4), [2, 2])
+    found = check(aten.max_unpool2d.default, nn.Buffer(pooled), places, [4, 4])
+    assert found.factors == ("b", "s")
+    samples = nn.Buffer(torch.rand(2, 4, 2, dtype=torch.float64))
+    pool = aten.fractional_max_pool2d.default
+    assert check(pool, vectors(2, 4, 6, 6), [2, 2], [3, 3], samples).factors == ("b", "s")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "factors"),
+    [
+        ("fft_rfft", {}, "bs"),
+        ("fft_rfft", {"dim": 0, "n": 5}, "st"),
+        ("fft_rfft2", {}, "b"),
+        ("fft_rfftn", {"s": [3]}, "bs"),
+        ("fft_rfftn", {}, ""),
+        ("fft_ihfft", {"dim": 1}, "bt"),
+    ],
+)
+def test_what_is_not_transformed_may_be_cut(name: str, options: Any, factors: str) -> None:
+    found = check(getattr(aten, name).default, vectors(4, 6, 4), **options)
+    assert "".join(found.factors) == factors
+
+
+def test_signals_of_a_batch_may_be_cut() -> None:
+    window = nn.Buffer(torch.ones(8, dtype=torch.float64))
+    signals, options = vectors(4, 32), {"window": window, "return_complex": False}
+    assert check(aten.stft.default, signals, 8, **options).factors == ("b",)

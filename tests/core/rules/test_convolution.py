@@ -1,0 +1,66 @@
+import pytest
+import torch
+from torch import Tensor, randn
+
+from core.rules.oracle import check, operator_name
+
+aten = torch.ops.aten
+
+
+def r(*shape: int) -> Tensor:
+    return randn(*shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "target, x, w, rest",
+    [
+        (aten.conv1d.default, r(6, 4, 8), r(4, 4, 3), (None, [2], [1])),
+        (aten.conv2d.default, r(6, 4, 6, 6), r(6, 4, 3, 3), (None, [2, 2], [1, 1], [2, 2])),
+        (aten.conv2d.padding, r(2, 4, 6, 6), r(6, 4, 3, 3), (None, [1, 1], "same")),
+        (aten.conv3d.default, r(4, 2, 3, 3, 3), r(4, 2, 2, 2, 2), ()),
+        (aten.conv_transpose1d.default, r(6, 4, 5), r(4, 6, 3), (None, [2], [1], [1])),
+        (aten.conv_transpose2d.input, r(2, 4, 4, 4), r(4, 6, 3, 3), ()),
+        (aten.conv_transpose3d.input, r(2, 4, 2, 2, 2), r(4, 2, 2, 2, 2), ()),
+    ],
+    ids=operator_name,
+)
+def test_batch_and_both_channels_may_be_cut(target, x, w, rest) -> None:
+    found = check(target, x, w, *rest)
+    assert set(found.factors) == {"b", "j", "k"}
+    assert found.reduced == {"k"}
+    assert found.main is not None
+    assert found.main.exclusive == (("j", "k"),)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_general_form(transposed) -> None:
+    w = r(4, 6, 3, 3) if transposed else r(6, 4, 3, 3)
+    rest = (None, [1, 1], [0, 0], [1, 1], transposed, [0, 0], 1)
+    found = check(aten.convolution.default, r(6, 4, 5, 5), w, *rest)
+    assert set(found.factors) == {"b", "j", "k"}
+
+
+def test_an_image_without_batch() -> None:
+    assert set(check(aten.conv2d.default, r(4, 6, 6), r(6, 4, 3, 3)).factors) == {"j", "k"}
+
+
+def test_a_bias_keeps_the_input_channels_whole() -> None:
+    found = check(aten.conv2d.default, r(6, 4, 5, 5), r(6, 4, 3, 3), r(6))
+    assert set(found.factors) == {"b", "j"}
+    assert found.inputs[2] == ("j",)
+
+
+@pytest.mark.parametrize("multiplier", [1, 2])
+def test_a_depthwise_convolution_shares_its_channels(multiplier) -> None:
+    w = r(6 * multiplier, 1, 3, 3)
+    found = check(aten.conv2d.default, r(4, 6, 5, 5), w, None, [1, 1], [1, 1], [1, 1], 6)
+    assert set(found.factors) == {"b", "g"}
+    assert found.capacity["g"] == 6
+
+
+def test_a_grouped_convolution_is_cut_between_groups() -> None:
+    found = check(aten.conv1d.default, r(2, 8, 5), r(4, 4, 3), r(4), groups=2)
+    assert found.capacity["g"] == 2
+    check(aten.conv_transpose2d.input, r(2, 8, 4, 4), r(8, 3, 2, 2), groups=4)
+    rest = (None, [1], [0], [1], False, [0], 4)
+    check(aten.convolution.default, r(2, 8, 5), r(4, 2, 3), *rest)

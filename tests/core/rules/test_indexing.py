@@ -1,0 +1,128 @@
+"""Rules of operators that join, split and pick, cut in every way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import randint, randn, tensor
+
+from core.rules.oracle import check, op_of
+from shardwright.core.rules import rule_of
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_joined_dimensions_stay_whole() -> None:
+    assert str(check(aten.cat.default, [randn(4, 6), randn(4, 2)], 1)) == "b _, b _ -> b _"
+    assert str(check(aten.cat.default, [randn(0), randn(4, 6)])) == "_, _ s -> _ s"
+    assert str(check(aten.stack.default, [randn(4), randn(4)], -1)) == "b, b -> b _"
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "text"),
+    [
+        (aten.split.Tensor, (2, 1), "b _ -> b _, b _, b _"),
+        (aten.split_with_sizes.default, ([1, 3],), "_ s -> _ s, _ s"),
+        (aten.split.sizes, ([4, 2], 1), "b _ -> b _, b _"),
+        (aten.chunk.default, (2, -1), "b _ -> b _, b _"),
+        (aten.tensor_split.sections, (2, 1), "b _ -> b _, b _"),
+        (aten.unbind.int, (), "_ s -> s, s, s, s"),
+        (aten.select.int, (1, 2), "b _ -> b"),
+        (aten.narrow.default, (0, 1, 2), "_ s -> _ s"),
+        (aten.slice.Tensor, (1, 1, 3), "b _ -> b _"),
+        (aten.slice.Tensor, (0, 0, 9223372036854775807), "b s -> b s"),
+        (aten.slice.Tensor, (1, -6, 6), "b s -> b s"),
+        (aten.slice.Tensor, (0, 0, 4, 2), "_ s -> _ s"),
+    ],
+)
+def test_what_is_split_or_sliced_stays_whole(target, arguments, text) -> None:
+    assert str(check(target, randn(4, 6), *arguments)) == text
+
+
+def test_slices_that_are_written_stay_whole() -> None:
+    found = check(aten.select_scatter.default, randn(4, 6), randn(4), 1, 0)
+    assert str(found) == "b _, b -> b _"
+    found = check(aten.slice_scatter.default, randn(4, 6), randn(2, 6), 0, 1, 3)
+    assert str(found) == "_ s, _ s -> _ s"
+
+
+def test_padded_dimensions_stay_whole() -> None:
+    assert str(check(aten.constant_pad_nd.default, randn(2, 4, 6), [1, -1])) == "b s _ -> b s _"
+    assert str(check(aten.pad.default, randn(2, 4, 6), [0, 0, 0, 2])) == "b _ t -> b _ t"
+    assert str(check(aten.reflection_pad1d.default, randn(2, 4, 6), [2, 1])) == "b s _ -> b s _"
+
+
+def test_classes_of_one_hot_stay_whole() -> None:
+    assert str(check(aten.one_hot.default, randint(0, 5, (4, 6)), 5)) == "b s -> b s _"
+    assert rule_of(op_of(aten.one_hot.default, randint(0, 5, (4,)))) is None
+
+
+def test_each_input_of_a_grid_is_a_dimension_of_all_outputs() -> None:
+    tensors = [randn(4), randn(6)]
+    assert str(check(aten.meshgrid.indexing, tensors, indexing="ij")) == "b, s -> b s, b s"
+    assert str(check(aten.meshgrid.indexing, tensors, indexing="xy")) == "s, b -> b s, b s"
+
+
+@pytest.mark.parametrize(
+    ("indices", "text"),
+    [
+        ([tensor([0, 2, 1, 1])], "_ s t, u -> u s t"),
+        ([None, randint(0, 4, (2, 2))], "b _ t, u v -> b u v t"),
+        ([randint(0, 6, (4, 1)), randint(0, 4, (2,))], "_ _ t, u _, v -> u v t"),
+        ([randint(0, 6, (2,)), None, randint(0, 2, (2,))], "_ s _, u, u -> u s"),
+        ([None, None, tensor(1)], "b s _, () -> b s"),
+    ],
+)
+def test_dimensions_of_index_tensors_become_those_of_the_result(indices, text) -> None:
+    assert str(check(aten.index.Tensor, randn(6, 4, 2), indices)) == text
+
+
+def test_masks_have_no_rule() -> None:
+    mask = tensor([True, False, True, False])
+    assert rule_of(op_of(aten.index.Tensor, randn(4, 6), [mask])) is None
+    assert rule_of(op_of(aten.masked_select.default, randn(4), mask)) is None
+
+
+def test_values_are_written_where_nothing_is_indexed() -> None:
+    x, rows = randn(6, 4), tensor([0, 2])
+    assert str(check(aten.index_put.default, x, [rows], randn(2, 4))) == "_ s, _, _ s -> _ s"
+    assert str(check(aten.index_put.default, x, [rows], randn(()), True)) == "_ s, _, () -> _ s"
+    assert str(check(aten.index_put.default, x, [None, rows], randn(6, 2))) == "b _, _, b _ -> b _"
+
+
+def test_gathered_indices_are_cut_with_the_result() -> None:
+    found = check(aten.gather.default, randn(4, 6), 1, randint(0, 6, (4, 2)))
+    assert str(found) == "b _, b s -> b s"
+    smaller = check(aten.gather.default, randn(4, 6), 1, randint(0, 6, (2, 6)))
+    assert str(smaller) == "_ _, _ s -> _ s"
+    assert rule_of(op_of(aten.take_along_dim.default, randn(4), tensor([0]))) is None
+
+
+def test_scattered_dimensions_stay_whole() -> None:
+    x, index, source = randn(4, 6), randint(0, 6, (4, 6)), randn(4, 6)
+    for target in (aten.scatter.src, aten.scatter_add.default):
+        assert str(check(target, x, 0, index % 4, source)) == "_ s, _ s, _ s -> _ s"
+    assert str(check(aten.scatter.value, x, 1, index[:, :2], 1.0)) == "b _, b _ -> b _"
+    assert str(check(aten.scatter.value, x, 1, index[:2], 1.0)) == "_ _, _ _ -> _ _"
+    found = check(aten.scatter_reduce.two, x, 1, index, source, "sum")
+    assert str(found) == "b _, b _, b _ -> b _"
+
+
+def test_rows_are_selected_and_written() -> None:
+    x, rows = randn(4, 6), tensor([0, 2])
+    assert str(check(aten.index_select.default, x, 0, rows)) == "_ s, b -> b s"
+    assert str(check(aten.index_select.default, x, 1, tensor(3))) == "b _, () -> b _"
+    assert str(check(aten.index_add.default, x, 0, rows, randn(2, 6))) == "_ s, _, _ s -> _ s"
+    assert str(check(aten.index_fill.int_Scalar, x, 1, rows, 0.0)) == "b _, _ -> b _"
+
+
+def test_positions_that_are_taken_may_be_cut() -> None:
+    found = check(aten.take.default, randn(4, 6), randint(24, (6, 2)))
+    assert found.inputs == ((None, None), ("b", "s"))

@@ -1,0 +1,107 @@
+import pytest
+import torch
+from torch import Tensor, rand, randint, randn
+from torch.nn import Buffer
+
+from core.rules.oracle import check, op_of
+from shardwright.core.rules import rule_of
+
+aten = torch.ops.aten
+F64 = torch.float64
+
+
+def r(*shape: int) -> Tensor:
+    return randn(*shape, dtype=F64)
+
+
+def signs(*shape: int) -> Tensor:
+    return randint(2, shape, dtype=F64) * 2 - 1
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize(
+    "target, tensors, options",
+    [
+        (aten.mse_loss.default, (r(6, 4), r(6, 4)), {}),
+        (aten.l1_loss.default, (r(6, 4), r(4)), {}),
+        (aten.l1_loss.default, (r(6, 1), r(6, 4)), {}),
+        (aten.l1_loss.default, (r(12), r(12)), {}),
+        (aten.smooth_l1_loss.default, (r(6, 4), r(6, 4)), {"beta": 0.5}),
+        (aten.huber_loss.default, (r(2, 2, 2), r(2, 2, 2)), {"delta": 0.5}),
+        (aten.binary_cross_entropy.default, (r(6, 4).sigmoid(), rand(6, 4, dtype=F64)), {}),
+        (aten.binary_cross_entropy_with_logits.default, (r(6, 4), rand(6, 4, dtype=F64)), {}),
+        (aten.kl_div.default, (r(6, 4).log_softmax(-1), rand(6, 4, dtype=F64)), {}),
+        (aten.kl_div.default, (r(6, 4), r(6, 4)), {"log_target": True}),
+        (aten.soft_margin_loss.default, (r(6, 4), Buffer(signs(6, 4))), {}),
+        (aten.hinge_embedding_loss.default, (r(6, 4), signs(6, 4)), {}),
+        (aten.margin_ranking_loss.default, (r(6, 4), r(6, 4), signs(6, 4)), {"margin": 0.2}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
+)
+def test_every_dimension_of_a_loss_of_elements_may_be_cut(
+    target, tensors, options, reduction
+) -> None:
+    found = check(target, *tensors, reduction=reduction, **options)
+    assert len(found.factors) == max(tensor.ndim for tensor in tensors)
+    assert bool(found.reduced) == (reduction > 0)
+
+
+def test_poisson_loss() -> None:
+    for reduction in (0, 1, 2):
+        rest = (True, False, 1e-8, reduction)
+        assert len(check(aten.poisson_nll_loss.default, r(6, 4), r(6, 4), *rest).factors) == 2
+
+
+def test_weights_of_a_binary_loss_are_broadcast() -> None:
+    loss = aten.binary_cross_entropy_with_logits.default
+    weights = [Buffer(rand(4, dtype=F64)) for _ in range(2)]
+    found = check(loss, r(6, 4), rand(6, 4, dtype=F64), *weights)
+    assert found.inputs[2] == found.inputs[3] == found.inputs[0][1:]
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_pairs_are_compared_row_by_row(reduction) -> None:
+    loss = aten.cosine_embedding_loss.default
+    assert check(loss, r(6, 4), r(6, 4), signs(6), 0.1, reduction).factors == ("b",)
+
+
+UNEVEN = torch.tensor([[0, 1], [-100, 3], [-100, -100], [2, 2], [0, -100], [-100, -100]])
+"""Targets of 6 rows, valid ones unevenly spread."""
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_log_probabilities_of_classes(reduction, weighted) -> None:
+    weight = (Buffer(torch.arange(4, dtype=F64) + 1),) if weighted else (None,)
+    found = check(aten.nll_loss_nd.default, r(6, 4, 2), UNEVEN, *weight, reduction)
+    assert set(found.factors) == {"b", "s"}
+    assert check(aten.nll_loss_nd.default, r(6, 4), UNEVEN[:, 0], *weight, reduction).factors
+    assert check(aten.nll_loss.default, r(6, 4), UNEVEN[:, 1], *weight, reduction).factors
+    image = r(6, 4, 2, 1), UNEVEN.unsqueeze(-1)
+    assert check(aten.nll_loss2d.default, *image, *weight, reduction).factors
+
+
+def test_a_class_to_ignore_may_be_a_valid_one() -> None:
+    check(aten.nll_loss_nd.default, r(6, 4), randint(4, (6,)), None, 1, 0)
+
+
+def test_valid_targets_are_counted_only_for_a_mean() -> None:
+    for reduction, expected in ((0, 0), (1, 1), (2, 0)):
+        op = op_of(aten.nll_loss_nd.default, r(6, 4), UNEVEN[:, 0], None, reduction)
+        found = rule_of(op)
+        assert found is not None
+        assert len(found.reductions(op, {"b": 2})) == expected
+        assert found.reductions(op, {"b": 1}) == ()
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_rows_of_margin_losses_may_be_cut(reduction: int) -> None:
+    scores, target = r(6, 4), randint(4, (6,))
+    check(aten.multi_margin_loss.default, scores, target, reduction=reduction)
+    found = check(
+        aten.multi_margin_loss.default,
+        *(scores, target, 2, 0.5, Buffer(rand(4, dtype=F64)), reduction),
+    )
+    assert found.factors == ("b",)
+    targets = torch.stack([torch.randperm(4) for _ in range(6)])
+    check(aten.multilabel_margin_loss.default, scores, targets, reduction)

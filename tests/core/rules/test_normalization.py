@@ -1,0 +1,141 @@
+import pytest
+import torch
+from torch import Tensor, rand, randn
+from torch.nn import Buffer
+
+from core.rules.oracle import Case, check, cuts_of, op_of
+from shardwright.core.graph.custom_ops import batch_norm_train
+from shardwright.core.rules import rule_of
+
+aten = torch.ops.aten
+F64 = torch.float64
+
+
+def vectors(channels: int, count: int) -> list[Tensor]:
+    return [rand(channels, dtype=F64) + 0.5 for _ in range(count)]
+
+
+def test_layer_norm_keeps_the_normalized_dimensions_whole() -> None:
+    w, b = vectors(8, 2)
+    assert check(aten.layer_norm.default, randn(6, 4, 8, dtype=F64), [8], w, b).factors == (
+        "b",
+        "s",
+    )
+    w, b = rand(4, 8, dtype=F64), rand(4, 8, dtype=F64)
+    assert check(aten.layer_norm.default, randn(6, 4, 8, dtype=F64), [4, 8], w, b).factors == ("b",)
+
+
+def test_layer_norm_without_weights_and_with_its_statistics() -> None:
+    x, (w, b) = randn(6, 4, 8, dtype=F64), vectors(8, 2)
+    assert len(check(aten.layer_norm.default, x, [8]).factors) == 2
+    assert len(check(aten.native_layer_norm.default, x, [8], w, b, 1e-5).factors) == 2
+
+
+@pytest.mark.parametrize(("dim", "factors"), [(0, ("b",)), (2, ("t",)), (-1, ())])
+def test_weight_norm_is_cut_between_slices_of_their_own_norms(dim, factors) -> None:
+    v = randn(6, 4, 8, dtype=F64)
+    g = torch.ones((), dtype=F64) if dim < 0 else torch.norm_except_dim(v, 2, dim)
+    assert check(aten._weight_norm.default, v, g, dim).factors == factors
+
+
+def test_layer_norm_by_keyword() -> None:
+    w, b = vectors(8, 2)
+    found = check(aten.layer_norm.default, randn(6, 8, dtype=F64), [8], bias=b, weight=w)
+    assert found.inputs == (("b", None), (None,), (None,))
+
+
+def test_rms_norm() -> None:
+    x, (w,) = randn(6, 4, 8, dtype=F64), vectors(8, 1)
+    assert len(check(aten.rms_norm.default, x, [8], w, 1e-6).factors) == 2
+    assert len(check(aten._fused_rms_norm.default, x, [8], w, 1e-6).factors) == 2
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_group_norm_is_cut_between_groups(groups) -> None:
+    w, b = vectors(8, 2)
+    found = check(aten.group_norm.default, randn(6, 8, 3, dtype=F64), groups, w, b)
+    assert found.factors == (("b",) if groups == 1 else ("b", "c"))
+    assert check(aten.group_norm.default, randn(6, 8, 2, 2, dtype=F64), groups).factors
+
+
+def test_batch_norm_of_evaluation_is_cut_everywhere() -> None:
+    w, b, *stats = vectors(4, 4)
+    mean, var = map(Buffer, stats)
+    rest = (False, 0.1, 1e-5, False)
+    found = check(aten.batch_norm.default, randn(6, 4, 2, 4, dtype=F64), w, b, mean, var, *rest)
+    assert found.factors == ("b", "c", "s", "t")
+    x = randn(6, 4, dtype=F64)
+    assert check(aten.batch_norm.default, x, None, None, mean, var, *rest).factors == ("b", "c")
+
+
+def test_batch_norm_that_would_write_its_statistics_has_no_rule() -> None:
+    x, stats = randn(6, 4, dtype=F64), vectors(4, 2)
+    op = op_of(aten.batch_norm.default, x, None, None, *stats, True, 0.1, 1e-5, False)
+    assert rule_of(op) is None
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 6), (4, 2, 4, 2), (2, 2, 2, 2, 2)])
+def test_statistics_of_the_batch_are_those_of_one_device(shape) -> None:
+    w, b, mean, var = vectors(shape[1], 4)
+    x = randn(*shape, dtype=F64) * 3 + 100
+    found = check(batch_norm_train, x, w, b, mean, var, 0.1, 1e-5)
+    assert found.factors == ("b", "c", "s", "t", "u")[: len(shape)]
+    assert "c" not in found.complete
+
+
+def test_running_statistics_agree_to_rounding() -> None:
+    w, b, mean, var = vectors(4, 4)
+    args = (randn(6, 4, 4, dtype=F64) + 100, w, b, mean, var, 0.1, 1e-5)
+    op = op_of(batch_norm_train, *args)
+    found = rule_of(op)
+    assert found is not None
+    case = Case(op, list(args[:5]), found, tolerance=1e-12)
+    for mesh, cuts in cuts_of(found):
+        case.compare(mesh, cuts)
+
+
+def test_running_statistics_may_be_missing() -> None:
+    x = randn(6, 4, 2, dtype=F64)
+    assert check(batch_norm_train, x, None, None, None, None, 0.1, 1e-5).outputs == (
+        ("b", "c", "s"),
+    )
+    w, b = vectors(4, 2)
+    assert check(batch_norm_train, x, w, b, None, None, 0.1, 1e-5).factors == ("b", "c", "s")
+
+
+def test_channels_are_normalized_without_talking() -> None:
+    w, b, mean, var = vectors(4, 4)
+    op = op_of(batch_norm_train, randn(6, 4, dtype=F64), w, b, mean, var, 0.1, 1e-5)
+    found = rule_of(op)
+    assert found is not None
+    assert found.reductions(op, {"b": 1, "c": 4}) == ()
+    pooled = found.reductions(op, {"b": 2, "c": 4})
+    assert [(r.shape, r.factors, r.varying) for r in pooled] == [((1,), ("b",), True)] * 2
+
+
+def test_half_precision_is_summed_in_single_precision() -> None:
+    x = randn(6, 4, dtype=torch.bfloat16)
+    op = op_of(batch_norm_train, x, None, None, None, None, 0.1, 1e-5)
+    found = rule_of(op)
+    assert found is not None
+    assert {r.dtype for r in found.reductions(op, {"b": 2})} == {torch.float32}
+
+
+def test_instance_norm() -> None:
+    w, b, *stats = vectors(4, 4)
+    mean, var = map(Buffer, stats)
+    x = randn(6, 4, 2, 4, dtype=F64)
+    rest = (0.1, 1e-5, False)
+    own = check(aten.instance_norm.default, x, w, b, None, None, True, *rest)
+    assert own.factors == ("b", "c")
+    running = check(aten.instance_norm.default, x, w, b, mean, var, False, *rest)
+    assert running.factors == ("b", "c", "s", "t")
+    op = op_of(aten.instance_norm.default, x, w, b, mean, var, True, *rest)
+    assert rule_of(op) is None
+
+
+def test_groups_of_channels_may_be_cut_with_their_statistics() -> None:
+    x, (weight, bias) = randn(4, 6, 5, dtype=F64), vectors(6, 2)
+    found = check(aten.native_group_norm.default, x, weight, bias, 4, 6, 5, 3, 1e-5)
+    assert found.outputs == (("b", "c", None), ("b", "c"), ("b", "c"))
+    assert found.capacity["c"] == 3

@@ -1,0 +1,62 @@
+import pytest
+import torch
+from torch import randn
+
+from core.rules.oracle import check
+
+aten = torch.ops.aten
+
+
+def image(*shape: int) -> torch.Tensor:
+    return randn(*shape, dtype=torch.float64)
+
+
+LINE, PLANE, VOLUME = image(6, 4, 8), image(6, 4, 6, 6), image(4, 6, 4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "target, x, args",
+    [
+        (aten.max_pool1d.default, LINE, ([2],)),
+        (aten.max_pool2d.default, PLANE, ([3, 3], [1, 1], [1, 1])),
+        (aten.max_pool2d_with_indices.default, PLANE, ([2, 2],)),
+        (aten.max_pool3d.default, VOLUME, ([2, 2, 2],)),
+        (aten.avg_pool1d.default, LINE, ([2],)),
+        (aten.avg_pool2d.default, PLANE, ([3, 3], [2, 2], [1, 1])),
+        (aten.avg_pool3d.default, VOLUME, ([2, 2, 2],)),
+        (aten.adaptive_avg_pool1d.default, LINE, ([3],)),
+        (aten.adaptive_avg_pool2d.default, PLANE, ([4, 1],)),
+        (aten._adaptive_avg_pool2d.default, PLANE, ([1, 1],)),
+        (aten.adaptive_avg_pool3d.default, VOLUME, ([1, 2, 1],)),
+        (aten.adaptive_max_pool1d.default, LINE, ([3],)),
+        (aten.adaptive_max_pool2d.default, PLANE, ([2, 2],)),
+        (aten.adaptive_max_pool3d.default, VOLUME, ([2, 2, 2],)),
+        (aten.upsample_nearest1d.vec, LINE, (None, [2.0])),
+        (aten.upsample_nearest2d.vec, PLANE, (None, [2.0, 2.0])),
+        (aten.upsample_nearest2d.default, PLANE, ([9, 9],)),
+        (aten._upsample_nearest_exact2d.vec, PLANE, ([4, 8], None)),
+        (aten.upsample_linear1d.vec, LINE, ([11], False, None)),
+        (aten.upsample_bilinear2d.vec, PLANE, ([9, 4], True, None)),
+        (aten._upsample_bilinear2d_aa.vec, PLANE, ([3, 3], False, None)),
+        (aten.upsample_bicubic2d.vec, PLANE, (None, False, [1.5, 1.5])),
+        (aten.upsample_trilinear3d.vec, VOLUME, ([5, 5, 5], False, None)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
+)
+def test_batch_and_channels_may_be_cut(target, x, args) -> None:
+    assert check(target, x, *args).factors == ("b", "c")
+
+
+def test_a_single_image_is_cut_by_channel() -> None:
+    assert check(aten.max_pool2d.default, image(6, 4, 4), [2, 2]).factors == ("c",)
+
+
+def test_pixels_are_shuffled_one_image_at_a_time() -> None:
+    assert check(aten.pixel_shuffle.default, image(6, 8, 3, 3), 2).factors == ("b",)
+    assert check(aten.pixel_unshuffle.default, image(6, 2, 4, 4), 2).factors == ("b",)
+    assert check(aten.pixel_shuffle.default, image(4, 3, 8, 3, 3), 2).factors == ("b", "c")
+
+
+def test_channels_are_shuffled_anywhere_in_space() -> None:
+    found = check(aten.channel_shuffle.default, image(6, 4, 2, 3), 2)
+    assert found.factors == ("b", "s", "t")

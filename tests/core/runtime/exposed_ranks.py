@@ -1,0 +1,85 @@
+"""What `test_exposed_communication.py` runs on each of two processes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import shardwright as sw
+from shardwright.core.layout.layout import Layout
+from shardwright.core.parallel.module import ParallelModule
+from shardwright.core.runtime.collectives import all_reduce
+from shardwright.core.runtime.devices import Devices
+from torchrun import run_checks
+
+CPU = torch.device("cpu")
+LATE = 0.5
+"""Seconds."""
+
+
+def rank_0_comes_late() -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(LATE)
+
+
+def who_comes_first_waits() -> None:
+    devices = Devices.of_process(Layout((2,), ("a",)), CPU)
+    reduce = all_reduce(devices.group((0,)))
+    with devices.waits.counting(CPU):
+        reduce(torch.ones(()))
+        devices.waits.taken()
+        rank_0_comes_late()
+        reduce(torch.ones(()))
+        seconds = devices.waits.taken()
+    assert seconds is not None
+    waited = LATE * dist.get_rank()
+    assert 0.8 * waited < seconds < waited + 0.8 * LATE
+
+
+def of_what_is_computed_meanwhile_nothing_is_waited_for() -> None:
+    devices = Devices.of_process(Layout((2,), ("a",)), CPU)
+    reduce = all_reduce(devices.group((0,)))
+    with devices.waits.counting(CPU):
+        pending = reduce.start(torch.ones(()))
+        time.sleep(LATE)
+        assert reduce.finish(pending, torch.float32) == 2
+        seconds = devices.waits.taken()
+    assert seconds is not None and 0 < seconds < 0.8 * LATE
+
+
+def a_stage_waits_for_the_micro_batches_of_the_other() -> None:
+    torch.manual_seed(0)
+    net = sw.WithLoss(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.MSELoss())
+    batch = torch.randn(8, 8), torch.randn(8, 8)
+    plan = sw.plan(net, batch, devices=2, stages=2, micro_batches=4)
+    planned = sw.parallelize(net, plan)
+    assert isinstance(planned, ParallelModule)
+    waits = planned.execution.devices.waits
+    with waits.counting(CPU):
+        planned.train_step(*batch)
+        waits.taken()
+        rank_0_comes_late()
+        planned.train_step(*batch)
+        seconds = waits.taken()
+    # The second stage needs what the first makes; the first then waits for gradients only.
+    assert seconds is not None
+    waited = LATE * dist.get_rank()
+    assert 0.8 * waited < seconds < waited + 0.8 * LATE
+
+
+if __name__ == "__main__":
+    run_checks(
+        [
+            who_comes_first_waits,
+            of_what_is_computed_meanwhile_nothing_is_waited_for,
+            a_stage_waits_for_the_micro_batches_of_the_other,
+        ]
+    )

@@ -1,0 +1,195 @@
+"""What `test_stage_parameters.py` runs on each of two ranks: a stage each, or shards."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import shardwright as sw
+from torchrun import run_checks
+
+STAGES = {"net.table": 0, "net.one": 0, "net.two": 1, "net.head": 1}
+
+
+class Halves(nn.Module):
+    """Two halves, at the ends of which is one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(8, 8, bias=False)
+        self.one = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.two = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.table.weight
+        self.shift = nn.Buffer(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.two(self.one(self.table(x) + self.shift)))
+
+
+def model(seed: int = 0) -> sw.WithLoss:
+    torch.manual_seed(seed)
+    return sw.WithLoss(Halves(), nn.MSELoss())
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    x = torch.linspace(-1, 1, 64).reshape(8, 8)
+    return x, x.flip(0)
+
+
+def in_stages(devices: int = 2, seed: int = 0) -> Any:
+    plan = sw.plan(model(), batch(), devices=devices, micro_batches=2, stage_config=STAGES)
+    return sw.parallelize(model(seed), plan)
+
+
+def sharded(devices: int = 2, seed: int = 0) -> Any:
+    hsdp = {"level": "level3", "threshold": 0}
+    plan = sw.plan(model(), batch(), devices=devices, mode="data_parallel", hsdp=hsdp)
+    return sw.parallelize(model(seed), plan)
+
+
+def trained(net: Any) -> torch.optim.Optimizer:
+    """After a step of training."""
+    optimizer = torch.optim.AdamW(net.parameters())
+    net.train_step(*batch())
+    optimizer.step()
+    return optimizer
+
+
+def values(net: nn.Module) -> dict[str, Tensor]:
+    """Of all parameters, on all ranks."""
+    with sw.whole(net) as whole:
+        return {name: value.clone() for name, value in whole.state_dict().items()}
+
+
+@contextmanager
+def common_folder() -> Iterator[Path]:
+    with TemporaryDirectory() as own:
+        box = [own]
+        dist.broadcast_object_list(box)
+        yield Path(box[0])
+        dist.barrier()
+
+
+def check_only_the_norm_over_all_stages_clips() -> None:
+    net, whole = in_stages(), model()
+    net.train_step(*batch())
+    whole(*batch()).backward()
+    gradients = [p.grad for p in whole.parameters() if p.grad is not None]
+    wanted = get_total_norm(gradients)
+    for refused in (
+        lambda: clip_grad_norm_(net.parameters(), 0.1),
+        lambda: get_total_norm([p.grad for p in net.parameters()]),
+    ):
+        with pytest.raises(sw.PlanError, match=r"net\.clip_grad_norm_"):
+            refused()
+    torch.testing.assert_close(net.clip_grad_norm_(math.inf), wanted)
+    nn.utils.clip_grads_with_norm_(net.parameters(), 0.1, wanted)
+    torch.testing.assert_close(net.clip_grad_norm_(math.inf), torch.tensor(0.1))
+
+
+def check_a_submodule_of_one_stage_is_clipped_by_its_norm() -> None:
+    net, whole = in_stages(), model()
+    net.train_step(*batch())
+    whole(*batch()).backward()
+    norms = [clip_grad_norm_(half.parameters(), 0.01) for half in (net.net.one, net.net.two)]
+    for half in (whole.net.one, whole.net.two):
+        clip_grad_norm_(half.parameters(), 0.01)
+    assert (norms[0] > 0, norms[1] > 0) == (dist.get_rank() == 0, dist.get_rank() == 1)
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad)
+
+
+def check_the_state_of_one_rank_is_not_saved() -> None:
+    for net in (in_stages(), sharded()):
+        optimizer = trained(net)
+        for content in (
+            net.state_dict(),
+            {"model": net.state_dict(), "optimizer": optimizer.state_dict()},
+            optimizer.state_dict(),
+            {name: value.cpu().half() for name, value in net.state_dict().items()},
+        ):
+            file = io.BytesIO()
+            with pytest.raises(sw.PlanError, match=r"stage_ranks\.py:\d+\).* `sw\.save_state_dict"):
+                torch.save(content, file)
+
+
+def check_the_complete_model_is_saved() -> None:
+    net, other, alone = in_stages(), sharded(seed=1), model(seed=1)
+    trained(net)
+    wanted = values(net)
+    with common_folder() as folder:
+        for name in ("net.safetensors", "net.pt"):
+            sw.save_state_dict(net, folder / name)
+            sw.load_state_dict(other, folder / name)
+            torch.testing.assert_close(values(other), wanted, rtol=0, atol=0)
+        alone.load_state_dict(torch.load(folder / "net.pt"))
+        dist.barrier()
+        sw.save_state_dict(other, folder / "net.pt")
+        sw.load_state_dict(net, folder / "net.pt")
+    for saved in (alone.state_dict(), values(net)):
+        torch.testing.assert_close(dict(saved), wanted, rtol=0, atol=0)
+
+
+def check_a_wrapper_of_the_model_is_like_it() -> None:
+    net = sw.AutoParallel(sw.Pipeline(model(), 2, STAGES))
+    net.train_step(*batch())
+    with pytest.raises(sw.PlanError, match=r"net\.clip_grad_norm_"):
+        clip_grad_norm_(net.parameters(), 0.1)
+    with pytest.raises(sw.PlanError, match=r"sw\.save_state_dict"):
+        torch.save(net.state_dict(), io.BytesIO())
+    with common_folder() as folder:
+        sw.save_state_dict(net, folder / "net.pt")
+        torch.testing.assert_close(torch.load(folder / "net.pt"), dict(model().state_dict()))
+
+
+def check_distributed_checkpoints_have_all_ranks() -> None:
+    for build in (in_stages, sharded):
+        net = build()
+        trained(net)
+        with common_folder() as folder:
+            dcp.save(net.state_dict(), checkpoint_id=folder)
+            other = build(seed=1)
+            state = other.state_dict()
+            dcp.load(state, checkpoint_id=folder)
+            other.load_state_dict(state)
+        torch.testing.assert_close(values(other), values(net), rtol=0, atol=0)
+
+
+def check_ranks_collect_their_stages() -> None:
+    net = in_stages()
+    wanted, states = values(net), [{}, {}]
+    dist.all_gather_object(states, net.state_dict())
+    merged = states[0] | states[1]
+    torch.testing.assert_close(merged, wanted, rtol=0, atol=0)
+    assert all(type(value) is Tensor for value in merged.values())
+
+
+CHECKS = (
+    check_only_the_norm_over_all_stages_clips,
+    check_a_submodule_of_one_stage_is_clipped_by_its_norm,
+    check_the_state_of_one_rank_is_not_saved,
+    check_the_complete_model_is_saved,
+    check_a_wrapper_of_the_model_is_like_it,
+    check_distributed_checkpoints_have_all_ranks,
+    check_ranks_collect_their_stages,
+)
+
+
+if __name__ == "__main__":
+    run_checks(CHECKS)

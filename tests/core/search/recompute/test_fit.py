@@ -1,0 +1,212 @@
+"""Recomputation that makes plans fit: within the limit, cheaper for larger limits, and right."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from functools import partial
+
+import torch
+import transformers
+
+import shardwright as sw
+from sample_models import llama
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.cost.flops import work_of
+from shardwright.core.cost.memory import Memory, least_memory, memory
+from shardwright.core.graph.graph import Graph
+from shardwright.core.partition.communication import communication
+from shardwright.core.partition.decisions import Decisions, Recompute
+from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.search.recompute.candidates import RecomputeCandidates, RecomputePrices
+from shardwright.core.search.recompute.fit import (
+    Measure,
+    MemoryFit,
+    RecomputeFit,
+    RecomputeLadders,
+    surely,
+)
+from shardwright.models.expert_sharding import pin_expert
+
+NET, ARGS, KWARGS = llama(layers=3)
+GRAPH = sw.capture(NET, ARGS, KWARGS)
+
+
+def measured(plan: sw.Plan, decisions: Decisions, stages: Container[int] | None = None) -> Memory:
+    return memory(Partitioned(GRAPH, plan.mesh, decisions, plan.pipeline), stages=stages)
+
+
+def fitted(plan: sw.Plan, limit: int) -> MemoryFit:
+    return fit_by_recomputation(GRAPH, plan, limit, partial(measured, plan))
+
+
+def fit_by_recomputation(graph: Graph, plan: sw.Plan, limit: int, measure: Measure) -> MemoryFit:
+    """Decisions that fit into `limit` bytes of a device; else those that need least."""
+    plain = MemoryFit(plan.decisions, measure(plan.decisions, None))
+    if plain.memory.peak <= limit:
+        return plain
+    ladders = RecomputeLadders(graph, plan.mesh, plan.decisions, plan.pipeline)
+    parts = ladders.at(ladders.depths[0][0]), plan.decisions, measure, limit
+    fit = RecomputeFit(*parts, least_memory(plan.partitioned, "adamw"))
+    if fit.can_fit:
+        return fit.run()
+    return min(plain, fit.least, key=lambda each: each.memory.peak)
+
+
+def work_again(plan: sw.Plan, decisions: Decisions) -> float:
+    """Operations that a device does twice."""
+    flow = communication(GRAPH, plan.mesh, decisions)
+    return sum(work_of(GRAPH.by_name[name]).forward_flops for s in flow.segments for name in s.ops)
+
+
+def test_less_memory_takes_more_work() -> None:
+    plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
+    plain = measured(plan, plan.decisions)
+    floor = fitted(plan, 1).memory.peak
+    assert floor < plain.peak
+    work = []
+    for share in (1.0, 0.8, 0.2):
+        limit = int(floor + share * (plain.peak - floor))
+        found = fitted(plan, limit)
+        assert found.memory.peak <= limit
+        assert found.memory == measured(plan, found.decisions), "what is said is what it needs"
+        work.append(work_again(plan, found.decisions))
+    assert work[0] == 0 < work[1] < work[2]
+
+
+def test_what_experts_and_losses_keep_is_estimated_as_a_dry_run_finds_it() -> None:
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=4,
+        vocab_size=1024,
+    )
+    with torch.device("meta"):
+        net = transformers.Qwen3MoeForCausalLM(config)
+        ids = torch.empty(16, 256, dtype=torch.long)
+    pin_expert(net, data_parallel=8, model_parallel=1, expert_parallel=4, seq_parallel=False)
+    call = {"input_ids": ids, "labels": ids, "use_cache": False}
+    plan = sw.plan(net, (), call, devices=8, mode="sharding_propagation")
+    graph = plan.graph
+    assert graph is not None
+    found = RecomputeCandidates(graph, plan.mesh, plan.decisions, lambda op: 0)
+    kept = memory(plan.partitioned).stages[0].activations
+    assert 0.8 < sum(found.plain.values()) / kept < 1.1
+
+
+def test_a_fitted_plan_computes_the_same() -> None:
+    plan = sw.plan(GRAPH, devices=2, mem_coeff=10.0)
+    found = replace(plan, recompute=fitted(plan, 1).decisions.recompute)
+    assert found.recompute
+    result = sw.check(NET, ARGS, KWARGS, found)
+    assert result.passes(1e-9), result
+
+
+def test_layers_are_blocks_and_gathers_make_the_difference_between_ways() -> None:
+    plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
+    found = RecomputeCandidates(GRAPH, plan.mesh, plan.decisions, lambda op: 0)
+    blocks = {block.name: block for block in found.blocks(found.depths[0][0])}
+    assert {"model.layers.0", "model.layers.1"} <= set(blocks)
+    options = blocks["model.layers.1"].options
+    cheap, kept, again = (options[name][0] for name in ("cheap", "kept", "again"))
+    assert cheap.freed < kept.freed < again.freed
+    assert cheap.cost < kept.cost < again.cost
+
+
+def test_what_the_user_marked_stays() -> None:
+    plan = sw.plan(GRAPH, devices=1)
+    said = {"model.layers.0.mlp.act_fn": Recompute("mine", communication=False)}
+    marked = replace(plan, recompute=said)
+    found = fitted(marked, 1).decisions.recompute
+    assert found["model.layers.0.mlp.act_fn"] == said["model.layers.0.mlp.act_fn"]
+    assert len(found) > 1
+
+
+def test_on_slow_links_what_is_sent_again_costs_more() -> None:
+    plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
+    costs = []
+    for prices in (
+        RecomputePrices.on(load_cluster("h100"), torch.bfloat16),
+        RecomputePrices(sent=1e6),
+    ):
+        found = RecomputeCandidates(GRAPH, plan.mesh, plan.decisions, lambda op: 0, prices)
+        options = next(
+            b for b in found.blocks(found.depths[0][0]) if b.name == "model.layers.1"
+        ).options
+        costs.append(options["again"][0].cost - options["kept"][0].cost)
+    assert 0 < costs[0] < costs[1]
+
+
+def test_layers_are_blocks_where_the_loss_outweighs_all_layers() -> None:
+    net, args, kwargs = llama(layers=3, vocabulary=2048)
+    graph = sw.capture(net, args, kwargs)
+    plan = sw.plan(graph, devices=1)
+    found = RecomputeCandidates(graph, plan.mesh, plan.decisions, lambda op: 0)
+    assert {"model.layers.0", "model.layers.1"} <= {
+        block.name for block in found.blocks(found.depths[0][0])
+    }
+
+
+def test_no_more_is_recomputed_than_the_limit_requires() -> None:
+    net, args, kwargs = llama(layers=8)
+    graph = sw.capture(net, args, kwargs)
+    plan = sw.plan(graph, devices=2)
+
+    def needs(decisions: Decisions, stages: Container[int] | None = None) -> Memory:
+        return memory(Partitioned(graph, plan.mesh, decisions, plan.pipeline), stages=stages)
+
+    def fit(limit: int) -> int:
+        fitted = fit_by_recomputation(graph, plan, limit, needs)
+        return fitted.memory.peak
+
+    most, least = needs(plan.decisions).peak, fit(1)
+    for share in (0.3, 0.7):
+        limit = int(least + share * (most - least))
+        assert limit - 0.1 * (most - least) <= fit(limit) <= limit
+
+
+def test_of_what_cannot_fit_only_the_stage_that_needs_most_is_measured() -> None:
+    net, args, kwargs = llama(layers=4)
+    plan = sw.plan(net, args, kwargs, devices=4, stages=2, micro_batches=2)
+    graph = plan.graph
+    assert graph is not None
+    asked: list[Container[int] | None] = []
+
+    def needs(decisions: Decisions, stages: Container[int] | None = None) -> Memory:
+        asked.append(stages)
+        return memory(Partitioned(graph, plan.mesh, decisions, plan.pipeline), stages=stages)
+
+    ladders = RecomputeLadders(graph, plan.mesh, plan.decisions, plan.pipeline)
+    parts = ladders.at(ladders.depths[0][0]), plan.decisions, needs, 1
+    fit = RecomputeFit(*parts, least_memory(plan.partitioned, "adamw"))
+    assert not fit.can_fit
+    assert asked == [{fit.largest.stage}]
+    least = fit.least.memory
+    assert fit.largest == least.stages[fit.largest.stage]
+    assert fit.largest.peak >= 0.95 * least.peak
+
+
+def test_what_another_plan_of_its_kind_needs_makes_an_estimate_enough() -> None:
+    plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
+    asked: list[Decisions] = []
+
+    def needs(decisions: Decisions, stages: Container[int] | None = None) -> Memory:
+        asked.append(decisions)
+        return measured(plan, decisions, stages)
+
+    ladders = RecomputeLadders(GRAPH, plan.mesh, plan.decisions, plan.pipeline)
+    parts = ladders.at(ladders.depths[0][0]), plan.decisions, needs
+    others = least_memory(plan.partitioned, "adamw")
+    first = RecomputeFit(*parts, 1, others)
+    excess, limit = first.excess, int(1.1 * first.largest.peak)
+    asked.clear()
+    second = RecomputeFit(*parts, limit, others, surely(excess))
+    assert second.can_fit and not asked
+    assert second.run().memory.peak <= limit
+    assert not RecomputeFit(*parts, limit, others, surely(None)).is_sure

@@ -1,0 +1,54 @@
+"""Plans without a search."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.search.handmade import GraphBuilder, aten, case_a, residual_mlp
+from shardwright.core.layout.prime_mesh import prime_mesh
+from shardwright.core.search.baselines import StandAlone, data_parallel
+from shardwright.core.search.request import SearchRequest
+from shardwright.errors import StrategyError
+
+
+@pytest.mark.parametrize("devices", [2, 8, 12, 16])
+def test_data_parallel_cuts_every_operator_along_the_batch(devices: int) -> None:
+    graph, mesh = case_a(batch=48), prime_mesh(devices)
+    axes = tuple(range(len(mesh.device_matrix)))
+    assert data_parallel(graph, mesh) == {op.name: {"b": axes} for op in graph.ops}
+
+
+def test_data_parallel_leaves_operators_on_parameters_alone_whole() -> None:
+    net = GraphBuilder()
+    table = net.op("table", aten.cos.default, net.parameter("angles", 64))
+    net.op("mul", aten.mul.Tensor, net.input("x", 8, 64), table)
+    assert data_parallel(net.build(), prime_mesh(4)) == {"mul": {"b": (0, 1)}}
+
+
+def test_data_parallel_ignores_inputs_that_have_no_batch() -> None:
+    net = GraphBuilder()
+    x, scale = net.input("x", 8, 4), net.input("scale", 4)
+    net.op("scaled", aten.mul.Tensor, net.op("relu", aten.relu.default, scale), x)
+    assert data_parallel(net.build(), prime_mesh(4)) == {"scaled": {"b": (0, 1)}}
+
+
+def test_data_parallel_names_both_numbers_and_the_nearest_batch_sizes() -> None:
+    with pytest.raises(StrategyError, match=r"batch size 30 .* 8 devices.*such as 24 or 32"):
+        data_parallel(case_a(batch=30), prime_mesh(8))
+    with pytest.raises(StrategyError, match=r"batch size 3 .* 8 devices.*such as 8$"):
+        data_parallel(case_a(batch=3), prime_mesh(8))
+
+
+def test_data_parallel_needs_a_tensor_input() -> None:
+    net = GraphBuilder()
+    net.op("relu", aten.relu.default, net.parameter("p", 8))
+    with pytest.raises(StrategyError, match="no tensor input"):
+        data_parallel(net.build(), prime_mesh(2))
+
+
+def test_data_parallel_on_one_device_cuts_nothing() -> None:
+    assert data_parallel(case_a(), prime_mesh(1)) == {}
+
+
+def test_stand_alone_cuts_nothing() -> None:
+    assert StandAlone().search(SearchRequest(residual_mlp(), prime_mesh(8))) == {}

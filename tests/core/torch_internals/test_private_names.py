@@ -1,0 +1,256 @@
+"""All private names of PyTorch are in one table, exist, and are used in one room only."""
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from core.torch_internals.private_names import (
+    ATEN_OPERATORS,
+    OLDEST,
+    PRIVATE_NAMES,
+    PrivateName,
+)
+
+ROOT = Path(__file__).parents[4]
+PACKAGE = ROOT / "src" / "shardwright"
+ROOM = PACKAGE / "core" / "torch_internals"
+LIBRARIES = PACKAGE / "integrations"
+"""Overrides methods of other libraries."""
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent not in (ROOM, LIBRARIES))
+
+
+class OwnTensor(torch.Tensor):
+    """What `nn.Parameter` leaves of its class."""
+
+
+OBJECTS = {
+    "torch._ops.OpOverload": torch.ops.aten.mean.dim,
+    "torch.autocast": torch.autocast("cpu"),
+    "torch.autograd.graph.Node": torch.zeros(1, requires_grad=True).exp().grad_fn,
+    "torch.fx.Node": fx.Graph().placeholder("x"),
+    "torch.nn.Module": nn.Module(),
+    "torch.nn.RNNBase": nn.LSTM(1, 1),
+    "torch.nn.Parameter": nn.Parameter(torch.zeros(1).as_subclass(OwnTensor)),
+}
+"""What has names that its class has not."""
+OTHERS = {
+    "_apply_gate",
+    "_attn_implementation",
+    "_exit",
+    "_experts_implementation",
+    "_from_config",
+    "_getframe",
+    "_supports_sdpa",
+}
+"""Private names of transformers, and of `sys` and `os`."""
+
+
+def resolve(path: str) -> Any:
+    """What stands at a path; modules are imported.
+
+    Raises:
+        AttributeError: if nothing does.
+    """
+    thing, parts = importlib.import_module("torch"), path.split(".")
+    for end, part in enumerate(parts[1:], start=2):
+        name = ".".join(parts[:end])
+        try:
+            thing = getattr(thing, part)
+        except AttributeError:
+            try:
+                thing = importlib.import_module(name)
+            except ImportError:
+                raise AttributeError(name) from None
+        thing = OBJECTS.get(name, thing)
+    return thing
+
+
+def release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:2]))
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+LISTED = {entry.path.rpartition(".")[2] for entry in PRIVATE_NAMES}
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """The private names that a file gives to what it defines and to entries of `vars(thing)`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ("self", "cls")
+        ):
+            found.add(node.attr)
+        elif (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.slice, ast.Constant)
+        ):
+            found.add(str(node.slice.value))
+    return {name for name in found if is_private(name)}
+
+
+def dotted(node: ast.AST) -> str:
+    """`torch.ops.aten` of the nested attributes; what is no name is left out."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def names_used(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Line, owner and name of everything that a file imports from torch, and of all attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                for part in (*str(node.module).split("."), alias.name):
+                    yield node.lineno, str(node.module), part
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    yield from ((node.lineno, alias.name, part) for part in alias.name.split("."))
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, dotted(node.value), node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", "") in ("delattr", "getattr", "hasattr", "setattr")
+            and len(node.args) > 1
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            yield node.lineno, dotted(node.args[0]), str(node.args[1].value)
+
+
+def violations(source: str, own: set[str]) -> list[str]:
+    """Uses of private names of PyTorch, given those that this package defines for itself."""
+    return [
+        f"line {line}: {owner}.{name}"
+        for line, owner, name in names_used(ast.parse(source))
+        if (is_private(name) or (name in LISTED and name.startswith("_")))
+        and owner.removeprefix("torch.ops.") != "aten"
+        and name not in OTHERS
+        and (name not in own or owner.split(".")[0] == "torch")
+    ]
+
+
+def texts(tree: ast.AST) -> set[str]:
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
+OWN = set().union(*map(own_names, TREES.values()))
+
+
+NEEDED = [
+    entry
+    for entry in PRIVATE_NAMES
+    if not entry.before or release(torch.__version__) < release(entry.before)
+]
+
+
+@pytest.mark.parametrize("entry", NEEDED, ids=lambda entry: entry.path)
+def test_the_installed_version_has_each_name_if_it_is_not_older_than_the_name(
+    entry: PrivateName,
+) -> None:
+    if release(torch.__version__) < release(entry.since):
+        with pytest.raises(AttributeError):
+            resolve(entry.path)
+    else:
+        resolve(entry.path)
+
+
+def test_a_name_that_does_not_exist_is_not_resolved() -> None:
+    for path in ("torch._no_such_name", "torch.nn.Module._no_such_name", "torch._no.such"):
+        with pytest.raises(AttributeError):
+            resolve(path)
+
+
+def test_no_name_is_listed_twice_or_without_a_purpose() -> None:
+    paths = [entry.path for entry in PRIVATE_NAMES]
+    assert len(set(paths)) == len(paths)
+    assert all(entry.purpose for entry in PRIVATE_NAMES)
+
+
+def test_the_oldest_version_is_the_one_that_is_required() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r'"torch>=([^"]*)"', text) == [OLDEST]
+    assert all(release(entry.since) >= release(OLDEST) for entry in PRIVATE_NAMES)
+
+
+def test_the_room_uses_every_name_of_the_table_and_no_other() -> None:
+    used: set[str] = set()
+    for path in ROOM.glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        used.update(name for _, _, name in names_used(tree))
+    # Methods of modes that others call.
+    assert used >= LISTED - {"rank_map", "disable", "_should_skip_dynamo"}
+    components = {part for entry in PRIVATE_NAMES for part in entry.path.split(".")}
+    assert {name for name in used if is_private(name)} <= components
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
+def test_no_file_outside_of_the_room_uses_a_private_name_of_torch(module: Path) -> None:
+    assert violations(module.read_text(encoding="utf-8"), OWN - LISTED) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.utils import _pytree as pytree",
+        "from torch._subclasses.fake_tensor import FakeTensor",
+        "from torch.testing._internal import common_utils",
+        "import torch._ops",
+        "isinstance(x, torch._ops.OpOverload)",
+        "torch._foreach_mul_(tensors, 2.0)",
+        "torch.ops._c10d_functional.wait_tensor",
+        "parameter._local_tensor.add_(1)",
+        "self._modules = module._modules",
+        "schedule._no_such_name",
+        "getattr(options, '_timeout', None)",
+    ],
+)
+def test_a_private_name_of_torch_is_reported(source: str) -> None:
+    assert violations(source, {"_own"})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch import nn",
+        "self._own = other._own",
+        "aten._to_copy.default",
+        "torch.ops.aten._softmax",
+        "module.__class__.__name__",
+        "sys._getframe(1)",
+    ],
+)
+def test_names_of_our_own_and_operators_are_allowed(source: str) -> None:
+    assert violations(source, {"_own"}) == []
+
+
+def test_every_operator_with_an_underscore_is_listed_and_exists() -> None:
+    used = set()
+    for tree in TREES.values():
+        used.update(name for _, owner, name in names_used(tree) if owner.endswith("aten"))
+        used.update(text for text in texts(tree) if text.isidentifier())
+    packets = {name for name in used if is_private(name) and hasattr(torch.ops.aten, name)}
+    assert packets == set(ATEN_OPERATORS)

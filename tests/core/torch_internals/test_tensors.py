@@ -1,0 +1,29 @@
+"""When a backward pass hands on what it has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwright.core.torch_internals.tensors import gradient_at_once
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_gradient_handed_on_at_once_does_not_wait_for_what_was_made_later(at_once: bool) -> None:
+    order: list[str] = []
+    x, weight = (torch.ones(2, requires_grad=True) for _ in range(2))
+    cast = weight.to(torch.bfloat16)
+    if at_once:
+        assert gradient_at_once(cast) is cast
+    weight.register_post_accumulate_grad_hook(lambda _: order.append("weight"))
+    before = x.exp()
+    before.register_hook(lambda _: order.append("x"))
+    for _ in range(2):
+        (before.to(torch.bfloat16) * cast).sum().backward(retain_graph=True)
+    assert order == (["weight", "x"] if at_once else ["x", "weight"]) * 2
+    assert torch.equal(weight.grad, 2 * before.detach().to(torch.bfloat16).float())
+
+
+def test_leaves_and_tensors_without_a_gradient_are_left_alone() -> None:
+    for tensor in (torch.ones(1), torch.ones(1, requires_grad=True)):
+        assert gradient_at_once(tensor) is tensor
