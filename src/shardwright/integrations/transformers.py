@@ -76,7 +76,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     Other trainers become planned ones by a class: `class Planned(ShardwrightTrainer, SFTTrainer)`.
 
     Args:
-        plan: a plan, the path of one, or options of `shardwright.core.plan`, such as `mem_coeff`.
+        plan: a plan, the path of one, or options of `shardwright.plan`, such as `mem_coeff`.
 
     Raises:
         ConfigError: for training arguments that another way of distribution needs.

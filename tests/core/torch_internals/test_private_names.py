@@ -18,7 +18,7 @@ from core.torch_internals.private_names import (
     PrivateName,
 )
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "src" / "shardwright"
 ROOM = PACKAGE / "core" / "torch_internals"
 LIBRARIES = PACKAGE / "integrations"

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from shardwright.core.api import parallelize
 from shardwright.run.config import Run
 from shardwright.run.config.graph_cache import graphs_folder
 from torchrun import run_checks
 
-TINY = Path(__file__).parents[4] / "configs" / "tiny" / "llama2_7b.yaml"
+TINY = Path(__file__).parents[3] / "configs" / "tiny" / "llama2_7b.yaml"
 
 
 def tiny_run() -> Run:

@@ -18,7 +18,7 @@ from shardwright.tools.compare.predicted import GridComparison, expert_run
 from shardwright.tools.compare.worker import in_turn, tiny_run
 from tools.compare.test_predicted import written
 
-CONFIGS = Path(__file__).parents[4] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def plan(
             large ones model parallel. `auto`: the smallest that fits `memory_limit`, or the memory
             of the cluster's devices; by step time, from the default on.
         order: in which the search decides operators, by `weight` or `topology`.
-        log_costs: log every decision at level INFO of the logger `shardwright.core.search`; a mode that
+        log_costs: log every decision at level INFO of the logger `shardwright.search`; a mode that
             weighs no costs says so.
         stages: number of pipeline stages. Each is an equal share of the devices and runs a part of
             the model; parts have nearly equal work, or on a cluster nearly equal time. `auto`: the

@@ -251,7 +251,7 @@ class RecomputeSection(Section, frozen=True):
 
 
 class ParallelSection(Section, FileOptions, frozen=True):
-    """How the plan is searched. The options of `shardwright.core.plan` are keys with the same names and
+    """How the plan is searched. The options of `shardwright.plan` are keys with the same names and
     defaults; what is not an option of it, or is written otherwise in a file, stands here."""
 
     mode: str = PlanOptions.mode
