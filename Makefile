@@ -1,8 +1,7 @@
 # Everything happens in .venv, which the first target that needs it makes.
 #   make demo       plan a model for 8 devices, train it in 8 local processes, compare with one
-#   make test       the default test suite
+#   make test       the default test suite       make test-times  the same, and what its files cost
 #   make test-slow  what takes long, in 45 minutes on 2 cores; SEED=7 draws other random cases
-#   make test-times the same, and what its files cost
 #   make golden     write the texts of tests/golden anew, to be read as a diff
 #   make check      lint, format, types, import order
 #   make bench      the benchmarks, in an hour; with FULL=1 all of their cases, into docs/benchmarks.md

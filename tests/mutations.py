@@ -34,8 +34,10 @@ VALUES: tuple[Any, ...] = (
     *("os:system", "torch:float32", "[red]", "%s{}", "1e999 PB", "float32", "grad", "\x1b[31m"),
     *([], {}, [[]], [None], {"": None}, {"a": {"b": []}}, [1, "a"], [-1], [2**62, 2**62], [0]),
 )
+DEEP = 1200
+"""More than Python's stack; YAML takes time with the square of it."""
 RAW = (
-    *("[" * 3000, "{" * 3000, '{"a":' * 3000 + "1" + "}" * 3000, "[" * 3000 + "]" * 3000),
+    *("[" * DEEP, "{" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP, "[" * DEEP + "]" * DEEP),
     *("9" * 5000, "0x" + "f" * 5000, "-" + "9" * 5000 + ".5", "1e99999", ".nan", "-.inf", "NaN"),
     *("Infinity", "!!python/object/apply:os.system [ls]", "!!binary x", "!!timestamp x", "!x y"),
     *("!!int x", "!!float x", "!!bool x", "!!set {a}", "!!omap x", "!!null x", "!!str [a]"),

@@ -11,6 +11,7 @@ import importlib
 import os
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ import yaml
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright
+from forked import python
 from markdown_fences import PAGES, ROOT, Fence, fences
 from shardwright.cli import app
 from shardwright.core.cost.cluster import read_cluster
@@ -143,8 +145,12 @@ def test_the_commands_of_a_page_print_what_it_shows(page: Path, slow: bool, fold
 
 def shell(command: str) -> str:
     """What a command prints on both its outputs, without spaces at the ends of lines."""
+    program, *arguments = shlex.split(command)
+    if program == "shardwright":
+        ended = python("-m", program, *arguments)
+        return without_spaces_at_ends(ended.errors[0] + ended.printed[0])
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    ended = subprocess.run(
+    done = subprocess.run(
         command,
         shell=True,
         env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
@@ -154,7 +160,11 @@ def shell(command: str) -> str:
         timeout=500,
         check=False,
     )
-    return re.sub(r"[ \t]+$", "", ended.stdout, flags=re.MULTILINE)
+    return without_spaces_at_ends(done.stdout)
+
+
+def without_spaces_at_ends(text: str) -> str:
+    return re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
 
 
 @every_page

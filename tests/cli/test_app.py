@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shardwright as sw
+from forked import python
 from shardwright import cli
 
 MODEL = """
@@ -237,11 +238,9 @@ def test_the_mode_may_be_exact(folder: Path, command: Command) -> None:
 
 def test_log_costs_tells_each_decision_on_stderr(folder: Path) -> None:
     arguments = ["plan", "config.yaml", "--devices", "2", "--log-costs", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwright", *arguments], capture_output=True, text=True
-    )
-    assert "If the I-axis is cut, the op-cost is" in done.stderr
-    assert json.loads(done.stdout)["devices"] == 2
+    done = python("-m", "shardwright", *arguments)
+    assert "If the I-axis is cut, the op-cost is" in done.errors[0]
+    assert json.loads(done.printed[0])["devices"] == 2
 
 
 def test_explain_says_how_an_operator_is_cut(command: Command) -> None:
@@ -358,16 +357,10 @@ def test_two_processes_train_as_one_device_does(command: Command, folder: Path) 
 def test_under_torchrun_it_joins_the_processes_that_are_there(
     command: Command, folder: Path
 ) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    started = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", "-m", "shardwright", "train", "config.yaml"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert started.returncode == 0, started.stderr
-    assert len(started.stdout.splitlines()) == 4
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    started = python(*torchrun, "-m", "shardwright", "train", "config.yaml")
+    assert started.status == 0, started.errors
+    assert len(started.printed[0].splitlines()) == 4
     command("train", "config.yaml", "--log-dir", "one")
     assert losses(folder / "log_output") == pytest.approx(losses(folder / "one"), abs=1e-12)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from forked import python
 from shardwright.cli import app
 from shardwright.core.plan.measured import FILE, Measured
 
@@ -74,11 +73,14 @@ def test_a_number_of_steps_that_cannot_be_profiled_is_one_error(
 
 
 @pytest.mark.distributed
-def test_a_profiled_run_sends_the_bytes_that_were_predicted(config: Path, tmp_path: Path) -> None:
+def test_a_profiled_run_sends_the_bytes_that_were_predicted(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "shardwright", "train", str(config), "--devices", "2"]
-    command += ["--profile", "1", "--log-dir", str(log)]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=570, capture_output=True)
+    options = ("--devices", "2", "--profile", "1", "--log-dir", str(log))
+    ended = python("-m", "shardwright", "train", str(config), *options)
+    assert ended.status == 0, ended.errors
     measured = Measured.load(log)
     assert [rank.rank for rank in measured.ranks] == [0, 1] and measured.steps == 1
     planned = {(t.kind, t.over): (t.count, t.bytes) for t in measured.predicted[0]}

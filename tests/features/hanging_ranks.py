@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import shardwright as sw
-from shardwright.run import World, process_group
+from shardwright.run import World
+from shardwright.run.launch import process_group
 
 
 class Loss(nn.Module):

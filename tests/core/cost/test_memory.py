@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -24,6 +25,15 @@ SIZES = {"batch": 8, "sequence": 64, "width": 64, "vocabulary": 512, "layers": 2
 def of_plan(plan: sw.Plan, optimizer: str = "adamw") -> Memory:
     assert plan.graph is not None
     return memory(plan.partitioned, optimizer)
+
+
+@cache
+def llama_graph(layers: int, micro_batches: int = 1, dtype: str = "float32") -> Graph:
+    """Of one of so many micro-batches, whose mean loss is that of the batch."""
+    sizes = {**SIZES, "layers": layers, "batch": SIZES["batch"] // micro_batches}
+    net, args, kwargs = llama(**sizes)
+    graph = sw.capture(net, args, kwargs, None if dtype == "float32" else torch.bfloat16)
+    return replace(graph, mixing="")
 
 
 def measured(model: Model, plan: sw.Plan, optimizer: type[torch.optim.Optimizer]) -> int:
@@ -80,9 +90,8 @@ def test_micro_batches_are_predicted_too(micro_batches: int, dtype: str | None) 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_stage_holds_one_cast_of_its_parameters(schedule: str) -> None:
-    net, args, kwargs = llama(**SIZES)
     staged = {"stages": 2, "micro_batches": 8, "schedule": schedule}
-    plan = sw.plan(net, args, kwargs, devices=2, compute_dtype="bfloat16", **staged)
+    plan = sw.plan(llama_graph(2, 8, "bfloat16"), devices=2, **staged)
     for stage in of_plan(plan, "sgd").stages:
         assert stage.gathered == stage.parameters // 2
 
@@ -111,8 +120,7 @@ def test_recomputed_layers_are_predicted_too() -> None:
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    net, args, kwargs = llama(**SIZES)
-    return sw.capture(net, args, kwargs)
+    return llama_graph(SIZES["layers"])
 
 
 def test_a_cut_batch_cuts_activations_and_not_parameters(graph: Graph) -> None:
@@ -140,11 +148,10 @@ def test_each_level_of_optimizer_parallel_needs_less(graph: Graph) -> None:
 
 
 def test_gpipe_keeps_more_than_1f1b_and_the_first_stage_more_than_the_last() -> None:
-    net, args, kwargs = llama(**{**SIZES, "layers": 4})
-    found = {}
+    graph, found = llama_graph(4, micro_batches=8), {}
     for schedule in ("gpipe", "1f1b"):
         plan = sw.plan(
-            *(net, args, kwargs),
+            graph,
             devices=2,
             mode="stand_alone",
             stages=2,
@@ -156,8 +163,8 @@ def test_gpipe_keeps_more_than_1f1b_and_the_first_stage_more_than_the_last() -> 
     assert found["1f1b"][0].activations > 1.5 * found["1f1b"][1].activations
 
 
-def test_one_stage_can_be_asked_for() -> None:
-    plan = sw.plan(*llama(**SIZES), devices=2, mode="stand_alone", stages=2, micro_batches=2)
+def test_one_stage_can_be_asked_for(graph: Graph) -> None:
+    plan = sw.plan(graph, devices=2, mode="stand_alone", stages=2, micro_batches=2)
     every = of_plan(plan)
     one = memory(plan.partitioned, stages={1})
     assert one.stages == every.stages[1:] and one.optimizer == every.optimizer
@@ -214,16 +221,15 @@ def test_the_largest_tensors_at_the_peak_have_the_names_of_operators() -> None:
 def test_no_plan_needs_less_than_the_bound_that_takes_no_dry_run(
     schedule: str | None, level: str | None, dtype: str
 ) -> None:
-    net, args, kwargs = llama(**{**SIZES, "layers": 4})
     hsdp = None if level is None else OptimizerParallel(level, threshold=0)
     staged = {} if schedule is None else {"schedule": schedule, "stages": 2, "micro_batches": 4}
+    graph = llama_graph(4, 1 if schedule is None else 4, dtype)
     for mode, entries in (
         ("data_parallel", "data_parallel"),
         ("recursive_programming", "full_batch"),
     ):
         options = {"mode": mode, "hsdp": hsdp, "dataset_strategy": entries, **staged}
-        options["compute_dtype"] = dtype
-        plan = sw.plan(net, args, kwargs, devices=4, **options)
+        plan = sw.plan(graph, devices=4, **options)
         assert plan.graph is not None
         parts = Partitioned(plan.graph, plan.mesh, plan.decisions, plan.pipeline)
         bounds = zip(least_memory(parts, "adamw"), memory(parts, "adamw").stages, strict=True)

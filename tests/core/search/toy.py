@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
+from sample_models import Model
 from shardwright.core.capture.capture import capture
 from shardwright.core.cost.cluster import GLOO, RINGS, Cluster, Device, LinkLevel
 from shardwright.core.graph.graph import Graph
@@ -30,7 +33,8 @@ CLUSTERS = (TOY, on_links(RINGS), on_links(GLOO))
 """Whose collectives are trees, rings and gloo's."""
 
 
-def captured(model: Any, **sizes: Any) -> Graph:
+@cache
+def captured(model: Callable[..., Model], **sizes: Any) -> Graph:
     with torch.device("meta"):
         net, args, kwargs = model(**sizes)
     return capture(net, args, kwargs)

@@ -38,8 +38,7 @@ Objective, without a cluster (elements sent and held, as MindSpore's recursive p
 
     (2)  sum over o, axis by axis, of  min over f of  cut_cost(o, f) + redistribution to the decided
 
-    implemented in: core/cost/symbolic.py: cut_cost, redistribution_cost;
-                    recursive/search.py: Recursion
+    implemented in: cost/symbolic.py: cut_cost, redistribution_cost; recursive/search.py: Recursion
 
 Constraints:
 
@@ -48,7 +47,7 @@ Constraints:
     (4)  c[o, .] of a pinned operator is the user's       request.py: SearchRequest.pinned
     (5)  g is monotone along every data dependency        assign_stages.py: balanced_stages
     (6)  the peak memory of each stage is at most the limit
-                                                          core/planner/fit_memory.py: within_memory
+                                                          planner/fit_memory.py: within_memory
     (7)  s[p] shards only over axes over which every use of p is replicated
                                                           optimizer_sharding.py: sharded_storage
 
@@ -63,6 +62,6 @@ How (1) is minimized:
     a lower bound of (1)          by_time/certificate.py: certified
     jointly, small models         by_time/exact.py: ExactSearch
     r, under (6)                  a knapsack of each stage  recompute/knapsack.py: cheapest
-    m, S, and levels of s         enumerated                core/planner/choose_micro_batches.py,
-                                                            core/planner/choose_stages.py
+    m, S, and levels of s         enumerated                planner/choose_micro_batches.py,
+                                                            planner/choose_stages.py
 """

@@ -67,7 +67,7 @@ class SearchRequest:
         order: in which the symbolic search decides operators with a cost on an axis: the heaviest
             first, or as they stand in the graph; in both, embeddings come after the contractions.
         log_costs: whether a search by costs writes those of every choice to the logger
-            `shardwright.core.search`.
+            `shardwright.search`.
         on_share: is told the share of a search by seconds that is done; others take less than one.
 
     Raises:
