@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.core.parallel.planned_parameters import FIRST_CALLS
-from shardwright.core.runtime import batch_guard
-from shardwright.core.runtime.agreement import take_values_of_rank_0
+from shardwright.core.agreement.collective import take_values_of_rank_0
+from shardwright.core.misuse import batch_guard
+from shardwright.core.misuse.planned_parameters import FIRST_CALLS
 from shardwright.models import Dimensions, build
 
 STEPS, CALLS, MEBIBYTES = 3, 300, 256

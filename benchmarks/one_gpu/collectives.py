@@ -14,11 +14,11 @@ import shardwright as sw
 from benchmarks.one_gpu.rates import seconds
 from benchmarks.one_gpu.sizes import Sizes
 from benchmarks.table import Table
+from shardwright.core.agreement.collective import check_description, take_values_of_rank_0
 from shardwright.core.layout.layout import Layout
+from shardwright.core.misuse.batch_guard import BatchGuard
 from shardwright.core.runtime import collectives
 from shardwright.core.runtime.accelerator import HOST_BACKEND, backend_of
-from shardwright.core.runtime.agreement import check_description, take_values_of_rank_0
-from shardwright.core.runtime.batch_guard import BatchGuard
 from shardwright.core.runtime.devices import Devices, Group
 
 DTYPES = (torch.bfloat16, torch.float32)

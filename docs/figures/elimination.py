@@ -36,7 +36,7 @@ def elimination() -> Drawing:
         graph = capture(Block(), (torch.empty(32, 64),))
     problem = search_problem(graph, pinned={})
     scopes = [sorted({end.variable for end in edge.ends()}) for edge in problem.edges]
-    order = min_fill(len(problem.variables), scopes)
+    order = min_fill([2] * len(problem.variables), scopes)
     lines = {pair for scope in scopes for pair in combinations(scope, 2)}
     places = _places(problem)
     columns = 3

@@ -31,7 +31,10 @@ def __getattr__(name: str) -> Any:
         name = "materialize"
     if name in _SOURCES:
         module, source = _SOURCES[name]
-        value = globals()[name] = getattr(import_module(module), source)
+        value = getattr(import_module(module), source, None)
+        if value is None:  # A module, such as `rules`.
+            value = import_module(f"{module}.{source}")
+        globals()[name] = value
         return value
     if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
         return import_module(f"{__name__}.{name}")

@@ -1,5 +1,6 @@
 """The public names, from where `__init__.py` loads each when it is first used."""
 
+from shardwright.core import rules as rules
 from shardwright.core.api import (
     AutoParallel,
     Check,
@@ -95,6 +96,7 @@ __all__ = [
     "plan",
     "recompute",
     "rehearse",
+    "rules",
     "save_checkpoint",
     "save_pretrained",
     "save_state_dict",

@@ -1,4 +1,4 @@
-"""The errors that Shardwright raises, all before any communication starts."""
+"""The errors that Shardwright raises, all but `CommunicationError` before any communication."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +56,10 @@ class LockError(ShardwrightError):
 
 class DeferredError(ShardwrightError):
     """A parameter created inside `no_init_parameters` has no values yet, or cannot be given any."""
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed: another rank is gone, or did not come within the time-out."""
 
 
 class IndivisibleError(StrategyError):

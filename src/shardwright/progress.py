@@ -106,22 +106,13 @@ class TimeLeft:
         return None if done == first else (now - since) / (done - first) * (of - done)
 
 
-def with_count(on_progress: OnProgress, done: int, of: int) -> OnProgress:
-    """A callback for a call that is one phase of another; reports its phases with the count of the
-    whole, or, where there is one phase or their number is unknown, with its own."""
-    count = done, of
+def within(on_progress: OnProgress, part: str = "", done: int = 0, of: int = 0) -> OnProgress:
+    """A callback for a call that is one phase of another; reports its phases as `part: doing`, with
+    the count of the whole, or, where there is one phase or their number is unknown, with its own.
+    """
+    count, prefix = (done, of), f"{part}: " if part else ""
 
     def report(doing: str, done: int = 0, of: int = 0) -> None:
-        on_progress(doing, *(count if count[1] > 1 else (done, of)))
-
-    return report
-
-
-def within(on_progress: OnProgress, part: str, done: int = 0, of: int = 0) -> OnProgress:
-    """Likewise, and reports its phases as `part: doing`."""
-    counts = with_count(on_progress, done, of)
-
-    def report(doing: str, done: int = 0, of: int = 0) -> None:
-        counts(f"{part}: {doing}", done, of)
+        on_progress(prefix + doing, *(count if count[1] > 1 else (done, of)))
 
     return report

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from features.tiny_ranks import NAMES, TINY, history, run_of
 from shardwright.models import MODELS
+from torchrun import torchrun
 
 
 def test_every_published_model_has_a_tiny_file() -> None:
@@ -40,17 +38,9 @@ def test_a_tiny_model_learns() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ten_steps_on_eight_processes_have_the_losses_of_one_device(tmp_path: Path) -> None:
-    script, out = Path(__file__).with_name("tiny_ranks.py"), tmp_path / "losses.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=8", str(script)]
-    done = subprocess.run(
-        [*command, str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    out = tmp_path / "losses.json"
+    output = torchrun(Path(__file__).with_name("tiny_ranks.py"), 8, str(out), timeout=1500)
+    assert out.exists(), output
     found = json.loads(out.read_text())
     for name in NAMES:
         for lora in (False, True):

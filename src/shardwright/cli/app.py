@@ -13,8 +13,7 @@ import typer
 from shardwright import __version__, errors
 from shardwright.core.torch_internals.modules import log_only
 from shardwright.errors import ShardwrightError
-from shardwright.run.launch.launch import StoppedError
-from shardwright.run.launch.rank_failure import RankFailedError
+from shardwright.run.launch.rank_failure import RankFailedError, StoppedError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 

@@ -36,11 +36,11 @@ from shardwright.core.plan.measured import FILE, Measured
 from shardwright.errors import ConfigError, LayoutError, PlanError, StrategyError
 from shardwright.run.config import Run
 from shardwright.run.config.training import Profile, check_profiled_steps, train_rank
-from shardwright.run.launch.launch import DeviceRange, StoppedError, launch, launch_elastic
+from shardwright.run.launch.launch import DeviceRange, launch, launch_elastic
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.node import Node, launch_node
-from shardwright.run.launch.process_group import World, is_launched
-from shardwright.run.launch.same_run import same_run
+from shardwright.run.launch.process_group import World, is_launched, same_run
+from shardwright.run.launch.rank_failure import StoppedError
 from shardwright.run.loop.progress_bar import LiveProgress, followed
 from shardwright.run.loop.step_log import StepRecord, open_step_log
 from shardwright.run.loop.trackers import check_trackers, trackers

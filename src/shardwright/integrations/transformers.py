@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from shardwright.core.agreement.collective import is_rank_0, value_of_rank
 from shardwright.core.api.parallelize import parallelize
 from shardwright.core.api.plan import plan as plan_model
 from shardwright.core.api.pretrained import unchanged_configurations
@@ -30,7 +31,6 @@ from shardwright.core.checkpoint.position import Position
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.whole import whole
 from shardwright.core.plan import Plan
-from shardwright.core.runtime.devices import from_rank_0, is_rank_0
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import ConfigError, PlanError
 from shardwright.integrations.fused_lm_head import without_fused_lm_heads
@@ -323,7 +323,7 @@ def _names_in_files(folder: Path) -> set[str]:
     for file in folder.glob("*.safetensors") if is_rank_0() else ():
         with safe_open(file, "pt") as content:
             names.update(content.keys())
-    return from_rank_0(names)
+    return value_of_rank(names)
 
 
 def _in_bfloat16(model: nn.Module, device_type: str) -> MethodType:

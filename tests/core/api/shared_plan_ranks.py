@@ -39,7 +39,7 @@ def captures(on_rank_0: int, seconds: float = 0.0) -> Iterator[None]:
         return capture(*args, **kwargs)
 
     calls = list[Any]()
-    rooms = [import_module(f"shardwright.core.api.{name}") for name in ("plan", "parallelize")]
+    rooms = [import_module(f"shardwright.core.api.{name}") for name in ("decide", "parallelize")]
     with (
         mock.patch.multiple(rooms[0], capture=counted),
         mock.patch.multiple(rooms[1], capture=counted),

@@ -88,7 +88,6 @@ def test_an_ordinary_model_loads_the_files_that_four_devices_wrote(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(4000)
 def test_every_plan_goes_on_from_what_every_plan_saved(tmp_path: Path) -> None:
     """9 plans × 9 plans × 2 optimizers, on 1, 2, 4 and 8 devices, in 1, 2 and 4 stages."""
     cases = [f"{plan}:{optimizer}:layer" for plan in PLANS for optimizer in OPTIMIZERS]

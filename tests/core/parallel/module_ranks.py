@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import shardwright as sw
 from random_plans import random_plan
 from sample_models import Model, gpt2, llama, mlp, resnet
-from shardwright.core.runtime import batch_guard
+from shardwright.core.misuse import batch_guard
 from shardwright.run import local_batch
 from torchrun import run_checks
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import shardwright as sw
 from random_plans import random_plan
-from shardwright.core.parallel.planned_parameters import FIRST_CALLS, PARTS
+from shardwright.core.misuse.planned_parameters import FIRST_CALLS, PARTS
 from torchrun import run_checks
 
 Outputs = dict[str, Any]

@@ -10,11 +10,11 @@ import shardwright as sw
 from shardwright.core.parallel.simulate_ranks import simulate
 from shardwright.core.runtime import buckets, collectives
 from shardwright.core.runtime.collective_errors import (
-    CommunicationError,
     ProgramLine,
     naming_redistributions,
     program_line,
 )
+from shardwright.errors import CommunicationError
 
 TEXT = """def program(parameters, buffers, inputs, seed):
     x_1 = all_gather_dim0_a(x); del x

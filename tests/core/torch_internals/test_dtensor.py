@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
 
 from shardwright.core.api.lone_rank import fake_process_group
-from shardwright.core.runtime.unsupported_operators import explain_unsupported_operators
+from shardwright.core.misuse.unsupported_operators import explain_unsupported_operators
 
 RANKS = 4
 

@@ -147,7 +147,7 @@ def test_another_dtype_is_that_of_what_is_trained_from_then_on(tmp_path: Path, d
         atol=1e-7,
         rtol=0,
     )
-    reader = sw.train.checkpoint_storage.CheckpointReader(tmp_path / "checkpoints" / "step-10")
+    reader = sw.core.checkpoint.storage.CheckpointReader(tmp_path / "checkpoints" / "step-10")
     saved = reader.read_metadata().state_dict_metadata
     for key in ("model.net.0.weight", "optimizer.net.0.weight.exp_avg"):
         assert saved[key].properties.dtype == getattr(torch, dtype)
@@ -170,7 +170,7 @@ def test_another_batch_size_goes_on_at_the_next_sample(
 
 def test_the_rest_of_an_epoch_is_the_same_samples_in_batches_of_any_size() -> None:
     batches = {
-        size: sw.train.data.Batches((torch.arange(97),), size, seed=5) for size in (1, 3, 8, 20)
+        size: sw.run.data.data.Batches((torch.arange(97),), size, seed=5) for size in (1, 3, 8, 20)
     }
     order = [int(rows[0]) for (rows,) in batches[1].epoch(1)]
     for sizes in ([8, 3, 20, 3, 8], [20, 20, 1, 8, 8], [3, 3, 3, 20, 20]):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from core.checkpoint.lock_holder import FORK
-from shardwright.run.launch.launch import StoppedError, launch
+from shardwright.run.launch.launch import launch
 from shardwright.run.launch.log_folder import LogFolder
-from shardwright.run.launch.rank_failure import RankFailedError
+from shardwright.run.launch.rank_failure import RankFailedError, StoppedError
 
 pytestmark = [
     pytest.mark.distributed,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.core.agreement import store
 from shardwright.errors import ConfigError
 from shardwright.run.launch import node as room
 from shardwright.run.launch.log_folder import LogFolder
@@ -109,7 +110,7 @@ def test_a_rank_belongs_to_one_node_as_long_as_it_lives(
 
 
 def test_node_0_leaves_after_the_others(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "FAREWELL", 500)
+    monkeypatch.setattr(store, "FAREWELL", 500)
     joined, left = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -139,7 +140,7 @@ if os.environ["RANK"] == "2":
 if os.environ["RANK"] != "0":
     time.sleep(60)
 from torch.distributed.elastic.multiprocessing.errors import record
-from shardwright.core.runtime.collective_errors import CommunicationError
+from shardwright.errors import CommunicationError
 
 @record
 def main():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,11 +19,9 @@ from shardwright.core.cost.cluster import LOCAL
 from shardwright.core.graph.graph import Graph
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import LeftOut
-from shardwright.core.planner.candidate import Candidate, CapturedModel, candidates
+from shardwright.core.planner.best_candidate import best_candidate
+from shardwright.core.planner.candidate import Candidate, CapturedModel
 from shardwright.core.planner.choose_micro_batches import with_best_micro_batches
-from shardwright.core.planner.choose_stages import suggest_stages, with_best_stages
-from shardwright.core.planner.device_limit import within_device_memory
-from shardwright.core.planner.fit_memory import within_memory
 from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_mixing
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.pipeline import Pipeline, merged_options, micro_batch_example
@@ -155,19 +153,7 @@ def _decided(
         loss_reduction,
     )
 
-    def decide(options: PlanOptions) -> Sequence[Candidate]:
-        return candidates(model, options)
-
-    def best(options: PlanOptions) -> Candidate:
-        if options.chooses_pipeline:
-            return with_best_stages(options, decide, ranking=ranking)
-        return within_memory(options, decide, ranking)
-
-    # Of a model in eval mode the memory of a training step says nothing.
-    candidate = within_device_memory(options, best) if model.training else best(options)
-    if options.suggest_stages and not options.chooses_pipeline:
-        suggest_stages(options, candidate, decide)
-    return candidate
+    return best_candidate(model, options, ranking)
 
 
 def _captured(

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwright.core.agreement.content_hash import content_hash
 from shardwright.core.capture.global_variables import globals_of, globals_read
 from shardwright.core.deferred import Deferred
 from shardwright.core.graph.graph import Graph
-from shardwright.core.runtime.content_hash import content_hash
 from shardwright.core.torch_internals.tensors import FakeTensor
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)

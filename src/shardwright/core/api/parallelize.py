@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.core.api.agreement import check_ranks_agree, several_ranks, take_state_of_rank_0
+from shardwright.core.agreement.collective import check_description, gathered
+from shardwright.core.api.same_model import check_ranks_agree, take_state_of_rank_0
 from shardwright.core.api.shared_plan import are_all_ranks, shared_graph
 from shardwright.core.capture.attributes import has_attributes
 from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.capture import capture
 from shardwright.core.graph.graph import Graph
+from shardwright.core.misuse.original import OriginalModel
 from shardwright.core.parallel.module import parallel_module
-from shardwright.core.parallel.original import OriginalModel
 from shardwright.core.partition.fold_axes import dtensor_axes
 from shardwright.core.plan import Plan
 from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_mixing
 from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.accelerator import device_of_group, use_device
-from shardwright.core.runtime.agreement import check_description, gathered
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import with_samples
 from shardwright.core.torch_internals import pytree
@@ -91,7 +91,7 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
     Raises:
         PlanError: if models or plans differ.
     """
-    alone = not several_ranks(plan)
+    alone = not are_all_ranks(plan.devices)
     autocast = Autocast.inside(device)
 
     def captured_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
@@ -111,7 +111,7 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
 
     try:
         graph = plan.graph
-        if not alone and are_all_ranks(plan.devices):
+        if not alone:
             lacking = gathered(torch.tensor(graph is None, device=device))
             if lacking.any():
                 sent = shared_graph(net, plan, lambda: graph or captured())

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.core.agreement.collective import is_rank_0, value_of_rank
 from shardwright.core.api.parallelize import parallelize
 from shardwright.core.checkpoint.state_dict_file import load_state_dict
 from shardwright.core.deferred import no_init_parameters
 from shardwright.core.parallel.whole import whole
 from shardwright.core.plan import Plan
-from shardwright.core.runtime.devices import from_rank_0, is_rank_0
 from shardwright.errors import CheckpointError, needs_extra
 
 
@@ -46,7 +46,7 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
                     save(str(folder), **options)
             except Exception as error:  # The others wait for this rank, whatever it is.
                 problem = f"{folder}: {type(error).__name__}: {error}"
-    problem = from_rank_0(problem)
+    problem = value_of_rank(problem)
     if problem:
         raise CheckpointError(problem)
 

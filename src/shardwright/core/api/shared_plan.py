@@ -10,19 +10,17 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import nn
 
+from shardwright.core.agreement.collective import has_other_ranks
+from shardwright.core.agreement.store import on_rank_0
 from shardwright.core.api.description import description
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.serialize import dumps, loads
 from shardwright.core.plan import Plan
-from shardwright.core.runtime.on_rank_0 import on_rank_0
-from shardwright.core.torch_internals.distributed import FAKE
 
 
 def are_all_ranks(devices: int) -> bool:
-    """Whether the ranks of the process group are so many, and more than this one is there."""
-    if devices == 1 or not dist.is_initialized():
-        return False
-    return dist.get_world_size() == devices and dist.get_backend() != FAKE
+    """Whether the process group has as many ranks, and more than this one is there."""
+    return devices > 1 and has_other_ranks() and dist.get_world_size() == devices
 
 
 def shared_plan(request: object, make: Callable[[], Plan]) -> Plan:

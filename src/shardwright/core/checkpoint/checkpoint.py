@@ -20,6 +20,12 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from shardwright.core.agreement.collective import (
+    has_other_ranks,
+    is_rank_0,
+    value_of_rank,
+    values_of_ranks,
+)
 from shardwright.core.checkpoint import state as checkpoint_state
 from shardwright.core.checkpoint.folder_lock import lock_folders
 from shardwright.core.checkpoint.manifest import (
@@ -40,7 +46,7 @@ from shardwright.core.checkpoint.storage import (
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.plan import Plan
 from shardwright.core.runtime.accelerator import HOST_BACKEND
-from shardwright.core.runtime.devices import from_rank_0, has_other_ranks, is_rank_0, world_timeout
+from shardwright.core.runtime.devices import world_timeout
 from shardwright.errors import CheckpointError, DamagedCheckpointError, LockError
 
 # Saving and loading in a single process, also in a thread, is intended.
@@ -99,7 +105,7 @@ class Checkpoints:
 
         Collective: every rank must call it, and gets the same result.
         """
-        return max(from_rank_0(self.steps()), default=None)
+        return max(value_of_rank(self.steps()), default=None)
 
     def select(self, step: int | None = None) -> tuple[int, CheckpointInfo]:
         """The checkpoint of `step`, by default the newest intact one, and what it holds beside
@@ -113,7 +119,7 @@ class Checkpoints:
             DamagedCheckpointError: if all are damaged, or that of `step` is; the message names the
                 file.
         """
-        candidates = from_rank_0(self.steps())[::-1] if step is None else [step]
+        candidates = value_of_rank(self.steps())[::-1] if step is None else [step]
         if not candidates:
             raise CheckpointError(f"{self.folder} contains no complete checkpoint")
         problems: list[str] = []
@@ -176,7 +182,7 @@ class Checkpoints:
             # Long timeout: ranks wait in this group while others write their files.
             self._group = dist.new_group(backend=HOST_BACKEND, timeout=world_timeout())
         # Collective: no rank starts writing before rank 0 has cleared the leftovers.
-        problem = from_rank_0(self._claim())
+        problem = value_of_rank(self._claim())
         if problem is not None:
             raise CheckpointError(problem)
         if self._group is not None:
@@ -363,10 +369,7 @@ def _verified(folder: Path) -> CheckpointInfo | str:
         result = str(error)
     except CheckpointError as error:
         result = error
-    results = [result]
-    if has_other_ranks():
-        results = [result] * size
-        dist.all_gather_object(results, result)
+    results = values_of_ranks(result)
     failed = next((each for each in results if not isinstance(each, CheckpointInfo)), result)
     if isinstance(failed, Exception):
         raise failed

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from shardwright.core.agreement.collective import values_of_ranks
 from shardwright.core.checkpoint.manifest import CheckpointWarning
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
@@ -71,8 +72,7 @@ def drop_tied_duplicates(
         return int(tensor.device_mesh.mesh.min()) if isinstance(tensor, DTensor) else 0
 
     lowest_ranks = {key: lowest(tensor) for key, tensor in tensors.items()}
-    all_ranks: list[dict[str, int]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(all_ranks, lowest_ranks, group=group)
+    all_ranks = values_of_ranks(lowest_ranks, group)
     return {
         key: tensor
         for key, tensor in tensors.items()

@@ -10,7 +10,7 @@ element that it reads or writes if it counts less.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Literal
@@ -76,7 +76,7 @@ def work_of(op: Op) -> Work:
         if rule is None:
             work = _work(op, None, wanted, differentiable)
         else:
-            work = _known(_WorkKey(rule, wanted, differentiable, op))
+            work = _known(_WorkKey(id(rule), wanted, differentiable, rule, op))
         known = _OF_OPERATORS[op] = rule, work
     return known[1]
 
@@ -85,20 +85,15 @@ _OF_OPERATORS: WeakKeyDictionary[Op, tuple[ShardingRule | None, Work]] = WeakKey
 """What operators do, each with its rule when that was found."""
 
 
+@dataclass(frozen=True, slots=True)
 class _WorkKey:
     """An operator, equal to others with the same rule object and the same gradients."""
 
-    def __init__(
-        self, rule: ShardingRule, wanted: tuple[bool, ...], differentiable: bool, op: Op
-    ) -> None:
-        self.rule, self.wanted, self.differentiable, self.op = rule, wanted, differentiable, op
-        self._key = (id(rule), wanted, differentiable)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _WorkKey) and self._key == other._key
+    rule_id: int
+    wanted: tuple[bool, ...]
+    differentiable: bool
+    rule: ShardingRule = field(compare=False)
+    op: Op = field(compare=False)
 
 
 @lru_cache(maxsize=1 << 14)

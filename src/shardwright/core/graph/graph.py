@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.operators import OpOverload, schema_of
+from shardwright.core.torch_internals.operators import OpOverload, operator_name, schema_of
 
 
 class Kind(Enum):
@@ -134,6 +134,13 @@ class Op:
         """A hashable copy of `args` and `kwargs` with the shape and dtype of each tensor in its
         place."""
         return _structure(self.args), _structure(self.kwargs)
+
+    @property
+    def short_name(self) -> str:
+        """`mean` of `aten.mean.dim`, or the name of the function."""
+        if isinstance(self.target, OpOverload):
+            return operator_name(self.target)
+        return self.target.__name__
 
     @property
     def takes_device(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shardwright.core.graph.graph import Graph, Kind, Op, Value
+from shardwright.core.graph.graph import Graph, Kind, Op, OpTarget, Value
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 from shardwright.core.torch_internals.tensors import FakeTensorMode, storage_id
@@ -43,26 +43,26 @@ def saved_tensors(op: Op) -> SavedTensors:
     """
     if op not in _KNOWN:
         trains = any(value.differentiable for value in op.inputs)
-        _KNOWN[op] = _run_on_fakes(_SavedKey(op)) if trains else SavedTensors()
+        _KNOWN[op] = _run_on_fakes(_SavedKey.of(op)) if trains else SavedTensors()
     return _KNOWN[op]
 
 
 _KNOWN: WeakKeyDictionary[Op, SavedTensors] = WeakKeyDictionary()
 
 
+@dataclass(frozen=True, slots=True)
 class _SavedKey:
     """A cache key: an operator that equals others with the same target and abstract arguments."""
 
-    def __init__(self, op: Op) -> None:
-        self.op = op
-        described = pytree.tree_map_only(Value, _abstract, (op.args, op.kwargs))
-        self._key = (op.target, repr(described))
+    target: OpTarget
+    arguments: str
+    op: Op = field(compare=False)
 
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SavedKey) and self._key == other._key
+    @classmethod
+    def of(cls, op: Op) -> _SavedKey:
+        return cls(
+            op.target, repr(pytree.tree_map_only(Value, _abstract, (op.args, op.kwargs))), op
+        )
 
 
 def _abstract(value: Value) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from shardwright.core.rules.rule import Cuts, Local, Reduce, ShardingRule
 from shardwright.core.runtime.collectives import bound_reduction
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.named_ranges import around_reduction
-from shardwright.core.torch_internals.operators import OpOverload, operator_name, schema_of
+from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 
 @dataclass
@@ -50,13 +50,6 @@ class Kernels:
         if self.devices.named_ranges:
             return around_reduction(reduce, reduction, axes, self.devices.layout)
         return reduce
-
-
-def short_name(op: Op) -> str:
-    """`aten.mean.dim` → `mean`."""
-    if isinstance(op.target, OpOverload):
-        return operator_name(op.target)
-    return op.target.__name__
 
 
 def returns_many(op: Op) -> bool:

@@ -25,7 +25,6 @@ from shardwright.core.lower.kernels import (
     leaves_out_results,
     made_results,
     returns_many,
-    short_name,
 )
 from shardwright.core.lower.regions import Compiler, compile_regions
 from shardwright.core.partition.chunk import Chunk
@@ -282,7 +281,7 @@ class _Lowering:
             routes = [(op.inputs[i], self.flow.routes[op.name, i]) for i in kernel.reads]
             reads = [self._converted(value, route) for value, route in routes]
             name = self.started[op] = self.source.name(f"{op.name}_ahead")
-            start = self.source.refer(f"start_{short_name(op)}", kernel.start)
+            start = self.source.refer(f"start_{op.short_name}", kernel.start)
             self.source.add([name], f"{start}({', '.join(reads)})", reads, f"{op.name}: ahead")
         return early
 
@@ -357,10 +356,10 @@ class _Lowering:
                 dict.fromkeys(a for dim in self.flow.initial_layouts[op.output].axes for a in dim)
             )
             function = Seeded(function, number_of(op.name), self.devices.index(axes))
-            return self.source.refer(f"seeded_{short_name(op)}", function)
+            return self.source.refer(f"seeded_{op.short_name}", function)
         if function is op.target and isinstance(function, OpOverload):
             if leaves_out_results(op):
-                name = f"results_of_{short_name(op)}"
+                name = f"results_of_{op.short_name}"
                 return self.source.refer(name, partial(made_results, function))
             if function.namespace == "aten":
                 return str(function)
@@ -368,9 +367,9 @@ class _Lowering:
                 return f"torch.ops.{function}"
             layouts = ((v, self.flow.initial_layouts[v]) for v in op.outputs)
             said = tuple((layout.shard_shape(v.shape), v.dtype) for v, layout in layouts)
-            return self.source.refer(f"own_{short_name(op)}", AsFaked(function, said))
+            return self.source.refer(f"own_{op.short_name}", AsFaked(function, said))
         return self.source.refer(
-            f"local_{short_name(op)}" if function is not op.target else short_name(op), function
+            f"local_{op.short_name}" if function is not op.target else op.short_name, function
         )
 
     def _comment(self, op: Op, rule: ShardingRule | None) -> str:

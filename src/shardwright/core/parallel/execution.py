@@ -17,30 +17,36 @@ from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.shapes import Captures
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.lower.program import Program, lower
-from shardwright.core.parallel.between_outputs import OutputsOffPath
-from shardwright.core.parallel.call import PlannedCall, key_of
-from shardwright.core.parallel.original import OriginalModel
-from shardwright.core.parallel.output_tensor import in_parts
-from shardwright.core.parallel.paired_batch import BatchSizes
-from shardwright.core.parallel.planned_parameters import PlannedParameters
-from shardwright.core.parallel.python_state import PythonState
-from shardwright.core.parallel.train_step import GradientAccumulation, TrainStep, loss_of
-from shardwright.core.parallel.whole_batch import (
+from shardwright.core.misuse.batch_guard import BatchGuard
+from shardwright.core.misuse.before_backward import (
+    before_backward,
+    refuse_other_draws,
+    refuse_transforms,
+)
+from shardwright.core.misuse.between_outputs import OutputsOffPath
+from shardwright.core.misuse.gradient_guard import GradientGuard
+from shardwright.core.misuse.original import OriginalModel
+from shardwright.core.misuse.paired_batch import BatchSizes
+from shardwright.core.misuse.planned_parameters import PlannedParameters
+from shardwright.core.misuse.whole_batch import (
     ordinary,
     output_batches,
     sizes_of_batch,
     without_whole_batches,
 )
+from shardwright.core.parallel.call import PlannedCall, key_of
+from shardwright.core.parallel.output_tensor import in_parts
+from shardwright.core.parallel.python_state import PythonState
+from shardwright.core.parallel.train_step import (
+    GradientAccumulation,
+    StepInputs,
+    TrainStep,
+    loss_of,
+)
 from shardwright.core.partition.decisions import adapt_decisions
 from shardwright.core.partition.fold_axes import dtensor_axes, fold_axes, split_axes
 from shardwright.core.partition.partitioned import Partitioned, random_operators
 from shardwright.core.partition.pipeline_spec import PipelineSpec
-from shardwright.core.runtime.batch_guard import BatchGuard
-from shardwright.core.runtime.before_backward import (
-    before_backward,
-    refuse_other_draws,
-    refuse_transforms,
-)
 from shardwright.core.runtime.clip_grad import clip_grad_norm_
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.dtensor import (
@@ -50,7 +56,6 @@ from shardwright.core.runtime.dtensor import (
     own_tensor,
     stored_shards,
 )
-from shardwright.core.runtime.gradient_guard import GradientGuard
 from shardwright.core.runtime.micro_batches import micro_batch, most_micro_batches, whole_leaves
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import HooksOfModules, without_saved_tensor_hooks
@@ -237,9 +242,9 @@ class Execution:
         parameters, buffers = bound.places.read()
         self.random_step += 1
         with self._guard.explaining_errors(), self._autocast.disabled():
-            loss, gradients, changed = bound.step.train(
-                stored_shards(parameters), buffers, leaves, self.random_seed + self.random_step
-            )
+            seed = self.random_seed + self.random_step
+            inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed)
+            loss, gradients, changed = bound.step.train(inputs)
         add_gradients(parameters, gradients)
         bound.places.write(changed)
         return loss

@@ -7,7 +7,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +14,10 @@ from torch import Tensor, nn
 
 from shardwright.core.capture.fake_copy import caching_configs
 from shardwright.core.lower.program import Program
+from shardwright.core.misuse.calls_of_parts import explain_calls_of_parts
+from shardwright.core.misuse.gathered_copies import refuse_lost_writes
+from shardwright.core.misuse.partial_state import refuse_to_save_shards
+from shardwright.core.misuse.unsupported_operators import explain_unsupported_operators
 from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.pipeline_execution import PipelineExecution
 from shardwright.core.parallel.template import template_of
@@ -22,7 +25,7 @@ from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.dtensor import copied_parameters, with_stored_parameters
 from shardwright.core.torch_internals.hooks import hooks_of_modules, swap_forward_hooks
-from shardwright.errors import MixedTensorsError, PlanError
+from shardwright.errors import PlanError
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +147,9 @@ def parallel_module(
     if caching_configs(module):
         log.info("%s is captured with config.use_cache=False", type(module).__name__)
     left_out = _of_other_stages(module, partitioned, devices)
+    refuse_lost_writes()
+    explain_unsupported_operators()
+    refuse_to_save_shards()
     template, storage = template_of(module), partitioned.decisions.storage
     stored = with_stored_parameters(module, storage, devices, left_out, release=release)
     make = Execution if partitioned.pipeline.stages == 1 else PipelineExecution
@@ -220,34 +226,3 @@ def _of_other_stages(module: nn.Module, partitioned: Partitioned, devices: Devic
     names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
     # What no operator reads lies in the first stage.
     return {n for n in names if n not in of_stage and (n in used or devices.stage)}
-
-
-def explain_calls_of_parts(net: nn.Module) -> None:
-    """Lets submodules explain the error of DTensors when the user's own code calls them."""
-    for part in net.modules():
-        if part is not net:
-            vars(part).setdefault("forward", MethodType(_forward_of_part, part))
-
-
-def leave_calls_of_parts(net: nn.Module) -> None:
-    """Undoes `explain_calls_of_parts`."""
-    for part in net.modules():
-        if getattr(vars(part).get("forward"), "__func__", None) is _forward_of_part:
-            del vars(part)["forward"]
-
-
-def _forward_of_part(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The `forward` of a submodule of a parallel module, which only the user's own code calls.
-
-    Raises:
-        PlanError: if that mixes sharded parameters with plain tensors.
-    """
-    try:
-        return type(part).forward(part, *args, **kwargs)
-    except MixedTensorsError:
-        raise PlanError(
-            f"a {type(part).__name__} inside of a planned model was called by itself: its "
-            "parameters are sharded, and only calls of the whole model run as planned. Call it "
-            "with whole parameters, inside `with shardwright.whole(net):`, or let `forward` of "
-            "the model call it"
-        ) from None

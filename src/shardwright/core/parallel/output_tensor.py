@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.parallel.paired_batch import BatchCall, BatchDims
-from shardwright.core.parallel.whole_batch import OutputBatch
+from shardwright.core.misuse.paired_batch import BatchCall, BatchDims, dims_of_new
+from shardwright.core.misuse.whole_batch import OutputBatch
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import without_torch_function_of_subclasses
 from shardwright.errors import MixedTensorsError
@@ -122,24 +122,15 @@ def _stay_in_parts(
     results: Any, func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor]
 ) -> None:
     """Makes outputs of the DTensors that a function returns."""
-    known = {id(one) for one in given}
     leaves = pytree.tree_leaves(results)
-    new = [type(leaf) is DTensor and id(leaf) not in known for leaf in leaves]
-    batch = next((one.batch for one in given if isinstance(one, OutputTensor) and one.batch), None)
-    dims = [frozenset[int]()] * len(leaves)
-    if batch is not None and any(new):
-        of_batch = {
-            id(one): one.batch_dims
-            for one in given
-            if isinstance(one, OutputTensor) and one.batch_dims
-        }
-        if of_batch:
-            call = BatchCall(func, args, kwargs, batch.sizes, of_batch, ())
-            with without_torch_function_of_subclasses():
-                dims = call.dims_of_results(leaves)
-    for leaf, of_leaf, is_new in zip(leaves, dims, new, strict=True):
-        if is_new:
-            in_parts(leaf, batch, of_leaf)
+    outputs = [one for one in given if isinstance(one, OutputTensor)]
+    batch = next((one.batch for one in outputs if one.batch), None)
+    of_batch = {id(one): one.batch_dims for one in outputs if one.batch_dims}
+    call = None
+    if batch is not None and of_batch:
+        call = BatchCall(func, args, kwargs, batch.sizes, of_batch, ())
+    for number, dims in dims_of_new(DTensor, leaves, given, call).items():
+        in_parts(leaves[number], batch, dims)
 
 
 def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

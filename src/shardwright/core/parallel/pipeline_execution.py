@@ -14,17 +14,18 @@ from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.graph.split import assign_neighbors
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.lower.program import Program
+from shardwright.core.misuse.partial_state import refuse_to_save_stage
+from shardwright.core.misuse.stage_parameters import watch_stage
+from shardwright.core.misuse.whole_batch import output_batches, sizes_of_batch
 from shardwright.core.parallel.call import Call
 from shardwright.core.parallel.execution import Execution, TensorPlaces
 from shardwright.core.parallel.pipeline_stage import RankStages
-from shardwright.core.parallel.whole_batch import output_batches, sizes_of_batch
+from shardwright.core.parallel.train_step import StepInputs
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.runtime.clip_grad import clip_grad_norm_
 from shardwright.core.runtime.dtensor import as_dtensor, stored_shards
-from shardwright.core.runtime.partial_state import refuse_to_save_stage
-from shardwright.core.runtime.stage_parameters import watch_stage
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.modules import state_names
 from shardwright.errors import PlanError
@@ -68,8 +69,9 @@ class PipelineExecution(Execution):
         stages = bound.step
         assert isinstance(stages, RankStages)
         parameters, buffers = bound.places.read()
-        shards, seed = stored_shards(parameters), self.random_seed + self.random_step
-        local_outputs, changed = stages.evaluate(shards, buffers, leaves, seed)
+        seed = self.random_seed + self.random_step
+        inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed)
+        local_outputs, changed = stages.evaluate(inputs)
         bound.places.write(changed)
         graph = stages.partitioned.graph
         outputs = [

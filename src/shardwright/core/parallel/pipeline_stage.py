@@ -31,14 +31,19 @@ from torch.profiler import record_function
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.lower.program import Program, lower
-from shardwright.core.parallel.train_step import LossWeights, arrival_axes, weighted
+from shardwright.core.parallel.train_step import (
+    LossWeights,
+    StepInputs,
+    StepResults,
+    arrival_axes,
+    weighted,
+)
 from shardwright.core.parallel.unsharded_parameters import UnshardedParameters
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.micro_batches import micro_batch
 from shardwright.core.runtime.named_ranges import PASSES, SCHEDULE, in_range
 from shardwright.core.runtime.random import seed_of
 from shardwright.core.torch_internals.pipelining import (
@@ -67,6 +72,10 @@ class StepContext:
     seed: int
     returned: dict[str, list[Tensor]] | None = None
 
+    @classmethod
+    def of(cls, inputs: StepInputs, micro_batches: int) -> StepContext:
+        return cls(inputs.micro_batches(micro_batches), dict(inputs.buffers), inputs.seed)
+
 
 class StageModule(nn.Module):
     """One chunk of a model, as PyTorch's schedules call it.
@@ -87,6 +96,12 @@ class StageModule(nn.Module):
             for index, leaf in enumerate(whole.inputs)
             if chunk.graph is whole or leaf in chunk.graph.input_values
         ]
+
+    def begin_step(self, step: StepContext, inputs: StepInputs) -> None:
+        self.step = step
+        self.unsharded.begin_step(
+            {v.name: inputs.shards[v.name] for v in self.chunk.graph.parameters}
+        )
 
     def forward(self, *arrived: Tensor, number: Tensor | int) -> Tensor | tuple[Tensor, ...]:
         micro_batch = int(number)
@@ -179,18 +194,8 @@ class RankStages:
         for module in self.modules:
             module.program = compiler(module.program)
 
-    def train(
-        self,
-        shards: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        leaves: Sequence[Any],
-        seed: int,
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        step = self._begin(buffers, leaves, seed)
-        for module in self.modules:
-            module.unsharded.begin_step(
-                {v.name: shards[v.name] for v in module.chunk.graph.parameters}
-            )
+    def train(self, inputs: StepInputs) -> StepResults:
+        step = self._begin(inputs)
         if self._training is None:
             self._training = self._schedule(self._weighted)
         losses: list[Tensor] = []
@@ -202,37 +207,27 @@ class RankStages:
         for module in self.modules:
             for name, gradient in module.unsharded.end_step().items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
-        self._sum_shared(shards, gradients)
+        self._sum_shared(inputs.shards, gradients)
         loss = torch.stack(losses).sum().detach() if losses else self._no_loss()
         self._from_stage(self._last_stage, loss)
-        return loss, gradients, self._changed(step, buffers)
+        return loss, gradients, inputs.changed(step.buffers)
 
-    def evaluate(
-        self,
-        shards: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        leaves: Sequence[Any],
-        seed: int,
-    ) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+    def evaluate(self, inputs: StepInputs) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
         """Forward over all micro-batches.
 
         Returns:
             For each value that this stage returns what each micro-batch gave, as it lies on this
             rank; the new values of buffers.
         """
-        step = self._begin(buffers, leaves, seed)
-        step.returned = {}
         with torch.no_grad():
-            for module in self.modules:
-                module.unsharded.begin_step(
-                    {v.name: shards[v.name] for v in module.chunk.graph.parameters}
-                )
+            step = self._begin(inputs)
+            step.returned = {}
             if self._forward is None:
                 self._forward = self._schedule(None)
             self._forward.step(number=torch.arange(self.micro_batches), return_outputs=False)
             for module in self.modules:
                 module.unsharded.end_step()
-        return step.returned, self._changed(step, buffers)
+        return step.returned, inputs.changed(step.buffers)
 
     def reduced(self, losses: Sequence[Tensor]) -> Tensor:
         """The loss of the batch from those of its micro-batches, on the last stage."""
@@ -241,22 +236,15 @@ class RankStages:
     def _weighted(self, loss: Tensor, number: Tensor | int) -> Tensor:
         return weighted(loss, self._weight[int(number)])
 
-    def _begin(
-        self, buffers: Mapping[str, Tensor], leaves: Sequence[Any], seed: int
-    ) -> StepContext:
-        count = self.micro_batches
-        pieces = [micro_batch(leaves, number, count) for number in range(count)]
-        step = StepContext(pieces, dict(buffers), seed)
-        for module in self.modules:
-            module.step = step
+    def _begin(self, inputs: StepInputs) -> StepContext:
+        step = StepContext.of(inputs, self.micro_batches)
         if self.pipeline.loss_reduction == "sum":
-            self._weight = [1.0] * count
+            self._weight = [1.0] * self.micro_batches
         elif self.devices.stage == self._last_stage:
-            self._weight = self._weights(pieces)
+            self._weight = self._weights(step.pieces)
+        for module in self.modules:
+            module.begin_step(step, inputs)
         return step
-
-    def _changed(self, step: StepContext, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: t for name, t in step.buffers.items() if t is not buffers[name]}
 
     # Groups and schedules
 

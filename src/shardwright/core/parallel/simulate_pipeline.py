@@ -17,11 +17,15 @@ from torch import Tensor
 from shardwright.core.lower.program import lower
 from shardwright.core.parallel.pipeline_stage import StageModule, StepContext
 from shardwright.core.parallel.simulate_ranks import ByteCounter, Outcome, simulated_ranks
-from shardwright.core.parallel.train_step import LossWeights, arrival_axes
+from shardwright.core.parallel.train_step import (
+    LossWeights,
+    StepInputs,
+    StepResults,
+    arrival_axes,
+)
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.micro_batches import micro_batch
 
 
 def simulate_stages(
@@ -41,8 +45,8 @@ def simulate_stages(
     """
     with simulated_ranks(partitioned) as ranks:
         chain = _Chain(ranks.partitioned, ranks.devices)
-        placed = ranks.place_all(parameters, buffers, inputs)
-        loss, gradients, updates = chain.train(*placed, seed)
+        placed = StepInputs(*ranks.place_all(parameters, buffers, inputs), seed)
+        loss, gradients, updates = chain.train(placed)
         total = ranks.whole(loss, partitioned.mesh.replicated(0), ())
         sent = [(forward, backward) for forward, backward in chain.sent]
         return ranks.outcome([total], gradients, updates, sent)
@@ -69,32 +73,22 @@ class _Chain:
         self.sent = [[0, 0] for _ in range(pipeline.stages)]
         self._weights = LossWeights(graph, devices, arrival_axes(graph, partitioned.decisions))
 
-    def train(
-        self,
-        shards: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        leaves: Sequence[Any],
-        seed: int,
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    def train(self, inputs: StepInputs) -> StepResults:
         """As `RankStages.train`."""
         count = self.partitioned.pipeline.micro_batches
-        pieces = [micro_batch(leaves, number, count) for number in range(count)]
+        step = StepContext.of(inputs, count)
         means = self.partitioned.pipeline.loss_reduction == "mean"
-        weights = self._weights(pieces) if means else [1.0] * count
-        step = StepContext(pieces, dict(buffers), seed)
+        weights = self._weights(step.pieces) if means else [1.0] * count
         for module in self.modules:
-            module.step = step
             with self._counted(module.chunk, 0):
-                read = module.chunk.graph.parameters
-                module.unsharded.begin_step({v.name: shards[v.name] for v in read})
+                module.begin_step(step, inputs)
         runs = [self._forward(number) for number in range(count)]
         losses = []
         for run, weight in zip(runs, weights, strict=True):
             loss = run[-1].left[0] * weight
             losses.append(loss.detach())
             self._backward(run, loss)
-        changed = {name: t for name, t in step.buffers.items() if t is not buffers[name]}
-        return torch.stack(losses).sum(), self._gradients(), changed
+        return torch.stack(losses).sum(), self._gradients(), inputs.changed(step.buffers)
 
     def _forward(self, number: int) -> list[_SimulatedChunk]:
         """All chunks forward."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.core.lower.program import lower
-from shardwright.core.parallel.train_step import GradientAccumulation
+from shardwright.core.parallel.train_step import GradientAccumulation, StepInputs
 from shardwright.core.partition.communication import Communication, initial_layout
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices, Index
@@ -248,9 +248,9 @@ def simulate_step(
     """
     with simulated_ranks(partitioned) as ranks:
         step = GradientAccumulation(ranks.partitioned, ranks.devices)
-        placed = ranks.place_all(parameters, buffers, inputs)
+        placed = StepInputs(*ranks.place_all(parameters, buffers, inputs), seed)
         with ByteCounter() as during:  # type: ignore[no-untyped-call]
-            loss, updates = step.run(*placed, seed)
+            loss, updates = step.run(placed)
         with ByteCounter() as after:  # type: ignore[no-untyped-call]
             gradients = step.unsharded.end_step()
         sent = during.sent - during.backward, during.backward + after.sent

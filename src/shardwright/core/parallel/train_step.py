@@ -8,6 +8,7 @@ the losses of micro-batches with `LossWeights`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +26,37 @@ from shardwright.core.runtime.collectives import all_reduce, wait
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import micro_batch
 from shardwright.core.runtime.random import seed_of
-from shardwright.core.torch_internals.operators import OpOverload, operator_name
 from shardwright.errors import PlanError
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step reads on this rank.
+
+    Args:
+        shards: by name the shard of each parameter of its stage, as it is stored.
+        buffers: by name.
+        leaves: of the call's arguments, with the whole batch.
+        seed: of the step.
+    """
+
+    shards: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    leaves: Sequence[Any]
+    seed: int
+
+    def micro_batches(self, count: int) -> list[list[Any]]:
+        """The leaves of each of `count` micro-batches."""
+        return [micro_batch(self.leaves, number, count) for number in range(count)]
+
+    def changed(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of `buffers` that a step has replaced."""
+        return {name: t for name, t in buffers.items() if t is not self.buffers.get(name)}
+
+
+StepResults = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+"""The loss of the batch, on every rank; the gradients of the stored shards; the new values of
+buffers."""
 
 
 class TrainStep(Protocol):
@@ -43,25 +73,8 @@ class TrainStep(Protocol):
             PlanError: if the schedule cannot run compiled programs.
         """
 
-    def train(
-        self,
-        shards: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        leaves: Sequence[Any],
-        seed: int,
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Forward and backward over all micro-batches.
-
-        Args:
-            shards: by name this rank's shard of each parameter of its stage, as it is stored.
-            buffers: by name.
-            leaves: of the call's arguments, with the whole batch.
-            seed: of the step.
-
-        Returns:
-            The loss of the batch, on every rank; the gradients of the stored shards; the new values
-            of buffers.
-        """
+    def train(self, inputs: StepInputs) -> StepResults:
+        """Forward and backward over all micro-batches."""
 
 
 def loss_of(graph: Graph) -> Value:
@@ -111,33 +124,20 @@ class GradientAccumulation:
     def compile(self, compiler: Callable[[Program], Program]) -> None:
         self.program = compiler(self.program)
 
-    def train(
-        self,
-        shards: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        leaves: Sequence[Any],
-        seed: int,
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        loss, changed = self.run(shards, buffers, leaves, seed)
+    def train(self, inputs: StepInputs) -> StepResults:
+        loss, changed = self.run(inputs)
         return loss, self.unsharded.end_step(), changed
 
-    def run(
-        self,
-        shards: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        leaves: Sequence[Any],
-        seed: int,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def run(self, inputs: StepInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """As `train`, but leaves the gradients for `unsharded.end_step()` to hand out."""
-        count = self.micro_batches
-        pieces = [micro_batch(leaves, number, count) for number in range(count)]
+        pieces = inputs.micro_batches(self.micro_batches)
         buffer_updates = self.partitioned.graph.updates
-        self.unsharded.begin_step(shards)
-        weights = [1.0] * count if self._sums else self._weights(pieces)
-        state, losses = dict(buffers), []
+        self.unsharded.begin_step(inputs.shards)
+        weights = [1.0] * len(pieces) if self._sums else self._weights(pieces)
+        state, losses = dict(inputs.buffers), []
         for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
             parameters = self.unsharded.tensors()
-            outputs, updates = self.program(parameters, state, piece, seed_of(seed, number))
+            outputs, updates = self.program(parameters, state, piece, seed_of(inputs.seed, number))
             loss: Tensor = outputs[self._place]
             # Others, such as logits, need not stay through the backward pass.
             del outputs
@@ -145,12 +145,9 @@ class GradientAccumulation:
                 loss.backward(torch.ones_like(loss) * weight)  # type: ignore[no-untyped-call]
             losses.append((loss.detach(), weight))
             state.update((b.name, t) for (b, _), t in zip(buffer_updates, updates, strict=True))
-        changed = {
-            name: tensor for name, tensor in state.items() if tensor is not buffers.get(name)
-        }
         # All ranks meet here first: no backward pass waits for the loss of others.
         ended = [weighted(wait(loss, self._waits), weight) for loss, weight in losses]
-        return torch.stack(ended).sum(), changed
+        return torch.stack(ended).sum(), inputs.changed(state)
 
 
 def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
@@ -243,14 +240,14 @@ def _loss_op(graph: Graph) -> Op | None:
 
 def _scales(op: Op) -> bool:
     """Whether an operator casts its only tensor, or multiplies it by a number."""
-    casts = name_of(op) in ("to", "_to_copy", "mul", "div", "neg", "alias")
+    casts = op.short_name in ("to", "_to_copy", "mul", "div", "neg", "alias")
     return casts and len(op.inputs) == 1 and op.args[0] is op.inputs[0]
 
 
 def _counted(graph: Graph) -> tuple[Value | None, int]:
     """The targets that a mean loss counts, and which of them it ignores."""
     op = _loss_op(graph)
-    if op is None or name_of(op) not in COUNTED_LOSSES:
+    if op is None or op.short_name not in COUNTED_LOSSES:
         return None, 0
     arguments = call_arguments(op)
     target = arguments["target"]
@@ -264,10 +261,3 @@ def _counted(graph: Graph) -> tuple[Value | None, int]:
     if made_by is None or any(map(draws_random, made_by)):
         return None, 0
     return target, int(arguments["ignore_index"])
-
-
-def name_of(op: Op) -> str:
-    """The name of the function that an operator calls, without its overload."""
-    if isinstance(op.target, OpOverload):
-        return operator_name(op.target)
-    return op.target.__name__

@@ -11,12 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.core.misuse.calls_of_parts import explain_calls_of_parts, leave_calls_of_parts
 from shardwright.core.parallel.execution import Execution
-from shardwright.core.parallel.module import (
-    ParallelModule,
-    explain_calls_of_parts,
-    leave_calls_of_parts,
-)
+from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
 from shardwright.core.runtime.dtensor import own_tensor
 from shardwright.core.torch_internals.dtensor import own_part

@@ -77,10 +77,6 @@ class Bucket:
         return any(step.kind == "all_gather" for step in self.steps)
 
     @property
-    def varies(self) -> bool:
-        return any(step.kind == "vary" for step in self.steps)
-
-    @property
     def once(self) -> bool:
         """Whether gradients are reduced once a step, whole, after the last micro-batch."""
         return not self.gathers or self.level not in ("level2", "level3")

@@ -105,8 +105,8 @@ def make_plan(
         dry_runs=dry_runs or DryRunCache(),
         pricing=pricing,
     )
-    # The plan's own cached property, so that it is not derived once more.
-    vars(plan)["partitioned"] = partitioned
+    # Its chunks and communication are known already.
+    plan.analysis.partitioned = partitioned
     return plan
 
 

@@ -29,6 +29,7 @@ from shardwright.core.partition.decisions import (
 from shardwright.core.partition.fold_axes import fold_axes
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import ONE_STAGE, PipelineSpec
+from shardwright.core.plan.analysis import PlanAnalysis
 from shardwright.core.plan.rows import (
     CrossingRow,
     OperatorRow,
@@ -36,12 +37,11 @@ from shardwright.core.plan.rows import (
     StepRow,
     Strategy,
 )
-from shardwright.core.search.by_time.certificate import gap_of
-from shardwright.core.search.choices import AxisChoice, choices
+from shardwright.core.search.choices import AxisChoice
 from shardwright.core.search.request import DEFAULT_MEM_COEFF, Pricing
 from shardwright.core.torch_internals.operators import OpOverload
 from shardwright.errors import PlanError
-from shardwright.progress import OnProgress, OnShare, in_shares, unheard
+from shardwright.progress import OnProgress
 
 
 @dataclass(frozen=True)
@@ -142,15 +142,30 @@ class PlanData:
         )
 
     @cached_property
-    def partitioned(self) -> Partitioned:
-        """The captured model, divided as planned: its chunks and what they communicate.
+    def analysis(self) -> PlanAnalysis:
+        """What follows from the decisions and the captured graph, each fact computed once.
 
         Raises:
             PlanError: if the plan comes from a file, and so has no graph.
         """
         if self.graph is None:
             raise PlanError("a plan from a file has no graph for a dry run: plan the model again")
-        return Partitioned(self.graph, self.mesh, self.decisions, self.pipeline)
+        return PlanAnalysis(
+            Partitioned(self.graph, self.mesh, self.decisions, self.pipeline),
+            self.optimizer,
+            self.dry_runs,
+            self.pricing,
+            self.options.get("mem_coeff", DEFAULT_MEM_COEFF),
+        )
+
+    @property
+    def partitioned(self) -> Partitioned:
+        """The captured model, divided as planned: its chunks and what they communicate.
+
+        Raises:
+            PlanError: if the plan comes from a file, and so has no graph.
+        """
+        return self.analysis.partitioned
 
     def partition(self, graph: Graph) -> Partitioned:
         """`graph`, divided as planned, on a device matrix of no more axes than that needs: what
@@ -228,7 +243,7 @@ class PlanData:
         shard = TensorLayout(self.mesh, self.storage[name]).shard_shape(shape)
         return prod(shard) * int(getattr(torch, dtype).itemsize)
 
-    @cached_property
+    @property
     def memory(self) -> Memory:
         """The peak memory of a device of each stage in a training step with the plan's optimizer,
         from a dry run of the program without devices; `memory_with` takes other optimizers.
@@ -236,7 +251,7 @@ class PlanData:
         Raises:
             PlanError: if the plan comes from a file, and so has no graph.
         """
-        return self.memory_with(self.optimizer)
+        return self.analysis.memory
 
     @property
     def known_memory(self) -> Memory | None:
@@ -250,29 +265,23 @@ class PlanData:
         memory, limit = self.known_memory, self.memory_limit
         return memory is not None and limit is not None and memory.peak > limit
 
-    @cached_property
+    @property
     def choices(self) -> tuple[AxisChoice, ...]:
         """What the operators that have a cost could cut else, and what that would cost; of a plan
         from a file what the file holds."""
         timed = self.options.get("cost_model") == "time"
         if self.graph is None or (timed and self.pricing is None):
             return self.saved_choices
-        mem_coeff = self.options.get("mem_coeff", DEFAULT_MEM_COEFF)
-        return choices(self.graph, self.mesh, self.decisions, self.pricing, mem_coeff)
+        return self.analysis.choices
 
-    @cached_property
+    @property
     def gap(self) -> float | None:
         """By what share the plan costs more at most than any other with the same device matrix,
         stages and micro-batches: what the search by seconds counts, over a proven lower bound. Of a
         plan from a file what the file holds; None without a cluster, or if nothing is known."""
         if self.graph is None or self.pricing is None:
             return self.saved_gap
-        return self._gap(unheard)
-
-    def _gap(self, on_share: OnShare) -> float | None:
-        assert self.graph is not None and self.pricing is not None
-        mem_coeff = self.options.get("mem_coeff", DEFAULT_MEM_COEFF)
-        return gap_of(self.graph, self.mesh, self.decisions, self.pricing, mem_coeff, on_share)
+        return self.analysis.gap
 
     def derive(self, on_progress: OnProgress) -> None:
         """Derives what takes longest of all that is derived on first use, `memory` and `gap`.
@@ -282,12 +291,8 @@ class PlanData:
         """
         if self.graph is None:
             return
-        if self.training and "memory" not in vars(self):
-            on_share = in_shares(on_progress, "memory")
-            known = memory(self.partitioned, self.optimizer, self.dry_runs, on_share)
-            vars(self)["memory"] = known
-        if self.pricing is not None and "gap" not in vars(self):
-            vars(self)["gap"] = self._gap(in_shares(on_progress, "gap"))
+        with self.analysis.reporting(on_progress):
+            _ = self.known_memory, self.gap
 
     @cached_property
     def choices_of(self) -> dict[str, list[AxisChoice]]:

@@ -170,31 +170,36 @@ def _in_file(kind: Any) -> Any:
     return GenericAlias(dict if origin is Mapping else origin, parts)
 
 
-def _model(of: type, **more: Any) -> type[BaseModel]:
+def _model(of: Any, **more: Any) -> type[BaseModel]:
     """What the file holds of the dataclass `of`, under its keys there, and `more`."""
     hints, limited, optional = get_type_hints(of), _LIMITED.get(of, {}), ADDED_LATER.get(of, ())
     definitions: Any = {
         name: (
             limited[name] if name in limited else _in_file(hints[name]),
-            Field(None if name in optional else ..., alias=FILE_KEYS.get(name)),
+            Field(None if name in optional else ..., alias=key),
         )
-        for name in _names(of)
+        for name, key in _keys(of).items()
     }
     return create_model(of.__name__, __base__=_InFile, **definitions, **more)
 
 
-def _names(of: Any) -> tuple[str, ...]:
-    """The fields of a dataclass that are in the file."""
+@cache
+def _keys(of: Any) -> dict[str, str]:
+    """The fields of a dataclass that are in the file, with their keys there."""
     left_out = OF_THIS_RUN if issubclass(of, PlanData) else ()
-    return tuple(field.name for field in fields(of) if field.name not in left_out)
+    names = (field.name for field in fields(of) if field.name not in left_out)
+    return {name: FILE_KEYS.get(name, name) for name in names}
 
 
 def _made(of: type[Made], read: BaseModel) -> Made:
     """The value of the dataclass `of` that was read."""
-    return of(**{name: getattr(read, name) for name in _names(of) if name in read.model_fields_set})
+    return of(**{name: getattr(read, name) for name in read.model_fields_set - BESIDE.keys()})
 
 
-PlanFile = _model(PlanData, version=int, devices=AtLeastOne)
+BESIDE: dict[str, Any] = {"version": int, "devices": AtLeastOne}
+"""What a file says beside the fields of the plan."""
+
+PlanFile = _model(PlanData, **BESIDE)
 
 
 def json_schema() -> str:
@@ -241,7 +246,7 @@ def _as_json(value: Any) -> dict[str, Any]:
     if isinstance(value, Layout | OperatorStrategy):
         return value.to_dict()
     if not isinstance(value, TensorLayout):
-        return {FILE_KEYS.get(name, name): getattr(value, name) for name in _names(type(value))}
+        return {key: getattr(value, name) for name, key in _keys(value.__class__).items()}
     # Axes as indices; `partial` and `varying` only where there are any.
     marks = {"partial": sorted(value.partial), "varying": sorted(value.varying)}
     return {"axes": value.axes} | {key: axes for key, axes in marks.items() if axes}

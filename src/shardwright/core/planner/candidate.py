@@ -179,8 +179,8 @@ class Candidate:
             pricing=options.pricing(self.pipeline),
         )
         if self.measured is not None:
-            # The plan's own cached property: devices need the same on a folded matrix.
-            vars(plan)["memory"] = self.measured
+            # Devices need the same on a folded matrix.
+            plan.analysis.memory = self.measured
         return plan
 
 

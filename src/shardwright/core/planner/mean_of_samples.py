@@ -19,7 +19,7 @@ import torch
 
 from shardwright.core.graph.custom_ops import MEAN
 from shardwright.core.graph.graph import Graph, Op, Value, target_name
-from shardwright.core.parallel.train_step import COUNTED_LOSSES, loss_of, name_of, weighs_by_targets
+from shardwright.core.parallel.train_step import COUNTED_LOSSES, loss_of, weighs_by_targets
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.notation import call_arguments
 from shardwright.core.rules.rule import ShardingRule
@@ -209,7 +209,7 @@ class _Analysis:
 
     def _counts_samples(self, op: Op) -> bool:
         """Whether an operator makes the positions of all samples, from 0 on."""
-        if self.smaller is None or name_of(op) != "arange":
+        if self.smaller is None or op.short_name != "arange":
             return False
         lengths = op.output.shape[0], self._twins[op.output].shape[0]
         numbers = _numbers(op)
@@ -230,7 +230,7 @@ class _Analysis:
     def _of_reduced(self, op: Op, read: list[SampleState]) -> SampleState:
         """Of an operator on means or sums over samples."""
         nonlinear = Mixed(op, "is not linear in a mean or sum over samples")
-        name, changed = name_of(op), self._changed(op)
+        name, changed = op.short_name, self._changed(op)
         if len(set(read)) > 1:
             return Mixed(op, "joins samples with a mean or sum over them")
         (state,) = set(read)
@@ -270,7 +270,7 @@ class _Analysis:
         if samples not in rule.reduced or rule.reductions(op, {samples: 2}):
             return Mixed(op, "reduces samples to other than their mean or sum")
         reduction = call_arguments(op).get("reduction")
-        return AVERAGE if name_of(op) == "mean" or reduction == MEAN else SUM
+        return AVERAGE if op.short_name == "mean" or reduction == MEAN else SUM
 
     def _factor(self, op: Op, rule: ShardingRule) -> str | None:
         """The factor of the samples; None if the operator does not keep them apart."""
@@ -302,14 +302,14 @@ class _Analysis:
         rule = None if op is None else rule_of(op)
         if op is None or self._changed(op):
             return False
-        if name_of(op) in ("expand", "repeat"):
+        if op.short_name in ("expand", "repeat"):
             source = op.inputs[0]
             from_end = dim - len(value.shape)
             if from_end < -len(source.shape) or source.shape[from_end] == 1:
                 return source not in self.varying
         if rule is None:
             return False
-        if name_of(op) in CONSTANT - {"expand"} or (rule.random and not op.inputs):
+        if op.short_name in CONSTANT - {"expand"} or (rule.random and not op.inputs):
             return True
         name = rule.outputs[op.outputs.index(value)][dim]
         if name is None or rule.reductions(op, {name: 2}):
@@ -325,9 +325,9 @@ class _Analysis:
     def _of_rows(self, op: Op, read: list[SampleState]) -> SampleState:
         """Of an operator on the positions of all samples: reshaped, or an index that takes one
         element, or one slice, of each sample."""
-        if name_of(op) in RESHAPES and len(op.inputs) == 1:
+        if op.short_name in RESHAPES and len(op.inputs) == 1:
             return ROWS
-        if name_of(op) == "index" and isinstance(op.args[1], (list, tuple)):
+        if op.short_name == "index" and isinstance(op.args[1], (list, tuple)):
             place = _indexed_samples(op, self.states)
             if place is not None:
                 return place
@@ -358,7 +358,7 @@ class _Analysis:
 
 
 def _why_mixed(op: Op) -> str:
-    if name_of(op) in COUNTED_LOSSES and call_arguments(op)["reduction"] == MEAN:
+    if op.short_name in COUNTED_LOSSES and call_arguments(op)["reduction"] == MEAN:
         return (
             "divides by a sum over the targets of the micro-batch, and is not the whole loss (if no"
             " target is ignored, write `reduction='none'` and `.mean()`)"
@@ -395,9 +395,9 @@ def _divides_by_samples(op: Op, changed: Mapping[str, tuple[object, object]], ra
     ((large, small),) = changed.values()
     if not isinstance(large, (int, float)) or not isinstance(small, (int, float)):
         return False
-    if name_of(op) == "div":
+    if op.short_name == "div":
         return isclose(large, small * ratio)
-    return name_of(op) == "mul" and isclose(large * ratio, small)
+    return op.short_name == "mul" and isclose(large * ratio, small)
 
 
 def _indexed_samples(op: Op, states: Mapping[Value, SampleState]) -> int | None:

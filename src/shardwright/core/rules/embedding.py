@@ -54,14 +54,18 @@ def in_other_blocks(indices: Tensor, first: Any, size: int, whole: int) -> Tenso
     return inside & ~here
 
 
+def _rows(op: Op, local: Local) -> tuple[Any, int, int]:
+    """The first row of the table on this device, how many it has, and how many there are."""
+    whole = op.inputs[0].shape[0]
+    size = whole // local.shard_counts["v"]
+    return local.index("v") * size, size, whole
+
+
 def _sharded_lookup(op: Op, local: Local) -> Callable[..., Any]:
     """Rows of other devices count as zero, so that the sum over devices is the row."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
-    whole = op.inputs[0].shape[0]
-    size = whole // local.shard_counts["v"]
-    first = local.index("v") * size
-
+    first, size, whole = _rows(op, local)
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -115,9 +119,7 @@ def _sharded_bags(op: Op, local: Local) -> Callable[..., Any]:
     """Rows of other devices weigh nothing; a mean is divided by what all devices add up."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
-    whole = op.inputs[0].shape[0]
-    size = whole // local.shard_counts["v"]
-    first = local.index("v") * size
+    first, size, whole = _rows(op, local)
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:

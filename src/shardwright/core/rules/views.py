@@ -172,31 +172,31 @@ def im2col_rule(op: Op) -> ShardingRule:
     return sharding_rule(op, (inputs,), (output,), capacity={"c": channels})
 
 
+def _plane_and_diagonal(op: Op, dims: Dims) -> tuple[Dims, Dims]:
+    """`dims` where the plane of a diagonal is not cut, and those of the diagonal, which is last."""
+    plane = [argument(op, name) % len(dims) for name in ("dim1", "dim2")]
+    remaining = tuple(name for i, name in enumerate(dims) if i not in plane)
+    return without(dims, *plane), (*remaining, None)
+
+
 @rule_for(*overloads("diagonal"))
 def diagonal(op: Op) -> ShardingRule:
-    dims = names(op.inputs[0])
-    diagonal_dims = [argument(op, name) % len(dims) for name in ("dim1", "dim2")]
-    remaining = tuple(name for i, name in enumerate(dims) if i not in diagonal_dims)
-    return sharding_rule(op, (without(dims, *diagonal_dims),), ((*remaining, None),))
+    plane, line = _plane_and_diagonal(op, names(op.inputs[0]))
+    return sharding_rule(op, (plane,), (line,))
 
 
 @rule_for(*overloads("diagonal_scatter"))
 def diagonal_scatter(op: Op) -> ShardingRule:
     """Writes a diagonal, which lies last in what is written."""
-    dims = names(op.output)
-    plane = [argument(op, name) % len(dims) for name in ("dim1", "dim2")]
-    remaining = tuple(name for i, name in enumerate(dims) if i not in plane)
-    dims = without(dims, *plane)
-    return sharding_rule(op, (dims, (*remaining, None)), (dims,))
+    plane, line = _plane_and_diagonal(op, names(op.output))
+    return sharding_rule(op, (plane, line), (plane,))
 
 
 @rule_for(*overloads("diag_embed"))
 def diag_embed(op: Op) -> ShardingRule:
     """Puts the last dimension, which cannot be cut, on the diagonal of two new ones."""
-    dims = names(op.output)
-    new = [argument(op, name) % len(dims) for name in ("dim1", "dim2")]
-    remaining = tuple(name for i, name in enumerate(dims) if i not in new)
-    return sharding_rule(op, ((*remaining, None),), (without(dims, *new),))
+    plane, line = _plane_and_diagonal(op, names(op.output))
+    return sharding_rule(op, (line,), (plane,))
 
 
 @rule_for(*overloads("tril", "triu"))

@@ -18,6 +18,7 @@ from types import FrameType
 import torch
 
 from shardwright.core.partition.parameter_buckets import Bucket
+from shardwright.errors import CommunicationError
 
 PROGRAM = "<program>"
 """The file name that programs are compiled under."""
@@ -33,10 +34,6 @@ LENGTH = 120
 
 NEAR = 6
 """Frames between a program and what it calls, at most."""
-
-
-class CommunicationError(RuntimeError):
-    """A collective failed: another rank is gone, or did not come within the time-out."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ def _described(bucket: Bucket) -> str:
 
 _BUCKETS = "shardwright.core.runtime.buckets"
 _CONVERTING = {"shardwright.core.runtime.collectives", "shardwright.core.runtime.overlap", _BUCKETS}
-_GUARD = "shardwright.core.runtime.batch_guard"
+_GUARD = "shardwright.core.misuse.batch_guard"
 _STARTED = re.compile(r"(\w+) = start_([a-z]\w+)\(")
 _GONE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
 """What gloo and stores say of another process that is gone, or does not answer."""

@@ -10,28 +10,25 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from itertools import product
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.core.agreement.collective import gathered, has_other_ranks, value_of_rank
+from shardwright.core.agreement.content_hash import text_hash
 from shardwright.core.layout.axes import Axes, block_number
 from shardwright.core.layout.joined_axes import joined_layout
 from shardwright.core.layout.layout import Layout
 from shardwright.core.runtime import worker_threads
-from shardwright.core.runtime.agreement import gathered, hash_of
 from shardwright.core.runtime.exposed_communication import Waits
 from shardwright.core.torch_internals.distributed import (
-    FAKE,
     group_named,
     group_timeout,
     local_group_name,
     splits,
 )
 from shardwright.errors import PlanError
-
-Sent = TypeVar("Sent")
 
 Subgroups = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
 """The group of this rank for each division of the ranks into groups."""
@@ -208,10 +205,8 @@ class Devices:
     def common_seed(self) -> int:
         """The seed of rank 0's process, on every rank: devices that hold the same block must draw
         the same numbers, however their processes were seeded."""
-        seed = torch.tensor(torch.initial_seed() % 2**31, device=self.device)
-        if self.connected and has_other_ranks():
-            dist.broadcast(seed, src=0)
-        return int(seed)
+        seed = torch.initial_seed() % 2**31
+        return value_of_rank(seed) if self.connected else seed
 
     @property
     def several(self) -> bool:
@@ -271,25 +266,6 @@ def stages_of_plan(mesh: DeviceMesh) -> int | None:
     return _planned_meshes().get(hash(mesh))
 
 
-def has_other_ranks() -> bool:
-    """Whether a process group is running with other ranks that answer: those of a fake one do
-    not."""
-    return dist.is_initialized() and dist.get_backend() != FAKE
-
-
-def is_rank_0() -> bool:
-    """Whether this process does what one of all ranks does."""
-    return not has_other_ranks() or dist.get_rank() == 0
-
-
-def from_rank_0(value: Sent) -> Sent:
-    """The value of rank 0, on every rank; all must call this."""
-    box = [value]
-    if has_other_ranks():
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 def places(layout: Layout) -> Iterator[tuple[int, ...]]:
     """The coordinates of every device, in the order of `layout.ranks`."""
     return product(*(range(size) for size in layout.device_matrix))
@@ -323,5 +299,5 @@ def _name_groups_alike(device: torch.device) -> bool:
     different numbers; they would wait for each other under different names."""
     if not has_other_ranks():
         return True
-    names = gathered(torch.tensor(hash_of(local_group_name([])), device=device))
+    names = gathered(torch.tensor(text_hash(local_group_name([])), device=device))
     return bool((names == names[0]).all())

@@ -21,10 +21,8 @@ from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.core.partition.decisions import Storage
 from shardwright.core.runtime.adopt_optimizer import remember
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.gathered_copies import refuse_lost_writes
+from shardwright.core.runtime.dtensor_results import correct_results
 from shardwright.core.runtime.parameter_hooks import has_hooks, take_hooks
-from shardwright.core.runtime.partial_state import refuse_to_save_shards
-from shardwright.core.runtime.unsupported_operators import explain_unsupported_operators
 from shardwright.core.torch_internals.dtensor import (
     StridedShard,
     counting_with_shard,
@@ -86,10 +84,8 @@ def with_stored_parameters(
         PlanError: if parameters are on the meta device and nothing says how to initialize them.
         DeferredError: if a parameter made inside `no_init_parameters` cannot be initialized.
     """
-    refuse_lost_writes()
-    explain_unsupported_operators()
+    correct_results()
     accept_whole_optimizer_states()
-    refuse_to_save_shards()
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
 
     def stored(name: str, whole: Tensor) -> Tensor:

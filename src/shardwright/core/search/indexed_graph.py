@@ -75,6 +75,14 @@ class OpKind:
         """Whether it looks up rows, as an embedding, rather than computing with all."""
         return self.priced != self.tensors and self.is_main
 
+    def parts(self, choices: Sequence[int], sizes: Sequence[int], but: int) -> tuple[int, ...]:
+        """In how many parts the choices on all axes `but` one cut each factor."""
+        parts = [1] * len(self.factors)
+        for axis, choice in enumerate(choices):
+            if axis != but and choice != NO_CUT:
+                parts[choice] *= sizes[axis]
+        return tuple(parts)
+
     def divides(self, factor: int, parts: Sequence[int], axis_size: int) -> bool:
         """Whether `factor`, in `parts` already, can be cut once more by `axis_size`."""
         if self.limits[factor] % (parts[factor] * axis_size):

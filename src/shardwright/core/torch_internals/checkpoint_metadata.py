@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import _get_layout
 
-__all__ = ["METADATA_FILE", "loads_metadata"]
-
 METADATA_FILE = ".metadata"
 
 _CLASSES = (

@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 from torch._dynamo.config import nontraceable_tensor_subclasses
 
-__all__ = ["run_uncompiled_with"]
-
 
 def run_uncompiled_with(kind: type[Tensor]) -> None:
     """Lets compiled functions run as they are written where they get tensors of this class."""

@@ -10,34 +10,13 @@ import torch
 from torch.autograd import forward_ad
 from torch.library import Library
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
 
 from shardwright.core.torch_internals.operators import unregister
-
-__all__ = [
-    "PlainDispatchMode",
-    "Region",
-    "TorchDispatchMode",
-    "autocast_kernels",
-    "autograd_in_operators",
-    "below_autocast",
-    "dispatch_modes",
-    "in_backward_pass",
-    "in_transform",
-    "names_with_autocast",
-    "plain_torch_function",
-    "region_of",
-    "set_region",
-    "without_dispatch_modes",
-    "without_function_modes",
-    "without_torch_dispatch",
-    "without_torch_function",
-    "without_torch_function_of_subclasses",
-]
 
 plain_torch_function = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a subclass of tensors that does nothing of its own there."""

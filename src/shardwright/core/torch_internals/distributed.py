@@ -11,24 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-__all__ = [
-    "FAKE",
-    "FakeStore",
-    "GroupClock",
-    "LocalTensorMode",
-    "by_rank",
-    "functional_collectives",
-    "group_named",
-    "group_timeout",
-    "int_by_rank",
-    "is_collective",
-    "is_group_call",
-    "local_group_name",
-    "splits",
-]
+from torch.distributed._local_tensor import LocalIntNode, LocalTensor
+from torch.distributed._local_tensor import LocalTensorMode as LocalTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
 FAKE = "fake"
 """The backend of a process group whose other ranks are not there."""

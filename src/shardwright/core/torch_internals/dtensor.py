@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright.core.torch_internals.operators import (
@@ -20,20 +20,6 @@ from shardwright.core.torch_internals.operators import (
     operators_of_several_tensors,
 )
 from shardwright.core.torch_internals.tensors import as_subclass
-
-__all__ = [
-    "DTensorSpec",
-    "StridedShard",
-    "change_results",
-    "counting_with_shard",
-    "explain_mixing",
-    "held_chunks",
-    "local_tensor",
-    "own_part",
-    "refuse_pickling",
-    "spec_of",
-    "with_spec",
-]
 
 StridedShard = _StridedShard
 """The placement of a dimension that axes further right cut first: its blocks are `split_factor`

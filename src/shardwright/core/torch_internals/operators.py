@@ -8,23 +8,9 @@ from typing import Any
 import torch
 from torch import FunctionSchema, fx
 from torch._C import DispatchKey
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
 from torch.library import Library
-
-__all__ = [
-    "HigherOrderOperator",
-    "OpOverload",
-    "assert_tensor",
-    "call_composite",
-    "is_erased",
-    "operator_name",
-    "operators_of_several_tensors",
-    "overload_name",
-    "pack_padded_sequence",
-    "schema_of",
-    "unregister",
-]
-
 
 assert_tensor = torch._assert
 """`assert` as a function, which modes for functions see."""

@@ -13,38 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree
-from torch.utils._pytree import (
-    SequenceKey,
-    TreeSpec,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    tree_structure,
-    tree_unflatten,
-    treespec_dumps,
-)
+from torch.utils._pytree import SequenceKey as SequenceKey
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_structure as tree_structure
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils._pytree import treespec_dumps as treespec_dumps
 
 from shardwright.core.torch_internals.tensors import version
-
-__all__ = [
-    "SequenceKey",
-    "TreeSpec",
-    "keystr",
-    "register_dataclasses",
-    "tree_flatten",
-    "tree_flatten_with_path",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_structure",
-    "tree_unflatten",
-    "treespec_dumps",
-    "treespec_loads",
-]
-
 
 _TYPES = (bool, dict, float, int, list, set, str, tuple)
 _FACTORIES = {(each.__module__, each.__name__) for each in _TYPES}

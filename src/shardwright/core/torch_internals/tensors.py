@@ -8,30 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.overrides import TorchFunctionMode
-
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "as_subclass",
-    "base_getter",
-    "conjugated",
-    "copy_all_",
-    "data_getter",
-    "data_setter",
-    "device_below",
-    "each_norm",
-    "getters_without_overrides",
-    "grad_getter",
-    "gradient_at_once",
-    "negated",
-    "requires_grad",
-    "scale_all_",
-    "storage_id",
-    "tensors_equal_if_same",
-    "version",
-]
 
 Subclass = TypeVar("Subclass", bound=Tensor)
 

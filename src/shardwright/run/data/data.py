@@ -255,7 +255,7 @@ def packed_text(
 
 def _read_texts(path: str | Path | None) -> list[str]:
     if path is None:
-        story = files("shardwright.run") / "texts" / "workshop.txt"
+        story = files("shardwright.run.data") / "texts" / "workshop.txt"
         return [story.read_text(encoding="utf-8")]
     location = Path(path).expanduser()
     if is_saved_dataset(location):

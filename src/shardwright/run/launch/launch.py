@@ -20,7 +20,7 @@ from types import FrameType
 from shardwright.errors import ConfigError
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.process_group import TIMEOUT
-from shardwright.run.launch.rank_failure import RankFailedError, first_failure
+from shardwright.run.launch.rank_failure import RankFailedError, StoppedError, first_failure
 from shardwright.run.launch.rank_processes import (
     RankProcess,
     end_ranks,
@@ -30,16 +30,6 @@ from shardwright.run.launch.rank_processes import (
 )
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-class StoppedError(Exception):
-    """The run was stopped by a signal to the launching process, such as Ctrl-C."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(
-            f"stopped by {signal.Signals(number).name}; all ranks have been terminated"
-        )
-        self.number = number
 
 
 def launch(

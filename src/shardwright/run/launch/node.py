@@ -27,22 +27,25 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from shardwright.core.agreement.store import count_until
 from shardwright.core.runtime.accelerator import num_accelerators
 from shardwright.errors import ConfigError
-from shardwright.run.launch.launch import StoppedError
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.process_group import TIMEOUT
-from shardwright.run.launch.rank_failure import RankEnd, RankError, RankFailedError, first_failure
-from shardwright.run.launch.rank_processes import SHUTDOWN_SECONDS
+from shardwright.run.launch.rank_failure import (
+    RankEnd,
+    RankError,
+    RankFailedError,
+    StoppedError,
+    first_failure,
+)
+from shardwright.run.launch.rank_processes import SHUTDOWN_SECONDS, process_settings
 
 # Seconds between two signs of life of a node.
 BEAT = 1.0
 
 # The key of the number of nodes that have joined, less those that have left.
 PRESENT = "nodes present"
-
-# Seconds for which node 0 waits for the others to leave.
-FAREWELL = 10.0
 
 # Seconds until an agent gives up on a store that does not answer.
 READ_TIMEOUT = 60
@@ -186,11 +189,9 @@ def _ends(failures: Mapping[int, ProcessFailure], logs: LogFolder) -> list[RankE
 
 def _agent_environment(node: Node) -> dict[str, str]:
     """What torchrun's agent reads from the environment, as it does for its own users."""
-    threads = str(max(1, (os.cpu_count() or 1) // node.local_size))
     return {
-        "OMP_NUM_THREADS": threads,
+        **process_settings(node.local_size),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
-        "PYTHONUNBUFFERED": "1",
         **os.environ,
         # The ranks' store is made anew with each start. An agent that comes later, in place of one
         # that was killed, does not learn the address of one that is kept.
@@ -256,10 +257,7 @@ def _joined(node: Node, timeout: timedelta) -> Iterator[str]:
         yield address
         # The agents of the others still need the store, which ends with node 0.
         with suppress(RuntimeError):
-            present, deadline = store.add(PRESENT, -1), time.monotonic() + FAREWELL
-            while node.rank == 0 and present > 0 and time.monotonic() < deadline:
-                time.sleep(BEAT / 10)
-                present = store.add(PRESENT, 0)
+            count_until(store, PRESENT, -1, lambda left: node.rank != 0 or left <= 0)
     finally:
         ended.set()
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
-import socket
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from shardwright.core.agreement.store import check_same_facts
 from shardwright.core.runtime.accelerator import (
     CPU,
     backend_of,
@@ -27,13 +25,10 @@ from shardwright.core.runtime.accelerator import (
     hardware_of,
     use_device,
 )
-from shardwright.core.runtime.collective_errors import CommunicationError, naming_redistributions
-from shardwright.errors import ConfigError
+from shardwright.core.runtime.collective_errors import naming_redistributions
+from shardwright.errors import CommunicationError, ConfigError
 
 TIMEOUT = timedelta(minutes=10)
-
-# Seconds for which rank 0, whose process may serve the store, waits for all to have read it.
-FAREWELL = 10.0
 
 DeviceChoice = Literal["auto", "cpu"]
 """Where ranks compute: on the accelerators of their machines where there are any, or on the CPU."""
@@ -109,7 +104,9 @@ def process_group(
         return
     _die_with_launcher()
     with naming_redistributions():
-        store = _check_devices(world, device, timeout)
+        fact = device_fact(world, device)
+        hardware = None if fact.startswith("none") else hardware_of(local_device(world, device))
+        store = _agreed_store(world, {"device": fact}, "devices", timeout, hardware)
         own = local_device(world, device)
         use_device(own)
         dist.init_process_group(
@@ -123,6 +120,34 @@ def process_group(
         yield own
     # Not after an error: this would block while other ranks wait in a collective.
     dist.destroy_process_group()
+
+
+@contextmanager
+def same_run(
+    world: World, facts: Mapping[str, Any], timeout: timedelta, device: DeviceChoice = "auto"
+) -> Iterator[None]:
+    """Proves that the ranks of all nodes agree in `facts`, in the number of ranks on their node, in
+    torch and in the type of their device, before anything is planned. The ranks of one node do:
+    their launcher is the same.
+
+    Args:
+        facts: names and values, as JSON knows them.
+        timeout: how long to wait for the other ranks.
+        device: as for `process_group`.
+
+    Raises:
+        ConfigError: on all ranks, with the first difference.
+        CommunicationError: a rank did not come.
+    """
+    if world.local_size == world.size:
+        yield
+        return
+    sizes = {"torch": torch.__version__, "ranks on the node": world.local_size}
+    facts = {**sizes, "device": device_fact(world, device), **facts}
+    # It ends with the process that serves it, and is needed again by the process group.
+    store = _agreed_store(world, facts, "same run", timeout)
+    yield
+    del store
 
 
 def _die_with_launcher() -> None:
@@ -152,23 +177,18 @@ def device_fact(world: World, choice: DeviceChoice) -> str:
         return f"none: {error}"
 
 
-def check_same(
+def _agreed_store(
     world: World,
     facts: Mapping[str, Any],
     purpose: str,
     timeout: timedelta,
     own: str | None = None,
 ) -> Store:
-    """Compares facts about all ranks; every rank must call this.
+    """The store of the processes, once all ranks have been found to agree; see `check_same_facts`.
 
     Args:
-        facts: names and values, as JSON knows them.
         purpose: a name of this comparison.
         timeout: how long to wait for the other ranks.
-        own: what no other rank of the machine may have.
-
-    Returns:
-        The store of the processes, which may end with rank 0's.
 
     Raises:
         ConfigError: on all ranks, with the first difference.
@@ -176,61 +196,9 @@ def check_same(
     """
     try:
         joined = join_store(world, timeout)
-        store = PrefixStore(purpose, joined)
-        store.set(f"rank {world.rank}", json.dumps([socket.gethostname(), facts, own]))
-        if world.rank == 0:
-            texts = store.multi_get([f"rank {rank}" for rank in range(world.size)])
-            ranks = [json.loads(text) for text in texts]
-            store.set("difference", _difference(ranks) or _used_twice(ranks))
-        difference = store.get("difference").decode()
-        _wait_for_readers(store, world)
+        check_same_facts(PrefixStore(purpose, joined), world.rank, world.size, facts, own)
     except RuntimeError as error:
         raise CommunicationError(
             f"not all {world.size} ranks came within {timeout.total_seconds():.0f} s"
         ) from error
-    if difference:
-        raise ConfigError(difference)
     return joined
-
-
-def _check_devices(world: World, choice: DeviceChoice, timeout: timedelta) -> Store:
-    """Compares the devices of all ranks; as `check_same`."""
-    fact = device_fact(world, choice)
-    hardware = None if fact.startswith("none") else hardware_of(local_device(world, choice))
-    return check_same(world, {"device": fact}, "devices", timeout, hardware)
-
-
-def _wait_for_readers(store: Store, world: World) -> None:
-    """Counts this rank; on rank 0 returns once all have been counted."""
-    read, deadline = store.add("read", 1), time.monotonic() + FAREWELL
-    while world.rank == 0 and read < world.size and time.monotonic() < deadline:
-        time.sleep(0.01)
-        read = store.add("read", 0)
-
-
-def _difference(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
-    """In words, the first fact in which a rank differs from rank 0; nothing if there is none.
-
-    Args:
-        ranks: the host, the facts, and what is its own, of each.
-    """
-    first, expected, _ = ranks[0]
-    for rank, (host, facts, _) in enumerate(ranks):
-        for name in [*expected, *facts]:
-            here, there = (json.dumps(each.get(name)) for each in (facts, expected))
-            if here != there:
-                return (
-                    f"{name}: {here} for rank {rank} on {host}, {there} for rank 0 on {first}; all"
-                    " ranks of a run need the same"
-                )
-    return ""
-
-
-def _used_twice(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
-    """In words, the first accelerator that two ranks have; nothing if there is none."""
-    users: dict[tuple[str, str], int] = {}
-    for rank, (host, _, own) in enumerate(ranks):
-        first = rank if own is None else users.setdefault((host, own), rank)
-        if first != rank:
-            return f"ranks {first} and {rank} on {host} have the same device: {own}"
-    return ""

@@ -1,4 +1,5 @@
-"""Which rank made a run fail: the others then fail too, because they wait for it."""
+"""How a run ended that did not succeed, and which rank made it fail: the others then fail too,
+because they wait for it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.core.runtime.collective_errors import CommunicationError
+from shardwright.errors import CommunicationError
 from shardwright.run.launch.log_folder import LogFolder
 
 # Signals that indicate a lost device; SIGABRT is not one of them, libraries raise it on errors.
@@ -30,6 +31,16 @@ class RankFailedError(Exception):
         self.kind = kind
         self.text = text
         self.lost = lost
+
+
+class StoppedError(Exception):
+    """The run was stopped by a signal to the launching process, such as Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(
+            f"stopped by {signal.Signals(number).name}; all ranks have been terminated"
+        )
+        self.number = number
 
 
 @dataclass(frozen=True)

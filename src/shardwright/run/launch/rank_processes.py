@@ -184,6 +184,16 @@ def serve_store() -> Iterator[int]:
     del store
 
 
+def process_settings(num_local: int) -> dict[str, str]:
+    """What the ranks of one machine get in their environment unless the user says otherwise."""
+    return {
+        # Cores are divided among the ranks.
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_local)),
+        # Otherwise the last lines of a killed rank are lost.
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
 def rank_environments(
     num_ranks: int, store_port: int, restart: int, max_restarts: int
 ) -> list[dict[str, str]]:
@@ -192,8 +202,7 @@ def rank_environments(
     size = str(num_ranks)
     shared = {
         **loopback_interfaces(),
-        # Cores are divided among the ranks.
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
+        **process_settings(num_ranks),
         **os.environ,
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(store_port),
@@ -203,8 +212,6 @@ def rank_environments(
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-        # Otherwise the last lines of a killed rank are lost.
-        "PYTHONUNBUFFERED": "1",
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), size),
         "GROUP_WORLD_SIZE": "1",
     }

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shardwright.core.agreement.collective import has_other_ranks, values_of_ranks
 from shardwright.core.parallel.module import ParallelModule
-from shardwright.core.runtime.agreement import gathered, text_of_rank
 from shardwright.core.runtime.collective_errors import ProgramLine, program_line
-from shardwright.core.runtime.devices import has_other_ranks
 from shardwright.core.runtime.dtensor import own_tensor
 from shardwright.core.torch_internals import pytree
 
@@ -46,12 +45,10 @@ def earliest(net: torch.nn.Module, order: int, text: str) -> str | None:
         isinstance(net, ParallelModule) and net.execution.devices.several and has_other_ranks()
     ):
         return None if order == NOWHERE else text
-    device = net.execution.devices.device
-    orders = gathered(torch.tensor(order, device=device)).tolist()
-    if min(orders) == NOWHERE:
-        return None
-    rank = orders.index(min(orders))
-    return f"{text_of_rank(text, rank, device)} (seen by rank {rank})"
+    order, rank, text = min(
+        (order, rank, text) for rank, (order, text) in enumerate(values_of_ranks((order, text)))
+    )
+    return None if order == NOWHERE else f"{text} (seen by rank {rank})"
 
 
 def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None:

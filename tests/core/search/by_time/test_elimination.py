@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.core.search.by_time.elimination import (
+    Elimination,
     Factor,
     TooWideError,
-    min_fill,
     minimum,
-    widest,
 )
 
 
@@ -50,19 +49,29 @@ def test_the_minimum_is_that_of_all_combinations(problem: tuple[list[int], list[
     assert cost == found.cost
 
 
+def largest_table(variables: int, scopes: list[tuple[int, ...]]) -> int:
+    """Elements of the largest table that is made where each variable has three choices."""
+    limit = 1
+    while True:
+        try:
+            Elimination([3] * variables, scopes, limit=limit)
+        except TooWideError as error:
+            limit = error.elements
+        else:
+            return limit
+
+
 def test_a_chain_needs_tables_of_two_variables_only() -> None:
-    scopes = [(i, i + 1) for i in range(50)]
-    order = min_fill(51, scopes)
-    assert widest(order, scopes, [3] * 51) == 9
+    assert largest_table(51, [(i, i + 1) for i in range(50)]) == 3**2
 
 
 def test_parallel_branches_need_tables_of_three_variables() -> None:
     # 0 and 1 are joined by ten chains of two variables each.
-    scopes = []
+    scopes: list[tuple[int, ...]] = []
     for branch in range(10):
         first = 2 + 2 * branch
         scopes += [(0, first), (first, first + 1), (1, first + 1)]
-    assert widest(min_fill(22, scopes), scopes, [3] * 22) == 27
+    assert largest_table(22, scopes) == 3**3
 
 
 def test_the_first_of_equal_choices_is_taken() -> None:

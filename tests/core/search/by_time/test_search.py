@@ -23,7 +23,7 @@ from shardwright.core.search.by_time.axis_tables import AxisTables
 from shardwright.core.search.by_time.elimination import minimum
 from shardwright.core.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.core.search.by_time.problem import search_problem
-from shardwright.core.search.by_time.search import cuts_of_graph, search_by_time
+from shardwright.core.search.by_time.search import cuts_of_graph, searches_by_time
 from shardwright.core.search.optimizer_sharding import sharded_storage
 from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
 from shardwright.errors import ConfigError, StrategyError
@@ -38,7 +38,7 @@ def language_model() -> Graph:
 
 
 def by_time(graph: Graph, mesh: Layout, cluster: Cluster, **others: Any) -> CutsOfGraph:
-    return search_by_time(SearchRequest(graph, mesh, pricing=Pricing(cluster), **others))
+    return searches_by_time(SearchRequest(graph, mesh, pricing=Pricing(cluster), **others))[0]
 
 
 def timed(graph: Graph, mesh: Layout, cuts: dict[str, Cuts], cluster: Cluster) -> StepTime:
@@ -127,11 +127,11 @@ def test_a_small_mem_coeff_gives_data_parallel_a_large_one_tensor_parallel(
 ) -> None:
     mesh, cluster = prime_mesh(8), load_cluster("ascend910b")
     found = {
-        mem_coeff: search_by_time(
+        mem_coeff: searches_by_time(
             SearchRequest(
                 language_model, mesh, pricing=Pricing(cluster, sharing=-1), mem_coeff=mem_coeff
             )
-        )
+        )[0]
         for mem_coeff in (0.01, 1000.0)
     }
     names = [f"model.layers.1.{name}" for name in ("self_attn.q_proj", "mlp.down_proj")]
@@ -202,7 +202,7 @@ def test_a_cluster_with_too_few_devices_and_a_request_without_one_are_refused() 
     with pytest.raises(ConfigError, match="has 4 devices, but 8 were requested"):
         by_time(graph, prime_mesh(8), small)
     with pytest.raises(StrategyError, match="needs a cluster: the request has no pricing"):
-        search_by_time(SearchRequest(graph, prime_mesh(8)))
+        searches_by_time(SearchRequest(graph, prime_mesh(8)))
 
 
 def test_parameters_that_are_stored_sharded_are_gathered_where_devices_use_them_alike() -> None:

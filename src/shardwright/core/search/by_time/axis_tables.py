@@ -102,7 +102,10 @@ class AxisTables:
         self._key = (model.links.levels[axis], weights)
         self._tables = tables
         self._reads: dict[object, ReadLayouts] = {}
-        self.parts = [self._parts(n, variable) for n, variable in enumerate(problem.variables)]
+        self.parts = [
+            variable.kind.parts(row, model.mesh.device_matrix, axis)
+            for variable, row in zip(problem.variables, choices, strict=True)
+        ]
         self.options = [self._options(n, variable) for n, variable in enumerate(problem.variables)]
 
     def decide(self, eliminations: dict[object, Elimination]) -> list[int]:
@@ -139,14 +142,6 @@ class AxisTables:
         for variable in sorted(range(len(degree)), key=lambda n: -degree[n])[:CONDITIONED]:
             choice = self.choices[variable][self.axis]
             self.options[variable] = (choice if choice in self.options[variable] else NO_CUT,)
-
-    def _parts(self, number: int, variable: OpVariable) -> tuple[int, ...]:
-        """In how many parts the other axes cut each factor."""
-        parts = [1] * len(variable.kind.factors)
-        for axis, choice in enumerate(self.choices[number]):
-            if axis != self.axis and choice != NO_CUT:
-                parts[choice] *= self.model.mesh.device_matrix[axis]
-        return tuple(parts)
 
     def _options(self, number: int, variable: OpVariable) -> tuple[int, ...]:
         if variable.pinned is not None:

@@ -59,7 +59,7 @@ def certified(request: SearchRequest, cuts: Mapping[str, Cuts]) -> Certified:
 
     The request's `on_share` is told of the bound.
 
-    Raises: as `search_by_time`.
+    Raises: as `searches_by_time`.
     """
     every = timed_search(request, fold=False)
     cost = every.cost(cuts)

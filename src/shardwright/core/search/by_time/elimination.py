@@ -60,25 +60,19 @@ class TooWideError(Exception):
         self.elements = elements
 
 
-def minimum(
-    sizes: Sequence[int],
-    factors: Iterable[Factor],
-    order: Sequence[int] | None = None,
-    limit: int = LARGEST_TABLE,
-) -> Minimum:
+def minimum(sizes: Sequence[int], factors: Iterable[Factor], limit: int = LARGEST_TABLE) -> Minimum:
     """The choices with the least sum of all factors.
 
     Args:
         sizes: for each variable how many choices it has.
         factors: tables; a variable in none of them takes its first choice.
-        order: in which variables are eliminated; by default that of `min_fill`.
         limit: elements of the largest table.
 
     Raises:
         TooWideError: if a table of more elements would be needed.
     """
     factors = list(factors)
-    elimination = Elimination(sizes, [scope for scope, _ in factors], order, limit)
+    elimination = Elimination(sizes, [scope for scope, _ in factors], limit)
     return elimination.minimum([table for _, table in factors])
 
 
@@ -107,14 +101,10 @@ class Elimination:
     """
 
     def __init__(
-        self,
-        sizes: Sequence[int],
-        scopes: Sequence[tuple[int, ...]],
-        order: Sequence[int] | None = None,
-        limit: int = LARGEST_TABLE,
+        self, sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], limit: int = LARGEST_TABLE
     ) -> None:
         self._sizes = sizes
-        self._order = min_fill(len(sizes), scopes, sizes) if order is None else order
+        self._order = min_fill(sizes, scopes)
         self._place = [0] * len(sizes)
         for position, variable in enumerate(self._order):
             self._place[variable] = position
@@ -173,16 +163,14 @@ class Elimination:
         return Minimum(sum(float(known[number]) for number in self._constants), tuple(choices))
 
 
-def min_fill(
-    count: int, scopes: Iterable[Sequence[int]], sizes: Sequence[int] | None = None
-) -> list[int]:
+def min_fill(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[int]:
     """An order of elimination: next the variable whose neighbors lack the fewest connections.
 
     Args:
-        count: number of variables.
-        scopes: the variables of each factor.
         sizes: choices of each variable; of equal variables the one with the smaller table is next.
+        scopes: the variables of each factor.
     """
+    count = len(sizes)
     neighbors: list[set[int]] = [set() for _ in range(count)]
     for scope in scopes:
         for variable in scope:
@@ -195,8 +183,7 @@ def min_fill(
         fill = sum(
             other not in neighbors[one] for i, one in enumerate(around) for other in around[i + 1 :]
         )
-        table = prod(sizes[v] for v in around) if sizes is not None else len(around)
-        return fill, table, variable
+        return fill, prod(sizes[v] for v in around), variable
 
     keys = [key(variable) for variable in range(count)]
     heap = list(keys)
@@ -224,20 +211,3 @@ def min_fill(
                 keys[one] = key(one)
                 heappush(heap, keys[one])
     return order
-
-
-def widest(order: Sequence[int], scopes: Iterable[Sequence[int]], sizes: Sequence[int]) -> int:
-    """Elements of the largest table that eliminating in `order` makes."""
-    neighbors: list[set[int]] = [{variable} for variable in range(len(sizes))]
-    for scope in scopes:
-        for variable in scope:
-            neighbors[variable].update(scope)
-    largest = 0
-    for variable in order:
-        around = neighbors[variable]
-        largest = max(largest, prod(sizes[v] for v in around))
-        around.discard(variable)
-        for one in around:
-            neighbors[one] |= around
-            neighbors[one].discard(variable)
-    return largest

@@ -50,19 +50,16 @@ GAIN = 1e-9
 """Relative; less is none."""
 
 
-def search_by_time(request: SearchRequest) -> CutsOfGraph:
+def searches_by_time(request: SearchRequest) -> list[CutsOfGraph]:
     """Decides what every operator cuts on every axis by the seconds of a step.
+
+    Returns:
+        The cheapest cuts and, if different, the cheapest without exchanging axes; the full
+        predictor picks one.
 
     Raises:
         StrategyError: if the request has no pricing.
         ConfigError: if the cluster has fewer devices than the mesh and its pipeline stages.
-    """
-    return searches_by_time(request)[0]
-
-
-def searches_by_time(request: SearchRequest) -> list[CutsOfGraph]:
-    """What costs least, and perhaps what would if no axes were exchanged: the prediction of a whole
-    plan knows more of them. Raises: as `search_by_time`.
     """
     search = timed_search(request)
     found = search.found(request.on_share)
@@ -72,7 +69,7 @@ def searches_by_time(request: SearchRequest) -> list[CutsOfGraph]:
 
 
 def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
-    """The search that answers a request. Raises: as `search_by_time`.
+    """The search that answers a request. Raises: as `searches_by_time`.
 
     Args:
         fold: whether blocks that repeat are decided once.
@@ -248,14 +245,11 @@ class TimedSearch:
 
     def _with_column(self, choices: Choices, axis: int, column: Sequence[int]) -> Choices:
         """The choices with those of one axis in its place, where sizes allow."""
-        size = self.model.mesh.device_matrix[axis]
+        sizes = self.model.mesh.device_matrix
         changed: Choices = []
         for variable, row, choice in zip(self.problem.variables, choices, column, strict=True):
-            parts = [1] * len(variable.kind.factors)
-            for other, taken in enumerate(row):
-                if other != axis and taken != NO_CUT:
-                    parts[taken] *= self.model.mesh.device_matrix[other]
-            divides = choice != NO_CUT and variable.kind.divides(choice, parts, size)
+            parts = variable.kind.parts(row, sizes, axis)
+            divides = choice != NO_CUT and variable.kind.divides(choice, parts, sizes[axis])
             fresh = row[axis] if variable.pinned is not None else choice if divides else NO_CUT
             changed.append([*row[:axis], fresh, *row[axis + 1 :]])
         return changed

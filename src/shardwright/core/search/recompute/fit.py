@@ -296,11 +296,14 @@ class RecomputeFit:
         self.is_sure = sure is not None and sure * max(self._most) <= limit
         self._peaks: list[dict[int, int]] = [{} for _ in ladders]
         self._measured: dict[object, set[int]] = {ladder.alike: set() for ladder in ladders}
+        self._least: MemoryFit | None = None
 
-    @cached_property
+    @property
     def least(self) -> MemoryFit:
         """With all recomputed that can be."""
-        return self._try(self._tops)
+        if self._least is None:
+            self._least = self._try(self._tops)
+        return self._least
 
     @property
     def _tops(self) -> Rungs:
@@ -326,7 +329,7 @@ class RecomputeFit:
     @property
     def is_measured(self) -> bool:
         """Whether it is known what all stages need if all is recomputed that can be."""
-        return "least" in vars(self)
+        return self._least is not None
 
     @property
     def excess(self) -> float:

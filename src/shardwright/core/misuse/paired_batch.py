@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.dispatch import without_dispatch_modes
+from shardwright.core.torch_internals.dispatch import (
+    without_dispatch_modes,
+    without_torch_function_of_subclasses,
+)
 
 MOST_SUBSETS_OF = 4
 """Of more tensors that may be parts, only single ones and all together are tried."""
@@ -154,6 +157,29 @@ class BatchCall:
             if id(tensor) in self.batch_dims and tensor.shape == result.shape:
                 return self.batch_dims[id(tensor)]
         return dims_of_size(result.shape, self.sizes.whole)
+
+
+def dims_of_new(
+    kind: type[Tensor], results: Sequence[Any], given: Sequence[Tensor], call: BatchCall | None
+) -> dict[int, BatchDims]:
+    """For each result that is a new tensor of this class, by its number, its dimensions that are
+    the batch.
+
+    Args:
+        given: the tensors that the function was called with.
+        call: None if none of them has rows of a batch.
+    """
+    known = {id(one) for one in given}
+    new = [
+        number
+        for number, result in enumerate(results)
+        if type(result) is kind and id(result) not in known
+    ]
+    if call is None or not any(results[number].ndim for number in new):
+        return dict.fromkeys(new, frozenset())
+    with without_torch_function_of_subclasses():
+        dims = call.dims_of_results(results)
+    return {number: dims[number] for number in new}
 
 
 def dims_of_size(shape: Sequence[int], rows: int) -> BatchDims:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.core.runtime.before_backward import (
+from shardwright.core.misuse.before_backward import (
     before_backward,
     refuse_other_draws,
     refuse_transforms,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwright.core.capture.attributes import BUFFERS, OF_MODULES, SET, content, variable
 from shardwright.core.capture.global_variables import GLOBALS
+from shardwright.core.misuse.ranks import is_due
 from shardwright.core.runtime.adopt_optimizer import is_trained_apart
 from shardwright.core.torch_internals.modules import observe_calls, own_modules, own_parameters
 from shardwright.core.torch_internals.tensors import version
@@ -67,11 +68,7 @@ class OriginalModel:
             self._net = None
             return
         self._calls += 1
-        if (
-            net.training is not self._training
-            or self._calls <= FIRST_CALLS
-            or self._calls % PERIOD == 0
-        ):
+        if net.training is not self._training or is_due(self._calls, FIRST_CALLS, PERIOD):
             self._training = net.training
             self._compare(net, planned)
 

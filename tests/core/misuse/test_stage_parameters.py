@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from core.runtime.stage_ranks import CHECKS, in_stages
+from core.misuse.stage_ranks import CHECKS, in_stages
 from shardwright.core.api.lone_rank import fake_process_group
 from shardwright.errors import PlanError
 from torchrun import checks_on_ranks

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from shardwright.core.api.lone_rank import fake_process_group
-from shardwright.core.runtime.unsupported_operators import explain_unsupported_operators
+from shardwright.core.misuse.unsupported_operators import explain_unsupported_operators
 from shardwright.errors import MixedTensorsError, PlanError
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -14,9 +14,9 @@ from torch.distributions import Categorical
 from torch.nn import functional as F
 
 import shardwright as sw
-from core.parallel.whole_batch_ranks import CHECKS
-from shardwright.core.parallel.paired_batch import BatchSizes
-from shardwright.core.parallel.whole_batch import OutputBatch, WholeBatchTensor, ordinary
+from core.misuse.whole_batch_ranks import CHECKS
+from shardwright.core.misuse.paired_batch import BatchSizes
+from shardwright.core.misuse.whole_batch import OutputBatch, WholeBatchTensor, ordinary
 from torchrun import checks_on_ranks
 
 test_a_part_of_the_batch_is_refused_on_two_ranks = checks_on_ranks(CHECKS, 2)

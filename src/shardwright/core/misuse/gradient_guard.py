@@ -7,15 +7,16 @@ model, in the first passes and some later ones.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.core.runtime.batch_guard import EVERY, FIRST_CALLS, GRACE_SECONDS
-from shardwright.core.runtime.devices import Devices, has_other_ranks
+from shardwright.core.agreement.collective import has_other_ranks
+from shardwright.core.misuse.batch_guard import EVERY, FIRST_CALLS
+from shardwright.core.misuse.ranks import found_by_all, is_due
+from shardwright.core.runtime.devices import Devices
 from shardwright.errors import DataError
 
 TOLERANCE = 1e-3
@@ -39,7 +40,7 @@ class GradientGuard:
 
     def _compare(self, name: str, gradient: Tensor) -> None:
         self._passes += 1
-        if self._passes > FIRST_CALLS and self._passes % EVERY:
+        if not is_due(self._passes, FIRST_CALLS, EVERY):
             return
         with torch.no_grad():
             sums = _sums(gradient.detach())
@@ -48,15 +49,15 @@ class GradientGuard:
             dist.all_reduce(table)
             differences = (table - table[0]).abs().amax(-1) > TOLERANCE * table[:, 1].max()
         if bool(table.isfinite().all()) and bool(differences.any()):
-            # What others have yet to read would be lost if this process ended at once.
-            time.sleep(GRACE_SECONDS)
-            raise DataError(
-                f"rank {int(differences.nonzero()[0])} and rank 0 train {name} by other losses: by"
-                " dataset_strategy each rank gives its own part of the batch, but outputs are of"
-                " all of it, and what is computed from them outside of the model must be the same"
-                " on all ranks: put the loss into the model (`sw.WithLoss`, or return it from"
-                " `forward`), or gather the labels of all ranks (`torch.distributed.all_gather`)"
-            )
+            rank = int(differences.nonzero()[0])
+            with found_by_all():
+                raise DataError(
+                    f"rank {rank} and rank 0 train {name} by other losses: by dataset_strategy each"
+                    " rank gives its own part of the batch, but outputs are of all of it, and what"
+                    " is computed from them outside of the model must be the same on all ranks: put"
+                    " the loss into the model (`sw.WithLoss`, or return it from `forward`), or"
+                    " gather the labels of all ranks (`torch.distributed.all_gather`)"
+                )
 
 
 def _sums(gradient: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright.core.runtime.caller import is_called_by, user_line
+from shardwright.core.misuse.caller import is_called_by, user_line
 from shardwright.core.runtime.devices import stages_of_plan
 from shardwright.core.torch_internals.dtensor import refuse_pickling
 from shardwright.core.torch_internals.modules import state_names

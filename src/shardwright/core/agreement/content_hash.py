@@ -1,6 +1,9 @@
-"""A hash of what a tensor holds, computed on its device without waiting for it."""
+"""Hashes of contents, equal in every process: of tensors, on their device without waiting for it,
+and of texts."""
 
 from __future__ import annotations
+
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -16,6 +19,11 @@ ROWS = 256
 
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Odd numbers of 64 bits of well-known mixers, as signed numbers."""
+
+
+def text_hash(text: str) -> int:
+    """A number of 63 bits."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def content_hash(tensor: Tensor) -> Tensor:

@@ -17,8 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import resolve_name
 
-from shardwright.core.parallel.paired_batch import BatchCall, BatchDims, BatchSizes, dims_of_size
-from shardwright.core.runtime.caller import user_line
+from shardwright.core.misuse.caller import user_line
+from shardwright.core.misuse.paired_batch import (
+    BatchCall,
+    BatchDims,
+    BatchSizes,
+    dims_of_new,
+    dims_of_size,
+)
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.compiled import run_uncompiled_with
 from shardwright.core.torch_internals.dispatch import without_torch_function_of_subclasses
@@ -230,17 +236,12 @@ def _of_batch(
     results: Any, batch: OutputBatch, call: BatchCall | None, given: Sequence[Tensor]
 ) -> Any:
     """The results of a function, which know what they were computed from; numbers are ordinary."""
-    known = {id(one) for one in given}
     leaves, spec = pytree.tree_flatten(results)
-    with without_torch_function_of_subclasses():
-        new = [
-            isinstance(leaf, Tensor) and leaf.ndim > 0 and type(leaf) is Tensor for leaf in leaves
-        ]
-        if not any(new):
-            return results
-        dims = [frozenset[int]()] * len(leaves) if call is None else call.dims_of_results(leaves)
-    wrapped = [
-        WholeBatchTensor.of(leaf, batch, of_leaf) if is_new and id(leaf) not in known else leaf
-        for leaf, of_leaf, is_new in zip(leaves, dims, new, strict=True)
+    dims = dims_of_new(Tensor, leaves, given, call)
+    if not dims:
+        return results
+    marked = [
+        WholeBatchTensor.of(leaf, batch, dims[number]) if number in dims and leaf.ndim else leaf
+        for number, leaf in enumerate(leaves)
     ]
-    return pytree.tree_unflatten(wrapped, spec)
+    return pytree.tree_unflatten(marked, spec)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from shardwright.core.api.lone_rank import fake_process_group
-from shardwright.core.runtime.gathered_copies import refuse_lost_writes
+from shardwright.core.misuse.gathered_copies import refuse_lost_writes
 from shardwright.errors import PlanError
 
 WHOLE = torch.arange(24.0).reshape(4, 6)

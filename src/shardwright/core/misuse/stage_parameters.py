@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwright.core.runtime.caller import user_line
+from shardwright.core.misuse.caller import user_line
+from shardwright.core.misuse.partial_state import mark_stage_state
 from shardwright.core.runtime.dtensor import own_tensor
-from shardwright.core.runtime.partial_state import mark_stage_state
 from shardwright.core.torch_internals.norms import before_norms
 from shardwright.core.torch_internals.tensors import storage_id
 from shardwright.errors import PlanError

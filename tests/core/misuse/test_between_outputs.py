@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from core.parallel.between_outputs_ranks import APART, BETWEEN, CHECKS, Net, batch, compare, hidden
+from core.misuse.between_outputs_ranks import APART, BETWEEN, CHECKS, Net, batch, compare, hidden
 from random_plans import random_plan
-from shardwright.core.parallel.between_outputs import is_on_path
+from shardwright.core.misuse.between_outputs import is_on_path
 from torchrun import checks_on_ranks
 
 test_between_outputs_on_real_ranks = checks_on_ranks(CHECKS, 2)

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from shardwright.core.runtime.content_hash import COLUMNS, content_hash
+from shardwright.core.agreement.content_hash import COLUMNS, content_hash
 
 DTYPES = (torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
 

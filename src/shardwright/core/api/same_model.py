@@ -7,14 +7,13 @@ import logging
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.core.agreement.collective import check_description, take_values_of_rank_0
+from shardwright.core.agreement.content_hash import content_hash
 from shardwright.core.deferred import Deferred, init_record_lines, share_starts
 from shardwright.core.graph.graph import Graph
 from shardwright.core.plan import Plan
-from shardwright.core.runtime.agreement import check_description, take_values_of_rank_0
-from shardwright.core.runtime.content_hash import content_hash
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +22,6 @@ DECIDED = (
     *("storage", "outputs", "sharding", "bucket_bytes", "recompute", "fingerprint"),
 )
 """The fields of a plan that a program depends on."""
-
-
-def several_ranks(plan: Plan) -> bool:
-    """Whether the process group is that of the plan, and has others than this rank."""
-    return plan.devices > 1 and dist.is_initialized() and dist.get_world_size() == plan.devices
 
 
 def check_ranks_agree(net: nn.Module, graph: Graph, plan: Plan, device: torch.device) -> None:

@@ -12,9 +12,8 @@ pytestmark = pytest.mark.distributed
 RANK = """
 import os, sys, time
 import torch.distributed as dist
-from shardwright.errors import MemoryLimitError
-from shardwright.core.runtime import on_rank_0 as room
-from shardwright.core.runtime.collective_errors import CommunicationError
+from shardwright.errors import CommunicationError, MemoryLimitError
+from shardwright.core.agreement import store as room
 room.PATIENCE = 3.0
 file, rank, endings = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)

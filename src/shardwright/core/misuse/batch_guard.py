@@ -8,7 +8,6 @@ nothing waits for it, but for the first call of each kind: that is found before 
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.core.agreement.collective import has_other_ranks
+from shardwright.core.agreement.content_hash import content_hash, text_hash
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.misuse.ranks import found_by_all, is_due
 from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.runtime.accelerator import Arrival, SideStream, pinned
-from shardwright.core.runtime.agreement import hash_of
-from shardwright.core.runtime.content_hash import content_hash
-from shardwright.core.runtime.devices import Devices, has_other_ranks
+from shardwright.core.runtime.devices import Devices
 from shardwright.errors import DataError
 
 FIRST_CALLS = 10
@@ -39,9 +39,6 @@ MOST_KINDS = 256
 
 UNREAD = 2
 """Comparisons that may be under way before a call waits for the oldest."""
-
-GRACE_SECONDS = 0.5
-"""How long a rank that differs stays, so that all find it."""
 
 WHOLE_BATCH = (
     "every rank must be given the whole batch, the same on all: let each draw it in one order from"
@@ -136,7 +133,7 @@ class BatchGuard:
         if len(self._kinds) > MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
         contents: list[Tensor] = []
-        if new or self._calls <= FIRST_CALLS or self._calls % EVERY == 0:
+        if new or is_due(self._calls, FIRST_CALLS, EVERY):
             contents = self._contents(dict(zip(numbers, leaves, strict=True)))
         self._unread.append(self._collect(table.clone(), contents))
         if new:
@@ -173,7 +170,7 @@ class BatchGuard:
         """A row for each rank, zero but for this one's: a hash of what is called, the size of its
         batch, and places for the hashes of inputs."""
         table = torch.zeros(dist.get_world_size(), 2 + len(self._inputs), dtype=torch.int64)
-        table[dist.get_rank(), 0] = hash_of(re.sub(r" at 0x[0-9a-f]+", "", repr(kind)))
+        table[dist.get_rank(), 0] = text_hash(re.sub(r" at 0x[0-9a-f]+", "", repr(kind)))
         table[dist.get_rank(), 1] = _rows(leaves)
         return table
 
@@ -208,12 +205,8 @@ class BatchGuard:
             with self._waits.counted():
                 comparison.wait()
             waits -= 1
-            try:
+            with found_by_all():
                 self._compare(comparison.call, comparison.rows.tolist())
-            except DataError:
-                # What others have yet to read would be lost if this process ended at once.
-                time.sleep(GRACE_SECONDS)
-                raise
 
     def _compare(self, call: int, rows: list[list[int]]) -> None:
         """Raises:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.core.parallel.original import OriginalModel
+from shardwright.core.misuse.original import OriginalModel
 from shardwright.errors import PlanError
 
 

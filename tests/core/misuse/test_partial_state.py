@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import shardwright as sw
-from core.runtime.stage_ranks import batch, in_stages, model, sharded
+from core.misuse.stage_ranks import batch, in_stages, model, sharded
 from shardwright.core.api.lone_rank import fake_process_group
 from shardwright.errors import PlanError
 

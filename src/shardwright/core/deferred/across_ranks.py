@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwright.core.agreement.content_hash import content_hash
 from shardwright.core.deferred.init_record import Record, StorageView, TensorVersion
 from shardwright.core.deferred.tensor import Deferred
 from shardwright.core.torch_internals import pytree
@@ -45,8 +45,7 @@ def share_starts(tensors: Iterable[Tensor], share: Callable[[dict[str, Tensor]],
 
 def _text(leaf: Any) -> str:
     if isinstance(leaf, TensorVersion):
-        contents = leaf.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return f"values with the hash {blake2b(contents.tobytes(), digest_size=8).hexdigest()}"
+        return f"values with the hash {int(content_hash(leaf.tensor)):x}"
     if isinstance(leaf, StorageView):
         return f"{list(leaf.shape)}"
     return "" if isinstance(leaf, torch.Generator) else repr(leaf)

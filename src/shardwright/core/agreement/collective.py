@@ -1,25 +1,51 @@
-"""What is alike on all ranks before they run together: descriptions, and the values of tensors."""
+"""What all ranks of the process group have alike: values, descriptions, and contents of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.core.runtime.content_hash import content_hash, memory_of
+from shardwright.core.agreement.content_hash import content_hash, memory_of, text_hash
+from shardwright.core.torch_internals.distributed import FAKE
 from shardwright.errors import PlanError
+
+Sent = TypeVar("Sent")
 
 PIECE = 64 * 2**20
 """Bytes that are sent at once where they first go to another device."""
 
 
-def hash_of(text: str) -> int:
-    """A number of 63 bits, the same in every process."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1
+def has_other_ranks() -> bool:
+    """Whether a process group is running with other ranks that answer: those of a fake one do
+    not."""
+    return dist.is_initialized() and dist.get_backend() != FAKE
+
+
+def is_rank_0() -> bool:
+    """Whether this process does what one of all ranks does."""
+    return not has_other_ranks() or dist.get_rank() == 0
+
+
+def value_of_rank(value: Sent, rank: int = 0) -> Sent:
+    """The value of one rank, on every rank; all must call this."""
+    box = [value]
+    if has_other_ranks():
+        dist.broadcast_object_list(box, src=rank)
+    return box[0]
+
+
+def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list[Sent]:
+    """The value of each rank, on every rank; all must call this."""
+    if not has_other_ranks():
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def gathered(mine: Tensor) -> Tensor:
@@ -27,16 +53,6 @@ def gathered(mine: Tensor) -> Tensor:
     every = mine.new_empty(dist.get_world_size(), *mine.shape)
     dist.all_gather(list(every), mine)
     return every
-
-
-def text_of_rank(mine: str, rank: int, device: torch.device) -> str:
-    """The text of one rank, on all; every rank must call this."""
-    encoded = torch.tensor(list(mine.encode()), dtype=torch.uint8, device=device)
-    length = torch.tensor(len(encoded), device=device)
-    dist.broadcast(length, rank)
-    sent = encoded if rank == dist.get_rank() else encoded.new_empty(int(length))
-    dist.broadcast(sent, rank)
-    return bytes(sent.tolist()).decode()
 
 
 def check_description(lines: Sequence[str], device: torch.device) -> None:
@@ -48,11 +64,11 @@ def check_description(lines: Sequence[str], device: torch.device) -> None:
         PlanError: on every rank, if they differ; with the first line in which they do.
     """
     text = "\n".join(lines)
-    hashes = gathered(torch.tensor(hash_of(text), device=device)).tolist()
+    hashes = gathered(torch.tensor(text_hash(text), device=device)).tolist()
     other = next((rank for rank, each in enumerate(hashes) if each != hashes[0]), None)
     if other is None:
         return
-    texts = [text_of_rank(text, rank, device).split("\n") for rank in (0, other)]
+    texts = [value_of_rank(text, rank).split("\n") for rank in (0, other)]
     first, second = next(
         pair for pair in zip_longest(*texts, fillvalue="nothing") if len({*pair}) > 1
     )

@@ -15,10 +15,9 @@ RANK = """
 import json, sys
 from datetime import timedelta
 import torch
-from shardwright.errors import ConfigError
-from shardwright.core.runtime.collective_errors import CommunicationError
+from shardwright.errors import CommunicationError, ConfigError
 from shardwright.run import World
-from shardwright.run.launch import same_run as room
+from shardwright.run.launch import process_group as room
 facts, device, torch.__version__, seconds = json.loads(sys.argv[1])
 room.device_fact = lambda world, choice: device
 try:

@@ -1,0 +1,11 @@
+"""What the ranks of a run have in common before they communicate as planned.
+
+Callers say which facts matter; this room compares and shares them:
+
+- `content_hash`: a hash of a tensor's or a text's contents, so that 8 bytes are sent for each.
+- `collective`: over the process group. Compare descriptions, take rank 0's tensors, share values.
+- `store`: over the key-value store through which ranks find each other. Compare facts before there
+  is a process group, and share what rank 0 works out for longer than a collective would wait.
+
+A difference, or an error of rank 0, is the same error on every rank.
+"""

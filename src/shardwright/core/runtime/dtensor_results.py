@@ -1,0 +1,56 @@
+"""Results of DTensors that PyTorch gets wrong: the number of a sum over devices, and random numbers
+on CPUs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.torch_internals.dtensor import handle, local_tensor, own_part
+from shardwright.core.torch_internals.operators import OpOverload, schema_of
+
+aten = torch.ops.aten
+
+DRAWS = (
+    *(aten.uniform_.default, aten.normal_.default, aten.exponential_.default),
+    *(aten.bernoulli_.float, aten.log_normal_.default, aten.cauchy_.default),
+    *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to),
+    *(aten.rand_like.default, aten.randn_like.default),
+)
+"""Operators that draw numbers: on CPUs all devices would draw the same for other parts."""
+
+
+def correct_results() -> None:
+    """Lets DTensors of this process give the right number of a sum, and draw as one device does."""
+    handle(aten._local_scalar_dense.default, _whole_number)
+    for operator in DRAWS:
+        handle(operator, partial(_drawn_whole, operator))
+
+
+def _whole_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The number that a DTensor is; PyTorch's is that of this rank's term, if it is a sum."""
+    return args[0].full_tensor().item()
+
+
+def _drawn_whole(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draws the numbers of the whole tensor, as one device does, and keeps this rank's part of what
+    the first rank of the mesh drew."""
+    tensor: DTensor = args[0]
+    local, mesh = local_tensor(tensor), tensor.device_mesh
+    if mesh.device_type != "cpu" or type(local) is not Tensor:
+        return operator(*args, **kwargs)
+    whole = operator(local.new_empty(tensor.shape), *args[1:], **kwargs)
+    for dim in range(mesh.ndim):
+        torch.distributed.broadcast(whole, group=mesh.get_group(dim), group_src=0)
+    mine = own_part(whole, tensor).contiguous()
+    if schema_of(operator).is_mutable:
+        local.copy_(mine)
+        return tensor
+    meta = torch.empty(tensor.shape, device="meta")
+    return DTensor.from_local(
+        *(mine, mesh, tensor.placements), shape=meta.shape, stride=meta.stride()
+    )
