@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwright.core.capture.capture import capture
+from shardwright.core.graph.graph import Graph
+
 Model = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+@cache
+def captured(model: Callable[..., Model], **options: Any) -> Graph:
+    """The graph of a model, which has no memory for its parameters: once for all tests."""
+    with torch.device("meta"):
+        net, args, kwargs = model(**options)
+    return capture(net, args, kwargs)
 
 
 class MLP(nn.Module):

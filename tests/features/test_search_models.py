@@ -9,7 +9,6 @@ import pytest
 
 import sample_models as models
 from core.search.handmade import llama as llama_by_hand
-from shardwright.core.capture.capture import capture
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.rules import rule_of
@@ -18,10 +17,9 @@ from shardwright.core.search.recursive.search import search_recursively
 from shardwright.core.search.request import CutsOfGraph, SearchRequest
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def llama() -> Graph:
-    module, args, kwargs = models.llama(batch=8, sequence=8)
-    return capture(module, args, kwargs)
+    return models.captured(models.llama, batch=8, sequence=8)
 
 
 def letters(graph: Graph, cuts: CutsOfGraph) -> dict[str, set[str]]:
@@ -69,8 +67,7 @@ def test_data_parallel_cuts_all_that_depends_on_the_batch_of_llama(llama: Graph)
 
 
 def test_captured_network_has_the_strategies_of_the_golden_case() -> None:
-    module, args, kwargs = models.network(batch=32)
-    graph = capture(module, args, kwargs)
+    graph = models.captured(models.network, batch=32)
     cuts = search_recursively(SearchRequest(graph, prime_mesh(8), mem_coeff=0.1, order="topology"))
     assert cuts["layer1"] == {"k": (0, 1), "b": (2,)}
     assert cuts["layer2"] == {"j": (0, 1), "b": (2,)}
@@ -82,8 +79,7 @@ def test_captured_network_has_the_strategies_of_the_golden_case() -> None:
 def test_residual_models_are_data_parallel_or_cut_in_their_weights(
     model: Callable[..., models.Model], order: str
 ) -> None:
-    module, args, kwargs = model(batch=8)
-    graph, mesh = capture(module, args, kwargs), prime_mesh(4)
+    graph, mesh = models.captured(model, batch=8), prime_mesh(4)
     batch = letters(
         graph, search_recursively(SearchRequest(graph, mesh, mem_coeff=0.1, order=order))
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
 
 import shardwright as sw
 from random_plans import check_random_plan, random_plan_on
-from sample_models import encoder
+from sample_models import captured, encoder
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.cost.predict import predict
 from shardwright.core.graph.graph import Graph
@@ -23,6 +25,7 @@ from shardwright.core.rules.rule import Cuts
 MATRICES = [(4, 2), (2, 4), (6, 2), (2, 6)]
 
 
+@cache
 def linear() -> Graph:
     """x [256, 64] times weight [64, 64]."""
     return sw.capture(nn.Linear(64, 64, bias=False), (torch.randn(256, 64),))
@@ -72,8 +75,7 @@ def test_axes_that_are_to_stay_apart_are_not_joined() -> None:
 
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_plans_send_the_same_on_folded_axes(matrix: tuple[int, ...]) -> None:
-    net, args, kwargs = encoder(batch=12, sequence=12, width=24)
-    graph = sw.capture(net, args, kwargs)
+    graph = captured(encoder, batch=12, sequence=12, width=24)
     for seed in range(3):
         plan = random_plan_on(Layout(matrix, ("a", "b")), graph, seed)
         primes = Partitioned(graph, *split_axes(plan.mesh, plan.decisions))
@@ -82,8 +84,8 @@ def test_plans_send_the_same_on_folded_axes(matrix: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("devices", [8, 12, 24])
 def test_plans_are_folded_and_what_runs_is_what_was_planned(devices: int) -> None:
-    net, args, kwargs = encoder(batch=96, sequence=48, width=96)
-    plan = sw.plan(net, args, kwargs, devices=devices, cluster="ascend910b")
+    graph = captured(encoder, batch=96, sequence=48, width=96)
+    plan = sw.plan(graph, devices=devices, cluster="ascend910b")
     assert plan.graph is not None and plan.step is not None
     assert len(plan.mesh.device_matrix) < len(prime_mesh(devices).device_matrix)
     assert plan.partition(plan.graph) is plan.partitioned
@@ -95,8 +97,8 @@ def test_plans_are_folded_and_what_runs_is_what_was_planned(devices: int) -> Non
 
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_programs_on_folded_axes_compute_as_one_device(matrix: tuple[int, ...]) -> None:
-    net, args, kwargs = encoder(batch=12, sequence=12, width=24)
-    graph = sw.capture(net, args, kwargs)
+    sizes = {"batch": 12, "sequence": 12, "width": 24}
+    (net, args, kwargs), graph = encoder(**sizes), captured(encoder, **sizes)
     plan = random_plan_on(Layout(matrix, ("a", "b")), graph, seed=1)
     check_random_plan(net, args, kwargs, graph, plan)
 

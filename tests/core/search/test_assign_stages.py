@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwright as sw
 from random_cases import random_cases
-from sample_models import llama, mlp
+from sample_models import captured, llama, mlp
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.split import split_graph
 from shardwright.core.search.assign_stages import _cheapest_ends, balanced_stages, operator_work
@@ -26,8 +26,7 @@ def work_of_parts(graph: Graph, chunk_of: dict[str, int]) -> list[float]:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_parts_ascend_and_are_nearly_equal(count: int) -> None:
-    net, args, kwargs = llama(layers=8)
-    graph = sw.capture(net, args, kwargs)
+    graph = captured(llama, layers=8)
     chunk_of = balanced_stages(graph, count)
     numbers = [chunk_of[op.name] for op in graph.ops]
     assert numbers == sorted(numbers)
@@ -38,8 +37,7 @@ def test_parts_ascend_and_are_nearly_equal(count: int) -> None:
 
 
 def test_a_transformer_is_cut_where_one_value_crosses() -> None:
-    net, args, kwargs = llama(layers=8)
-    graph = sw.capture(net, args, kwargs)
+    graph = captured(llama, layers=8)
     pieces = split_graph(graph, balanced_stages(graph, 4))
     assert [len(piece.leaving) for piece in pieces] == [1, 1, 1, 0]
 
@@ -57,8 +55,7 @@ def test_no_part_ends_between_what_reads_and_what_updates_a_buffer(count: int) -
 
 
 def test_given_work_decides() -> None:
-    net, args, _ = mlp()
-    graph = sw.capture(net, args)
+    graph = captured(mlp)
     work = [0.0] * len(graph.ops)
     work[0] = work[-1] = 1.0
     chunk_of = balanced_stages(graph, 2, work)

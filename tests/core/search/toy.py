@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
-import torch
-
-from sample_models import Model
-from shardwright.core.capture.capture import capture
 from shardwright.core.cost.cluster import GLOO, RINGS, Cluster, Device, LinkLevel
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import Layout, TensorLayout
@@ -31,13 +24,6 @@ def on_links(collectives: str) -> Cluster:
 
 CLUSTERS = (TOY, on_links(RINGS), on_links(GLOO))
 """Whose collectives are trees, rings and gloo's."""
-
-
-@cache
-def captured(model: Callable[..., Model], **sizes: Any) -> Graph:
-    with torch.device("meta"):
-        net, args, kwargs = model(**sizes)
-    return capture(net, args, kwargs)
 
 
 def searcher(graph: Graph, mesh: Layout, cluster: Cluster, fold: bool = True) -> TimedSearch:

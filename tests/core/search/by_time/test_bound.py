@@ -9,10 +9,10 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from core.search.toy import CLUSTERS, TOY, captured, random_layout, searcher
+from core.search.toy import CLUSTERS, TOY, random_layout, searcher
 from random_cases import random_cases
 from random_graphs import random_net
-from sample_models import llama, mlp
+from sample_models import captured, llama, mlp
 from shardwright.core.capture.capture import capture
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.step_time import TimeModel

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from core.search.toy import TOY, captured, searcher
-from sample_models import llama, mlp
+from core.search.toy import TOY, searcher
+from sample_models import captured, llama, mlp
 from shardwright.core.cost.step_time import TimeModel
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.search.by_time.exact import _Joint, search_exactly

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from core.search.toy import CLUSTERS, captured, random_layout
-from sample_models import mlp
+from core.search.toy import CLUSTERS, random_layout
+from sample_models import captured, mlp
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.collectives import Links
 from shardwright.core.cost.step_time import TimeModel

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from core.search.toy import TOY, captured, searcher
-from sample_models import bert, encoder, gpt2, llama, mlp, resnet
+from core.search.toy import TOY, searcher
+from sample_models import bert, captured, encoder, gpt2, llama, mlp, resnet
 from shardwright.core.cost.cluster import Cluster, Device, LinkLevel
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.cost.step_time import StepTime, TimeModel, step_time

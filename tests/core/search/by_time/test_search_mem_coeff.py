@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import shardwright as sw
-from core.search.toy import TOY, captured
-from sample_models import bert, gpt2, llama
+from core.search.toy import TOY
+from sample_models import bert, captured, gpt2, llama
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import TensorLayout

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.search.toy import TOY, captured, searcher
-from sample_models import llama, mlp
+from core.search.toy import TOY, searcher
+from sample_models import captured, llama, mlp
 from shardwright.core.capture.capture import capture
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.layout.prime_mesh import prime_mesh
