@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -11,7 +12,7 @@ import yaml
 import shardwright as sw
 from markdown_fences import ROOT
 
-VALUES = [getattr(sw, name) for name in sw.__all__]
+VALUES = [value for name in sw.__all__ if not isinstance(value := getattr(sw, name), ModuleType)]
 PUBLIC = {f"{value.__module__}.{value.__name__}" for value in VALUES}
 
 

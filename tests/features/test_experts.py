@@ -88,7 +88,7 @@ def dispatches(graph: Graph) -> list[str]:
 
 
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
-@random_cases(1, slow=5)
+@random_cases(1, slow=3)
 def test_a_random_plan_changes_no_result(build: Any, seed: int) -> None:
     torch.manual_seed(0)
     net, kwargs = build(), batch()

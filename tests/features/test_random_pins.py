@@ -18,7 +18,7 @@ MODES = ("semi_auto", "sharding_propagation", "recursive_programming")
 
 
 @pytest.mark.parametrize("mode", MODES)
-@random_cases(5, slow=40)
+@random_cases(5, slow=20)
 def test_random_pins_are_kept_and_change_no_result(mode: str, seed: int) -> None:
     draw, devices = random.Random(seed), (2, 4, 6, 8, 12)[seed % 5]
     net, args = random_net(seed)

@@ -43,7 +43,7 @@ def some_model(seed: int) -> Model:
     return MODELS[number]() if number < len(MODELS) else (*random_net(seed), {})
 
 
-@random_cases(8, slow=48)
+@random_cases(8, slow=32)
 def test_a_random_plan_with_random_segments_equals_one_device(seed: int) -> None:
     net, args, kwargs = some_model(seed)
     graph, draw = sw.capture(net, args, kwargs), random.Random(seed)

@@ -28,7 +28,7 @@ def captured(name: str) -> tuple[Model, Graph]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@random_cases(3, slow=7)
+@random_cases(3, slow=4)
 def test_a_random_plan_gives_the_loss_and_gradients_of_one_device(name: str, seed: int) -> None:
     (net, args, kwargs), graph = captured(name)
     devices = (2, 4, 6, 3, 8)[seed % 5]

@@ -90,7 +90,7 @@ def test_a_random_plan_gives_what_one_device_gives(seed: int, micro_batches: int
     check("mlp", (2, 4, 3, 6, 8)[seed % 5], micro_batches, seed)
 
 
-@random_cases(2, slow=10)
+@random_cases(2, slow=4)
 def test_a_random_plan_of_a_language_model_gives_what_one_device_gives(seed: int) -> None:
     check("llama", (4, 2, 3, 6, 8)[seed % 5], (1, 2, 4)[seed % 3], seed)
 

@@ -375,7 +375,7 @@ def random_pins(graph: Graph, mesh: Layout, seed: int) -> Pins:
     return {name: cuts[name] for name in random.Random(seed).sample(sorted(cuts), 1 + seed % 5)}
 
 
-@random_cases(4, slow=40)
+@random_cases(4, slow=24)
 def test_random_pins_give_the_values_and_gradients_of_one_device(seed: int) -> None:
     draw = random.Random(seed)
     (net, args, kwargs), graph = captured(draw.choice(list(MODELS)))
