@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +16,40 @@ import shardwright
 print(process_time() - start, "torch" in __import__("sys").modules)
 """
 
+WITHOUT_OTHERS = """
+import sys
+for name in ("run", "models", "mindformers", "tools", "integrations", "cli"):
+    sys.modules[f"shardwright.{name}"] = None
+for name in ("accelerate", "datasets", "jinja2", "peft", "scipy", "sklearn", "transformers", "typer"):
+    sys.modules[name] = None
 
-def run(script: str) -> str:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+import torch
+import shardwright as sw
+for name in sw.__all__:
+    getattr(sw, name)
+
+net = sw.WithLoss(torch.nn.Linear(4, 4), torch.nn.MSELoss())
+batch = torch.randn(8, 4), torch.randn(8, 4)
+plan = sw.plan(net, batch, devices=2)
+assert sw.check(net, batch, None, plan).passes()
+assert sw.rehearse(net, batch, None, plan).passes()
+parallel = sw.parallelize(net, sw.plan(net, batch, devices=1))
+optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+parallel.train_step(*batch)
+optimizer.step()
+sw.save_state_dict(parallel, sys.argv[1] + "/net.safetensors")
+sw.save_checkpoint(sys.argv[1] + "/run", parallel, optimizer, position=sw.Position(1))
+for use in (lambda: plan.report(sys.argv[1] + "/page.html"), lambda: sw.from_pretrained("gpt2")):
+    try:
+        use()
+    except sw.ShardwrightError as error:
+        print(error)
+"""
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -26,6 +58,12 @@ def test_the_import_loads_no_torch_and_takes_less_than_a_tenth_of_a_second() -> 
     seconds, loaded = run(CPU_TIME).split()
     assert float(seconds) < 0.1
     assert loaded == "False"
+
+
+def test_the_core_works_without_other_buildings_and_names_the_extra_of_each(tmp_path: Path) -> None:
+    report, pretrained = run(WITHOUT_OTHERS, str(tmp_path)).splitlines()
+    assert report.endswith("pip install 'shardwright[tools]'")
+    assert pretrained.endswith("pip install 'shardwright[transformers]'")
 
 
 def test_every_public_name_is_listed_and_exists() -> None:
