@@ -18,9 +18,9 @@ print(process_time() - start, "torch" in __import__("sys").modules)
 
 WITHOUT_OTHERS = """
 import sys
-for name in ("run", "models", "mindformers", "tools", "integrations", "cli"):
+for name in ("run", "models", "mindformers", "integrations", "cli"):
     sys.modules[f"shardwright.{name}"] = None
-for name in ("accelerate", "datasets", "jinja2", "peft", "scipy", "sklearn", "transformers", "typer"):
+for name in ("accelerate", "jinja2", "peft", "scipy", "sklearn", "transformers", "typer"):
     sys.modules[name] = None
 
 import torch
@@ -39,7 +39,7 @@ parallel.train_step(*batch)
 optimizer.step()
 sw.save_state_dict(parallel, sys.argv[1] + "/net.safetensors")
 sw.save_checkpoint(sys.argv[1] + "/run", parallel, optimizer, position=sw.Position(1))
-for use in (lambda: plan.report(sys.argv[1] + "/page.html"), lambda: sw.from_pretrained("gpt2")):
+for use in (lambda: plan.report(sys.argv[1] + "/page.html"), lambda: sw.from_pretrained(None, sys.argv[1], plan)):
     try:
         use()
     except sw.ShardwrightError as error:

@@ -53,7 +53,7 @@ def _never() -> Graph:
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    name = "shardwright.core.capture"
+    name = "shardwright.capture"
     return [each.message for each in caplog.records if each.name == name]
 
 
@@ -203,12 +203,12 @@ def test_a_change_of_a_capture_pass_changes_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "shardwright"
-    for name in ("config/graph_cache.py", "capture/views.py"):
+    for name in ("run/config/graph_cache.py", "core/capture/views.py"):
         (root / name).parent.mkdir(parents=True)
         (root / name).write_text("one = 1")
-    monkeypatch.setattr(graph_cache, "__file__", str(root / "config/graph_cache.py"))
+    monkeypatch.setattr(graph_cache, "__file__", str(root / "run/config/graph_cache.py"))
     before = graph_cache._own_source.__wrapped__()
-    (root / "capture/views.py").write_text("one = 2")
+    (root / "core/capture/views.py").write_text("one = 2")
     assert graph_cache._own_source.__wrapped__() != before
 
 
