@@ -39,7 +39,11 @@ parallel.train_step(*batch)
 optimizer.step()
 sw.save_state_dict(parallel, sys.argv[1] + "/net.safetensors")
 sw.save_checkpoint(sys.argv[1] + "/run", parallel, optimizer, position=sw.Position(1))
-for use in (lambda: plan.report(sys.argv[1] + "/page.html"), lambda: sw.from_pretrained(None, sys.argv[1], plan)):
+uses = (
+    lambda: plan.report(sys.argv[1] + "/page.html"),
+    lambda: sw.from_pretrained(None, sys.argv[1], plan),
+)
+for use in uses:
     try:
         use()
     except sw.ShardwrightError as error:

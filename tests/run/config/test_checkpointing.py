@@ -22,8 +22,8 @@ from shardwright.run.loop.step_log import StepRecord
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 CONFIG: dict[str, dict[str, Any]] = {
-    "model": {"target": "config.resume_case:network"},
-    "data": {"target": "config.resume_case:samples", "batch_size": 4},
+    "model": {"target": "run.config.resume_case:network"},
+    "data": {"target": "run.config.resume_case:samples", "batch_size": 4},
     "optimizer": {"name": "adamw", "learning_rate": 0.01},
     "train": {"epochs": 2, "checkpoint": {"every": 3}},
 }
