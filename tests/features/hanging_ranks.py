@@ -15,8 +15,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import shardwright as sw
-from shardwright.run import World
-from shardwright.run.launch import process_group
+from shardwright.run import World, process_group
 
 
 class Loss(nn.Module):
