@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.run import Batches, World, digits
-from shardwright.run.launch import process_group
+from shardwright.run import Batches, World, digits, process_group
 
 
 class Classifier(nn.Module):

@@ -16,8 +16,7 @@ RANK = """
 import sys
 import torch
 from shardwright.errors import ConfigError
-from shardwright.run import World
-from shardwright.run.launch import process_group
+from shardwright.run import World, process_group
 
 count = int(sys.argv[1])
 if count:
