@@ -235,9 +235,9 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def test_keys_that_mean_nothing_are_those_and_no_others(file: str) -> None:
-    language = Run.from_file(file).language
-    assert language is not None
-    assert sorted(language.unused) == sorted(UNUSED.split())
+    foreign = Run.from_file(file).foreign
+    assert foreign is not None
+    assert sorted(foreign.unused) == sorted(UNUSED.split())
 
 
 def test_every_command_takes_it_with_all_options(file: str, command: Command) -> None:
