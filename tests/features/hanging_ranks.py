@@ -41,7 +41,8 @@ def main(where: str, folder: Path) -> None:
     forward and backward."""
     net, x = Loss(), torch.ones(4, 4, requires_grad=where != "stages")
     if where == "stages":
-        plan = sw.plan(net, (x,), devices=2, stages=2, micro_batches=2)
+        pipeline = sw.Pipeline(net, 2, loss_reduction="sum")
+        plan = sw.plan(pipeline, (x,), devices=2, stages=2)
     else:
         sw.shard(net.inner, in_strategy=((1, 1), (2, 1)))
         sw.shard(net.outer, in_strategy=((1, 2), (1, 2)))
