@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwright.core.api.decide import decide_model, plan_collectively, plan_model
 from shardwright.core.api.parallelize import parallelize
+from shardwright.core.api.unknown_keyword import suggests_keywords
 from shardwright.core.api.whole_example import whole_example
 from shardwright.core.capture.capture import check_arguments
 from shardwright.core.constraints import DatasetStrategy
@@ -44,6 +45,7 @@ PARALLEL_MODE = one_of(("semi_auto", "sharding_propagation", "recursive_programm
 NOT_PLANNED = "the model is not planned yet: call it, or call compile(*example) before"
 
 
+@suggests_keywords
 def plan(
     net: nn.Module | Graph,
     args: tuple[Any, ...] = (),
@@ -150,6 +152,7 @@ def plan(
     return do(options, net, args, kwargs)
 
 
+@suggests_keywords
 def best_plans(
     net: nn.Module | Graph,
     args: tuple[Any, ...] = (),
@@ -217,6 +220,7 @@ class AutoParallel(ModuleWrapper):
         StrategyError: for a mode or a value that is not valid.
     """
 
+    @suggests_keywords
     def __init__(
         self,
         network: nn.Module,
