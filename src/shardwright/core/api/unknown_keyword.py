@@ -1,0 +1,38 @@
+"""The TypeError of a misspelled keyword, with the nearest parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def suggests_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Names the nearest parameter where a keyword is unknown, which Python does from 3.13 on.
+
+    Raises: by the decorated function
+        TypeError: an argument is unknown or missing.
+    """
+    parameters = signature(call).parameters
+    valid = [name for name in parameters if name != "self"]
+
+    @wraps(call)
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        for name in kwargs:
+            if name not in parameters:
+                where = call.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{where}() has no argument {name!r}: {_suggestion(name, valid)}")
+        return call(*args, **kwargs)
+
+    return checked
+
+
+def _suggestion(name: str, valid: list[str]) -> str:
+    """`memory_limit` for `memory_limt`, `parallel_mode` for `mode`."""
+    nearest = [each for each in valid if name in each] or get_close_matches(name, valid, n=1)
+    return f"did you mean {nearest[0]!r}?" if nearest else f"valid are {', '.join(valid)}"
