@@ -24,6 +24,7 @@ def test_the_head_is_the_embedding() -> None:
 
 
 def test_the_queries_of_the_last_layer_are_learned_and_not_of_the_tokens() -> None:
+    torch.manual_seed(0)
     net = build("pangualpha_2_6b_tiny").double()
     layer, x = net.model.query_layer, torch.randn(2, 16, 64, dtype=torch.float64)
     queries = net.model.embed_queries.weight[:16]
@@ -31,8 +32,7 @@ def test_the_queries_of_the_last_layer_are_learned_and_not_of_the_tokens() -> No
     attended = layer.self_attn(normed, queries)
     repeated = layer.self_attn(normed, queries.expand(2, 16, 64))
     torch.testing.assert_close(attended, repeated)
-    # Weights are small, and so is all that attention adds.
-    assert (attended - layer.self_attn(normed)).abs().max() > 1e-5
+    assert (attended - layer.self_attn(normed)).abs().max() > 1e-3
 
 
 def test_dropout_is_applied_in_training_only() -> None:

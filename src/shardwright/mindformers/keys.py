@@ -48,7 +48,7 @@ class Keys:
         return self._sections[name]
 
     def has(self, name: str) -> bool:
-        """Whether there is a value."""
+        """Whether the key is present and not null."""
         return self._value(name) is not None
 
     def number(

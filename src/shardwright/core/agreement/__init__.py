@@ -1,6 +1,6 @@
-"""What the ranks of a run have in common before they communicate as planned.
+"""Checks that ranks agree, and shares values between them, before a program runs.
 
-Callers say which facts matter; this room compares and shares them:
+Callers choose the facts; these files compare and share them:
 
 - `content_hash`: a hash of a tensor's or a text's contents, so that 8 bytes are sent for each.
 - `collective`: over the process group. Compare descriptions, take rank 0's tensors, share values.

@@ -1,4 +1,4 @@
-"""What all ranks of the process group have alike: values, descriptions, and contents of tensors."""
+"""Collectives over Python values, and checks that all ranks hold the same model and tensors."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ PIECE = 64 * 2**20
 
 
 def has_other_ranks() -> bool:
-    """Whether a process group is running with other ranks that answer: those of a fake one do
-    not."""
+    """Whether a process group is initialized whose other ranks are real, not fake."""
     return dist.is_initialized() and dist.get_backend() != FAKE
 
 
 def is_rank_0() -> bool:
-    """Whether this process does what one of all ranks does."""
+    """Whether this process is rank 0, or the only one."""
     return not has_other_ranks() or dist.get_rank() == 0
 
 
 def value_of_rank(value: Sent, rank: int = 0) -> Sent:
-    """The value of one rank, on every rank; all must call this."""
+    """Broadcasts the value of `rank`. Collective."""
     box = [value]
     if has_other_ranks():
         dist.broadcast_object_list(box, src=rank)
@@ -40,7 +39,7 @@ def value_of_rank(value: Sent, rank: int = 0) -> Sent:
 
 
 def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list[Sent]:
-    """The value of each rank, on every rank; all must call this."""
+    """All-gathers the values of all ranks, in their order. Collective."""
     if not has_other_ranks():
         return [value]
     values = [value] * dist.get_world_size(group)
@@ -49,19 +48,19 @@ def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list
 
 
 def gathered(mine: Tensor) -> Tensor:
-    """The tensor of each rank of the process group, stacked along a first dimension."""
+    """All-gathers tensors of one shape, stacked along a new dimension 0. Collective."""
     every = mine.new_empty(dist.get_world_size(), *mine.shape)
     dist.all_gather(list(every), mine)
     return every
 
 
 def check_description(lines: Sequence[str], device: torch.device) -> None:
-    """Compares the description of each rank's model and plan; every rank must call this.
+    """Compares the descriptions of all ranks' models and plans. Collective.
 
-    Only a hash is sent, and where it differs the description of two ranks.
+    Sends 8 bytes, and two descriptions only if they differ.
 
     Raises:
-        PlanError: on every rank, if they differ; with the first line in which they do.
+        PlanError: on every rank, with the first line that differs.
     """
     text = "\n".join(lines)
     hashes = gathered(torch.tensor(text_hash(text), device=device)).tolist()
@@ -79,9 +78,9 @@ def check_description(lines: Sequence[str], device: torch.device) -> None:
 
 
 def take_values_of_rank_0(tensors: Mapping[str, Tensor], device: torch.device) -> list[str]:
-    """Gives tensors the values that they have on rank 0, in place; every rank must call this.
+    """Copies the values of rank 0 into the tensors of all ranks. Collective.
 
-    Only tensors whose hashes differ on some rank are sent.
+    Sends only tensors whose hashes differ on some rank.
 
     Returns:
         The names of those.

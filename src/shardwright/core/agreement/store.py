@@ -1,7 +1,7 @@
-"""Facts that are compared, and results of rank 0 that are shared, through a store.
+"""Compares facts and shares rank 0's results through the key-value store.
 
-A store has no time-out of collectives, and is there before the process group. While rank 0 works
-for all it gives signs of life in it.
+The store exists before the process group, and waiting on it is not limited by the timeout of
+collectives. While rank 0 computes a result it writes a heartbeat.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 BEAT = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats of rank 0."""
 
 PATIENCE = 60.0
-"""Seconds without any after which a rank goes on without rank 0."""
+"""Seconds without a heartbeat after which a rank computes the result itself."""
 
 FAREWELL = 10.0
-"""Seconds for which the process that serves the store waits for the others before it ends."""
+"""Seconds that the process serving the store waits for its readers before it ends."""
 
 PIECE = 4 * 2**20
 """Bytes of one entry of the store, which takes no more than 8 MiB."""
@@ -43,17 +43,16 @@ PIECE = 4 * 2**20
 def check_same_facts(
     store: Store, rank: int, size: int, facts: Mapping[str, Any], own: str | None = None
 ) -> None:
-    """Compares facts about all ranks; every rank must call this. A rank waits for the others as
-    long as the store's time-out.
+    """Checks that all ranks have the same `facts`. Every rank must call it.
 
     Args:
-        store: in which nothing was compared before; it may end with rank 0's process.
-        facts: names and values, as JSON knows them.
-        own: what no other rank of the machine may have.
+        store: not used for a check before; rank 0's process may serve it.
+        facts: JSON values by name.
+        own: a value, such as a device, that no other rank of the host may have.
 
     Raises:
         ConfigError: on all ranks, with the first difference.
-        RuntimeError: a rank did not come.
+        RuntimeError: a rank did not call it within the store's timeout.
     """
     store.set(f"rank {rank}", json.dumps([socket.gethostname(), facts, own]))
     if rank == 0:
@@ -114,7 +113,7 @@ def on_rank_0(
 
 
 def count_until(store: Store, key: str, step: int, enough: Callable[[int], bool]) -> None:
-    """Adds `step` to a count in the store, and returns once it is enough, or after `FAREWELL`."""
+    """Adds `step` to a counter in the store and waits until it is enough, at most `FAREWELL`."""
     count, deadline = store.add(key, step), time.monotonic() + FAREWELL
     while not enough(count) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -153,7 +152,7 @@ def _comes(store: Store, key: str) -> bool:
 
 
 def _tell(store: Store, make: Callable[[], Answer], write: Callable[[Answer], str]) -> Answer:
-    """On rank 0: what `make` returns. The other ranks are told it, or the error that it raises."""
+    """Runs `make` on rank 0 and sends its result, or the error it raises, to the other ranks."""
     try:
         result = make()
         _send(store, {"result": write(result)})
@@ -165,7 +164,7 @@ def _tell(store: Store, make: Callable[[], Answer], write: Callable[[Answer], st
 
 
 def _told(store: Store) -> str:
-    """On the other ranks: the text of rank 0's result, or its error, which is raised."""
+    """Receives rank 0's result as text, or raises rank 0's error."""
     pieces = (store.get(f"piece {number}") for number in range(int(store.get("pieces"))))
     answer: dict[str, Any] = json.loads(zlib.decompress(b"".join(pieces)))
     if "result" in answer:

@@ -90,7 +90,7 @@ def insert_reshape(node: fx.Node, sizes: tuple[int, ...], before: fx.Node) -> fx
 
 
 def insert_permute(node: fx.Node, dims: tuple[int, ...], before: fx.Node) -> fx.Node:
-    """`node` with permuted dimensions; merges permutations of permutations."""
+    """Inserts a permute of `node` before `before`, merged with the permutes that made `node`."""
     while (inner := permutation(node)) is not None:
         node = node.args[0]  # type: ignore[assignment]
         dims = tuple(inner[d] for d in dims)

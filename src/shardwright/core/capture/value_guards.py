@@ -51,7 +51,7 @@ class GuardedNumber:
 
 
 class PassedGuards(TorchFunctionMode):
-    """A context in which tests of values that only guard are passed."""
+    """Lets value checks whose only effect is to raise pass while a model is traced."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

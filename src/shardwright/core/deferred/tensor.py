@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 class Deferred(Tensor):
-    """A tensor on the meta device whose values are created when they are needed.
+    """A meta tensor that records the operators on it and is materialized on demand.
 
     Every operator on it is recorded, also after the context has ended, so copies, casts and moves
     of a module stay deferred. While the context is open the tensor claims to be on the CPU, where

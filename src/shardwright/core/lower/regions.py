@@ -79,7 +79,7 @@ def regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | None:
 def compile_regions(
     source: Source, lines: Sequence[Line], ends: tuple[str, str], compiler: Compiler
 ) -> Callable[..., Any] | None:
-    """A program whose equal blocks are one function, compiled; None if there are none.
+    """Compiles a program with its repeated blocks as one function; None if no blocks repeat.
 
     Args:
         lines: of the program.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ from shardwright.core.misuse.whole_batch import (
 from shardwright.core.parallel.call import PlannedCall, key_of
 from shardwright.core.parallel.output_tensor import in_parts
 from shardwright.core.parallel.python_state import PythonState
+from shardwright.core.parallel.tensor_places import TensorPlaces
 from shardwright.core.parallel.train_step import (
     GradientAccumulation,
     StepInputs,
@@ -53,13 +54,11 @@ from shardwright.core.runtime.dtensor import (
     add_gradients,
     as_dtensor,
     local_shards,
-    own_tensor,
     stored_shards,
 )
 from shardwright.core.runtime.micro_batches import micro_batch, most_micro_batches, whole_leaves
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import HooksOfModules, without_saved_tensor_hooks
-from shardwright.core.torch_internals.tensors import copy_all_
 
 log = logging.getLogger(__name__)
 
@@ -67,47 +66,6 @@ MOST_SITUATIONS = 64
 """So many programs are kept; a model that is called with more shapes is captured again."""
 
 Bound = TypeVar("Bound")
-
-TensorOwner = tuple[str, nn.Module, str]
-"""Name of a buffer, the module that owns it, and its name there."""
-
-
-@dataclass(frozen=True)
-class TensorPlaces:
-    """The parameters of a module that a graph reads, and where the buffers are that it reads and
-    updates: a buffer may be replaced, a parameter may not."""
-
-    parameters: Mapping[str, Tensor]
-    buffers: tuple[TensorOwner, ...]
-
-    @classmethod
-    def of(
-        cls, module: nn.Module, parameters: Sequence[Value], buffers: Sequence[Value]
-    ) -> TensorPlaces:
-        """Found by their names."""
-
-        def owner(value: Value) -> TensorOwner:
-            path, _, name = value.name.rpartition(".")
-            return value.name, module.get_submodule(path), name
-
-        held = {name: getattr(bearer, leaf) for name, bearer, leaf in map(owner, parameters)}
-        return cls(held, tuple(map(owner, buffers)))
-
-    def read(self) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
-        """The parameters and the buffers, by name; of parameters that are updated like buffers the
-        local tensors."""
-        return self.parameters, {n: own_tensor(getattr(m, leaf)) for n, m, leaf in self.buffers}
-
-    def write(self, changed: Mapping[str, Tensor]) -> None:
-        """Copies new values into buffers and parameters, by name."""
-        if changed:
-            _, buffers = self.read()
-            with torch.no_grad():
-                tensors = [
-                    buffers[name] if name in buffers else own_tensor(self.parameters[name])
-                    for name in changed
-                ]
-                copy_all_(tensors, list(changed.values()))
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,11 @@ _BACKWARD = (Tensor.backward, torch.autograd.backward)
 def in_parts(
     tensor: DTensor, batch: OutputBatch | None = None, dims: BatchDims | None = None
 ) -> OutputTensor:
-    """The same tensor, as an output of a planned model.
+    """Makes `tensor` an `OutputTensor`, in place.
 
     Args:
-        batch: that it is of, where each rank gives its own part.
-        dims: its dimensions that are the batch; by default, the first of its size.
+        batch: the whole batch it belongs to, if each rank passes its own part.
+        dims: batch dimensions of `tensor`; by default the first of the batch's size.
     """
     # The object itself: a new one would have an autograd graph of its own.
     tensor.__class__ = OutputTensor

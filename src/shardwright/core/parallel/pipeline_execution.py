@@ -18,8 +18,9 @@ from shardwright.core.misuse.partial_state import refuse_to_save_stage
 from shardwright.core.misuse.stage_parameters import watch_stage
 from shardwright.core.misuse.whole_batch import output_batches, sizes_of_batch
 from shardwright.core.parallel.call import Call
-from shardwright.core.parallel.execution import Execution, TensorPlaces
+from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.pipeline_stage import RankStages
+from shardwright.core.parallel.tensor_places import TensorPlaces
 from shardwright.core.parallel.train_step import StepInputs
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.partitioned import Partitioned

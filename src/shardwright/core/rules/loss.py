@@ -85,7 +85,7 @@ def cosine_embedding_loss(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("multi_margin_loss", "multilabel_margin_loss"))
 def margin_loss(op: Op) -> ShardingRule:
-    """Rows can be cut; their classes, which are compared with each other, cannot."""
+    """Rows can be sharded; classes cannot, as each is compared with that of the target."""
     rows: Dims = ("b",)[: max(0, len(op.inputs[0].shape) - 1)]
     scores, target = ((*rows, None)[: len(value.shape)] for value in op.inputs[:2])
     inputs = input_dims(op, {"self": scores, "target": target, "weight": (None,)})

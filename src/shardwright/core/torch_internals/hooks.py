@@ -98,7 +98,7 @@ def hooks_registered() -> int:
 
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """A context in which nothing packs what autograd saves, as transforms of functions need it."""
+    """Disables saved-tensor hooks, under which `torch.func` transforms refuse to run."""
     autograd: Any = torch._C._autograd
     popped = []
     while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:

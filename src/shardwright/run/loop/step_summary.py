@@ -156,7 +156,7 @@ def _self_time(event: Any) -> float:
 
 
 def _exposed(kernels: Sequence[Any]) -> float:
-    """Microseconds in which an accelerator communicates, and computes nothing beside it."""
+    """Microseconds of communication that no computation overlaps."""
     changes = []
     for kernel in kernels:
         sends = COLLECTIVE_KERNEL.search(kernel.name) is not None

@@ -78,7 +78,7 @@ class Comparison:
     alternatives: tuple[Alternative, ...]
 
     def of_kind(self, kind: str) -> Alternative | None:
-        """The alternative of this kind, if it could be planned."""
+        """Returns the alternative of `kind`, or None if it could not be planned."""
         return next((each for each in self.alternatives if each.kind == kind), None)
 
     @property

@@ -1,0 +1,56 @@
+"""The parameters and buffers of a module that a program reads and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.core.graph.graph import Value
+from shardwright.core.runtime.dtensor import own_tensor
+from shardwright.core.torch_internals.tensors import copy_all_
+
+TensorOwner = tuple[str, nn.Module, str]
+"""Name of a buffer, the module that owns it, and its name there."""
+
+
+@dataclass(frozen=True)
+class TensorPlaces:
+    """The parameters that a graph reads, and the owners of its buffers.
+
+    A buffer is looked up at each call, as `forward` may replace it; a parameter is not.
+    """
+
+    parameters: Mapping[str, Tensor]
+    buffers: tuple[TensorOwner, ...]
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, parameters: Sequence[Value], buffers: Sequence[Value]
+    ) -> TensorPlaces:
+        """Found by their names."""
+
+        def owner(value: Value) -> TensorOwner:
+            path, _, name = value.name.rpartition(".")
+            return value.name, module.get_submodule(path), name
+
+        held = {name: getattr(bearer, leaf) for name, bearer, leaf in map(owner, parameters)}
+        return cls(held, tuple(map(owner, buffers)))
+
+    def read(self) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
+        """The parameters and the buffers, by name; of parameters that are updated like buffers the
+        local tensors."""
+        return self.parameters, {n: own_tensor(getattr(m, leaf)) for n, m, leaf in self.buffers}
+
+    def write(self, changed: Mapping[str, Tensor]) -> None:
+        """Copies new values into buffers and parameters, by name."""
+        if changed:
+            _, buffers = self.read()
+            with torch.no_grad():
+                tensors = [
+                    buffers[name] if name in buffers else own_tensor(self.parameters[name])
+                    for name in changed
+                ]
+                copy_all_(tensors, list(changed.values()))
