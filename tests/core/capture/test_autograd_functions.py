@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 import shardwright as sw
-from core.capture.autograd_ranks import CHECKS
+from core.capture.autograd_ranks import CHECKS, Softmax
 from random_cases import random_cases
 from random_plans import random_plan
 from shardwright.core.capture.function_trials import reduced
@@ -212,19 +212,6 @@ class Bound(nn.Module):
 
 def test_functions_are_captured_by_whatever_name_they_are_applied() -> None:
     check_trains_as_eager(Bound(), torch.randn(8, 8))
-
-
-class Softmax(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x.softmax(-1)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return y * (gradient - (gradient * y).sum(-1, keepdim=True))
 
 
 class Scaled(Function):
