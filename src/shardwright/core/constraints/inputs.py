@@ -8,7 +8,7 @@ from shardwright.core.constraints.resolve import cut_axes
 from shardwright.core.constraints.strategy import Entry, check_entries
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.axes import Axes
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.errors import StrategyError
 
 DatasetStrategy = str | tuple[Entry, ...]
@@ -51,7 +51,9 @@ def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
     return {value.name: entry for value, entry in zip(inputs, strategy, strict=True)}
 
 
-def arrivals(graph: Graph, mesh: Layout, strategy: DatasetStrategy) -> dict[str, tuple[Axes, ...]]:
+def arrivals(
+    graph: Graph, mesh: DeviceMatrix, strategy: DatasetStrategy
+) -> dict[str, tuple[Axes, ...]]:
     """By name, the axes that cut each dimension of the inputs that are given to devices in shards.
 
     Raises:
@@ -80,7 +82,7 @@ def _batch_inputs(graph: Graph) -> list[Value]:
     return [value for value in sized if value.shape[0] == sized[0].shape[0]]
 
 
-def _batch_axes(value: Value, mesh: Layout) -> tuple[Axes, ...]:
+def _batch_axes(value: Value, mesh: DeviceMatrix) -> tuple[Axes, ...]:
     devices = mesh.num_devices
     if value.shape[0] % devices:
         raise StrategyError(

@@ -21,7 +21,7 @@ from shardwright.core.constraints.corrections import with_equal_counts
 from shardwright.core.constraints.strategy import Entry, OperatorStrategy, entry_text
 from shardwright.core.graph.graph import Op, target_name
 from shardwright.core.layout.axes import Axes, axis_names, common_axes, prime_factors
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.rules import ShardingRule, rule_of
 from shardwright.errors import LayoutError, StrategyError
 
@@ -54,7 +54,7 @@ class StrategyParser:
 
     op: Op
     strategy: OperatorStrategy
-    mesh: Layout
+    mesh: DeviceMatrix
 
     def error(self, why: str) -> StrategyError:
         """An error that names operator, shapes and strategy."""
@@ -326,7 +326,7 @@ def divisors(number: int, limit: int) -> str:
 
 def mesh_of(
     devices: int, layouts: Iterable[tuple[str, TensorLayout]], nodes: Iterable[int] = ()
-) -> Layout:
+) -> DeviceMatrix:
     """The device matrix of prime axes in which all `layouts` can be expressed.
 
     Args:
@@ -366,7 +366,7 @@ def mesh_of(
     return mesh
 
 
-def axes_on_mesh(where: str, layout: TensorLayout, mesh: Layout) -> tuple[Axes, ...]:
+def axes_on_mesh(where: str, layout: TensorLayout, mesh: DeviceMatrix) -> tuple[Axes, ...]:
     """The axes of `mesh` that cut each dimension of `layout`.
 
     Raises:
@@ -378,7 +378,7 @@ def axes_on_mesh(where: str, layout: TensorLayout, mesh: Layout) -> tuple[Axes, 
         raise LayoutError(f"{where}: cannot use the layout {layout}: {error}") from None
 
 
-def first_axes(num_shards: int, free: list[int], mesh: Layout) -> Axes | None:
+def first_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axes | None:
     """Removes from `free` the outermost axes whose sizes multiply to `num_shards`.
 
     Returns:
@@ -397,6 +397,6 @@ def first_axes(num_shards: int, free: list[int], mesh: Layout) -> Axes | None:
 
 
 @cache
-def _mesh(sizes: tuple[int, ...]) -> Layout:
+def _mesh(sizes: tuple[int, ...]) -> DeviceMatrix:
     """Equal device matrices are one object: what is compared very often is the same then."""
-    return Layout(sizes, tuple(islice(axis_names(), len(sizes))))
+    return DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))))

@@ -16,7 +16,7 @@ from shardwright.core.constraints.parse import (
 from shardwright.core.constraints.strategy import Entry, OperatorStrategy, entries_text, entry_text
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.layout.axes import Axes, prime_factors
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.partition.decisions import Storage
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import Cuts
@@ -37,7 +37,7 @@ class ResolvedConstraints:
         outputs: the output axes of the operators that have an out_strategy.
     """
 
-    mesh: Layout
+    mesh: DeviceMatrix
     cuts: dict[str, Cuts]
     outputs: dict[str, OutputAxes]
 
@@ -82,7 +82,7 @@ def resolve(
     return ResolvedConstraints(mesh, cuts, outputs)
 
 
-def _in_captured_shapes(op: Op, strategy: OperatorStrategy, mesh: Layout) -> OperatorStrategy:
+def _in_captured_shapes(op: Op, strategy: OperatorStrategy, mesh: DeviceMatrix) -> OperatorStrategy:
     """The same shards of tensors whose leading dimensions are one in the user's code, and apart in
     the graph."""
 
@@ -121,7 +121,7 @@ def _dealt_out(shape: Sequence[int], axes: Iterable[int], sizes: Iterable[int]) 
     return parts
 
 
-def _output_axes(op: Op, mesh: Layout, cuts: Cuts) -> tuple[Axes, ...]:
+def _output_axes(op: Op, mesh: DeviceMatrix, cuts: Cuts) -> tuple[Axes, ...]:
     """The axes that cut the output of a pinned operator once its partial sum is all-reduced."""
     rule = rule_of(op)
     assert rule is not None
@@ -137,7 +137,7 @@ def _cuts_for_first_input(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axes]:
 
 
 def requested_storage(
-    graph: Graph, mesh: Layout, parameters: Mapping[str, Entry], used: Storage
+    graph: Graph, mesh: DeviceMatrix, parameters: Mapping[str, Entry], used: Storage
 ) -> dict[str, tuple[Axes, ...]]:
     """How every parameter is stored: as requested by the user, otherwise as it is `used`.
 
@@ -255,7 +255,7 @@ def _reduce_scatter_counts(
 
 
 def cut_axes(
-    where: str, option: str, tensor: Value, entry: Entry, mesh: Layout, used: tuple[Axes, ...]
+    where: str, option: str, tensor: Value, entry: Entry, mesh: DeviceMatrix, used: tuple[Axes, ...]
 ) -> tuple[Axes, ...]:
     """The axes that cut each dimension of a tensor for which `option` requests `entry`.
 
@@ -291,7 +291,7 @@ def cut_axes(
 
 
 def _storage_axes_for_counts(
-    where: str, request: str, counts: tuple[int, ...], mesh: Layout, used: tuple[Axes, ...]
+    where: str, request: str, counts: tuple[int, ...], mesh: DeviceMatrix, used: tuple[Axes, ...]
 ) -> tuple[Axes, ...]:
     reused = [_leading_axes(count, axes, mesh) for count, axes in zip(counts, used, strict=True)]
     used_axes = {axis for axes in reused for axis in axes}
@@ -308,7 +308,7 @@ def _storage_axes_for_counts(
     return tuple(stored)
 
 
-def _leading_axes(count: int, axes: Axes, mesh: Layout) -> Axes:
+def _leading_axes(count: int, axes: Axes, mesh: DeviceMatrix) -> Axes:
     """The longest prefix of `axes` whose sizes multiply to a divisor of `count`."""
     leading: list[int] = []
     primes = list(prime_factors(gcd(count, mesh.num_devices)))

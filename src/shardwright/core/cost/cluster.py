@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from shardwright.core.cost.units import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, SHARE, quantity
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.errors import ConfigError
 from shardwright.text_files import parse_yaml, shown
 
@@ -186,7 +186,9 @@ class Cluster:
                 f" {size}`"
             )
 
-    def levels_of(self, mesh: Layout, first_ranks: tuple[int, ...] = (0,)) -> tuple[Spans, ...]:
+    def levels_of(
+        self, mesh: DeviceMatrix, first_ranks: tuple[int, ...] = (0,)
+    ) -> tuple[Spans, ...]:
         """For each axis of `mesh` the levels of links that its groups cross, the fastest first, and
         how many devices, or groups of the level before, each of them joins.
 

@@ -16,7 +16,7 @@ from math import ceil, log2, prod
 
 from shardwright.core.cost.cluster import GLOO, RINGS, Cluster, LinkLevel
 from shardwright.core.layout.collective_spec import COLLECTIVES
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 
 ELEMENT = 4
 """Bytes of a number that is summed over devices: of a loss, or of a count."""
@@ -33,7 +33,7 @@ class Links:
         ConfigError: if the cluster has not so many devices.
     """
 
-    def __init__(self, cluster: Cluster, mesh: Layout, stages: int = 1) -> None:
+    def __init__(self, cluster: Cluster, mesh: DeviceMatrix, stages: int = 1) -> None:
         starts = tuple(stage * mesh.num_devices for stage in range(stages))
         self.cluster = cluster.among(mesh.num_devices * stages)
         self.mesh = mesh

@@ -28,7 +28,7 @@ from shardwright.core.cost.collectives import Links
 from shardwright.core.cost.flops import Work, work_of
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.layout.axes import Axes, Shape
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.layout.redistribution import RedistributionStep
 from shardwright.core.partition.communication import Communication
 from shardwright.core.partition.decisions import BUCKET_BYTES
@@ -163,7 +163,7 @@ class TimeModel:
     def __init__(
         self,
         cluster: Cluster,
-        mesh: Layout,
+        mesh: DeviceMatrix,
         stages: int = 1,
         sharing: int | None = None,
         parameter_weight: float = 1.0,

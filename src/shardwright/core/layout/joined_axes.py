@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from shardwright.core.layout.axes import Axes
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.errors import LayoutError
 
 
@@ -35,16 +35,18 @@ def join_axes(
     return tuple(map(tuple, joined))
 
 
-def joined_layout(layout: Layout, joined: tuple[Axes, ...]) -> Layout:
+def joined_layout(layout: DeviceMatrix, joined: tuple[Axes, ...]) -> DeviceMatrix:
     """The device matrix whose axes are the `joined` ones of `layout`."""
     sizes = tuple(map(layout.size, joined))
     names = tuple(layout.named(axes, "_") for axes in joined)
     ranks = sorted(layout.ranks, key=TensorLayout(layout, joined).block)
     in_order = ranks == list(range(len(ranks)))
-    return Layout(sizes, names, None if in_order else tuple(ranks))
+    return DeviceMatrix(sizes, names, None if in_order else tuple(ranks))
 
 
-def on_joined_axes(where: TensorLayout, joined: tuple[Axes, ...], mesh: Layout) -> TensorLayout:
+def on_joined_axes(
+    where: TensorLayout, joined: tuple[Axes, ...], mesh: DeviceMatrix
+) -> TensorLayout:
     """The same placement on joined axes.
 
     Args:

@@ -171,6 +171,13 @@ class Layout:
         )
 
 
+DeviceMatrix = Layout
+"""The device matrix of a plan: the same class, under its name in the core.
+
+Users know it as `sw.Layout`, the name in MindSpore, since it is what they call to lay out a tensor.
+"""
+
+
 @dataclass(frozen=True, repr=False)
 class TensorLayout:
     """How one tensor lies on the devices of a `Layout`.
@@ -186,7 +193,7 @@ class TensorLayout:
         LayoutError: if an axis stands twice or is none of the layout's.
     """
 
-    layout: Layout
+    layout: DeviceMatrix
     axes: tuple[Axes, ...]
     partial: frozenset[int] = frozenset()
     varying: frozenset[int] = frozenset()
@@ -307,7 +314,7 @@ class TensorLayout:
             holders.setdefault(self._block_at(coordinates), []).append(rank)
         return {block: tuple(ranks) for block, ranks in holders.items()}
 
-    def on(self, mesh: Layout) -> TensorLayout:
+    def on(self, mesh: DeviceMatrix) -> TensorLayout:
         """The same placement on a device matrix that is finer, or arranges the ranks otherwise.
 
         Raises:
@@ -377,7 +384,7 @@ class TensorLayout:
         )
 
 
-def _refinement(coarse: Layout, fine: Layout) -> tuple[Axes, ...]:
+def _refinement(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
     """For each axis of `coarse` the axes of `fine` that make it up, most significant first."""
     if set(coarse.ranks) != set(fine.ranks):
         raise LayoutError(f"{fine.device_matrix} is not made of the same ranks as {coarse}")
@@ -402,7 +409,7 @@ def _refinement(coarse: Layout, fine: Layout) -> tuple[Axes, ...]:
     return pieces
 
 
-def _agrees(coarse: Layout, fine: Layout, pieces: tuple[Axes, ...]) -> bool:
+def _agrees(coarse: DeviceMatrix, fine: DeviceMatrix, pieces: tuple[Axes, ...]) -> bool:
     if tuple(map(fine.size, pieces)) != coarse.device_matrix:
         return False
     used = [axis for piece in pieces for axis in piece]
@@ -414,7 +421,7 @@ def _agrees(coarse: Layout, fine: Layout, pieces: tuple[Axes, ...]) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def one_layout(
-    layout: Layout,
+    layout: DeviceMatrix,
     axes: tuple[Axes, ...],
     partial: frozenset[int] = frozenset(),
     varying: frozenset[int] = frozenset(),

@@ -1,7 +1,7 @@
 """From one layout of a tensor to another: the collectives, their order and their bytes. No torch.
 
->>> from shardwright.core.layout.layout import Layout
->>> layout = Layout((2, 4), ("dp", "mp"))
+>>> from shardwright.core.layout.layout import DeviceMatrix
+>>> layout = DeviceMatrix((2, 4), ("dp", "mp"))
 >>> print(redistribution(layout("mp", "None"), layout("None", "mp"), (8, 8)))
 (mp, None) on (dp 2, mp 4) -> (None, mp) on (dp 2, mp 4), shape (8, 8)
   all_to_all mp, dimension 0 to 1: 48 bytes forward, 48 backward (all_to_all)
@@ -27,7 +27,7 @@ from shardwright.core.layout.axes import (
     common_length,
 )
 from shardwright.core.layout.collective_spec import COLLECTIVES, CollectiveSpec
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.errors import LayoutError
 
 
@@ -172,7 +172,7 @@ def redistribution(
     mesh = source.layout
     if target.layout != mesh:
         sizes = common_axes(mesh.device_matrix, target.layout.device_matrix)
-        common = Layout(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)
+        common = DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)
         source, target = source.on(common), target.on(common)
     steps = redistribution_steps(source, target, shape, differentiable)
     return Redistribution(source, target, shape, itemsize, steps)
@@ -284,7 +284,7 @@ def _check(source: TensorLayout, target: TensorLayout, shape: Shape) -> None:
 class _Table:
     """Which axes move together (as one axis of the problem), and what stays as it is."""
 
-    layout: Layout
+    layout: DeviceMatrix
     joined: tuple[Axes, ...]
     kept: tuple[Axes, ...]
     dims: tuple[int, ...]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.core.graph.graph import Graph, Value
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.lower.program import lower
 from shardwright.core.parallel.train_step import GradientAccumulation, StepInputs
 from shardwright.core.partition.communication import Communication, initial_layout
@@ -56,7 +56,7 @@ class Outcome:
 
 
 @contextmanager
-def simulated_devices(layout: Layout) -> Iterator[tuple[Devices, LocalTensorMode | None]]:
+def simulated_devices(layout: DeviceMatrix) -> Iterator[tuple[Devices, LocalTensorMode | None]]:
     """Simulated ranks on a fake process group, for as long as the context lasts.
 
     Raises:
@@ -281,7 +281,7 @@ def assemble_shards(
     return full, difference
 
 
-def rank_at(layout: Layout, place: tuple[int, ...]) -> int:
+def rank_at(layout: DeviceMatrix, place: tuple[int, ...]) -> int:
     """The rank that stands at `place` of the device matrix."""
     number = 0
     for coordinate, size in zip(place, layout.device_matrix, strict=True):

@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 
 from shardwright.core.graph.graph import Graph, Value
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.partition.communication import Communication, communication
 from shardwright.core.partition.decisions import CutAxes, Decisions
 from shardwright.core.partition.overlap import Overlap, overlaps
@@ -33,7 +33,7 @@ class Chunk:
     number: int
     stage: int
     graph: Graph
-    mesh: Layout
+    mesh: DeviceMatrix
     decisions: Decisions
     arriving: tuple[Value, ...] = ()
     leaving: tuple[Value, ...] = ()

@@ -17,7 +17,7 @@ from math import prod
 
 from shardwright.core.graph.graph import Graph, Kind, Op, Value
 from shardwright.core.layout.collective_spec import COLLECTIVES
-from shardwright.core.layout.layout import Layout, TensorLayout, one_layout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout, one_layout
 from shardwright.core.layout.redistribution import RedistributionStep, redistribution_steps
 from shardwright.core.partition.decisions import Decisions, Recompute, Storage
 from shardwright.core.partition.join_transfers import join_transfers
@@ -40,7 +40,7 @@ class InnerReduction:
     reduction: Reduction
     axes: tuple[int, ...]
 
-    def bytes(self, mesh: Layout, differentiable: bool) -> tuple[int, int]:
+    def bytes(self, mesh: DeviceMatrix, differentiable: bool) -> tuple[int, int]:
         """Bytes that one device sends, forward and backward."""
         reduction, group = self.reduction, mesh.size(self.axes)
         num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
@@ -68,7 +68,7 @@ class Communication:
         forward_bytes, backward_bytes: that one device sends in one run of the program.
     """
 
-    mesh: Layout
+    mesh: DeviceMatrix
     initial_layouts: dict[Value, TensorLayout] = field(default_factory=dict)
     leading_transfers: dict[Value, tuple[Transfer, ...]] = field(default_factory=dict)
     input_layouts: dict[str, tuple[TensorLayout, ...]] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Communication:
         return route[-1].step.target if route else self.layout(value)
 
 
-def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communication:
+def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Communication:
     """Every redistribution between the layouts that `decisions` asks for.
 
     The model's inputs arrive whole on every device unless `decisions` let them arrive sharded. Its
@@ -168,19 +168,19 @@ def communication(graph: Graph, mesh: Layout, decisions: Decisions) -> Communica
     return result
 
 
-def initial_layout(value: Value, mesh: Layout, decisions: Decisions) -> TensorLayout:
+def initial_layout(value: Value, mesh: DeviceMatrix, decisions: Decisions) -> TensorLayout:
     """How a parameter is stored, and how an input, a buffer or a constant arrives."""
     axes = decisions.storage if value.kind is Kind.PARAMETER else decisions.arrivals
     return one_layout(mesh, tuple(axes.get(value.name, ((),) * len(value.shape))))
 
 
-def storage_as_used(graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts]) -> Storage:
+def storage_as_used(graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> Storage:
     """Stores each parameter sharded as its first sharding use reads it, else replicated."""
     return {value.name: _axes_as_used(graph, mesh, cuts, value) for value in graph.parameters}
 
 
 def _axes_as_used(
-    graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts], value: Value
+    graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], value: Value
 ) -> tuple[tuple[int, ...], ...]:
     for op, index in graph.consumers[value]:
         rule = rule_of(op)
@@ -215,7 +215,7 @@ def _operator(
         result.routes[op.name, index] = route
 
 
-def _inner(rule: ShardingRule, op: Op, mesh: Layout, cuts: Cuts) -> Iterator[InnerReduction]:
+def _inner(rule: ShardingRule, op: Op, mesh: DeviceMatrix, cuts: Cuts) -> Iterator[InnerReduction]:
     for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
         axes = tuple(a for f in reduction.factors for a in cuts.get(f, ()))
         yield InnerReduction(reduction, axes if reduction.ordered else tuple(sorted(axes)))

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.axes import Axes
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import Cuts
 from shardwright.errors import StrategyError
@@ -110,7 +110,7 @@ class Decisions:
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
 
 
-def adapt_decisions(decisions: Decisions, graph: Graph, mesh: Layout) -> Decisions:
+def adapt_decisions(decisions: Decisions, graph: Graph, mesh: DeviceMatrix) -> Decisions:
     """The decisions for `graph`, the same model in another mode or for inputs of other shapes, as
     far as they still divide it."""
     return replace(
@@ -121,7 +121,7 @@ def adapt_decisions(decisions: Decisions, graph: Graph, mesh: Layout) -> Decisio
 
 
 def _adapted_cuts(
-    cuts: Mapping[str, Cuts], graph: Graph, mesh: Layout
+    cuts: Mapping[str, Cuts], graph: Graph, mesh: DeviceMatrix
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """The cuts of the operators that `graph` has, by name; of each factor the most significant axes
     for which it still divides."""
@@ -139,7 +139,7 @@ def _adapted_cuts(
     return result
 
 
-def _adapted_outputs(outputs: Outputs, graph: Graph, mesh: Layout) -> Outputs:
+def _adapted_outputs(outputs: Outputs, graph: Graph, mesh: DeviceMatrix) -> Outputs:
     """Likewise for the layouts in which operators are told to leave their outputs."""
     return {
         op.name: tuple(
@@ -151,12 +151,12 @@ def _adapted_outputs(outputs: Outputs, graph: Graph, mesh: Layout) -> Outputs:
     }
 
 
-def _dividing(mesh: Layout, axes: tuple[int, ...], capacity: int) -> tuple[int, ...]:
+def _dividing(mesh: DeviceMatrix, axes: tuple[int, ...], capacity: int) -> tuple[int, ...]:
     lengths = range(1, len(axes) + 1)
     fitting = list(takewhile(lambda n: capacity % mesh.size(axes[:n]) == 0, lengths))
     return axes[: fitting[-1]] if fitting else ()
 
 
-def _divides(mesh: Layout, axes: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> bool:
+def _divides(mesh: DeviceMatrix, axes: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> bool:
     counts = TensorLayout(mesh, axes).shard_counts if len(axes) == len(shape) else (0,)
     return all(parts and size % parts == 0 for size, parts in zip(shape, counts, strict=False))

@@ -8,13 +8,13 @@ from itertools import accumulate, islice
 
 from shardwright.core.layout.axes import Axes, axis_names, prime_factors
 from shardwright.core.layout.joined_axes import join_axes
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.axis_meaning import name_axes
 from shardwright.core.partition.decisions import CutAxes, Decisions
 from shardwright.core.partition.partitioned import Partitioned
 
 
-def fold_axes(partitioned: Partitioned, apart: Layout | None = None) -> Partitioned:
+def fold_axes(partitioned: Partitioned, apart: DeviceMatrix | None = None) -> Partitioned:
     """Joins neighboring axes that all decisions and redistributions treat alike: where there is one
     of them, the other is directly beside it. What every device holds and sends stays the same. Each
     is called by its meaning.
@@ -42,7 +42,7 @@ def fold_axes(partitioned: Partitioned, apart: Layout | None = None) -> Partitio
     if apart is not None and sizes == apart.device_matrix:
         return replace(partitioned, mesh=apart, decisions=decisions)
     names = name_axes(partitioned.graph, len(sizes), decisions)
-    layout = Layout(sizes, names, mesh.rank_list)
+    layout = DeviceMatrix(sizes, names, mesh.rank_list)
     return partitioned if layout == mesh else replace(partitioned, mesh=layout, decisions=decisions)
 
 
@@ -61,18 +61,18 @@ def dtensor_axes(partitioned: Partitioned) -> tuple[Axes, ...]:
     return join_axes(len(partitioned.mesh.device_matrix), lists)
 
 
-def split_axes(mesh: Layout, decisions: Decisions) -> tuple[Layout, Decisions]:
+def split_axes(mesh: DeviceMatrix, decisions: Decisions) -> tuple[DeviceMatrix, Decisions]:
     """The same decisions on a device matrix with an axis for each prime factor of each axis."""
     factors = [prime_factors(size) for size in mesh.device_matrix]
     starts = list(accumulate(map(len, factors), initial=0))
     sizes = tuple(size for primes in factors for size in primes)
-    layout = Layout(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)
+    layout = DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)
     return layout, _renumbered(
         decisions, lambda axes: tuple(n for a in axes for n in range(starts[a], starts[a + 1]))
     )
 
 
-def _borders(mesh: Layout) -> list[int]:
+def _borders(mesh: DeviceMatrix) -> list[int]:
     """How many devices lie inside of each axis but the last."""
     count = len(mesh.device_matrix)
     return [mesh.size(range(axis + 1, count)) for axis in range(count - 1)]

@@ -14,7 +14,7 @@ from math import prod
 from shardwright.core.graph.graph import Graph, Kind, Value
 from shardwright.core.graph.saved_tensors import needed_in_backward
 from shardwright.core.layout.axes import Axes
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.layout.redistribution import RedistributionStep
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.transfer import Transfer
@@ -133,7 +133,7 @@ def bucketed_steps(route: Sequence[Transfer]) -> int:
 
 def buckets(
     graph: Graph,
-    mesh: Layout,
+    mesh: DeviceMatrix,
     decisions: Decisions,
     routes: Mapping[tuple[str, int], tuple[Transfer, ...]],
     stored: Mapping[Value, TensorLayout],

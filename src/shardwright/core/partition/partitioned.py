@@ -13,7 +13,7 @@ from math import prod
 
 from shardwright.core.graph.graph import Graph, Kind, Value
 from shardwright.core.graph.split import GraphChunk, split_graph
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.decisions import CutAxes, Decisions
 from shardwright.core.partition.pipeline_spec import ONE_STAGE, PipelineSpec
@@ -32,7 +32,7 @@ class Partitioned:
     """
 
     graph: Graph
-    mesh: Layout
+    mesh: DeviceMatrix
     decisions: Decisions
     pipeline: PipelineSpec = ONE_STAGE
 

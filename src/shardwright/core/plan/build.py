@@ -17,7 +17,7 @@ from shardwright.core.cost.predict import Predicted, planned_timeline
 from shardwright.core.cost.step_time import TimeModel
 from shardwright.core.cost.time_parts import time_parts, utilization
 from shardwright.core.graph.graph import Graph, Op, Value
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.axis_meaning import trace_meanings
 from shardwright.core.partition.communication import Communication
 from shardwright.core.partition.partitioned import Partitioned
@@ -174,7 +174,9 @@ def _rows(
     return tuple(rows[op.name] for op in partitioned.graph.ops)
 
 
-def _row(op: Op, mesh: Layout, cuts: Cuts, flow: Communication, seen: set[int]) -> OperatorRow:
+def _row(
+    op: Op, mesh: DeviceMatrix, cuts: Cuts, flow: Communication, seen: set[int]
+) -> OperatorRow:
     rule, segment = rule_of(op), flow.segment_of.get(op.name)
     redistributions = []
     for index, value in enumerate(op.inputs):

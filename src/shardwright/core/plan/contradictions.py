@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from shardwright.core.layout.axes import Shape
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.rows import OperatorRow
@@ -101,7 +101,7 @@ def _contradictions_of_row(row: OperatorRow, plan: PlanData) -> Iterator[str]:
             yield from _misfit(f"outputs: {row.name}", axes_of_each, shape, plan.mesh)
 
 
-def _misfit(where: str, axes: CutAxes, shape: Shape, mesh: Layout) -> Iterator[str]:
+def _misfit(where: str, axes: CutAxes, shape: Shape, mesh: DeviceMatrix) -> Iterator[str]:
     counts = TensorLayout(mesh, axes).shard_counts
     if len(counts) != len(shape) or any(n % c for n, c in zip(shape, counts, strict=False)):
         yield f"{where}: shards {shown(counts)} do not divide the shape {shown(shape)}"

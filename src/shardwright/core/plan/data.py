@@ -18,7 +18,7 @@ from shardwright.core.cost.pipeline_timeline import ChunkSeconds, Timeline
 from shardwright.core.cost.predict import planned_timeline
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.layout.axes import Shape
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.partition.decisions import (
     BUCKET_BYTES,
     CutAxes,
@@ -87,7 +87,7 @@ class PlanData:
         pricing: what a search by seconds counted, if the plan is of one.
     """
 
-    mesh: Layout
+    mesh: DeviceMatrix
     mode: str
     options: dict[str, Any]
     cuts: dict[str, dict[str, tuple[int, ...]]]

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, Validati
 from shardwright.core.constraints import OperatorStrategy
 from shardwright.core.cost.memory import StageMemory
 from shardwright.core.cost.time_parts import KINDS, TimePart
-from shardwright.core.layout.layout import Layout, TensorLayout, one_layout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout, one_layout
 from shardwright.core.partition.axis_meaning import Meaning
 from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.core.partition.pipeline_spec import REDUCTIONS, PipelineSpec
@@ -99,10 +99,10 @@ class _Input(_InFile):
     dtype: str
 
 
-def _mesh(read: _Mesh, info: ValidationInfo) -> Layout:
+def _mesh(read: _Mesh, info: ValidationInfo) -> DeviceMatrix:
     """The mesh, on which the layouts that are read after it are."""
     context: Any = info.context
-    context["mesh"] = mesh = Layout(read.device_matrix, read.alias_names)
+    context["mesh"] = mesh = DeviceMatrix(read.device_matrix, read.alias_names)
     return mesh
 
 
@@ -121,7 +121,7 @@ def _pin(read: _Pin) -> OperatorStrategy:
 _IN_FILE: dict[Any, Any] = {
     int: Natural,
     float: Amount,
-    Layout: Annotated[_Mesh, AfterValidator(_mesh)],
+    DeviceMatrix: Annotated[_Mesh, AfterValidator(_mesh)],
     TensorLayout: Annotated[_LayoutOnMesh, AfterValidator(_on_mesh)],
     OperatorStrategy: Annotated[_Pin, AfterValidator(_pin)],
 }
@@ -243,7 +243,7 @@ def plan_to_json(plan: PlanData, **known: Any) -> str:
 
 
 def _as_json(value: Any) -> dict[str, Any]:
-    if isinstance(value, Layout | OperatorStrategy):
+    if isinstance(value, DeviceMatrix | OperatorStrategy):
         return value.to_dict()
     if not isinstance(value, TensorLayout):
         return {key: getattr(value, name) for name, key in _keys(value.__class__).items()}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from shardwright.core.cost.time_parts import TimePart
 from shardwright.core.layout.axes import Shape
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 
 Strategy = tuple[tuple[int, ...], ...]
 
@@ -153,11 +153,11 @@ def shapes_text(row: OperatorRow) -> str:
     return f"{inputs} → {' '.join(map(shape_text, row.outputs))}"
 
 
-def devices_text(mesh: Layout, stages: int) -> str:
+def devices_text(mesh: DeviceMatrix, stages: int) -> str:
     """
-    >>> devices_text(Layout((4, 2), ("dp", "tp")), stages=1)
+    >>> devices_text(DeviceMatrix((4, 2), ("dp", "tp")), stages=1)
     '8 devices: dp 4, tp 2'
-    >>> devices_text(Layout((4, 2), ("dp", "tp")), stages=2)
+    >>> devices_text(DeviceMatrix((4, 2), ("dp", "tp")), stages=2)
     '16 devices: pp 2, dp 4, tp 2'
     """
     axes = [f"pp {stages}"] if stages > 1 else []

@@ -17,7 +17,7 @@ from shardwright.core.cost.memory import Memory, memory
 from shardwright.core.cost.predict import Predicted, predict
 from shardwright.core.cost.step_time import TimeModel, operator_seconds
 from shardwright.core.graph.graph import Graph
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.communication import storage_as_used
 from shardwright.core.partition.decisions import Decisions, Recompute, Storage
 from shardwright.core.partition.fold_axes import dtensor_axes, fold_axes
@@ -88,7 +88,7 @@ class Candidate:
 
     model: CapturedModel
     options: PlanOptions
-    mesh: Layout
+    mesh: DeviceMatrix
     decisions: Decisions
     pipeline: PipelineSpec
     search_seconds: float
@@ -265,7 +265,7 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
 def _balanced(
     model: CapturedModel,
     options: PlanOptions,
-    mesh: Layout,
+    mesh: DeviceMatrix,
     pipeline: PipelineSpec,
     cuts: Mapping[str, Cuts],
 ) -> Mapping[str, int]:
@@ -313,7 +313,7 @@ def _nested(candidate: Candidate) -> Candidate:
 
 
 def _storage(
-    model: CapturedModel, mesh: Layout, cuts: Mapping[str, Cuts], options: PlanOptions
+    model: CapturedModel, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], options: PlanOptions
 ) -> Storage:
     """How each parameter is stored: as used, as pinned, or sharded further where requested."""
     graph, pinned = model.graph, model.pins.parameters

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.core.graph.graph import Op, OpTarget, Value
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.rules.notation import from_notation
 from shardwright.core.rules.rule import Kernel, Local, RuleMaker, ShardingRule, registry, rule_for
 from shardwright.core.torch_internals import pytree
@@ -97,7 +97,7 @@ def _difference(
 ) -> str:
     """In what the two halves of `factor`, put together, differ from the whole; empty if in
     nothing."""
-    mesh, cuts = Layout((2,), ("x",)), {factor: (0,)}
+    mesh, cuts = DeviceMatrix((2,), ("x",)), {factor: (0,)}
     inputs, outputs = rule.layouts(mesh, cuts)
     parts = []
     for half in range(2):

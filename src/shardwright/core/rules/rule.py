@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from shardwright.core.graph.graph import Op
-from shardwright.core.layout.layout import Layout, TensorLayout, one_layout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout, one_layout
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import StrategyError
 
@@ -239,7 +239,7 @@ class ShardingRule:
         """The factors that cut a tensor."""
         return frozenset(factor for name in dims for factor in self.cutting(name))
 
-    def too_many(self, mesh: Layout, cuts: Cuts) -> str | None:
+    def too_many(self, mesh: DeviceMatrix, cuts: Cuts) -> str | None:
         """A factor that does not divide further what others that are joined with it have left."""
         for factor in self.joined.values():
             shards = prod(mesh.size(cuts.get(each, ())) for each in self.cutting(factor))
@@ -247,7 +247,7 @@ class ShardingRule:
                 return factor
         return None
 
-    def layouts(self, mesh: Layout, cuts: Cuts) -> OperatorLayouts:
+    def layouts(self, mesh: DeviceMatrix, cuts: Cuts) -> OperatorLayouts:
         """Those of an operator that is cut by `cuts`.
 
         Raises:
@@ -258,7 +258,7 @@ class ShardingRule:
             self._layouts[key] = self._layouts_of(mesh, cuts)
         return self._layouts[key]
 
-    def _layouts_of(self, mesh: Layout, cuts: Cuts) -> OperatorLayouts:
+    def _layouts_of(self, mesh: DeviceMatrix, cuts: Cuts) -> OperatorLayouts:
         cut_axes = {axis: factor for factor, axes in cuts.items() for axis in axes}
         factor = self.too_many(mesh, cuts)
         if factor is not None:
@@ -286,7 +286,7 @@ class ShardingRule:
         )
         return inputs, outputs
 
-    def shard_counts(self, mesh: Layout, cuts: Cuts) -> dict[str, int]:
+    def shard_counts(self, mesh: DeviceMatrix, cuts: Cuts) -> dict[str, int]:
         """The number of shards of each factor."""
         return {f: prod(mesh.device_matrix[a] for a in cuts.get(f, ())) for f in self.factors}
 

@@ -19,7 +19,7 @@ from shardwright.core.agreement.collective import gathered, has_other_ranks, val
 from shardwright.core.agreement.content_hash import text_hash
 from shardwright.core.layout.axes import Axes, block_number
 from shardwright.core.layout.joined_axes import joined_layout
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.runtime import worker_threads
 from shardwright.core.runtime.exposed_communication import Waits
 from shardwright.core.torch_internals.distributed import (
@@ -76,7 +76,7 @@ class Devices:
         waits: of all that runs on them.
     """
 
-    layout: Layout
+    layout: DeviceMatrix
     device: torch.device
     per_rank: Callable[[Callable[[tuple[int, ...]], int]], Index]
     rank: int = 0
@@ -85,18 +85,18 @@ class Devices:
     connected: bool = False
     mesh: DeviceMesh | None = None
     mesh_axes: tuple[Axes, ...] = ()
-    mesh_layout: Layout | None = None
+    mesh_layout: DeviceMatrix | None = None
     named_ranges: bool = False
     waits: Waits = field(default_factory=Waits)
     _subgroups: Subgroups = field(default_factory=dict)
     _names: dict[Axes, str] = field(default_factory=dict)
-    _along: dict[tuple[Layout, tuple[Axes, ...]], Devices] = field(default_factory=dict)
+    _along: dict[tuple[DeviceMatrix, tuple[Axes, ...]], Devices] = field(default_factory=dict)
     _among: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     @classmethod
     def of_process(
         cls,
-        layout: Layout,
+        layout: DeviceMatrix,
         device: torch.device,
         stages: int = 1,
         mesh_axes: tuple[Axes, ...] | None = None,
@@ -140,12 +140,12 @@ class Devices:
         return devices._with_mesh(mesh_axes)
 
     @classmethod
-    def of_rank(cls, layout: Layout, rank: int) -> Devices:
+    def of_rank(cls, layout: DeviceMatrix, rank: int) -> Devices:
         """The devices as `rank` sees them, without a process group: to read its program only."""
         place = layout.coordinates(rank)
         return cls(layout, torch.device("cpu"), lambda function: function(place), rank)
 
-    def along(self, layout: Layout, mesh_axes: tuple[Axes, ...]) -> Devices:
+    def along(self, layout: DeviceMatrix, mesh_axes: tuple[Axes, ...]) -> Devices:
         """The same devices along the axes of another matrix, or with another mesh; made at the
         first request, so every rank must ask for them in the same order."""
         key = layout, mesh_axes
@@ -266,7 +266,7 @@ def stages_of_plan(mesh: DeviceMesh) -> int | None:
     return _planned_meshes().get(hash(mesh))
 
 
-def places(layout: Layout) -> Iterator[tuple[int, ...]]:
+def places(layout: DeviceMatrix) -> Iterator[tuple[int, ...]]:
     """The coordinates of every device, in the order of `layout.ranks`."""
     return product(*(range(size) for size in layout.device_matrix))
 

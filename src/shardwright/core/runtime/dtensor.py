@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwright.core.deferred import Deferred, copies_of_attributes, values_of
 from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.joined_axes import on_joined_axes
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.partition.decisions import Storage
 from shardwright.core.runtime.adopt_optimizer import remember
 from shardwright.core.runtime.devices import Devices
@@ -247,7 +247,7 @@ class _LocalShards(torch.autograd.Function):
         return tuple(None if g is None else with_spec(g, spec) for g, spec in pairs)
 
 
-def local_shards(parameters: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+def local_shards(parameters: Mapping[str, Tensor], layout: DeviceMatrix) -> dict[str, Tensor]:
     """The local tensors that the program reads; gradients flow back into `parameters`."""
     if layout.num_devices == 1:
         return dict(parameters)
@@ -300,7 +300,9 @@ def placements(tensor_layout: TensorLayout) -> tuple[Placement, ...]:
     return tuple(result)
 
 
-def from_placements(placements: Sequence[Placement], layout: Layout, ndim: int) -> TensorLayout:
+def from_placements(
+    placements: Sequence[Placement], layout: DeviceMatrix, ndim: int
+) -> TensorLayout:
     """The layout of a DTensor with `ndim` dimensions on a mesh with the axes of `layout`.
 
     Raises:
@@ -336,7 +338,7 @@ def _dimension(placement: Shard | StridedShard, ndim: int) -> int:
     return dim % ndim
 
 
-def _inserted(axes: Axes, axis: int, placement: Placement, layout: Layout) -> Axes:
+def _inserted(axes: Axes, axis: int, placement: Placement, layout: DeviceMatrix) -> Axes:
     """`axes`, all to the right of `axis`, with it where as many shards as it says come before."""
     coarser = placement.split_factor if isinstance(placement, StridedShard) else 1
     for place in range(len(axes) + 1):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwright.core.graph.graph import Value
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.errors import PlanError
@@ -91,7 +91,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def whole_leaves(
-    planned: Sequence[Any], mesh: Layout, arrivals: Mapping[str, CutAxes], leaves: Sequence[Any]
+    planned: Sequence[Any],
+    mesh: DeviceMatrix,
+    arrivals: Mapping[str, CutAxes],
+    leaves: Sequence[Any],
 ) -> list[Any]:
     """The leaves of a call as the model is to see them: in place of shards of inputs that arrive
     sharded, tensors of the whole shape without data.

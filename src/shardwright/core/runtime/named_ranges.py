@@ -26,7 +26,7 @@ from torch.profiler import record_function
 
 from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.collective_spec import COLLECTIVES
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.rules.rule import Reduce, Reduction
 from shardwright.core.runtime.buckets import BoundBucket
 from shardwright.core.runtime.collectives import BoundCollective, Collective
@@ -59,7 +59,7 @@ class CollectiveRange:
     size: int
 
     @classmethod
-    def of(cls, kind: str, axes: Axes, layout: Layout) -> CollectiveRange:
+    def of(cls, kind: str, axes: Axes, layout: DeviceMatrix) -> CollectiveRange:
         return cls(kind, layout.named(tuple(sorted(axes))), layout.size(axes))
 
     def send(self, num_bytes: int) -> record_function:
@@ -91,7 +91,11 @@ class CollectiveRange:
 
 
 def around_both(
-    bound: BoundCollective, forward: str | None, backward: str | None, axes: Axes, layout: Layout
+    bound: BoundCollective,
+    forward: str | None,
+    backward: str | None,
+    axes: Axes,
+    layout: DeviceMatrix,
 ) -> BoundCollective:
     """A step in its ranges, forward and backward.
 
@@ -109,7 +113,9 @@ def around_both(
     return BoundCollective(around(bound.forward, forward), around(bound.backward, backward))
 
 
-def around_reduction(reduce: Reduce, reduction: Reduction, axes: Axes, layout: Layout) -> Reduce:
+def around_reduction(
+    reduce: Reduce, reduction: Reduction, axes: Axes, layout: DeviceMatrix
+) -> Reduce:
     """A collective inside a kernel in its ranges."""
     kind, whole = reduction.collective, reduce.run
     which = CollectiveRange.of(kind, axes, layout)
@@ -142,10 +148,10 @@ def in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 class RangedBucket(BoundBucket):
     """A bucket whose collectives are in ranges."""
 
-    layout: Layout
+    layout: DeviceMatrix
 
     @classmethod
-    def of(cls, bound: BoundBucket, layout: Layout) -> RangedBucket:
+    def of(cls, bound: BoundBucket, layout: DeviceMatrix) -> RangedBucket:
         return cls(bound.bucket, bound.gathers, bound.replicas, layout)
 
     @cached_property

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator, Mapping
 
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.axes import Axes
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.indexed_graph import index_graph
 from shardwright.core.search.request import CutsOfGraph
@@ -19,7 +19,7 @@ from shardwright.core.search.request import CutsOfGraph
 
 def aligned_breaks(
     graph: Graph,
-    mesh: Layout,
+    mesh: DeviceMatrix,
     cuts: Mapping[str, Cuts],
     pinned: Container[str],
     alike: Axes,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from shardwright.core.graph.graph import Graph
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.indexed_graph import IndexedGraph, index_graph
 from shardwright.core.search.recursive.axis_level import AxisLevel
@@ -15,7 +15,7 @@ from shardwright.core.search.request import CutsOfGraph, SearchMode, SearchReque
 from shardwright.errors import StrategyError
 
 
-def data_parallel(graph: Graph, mesh: Layout) -> CutsOfGraph:
+def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
     """Every operator follows the batch, dim 0 of the model's inputs, on every axis.
 
     Raises:
@@ -35,7 +35,7 @@ def data_parallel(graph: Graph, mesh: Layout) -> CutsOfGraph:
     return _along_batch(indexed, mesh)
 
 
-def semi_auto(graph: Graph, mesh: Layout, pinned: Mapping[str, Cuts]) -> CutsOfGraph:
+def semi_auto(graph: Graph, mesh: DeviceMatrix, pinned: Mapping[str, Cuts]) -> CutsOfGraph:
     """Pinned operators as they are pinned, all others along the batch.
 
     Where the batch cannot be divided by all devices it is divided by as many axes as go, the
@@ -47,7 +47,7 @@ def semi_auto(graph: Graph, mesh: Layout, pinned: Mapping[str, Cuts]) -> CutsOfG
     return {name: factors for name, factors in cuts.items() if factors}
 
 
-def _along_batch(indexed: IndexedGraph, mesh: Layout) -> CutsOfGraph:
+def _along_batch(indexed: IndexedGraph, mesh: DeviceMatrix) -> CutsOfGraph:
     parts = [(1,) * len(kind.factors) for kind in indexed.kinds]
     cuts: CutsOfGraph = {}
     for axis, axis_size in enumerate(mesh.device_matrix):

@@ -14,7 +14,7 @@ from math import prod
 from shardwright.core.cost.step_time import TimeModel
 from shardwright.core.cost.symbolic import IMPOSSIBLE
 from shardwright.core.graph.graph import Graph
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.by_time.objective import Objective, ObjectiveCost
@@ -71,7 +71,11 @@ Cost = Callable[[str, Mapping[str, float]], float]
 
 
 def choices(
-    graph: Graph, mesh: Layout, decisions: Decisions, pricing: Pricing | None, mem_coeff: float
+    graph: Graph,
+    mesh: DeviceMatrix,
+    decisions: Decisions,
+    pricing: Pricing | None,
+    mem_coeff: float,
 ) -> tuple[AxisChoice, ...]:
     """The choices of all operators that have a cost: by seconds with `pricing`, else symbolic."""
     if pricing is None:
@@ -112,7 +116,7 @@ def _turn(cost: Cost, chosen: str, factor: str, knob: str) -> float | None:
     return None
 
 
-def _moves(kind: OpKind, cuts: Cuts, mesh: Layout, axis: int) -> Iterator[tuple[str, Cuts]]:
+def _moves(kind: OpKind, cuts: Cuts, mesh: DeviceMatrix, axis: int) -> Iterator[tuple[str, Cuts]]:
     """Each factor that may be cut over `axis`, or none, with the cuts of the operator then."""
     current = factor_of_axis(cuts)
     rest = {a: factor for a, factor in current.items() if a != axis}
@@ -127,7 +131,7 @@ def _moves(kind: OpKind, cuts: Cuts, mesh: Layout, axis: int) -> Iterator[tuple[
 
 
 def _timed(
-    graph: Graph, mesh: Layout, decisions: Decisions, pricing: Pricing, mem_coeff: float
+    graph: Graph, mesh: DeviceMatrix, decisions: Decisions, pricing: Pricing, mem_coeff: float
 ) -> Iterator[AxisChoice]:
     every = {op.name: decisions.cuts.get(op.name, {}) for op in graph.ops}
     problem = search_problem(graph, every, decisions.outputs, decisions.arrivals)
@@ -184,7 +188,7 @@ def _timed(
 
 
 def _symbolic(
-    graph: Graph, mesh: Layout, decisions: Decisions, mem_coeff: float
+    graph: Graph, mesh: DeviceMatrix, decisions: Decisions, mem_coeff: float
 ) -> Iterator[AxisChoice]:
     indexed = index_graph(graph)
     recursions: dict[float, Recursion] = {}
@@ -246,7 +250,7 @@ def _without(level: AxisLevel, choice: list[int], op: int) -> list[int]:
 
 
 def _before(
-    indexed: IndexedGraph, mesh: Layout, decisions: Decisions, axis: int
+    indexed: IndexedGraph, mesh: DeviceMatrix, decisions: Decisions, axis: int
 ) -> tuple[list[tuple[int, ...]], list[int]]:
     """In how many parts each factor is cut over the other axes, and what is cut over this one."""
     parts, choice = [], []

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from shardwright.core.graph.graph import Op
 from shardwright.core.layout.axes import Axes
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.rules.rule import Cuts, Dims, ShardingRule
 
 FactorOfAxis = Mapping[int, str]
@@ -45,7 +45,7 @@ class CutMoves:
             the two.
     """
 
-    mesh: Layout
+    mesh: DeviceMatrix
     limits: Mapping[str, int]
     shared: Sequence[SharedTensor]
     joined: Mapping[str, str] = field(default_factory=dict)
@@ -108,7 +108,7 @@ OpLayouts = tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]
 """The layouts in which an operator reads its inputs and leaves its outputs."""
 
 
-def layouts_of(op: Op, rule: ShardingRule | None, mesh: Layout, cuts: Cuts) -> OpLayouts:
+def layouts_of(op: Op, rule: ShardingRule | None, mesh: DeviceMatrix, cuts: Cuts) -> OpLayouts:
     """The layouts of an operator that is cut so; without a rule it reads and leaves all whole."""
     if rule is not None:
         return rule.layouts(mesh, cuts)
@@ -131,7 +131,7 @@ def axes_of_factors(factors: FactorOfAxis) -> dict[str, Axes]:
     return cuts
 
 
-def alike_axes(mesh: Layout, uses: Sequence[Mapping[int, object]]) -> list[Axes]:
+def alike_axes(mesh: DeviceMatrix, uses: Sequence[Mapping[int, object]]) -> list[Axes]:
     """The axes of more than one device, joined where all `uses` have the same for them."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for axis, size in enumerate(mesh.device_matrix):

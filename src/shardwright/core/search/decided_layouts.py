@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import prod
 
 from shardwright.core.graph.graph import Graph, Kind, Op, Value
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.layout.redistribution import RedistributionStep, redistribution_steps
 from shardwright.core.partition.communication import InnerReduction
 from shardwright.core.partition.decisions import Outputs
@@ -126,7 +126,7 @@ def tensor_context(
 class DecidedLayouts:
     """The decisions so far, with the layout of each value at its source and at its readers."""
 
-    def __init__(self, graph: Graph, mesh: Layout, outputs: Outputs) -> None:
+    def __init__(self, graph: Graph, mesh: DeviceMatrix, outputs: Outputs) -> None:
         self.graph = graph
         self.mesh = mesh
         self.outputs = outputs
@@ -177,7 +177,7 @@ class DecidedLayouts:
 
 
 def inner_reductions(
-    op: Op, rule: ShardingRule, mesh: Layout, cuts: Cuts
+    op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts
 ) -> Iterator[tuple[InnerReduction, int]]:
     """The collectives inside the operator, each with its bytes, forward and backward."""
     differentiable = any(value.requires_grad for value in op.outputs)

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.axes import Axes
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.axis_meaning import Meaning, trace_meanings
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.request import CutsOfGraph
@@ -23,7 +23,7 @@ Slot = tuple[int, int]
 
 
 def nest_axes(
-    graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts], pinned: Container[str]
+    graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], pinned: Container[str]
 ) -> CutsOfGraph:
     """The cuts with as many axes of each size for each factor; those of pinned operators stay."""
     factors = trace_meanings(graph).factors

@@ -7,7 +7,7 @@ from itertools import combinations
 
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.axes import Axes
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.decisions import CutAxes, OptimizerParallel, Storage
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import Cuts
@@ -18,7 +18,7 @@ KB = 1024
 
 def sharded_storage(
     graph: Graph,
-    mesh: Layout,
+    mesh: DeviceMatrix,
     cuts: Mapping[str, Cuts],
     used: Storage,
     sharding: OptimizerParallel,
@@ -55,7 +55,9 @@ def sharded_storage(
     return storage
 
 
-def _cut_axes(graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts]) -> dict[Value, frozenset[int]]:
+def _cut_axes(
+    graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]
+) -> dict[Value, frozenset[int]]:
     """The axes over which any operator reads a parameter cut."""
     axes_of: dict[Value, frozenset[int]] = {value: frozenset() for value in graph.parameters}
     for value in graph.parameters:
@@ -66,7 +68,9 @@ def _cut_axes(graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts]) -> dict[Valu
     return axes_of
 
 
-def _sharded(value: Value, mesh: Layout, used: CutAxes, free: Axes, shard_size: int) -> CutAxes:
+def _sharded(
+    value: Value, mesh: DeviceMatrix, used: CutAxes, free: Axes, shard_size: int
+) -> CutAxes:
     subsets = [axes for n in range(1, len(free) + 1) for axes in combinations(free, n)]
     if 1 <= shard_size <= mesh.size(free):
         valid = sorted({1, *(mesh.size(axes) for axes in subsets)})

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.graph.graph import Graph
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.decisions import CutAxes, Outputs
 from shardwright.core.rules.rule import Cuts
 from shardwright.errors import StrategyError
@@ -75,7 +75,7 @@ class SearchRequest:
     """
 
     graph: Graph
-    mesh: Layout
+    mesh: DeviceMatrix
     pinned: Mapping[str, Cuts] = field(default_factory=dict)
     outputs: Outputs = field(default_factory=dict)
     arrivals: Mapping[str, CutAxes] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping
 from math import prod
 
 from shardwright.core.graph.graph import Graph, Op
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import Cuts, ShardingRule
 from shardwright.core.search.indexed_graph import index_graph
@@ -21,7 +21,7 @@ operator take less."""
 
 
 def ring_cuts(
-    graph: Graph, mesh: Layout, cuts: Mapping[str, Cuts], pinned: Container[str], limit: int
+    graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], pinned: Container[str], limit: int
 ) -> Mapping[str, Cuts] | None:
     """`cuts` with operators cut by the factor that cuts further inputs too, where there is one and
     these take much of the memory; None if there is nothing to change.
@@ -45,7 +45,7 @@ def ring_cuts(
     return {**cuts, **changed} if changed else None
 
 
-def _gathered(op: Op, rule: ShardingRule, mesh: Layout, cuts: Cuts, factor: str) -> int:
+def _gathered(op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts, factor: str) -> int:
     """Bytes of the inputs that only `factor` cuts further."""
     read, _ = rule.layouts(mesh, cuts)
     return sum(

@@ -11,7 +11,7 @@ from shardwright.core.cost.collectives import Links
 from shardwright.core.cost.flops import work_of
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.axes import axis_names, prime_factors
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.models.expert_sharding import ROW
 
 GridPoint = tuple[int, int, int]
@@ -117,7 +117,7 @@ def least_seconds(graph: Graph, cluster: Cluster, parts: GridPoint, micro_batche
     data, model, stages = parts
     device = cluster.device.among(prod(parts))
     outer, inner = prime_factors(data), prime_factors(model)
-    mesh = Layout((*outer, *inner), tuple(islice(axis_names(), len(outer) + len(inner))))
+    mesh = DeviceMatrix((*outer, *inner), tuple(islice(axis_names(), len(outer) + len(inner))))
     links, axes = Links(cluster, mesh, stages), range(len(outer), len(outer) + len(inner))
     seconds = 0.0
     for op in graph.ops:

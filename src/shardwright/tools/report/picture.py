@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from shardwright.core.layout.axes import Axes
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 
 MOST_BLOCKS = 16
 """Blocks along one side that are drawn apart."""
@@ -59,7 +59,7 @@ def picture(layout: TensorLayout) -> Picture:
     )
 
 
-def _borders(mesh: Layout, axes: Axes) -> Iterator[Border]:
+def _borders(mesh: DeviceMatrix, axes: Axes) -> Iterator[Border]:
     """The borders of the outer axes, as far as they can be told apart."""
     blocks = 1
     for axis in axes:

@@ -15,7 +15,7 @@ from shardwright.core.cost.collectives import Links
 from shardwright.core.cost.step_time import TimeModel
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.axes import Axes, axis_names, prime_factors
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.by_time.bound import lower_bound
@@ -111,7 +111,7 @@ def _plain(cuts: Mapping[str, Cuts]) -> CutsOfGraph:
     return {name: {f: tuple(axes) for f, axes in each.items()} for name, each in cuts.items()}
 
 
-def in_prime_axes(mesh: Layout, levels: Sequence[Spans]) -> tuple[Layout, list[Axes]]:
+def in_prime_axes(mesh: DeviceMatrix, levels: Sequence[Spans]) -> tuple[DeviceMatrix, list[Axes]]:
     """A device matrix with an axis for each prime factor of each axis, and for each old axis the
     new ones that it is made of.
 
@@ -125,12 +125,12 @@ def in_prime_axes(mesh: Layout, levels: Sequence[Spans]) -> tuple[Layout, list[A
         made.append(tuple(range(len(sizes), len(sizes) + len(primes))))
         sizes += primes
     names = tuple(islice(axis_names(), len(sizes)))
-    return Layout(tuple(sizes), names, mesh.rank_list), made
+    return DeviceMatrix(tuple(sizes), names, mesh.rank_list), made
 
 
 def gap_of(
     graph: Graph,
-    mesh: Layout,
+    mesh: DeviceMatrix,
     decisions: Decisions,
     pricing: Pricing,
     mem_coeff: float,

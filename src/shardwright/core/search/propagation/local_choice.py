@@ -19,7 +19,7 @@ from math import prod
 
 from shardwright.core.graph.graph import Op
 from shardwright.core.layout.axes import Axes
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.rules.rule import Cuts, ShardingRule
 from shardwright.core.search.cut_moves import (
     CutMoves,
@@ -47,7 +47,7 @@ class LocalProblem:
 
     op: Op
     rule: ShardingRule
-    mesh: Layout
+    mesh: DeviceMatrix
     inputs: tuple[TensorContext, ...]
     outputs: tuple[TensorContext, ...]
 

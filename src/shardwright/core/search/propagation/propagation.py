@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.layout.axes import Axes
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.decisions import Outputs
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.baselines import semi_auto
@@ -79,7 +79,7 @@ ROUNDS = 4
 class _Propagation(DecidedLayouts):
     """What is decided from the pinned operators outwards."""
 
-    def __init__(self, graph: Graph, mesh: Layout, outputs: Outputs) -> None:
+    def __init__(self, graph: Graph, mesh: DeviceMatrix, outputs: Outputs) -> None:
         super().__init__(graph, mesh, outputs)
         self.data = _of_inputs(graph)
         self._known: dict[tuple[object, ...], dict[str, Axes]] = {}

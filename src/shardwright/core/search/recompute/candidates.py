@@ -25,7 +25,7 @@ from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.flops import is_view, work_of
 from shardwright.core.graph.graph import Graph, Kind, Op, Value
 from shardwright.core.graph.saved_tensors import SavedTensors, saved_tensors
-from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.partition.communication import Communication, communication
 from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.partition.recompute_segments import (
@@ -88,7 +88,7 @@ class RecomputeCandidates:
     def __init__(
         self,
         graph: Graph,
-        mesh: Layout,
+        mesh: DeviceMatrix,
         decisions: Decisions,
         stage_of: Callable[[Op], int],
         prices: RecomputePrices = DEFAULT_PRICES,
@@ -263,7 +263,7 @@ class ActivationEstimate:
     """
 
     def __init__(
-        self, graph: Graph, saved: dict[str, SavedTensors], mesh: Layout, decisions: Decisions
+        self, graph: Graph, saved: dict[str, SavedTensors], mesh: DeviceMatrix, decisions: Decisions
     ) -> None:
         self.graph = graph
         self.saved = saved

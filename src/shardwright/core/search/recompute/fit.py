@@ -9,7 +9,7 @@ from functools import cached_property
 from shardwright.core.cost.memory import Memory, StageMemory
 from shardwright.core.cost.pipeline_timeline import actions, alive
 from shardwright.core.graph.graph import Graph, Op
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.search.recompute.candidates import (
@@ -186,7 +186,7 @@ class RecomputeLadders:
     def __init__(
         self,
         graph: Graph,
-        mesh: Layout,
+        mesh: DeviceMatrix,
         decisions: Decisions,
         pipeline: PipelineSpec,
         prices: RecomputePrices = DEFAULT_PRICES,

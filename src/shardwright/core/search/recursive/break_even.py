@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwright.core.cost.symbolic import IMPOSSIBLE, break_even
 from shardwright.core.graph.graph import Graph
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.search.indexed_graph import index_graph
 from shardwright.core.search.recursive.search import operator_costs
 
@@ -12,7 +12,7 @@ from shardwright.core.search.recursive.search import operator_costs
 SMALL = 1e-9
 
 
-def break_evens(graph: Graph, mesh: Layout) -> dict[str, float]:
+def break_evens(graph: Graph, mesh: DeviceMatrix) -> dict[str, float]:
     """For each main operator the `mem_coeff` above which cutting I costs less than not cutting, on
     the first axis of `mesh` and without redistribution.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.core.cost.symbolic import IMPOSSIBLE, cut_cost, no_cut_cost, redistribution_cost
-from shardwright.core.layout.layout import Layout
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.search.cost_log import CutAlternative, log_choice
 from shardwright.core.search.indexed_graph import NO_CUT, IndexedGraph, OpKind, index_graph
 from shardwright.core.search.recursive.axis_level import UNDECIDED, AxisLevel
@@ -228,7 +228,7 @@ def _pinned_on(
     return choices
 
 
-def _nothing_divides(indexed: IndexedGraph, mesh: Layout) -> StrategyError:
+def _nothing_divides(indexed: IndexedGraph, mesh: DeviceMatrix) -> StrategyError:
     devices = mesh.num_devices
     if not any(limit > 1 for kind in indexed.kinds for limit in kind.limits):
         return StrategyError(
