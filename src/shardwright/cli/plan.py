@@ -6,13 +6,14 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from json import dumps
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from shardwright.cli.app import app
@@ -35,15 +36,14 @@ from shardwright.core.plan import Plan
 from shardwright.core.plan.diff import Difference, differences
 from shardwright.core.plan.measured import Measured
 from shardwright.core.plan.table import plan_text
-from shardwright.core.plan.text_columns import text_width
+from shardwright.core.plan.text_columns import GAP, NARROWEST, at_dots, text_width
 from shardwright.errors import ConfigError, PlanError, PlanInterrupted
 from shardwright.progress import OnProgress
 from shardwright.run.config.other_plans import RunWithPlan
 
-DIFF_WIDTH = 140
 PRESETS = "presets"
-NAMES = 4
-"""How many names are shown per difference."""
+MAX_NAMES = 4
+"""Operators or parameters that `diff` prints for each difference."""
 
 AXIS_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
@@ -288,24 +288,30 @@ def diff_command(
     if json:
         typer.echo(dumps([asdict(change) for change in changes], indent=1))
     elif changes:
-        Console(width=DIFF_WIDTH, highlight=False).print(
-            differences_table(changes, first.name, second.name)
-        )
+        typer.echo(differences_text(changes, first.name, second.name))
     else:
         typer.echo("the plans make the same decisions")
     if changes:
         raise typer.Exit(1)
 
 
-def differences_table(changes: list[Difference], first: str, second: str) -> Table:
-    """A row for each difference; `first` and `second` are the columns' titles."""
-    table = Table()
-    table.add_column("", no_wrap=True)
-    for title in (first, second):
-        table.add_column(title, overflow="fold")
-    table.add_column("operators or parameters", overflow="fold", min_width=60)
-    for change in changes:
-        more = f"\nand {len(change.names) - NAMES} more" if len(change.names) > NAMES else ""
-        names = "\n".join(change.names[:NAMES]) + more
-        table.add_row(change.what, change.first, change.second, names)
-    return table
+def differences_text(changes: list[Difference], first: str, second: str) -> str:
+    """The differences in 80 columns: a property, its value in each plan, and below these the names
+    of the operators or parameters.
+
+    Args:
+        first, second: titles of the plans' columns.
+    """
+    label_width = max(len(change.what) for change in changes)
+    value_width = (NARROWEST - label_width) // 2 - len(GAP)
+    lines = list[str]()
+    for change in (Difference("", first, second), *changes):
+        values = [wrap(value, value_width) for value in (change.first, change.second)]
+        for label, one, other in zip_longest([change.what], *values, fillvalue=""):
+            cells = label.ljust(label_width), one.ljust(value_width), other
+            lines.append(GAP.join(cells).rstrip())
+        for name in change.names[:MAX_NAMES]:
+            lines += (GAP + part for part in at_dots(name, NARROWEST - len(GAP)))
+        if len(change.names) > MAX_NAMES:
+            lines.append(f"{GAP}and {len(change.names) - MAX_NAMES} more")
+    return "\n".join(lines)

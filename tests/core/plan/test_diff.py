@@ -88,6 +88,7 @@ def test_the_command_prints_differences_and_its_status_says_whether_there_are_an
     result = runner.invoke(app, ["diff", str(one), str(other)])
     assert result.exit_code == 1
     assert "layers.{0..3}.weight" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
     same = runner.invoke(app, ["diff", str(one), str(one)])
     assert (same.exit_code, same.stdout) == (0, "the plans make the same decisions\n")
     assert (

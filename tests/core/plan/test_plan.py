@@ -72,6 +72,7 @@ def test_explain_of_a_saved_plan_says_the_same_with_what_else_costs(tmp_path: Pa
         saved = sw.Plan.load(tmp_path / "plan.json")
         for row in plan.operators:
             assert saved.explain(row.name) == plan.explain(row.name)
+            assert max(map(len, plan.explain(row.name).splitlines())) <= 80
         unit = "a step more" if options else "(symbolic) more"
         assert unit in saved.explain("model.layers.0.mlp.up_proj")
 

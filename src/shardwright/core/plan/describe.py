@@ -25,6 +25,7 @@ from shardwright.core.plan.rows import (
     shape_text,
     strategy_text,
 )
+from shardwright.core.plan.text_columns import wrapped_lines
 
 SHARED = ", the rest shared with an earlier operator"
 """Of a redistribution some of whose steps an earlier reader of the value needs too."""
@@ -123,7 +124,8 @@ def _steps(row: RedistributionRow) -> str:
 
 
 def explanation(plan: PlanData, row: OperatorRow) -> str:
-    """How one operator is sharded, where its inputs come from, and what that costs."""
+    """How one operator is sharded, where its inputs come from, and what that costs, in lines of at
+    most 80 columns."""
     lines = [f"{row.name}: {row.operator}" + (f"  ({row.source})" if row.source else "")]
     lines.append(f"  rule: {row.rule or 'none, computed in full on every device'}")
     lines.append(f"  cuts: {cuts_text(row) or 'none'}")
@@ -152,7 +154,7 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
             if each.value == row.name:
                 lines.append(f"    for {reader.name}: {each.steps_text}")
                 lines.append(f"      {_sent(each)}")
-    return "\n".join(lines)
+    return "\n".join(wrapped_lines(lines))
 
 
 def _shards(counts: tuple[int, ...]) -> str:

@@ -40,6 +40,29 @@ def wrapped(text: str, width: int, label: str = "") -> list[str]:
     )
 
 
+def wrapped_lines(lines: Iterable[str], width: int = NARROWEST) -> list[str]:
+    """Wraps each line at spaces; continuations are indented by four more columns than the line.
+
+    >>> wrapped_lines(["  over tp: k chosen; j 2.1 ms more"], 24)
+    ['  over tp: k chosen; j', '      2.1 ms more']
+    """
+    return [part for line in lines for part in _wrapped_line(line, width)]
+
+
+def _wrapped_line(line: str, width: int) -> list[str]:
+    text = line.lstrip()
+    indent = " " * (len(line) - len(text))
+    # Module paths and shapes stay in one piece, even where they are longer than a line.
+    return wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def at_dots(text: str, width: int) -> list[str]:
     """Names in lines that end behind a dot, a comma or a space, if they must.
 
