@@ -27,12 +27,12 @@ from shardwright.core.plan import Plan, make_plan
 from shardwright.core.planner.options import MB, PlanOptions
 from shardwright.core.planner.pipeline import pipeline_spec
 from shardwright.core.rules.rule import Cuts
-from shardwright.core.search.align_breaks import aligned_breaks
+from shardwright.core.search.align_axis_splits import align_axis_splits
 from shardwright.core.search.assign_stages import balanced_stages
-from shardwright.core.search.cut_moves import alike_axes
+from shardwright.core.search.cut_moves import group_equal_axes
 from shardwright.core.search.modes import MODES, check_takes_pins
-from shardwright.core.search.nest_axes import nest_axes
 from shardwright.core.search.optimizer_sharding import sharded_storage
+from shardwright.core.search.reassign_equal_axes import reassign_equal_axes
 from shardwright.core.search.request import SearchRequest
 from shardwright.core.search.ring_cuts import ring_cuts
 from shardwright.errors import StrategyError
@@ -287,9 +287,11 @@ def _aligned(candidate: Candidate) -> Candidate:
     model, mesh, options = candidate.model, candidate.mesh, candidate.options
     levels = TimeModel(options.known_cluster, mesh, candidate.pipeline.stages).links.levels
     best = candidate
-    for axes in alike_axes(mesh, [dict(enumerate(levels)), dict(enumerate(mesh.device_matrix))]):
+    for axes in group_equal_axes(
+        mesh, [dict(enumerate(levels)), dict(enumerate(mesh.device_matrix))]
+    ):
         others = [best]
-        for cuts in aligned_breaks(model.graph, mesh, best.decisions.cuts, best.pinned, axes):
+        for cuts in align_axis_splits(model.graph, mesh, best.decisions.cuts, best.pinned, axes):
             storage = _storage(model, mesh, cuts, options)
             decisions = replace(best.decisions, cuts=cuts, storage=storage)
             others.append(replace(best, decisions=decisions))
@@ -304,7 +306,7 @@ def _nested(candidate: Candidate) -> Candidate:
     """The same with its axes dealt out anew, if that sends no more: without a cluster all links are
     alike."""
     model, mesh, decisions = candidate.model, candidate.mesh, candidate.decisions
-    cuts = nest_axes(model.graph, mesh, decisions.cuts, candidate.pinned)
+    cuts = reassign_equal_axes(model.graph, mesh, decisions.cuts, candidate.pinned)
     if cuts == decisions.cuts:
         return candidate
     storage = _storage(model, mesh, cuts, candidate.options)

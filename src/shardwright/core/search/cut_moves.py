@@ -131,7 +131,7 @@ def axes_of_factors(factors: FactorOfAxis) -> dict[str, Axes]:
     return cuts
 
 
-def alike_axes(mesh: DeviceMatrix, uses: Sequence[Mapping[int, object]]) -> list[Axes]:
+def group_equal_axes(mesh: DeviceMatrix, uses: Sequence[Mapping[int, object]]) -> list[Axes]:
     """The axes of more than one device, joined where all `uses` have the same for them."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for axis, size in enumerate(mesh.device_matrix):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from shardwright.core.search.by_time.search import searches_by_time
-from shardwright.core.search.cut_followers import with_cut_followers
 from shardwright.core.search.recursive.search import search_recursively
 from shardwright.core.search.request import CutsOfGraph, SearchMode, SearchRequest
+from shardwright.core.search.shard_uncosted_ops import with_uncosted_ops_sharded
 from shardwright.errors import IndivisibleError
 
 logger = logging.getLogger("shardwright.search")
@@ -28,7 +28,7 @@ class RecursiveProgramming(SearchMode):
         if request.pricing is not None:
             return searches_by_time(request)
         try:
-            return with_cut_followers(request, search_recursively(request))
+            return with_uncosted_ops_sharded(request, search_recursively(request))
         except IndivisibleError as error:
             # A plan that works on any number of devices, as the search by time finds it.
             logger.warning("every device computes the whole: %s", error)

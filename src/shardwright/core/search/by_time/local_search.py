@@ -13,9 +13,9 @@ from shardwright.core.search.by_time.problem import EdgeEnd, OpVariable, TensorE
 from shardwright.core.search.cut_moves import (
     CutMoves,
     SharedTensor,
-    alike_axes,
     axes_of_factors,
     factor_of_axis,
+    group_equal_axes,
 )
 from shardwright.progress import OnShare, unheard
 
@@ -125,7 +125,7 @@ class _Neighborhood:
         links = dict(enumerate(model.links.levels))
         uses: list[Mapping[int, object]] = [links]
         uses += [factor_of_axis(cuts[number]) for number in sorted(numbers)]
-        return sorted(group[-1] for group in alike_axes(model.mesh, uses))
+        return sorted(group[-1] for group in group_equal_axes(model.mesh, uses))
 
     def _moves(self, cuts: list[Cuts]) -> CutMoves:
         """The moves among the layouts that the cuts of all others give."""

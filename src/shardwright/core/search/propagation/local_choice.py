@@ -24,8 +24,8 @@ from shardwright.core.rules.rule import Cuts, ShardingRule
 from shardwright.core.search.cut_moves import (
     CutMoves,
     SharedTensor,
-    alike_axes,
     factor_of_axis,
+    group_equal_axes,
     least_sent,
 )
 from shardwright.core.search.decided_layouts import Between, TensorContext, bare, inner_reductions
@@ -142,7 +142,7 @@ class LocalProblem:
         such groups of axes are too many, only factors that some neighbor cuts.
         """
         layouts = dict.fromkeys(tensor.layout for tensor in self.moves.shared)
-        groups = alike_axes(self.mesh, [_uses(layout) for layout in layouts])
+        groups = group_equal_axes(self.mesh, [_uses(layout) for layout in layouts])
         followed = [self._followed(group) for group in groups]
         every = [(*f, *(n for n in self.moves.limits if n not in f)) for f in followed]
         options = every if prod(map(len, every)) <= CANDIDATES else followed

@@ -23,10 +23,10 @@ from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.decisions import Outputs
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.baselines import semi_auto
-from shardwright.core.search.cut_followers import with_cut_followers
 from shardwright.core.search.decided_layouts import DecidedLayouts, tensor_context
 from shardwright.core.search.propagation.local_choice import LocalProblem
 from shardwright.core.search.request import CutsOfGraph, SearchMode, SearchRequest
+from shardwright.core.search.shard_uncosted_ops import with_uncosted_ops_sharded
 from shardwright.errors import StrategyError
 
 
@@ -69,7 +69,7 @@ class ShardingPropagation(SearchMode):
         return self.searches(request)[0]
 
     def searches(self, request: SearchRequest) -> Sequence[CutsOfGraph]:
-        return with_cut_followers(request, propagate(request))
+        return with_uncosted_ops_sharded(request, propagate(request))
 
 
 ROUNDS = 4

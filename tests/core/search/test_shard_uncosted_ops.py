@@ -19,8 +19,8 @@ from shardwright.core.partition.communication import communication, storage_as_u
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.plan import make_plan
-from shardwright.core.search.cut_followers import cut_followers
 from shardwright.core.search.request import CutsOfGraph, SearchRequest
+from shardwright.core.search.shard_uncosted_ops import shard_uncosted_ops
 
 TWO, EIGHT = prime_mesh(2), prime_mesh(8)
 BATCH = {"b": (0,)}
@@ -47,15 +47,15 @@ def between_products() -> Graph:
 def test_operators_behind_and_before_a_cut_product_are_cut_as_it_is() -> None:
     graph = between_products()
     for cuts in ({"first": BATCH}, {"last": BATCH}):
-        found = cut_followers(SearchRequest(graph, TWO), cuts)
+        found = shard_uncosted_ops(SearchRequest(graph, TWO), cuts)
         assert found == {**cuts, "relu": BATCH, "gelu": BATCH}
         assert sent_for_activations(graph, TWO, found) <= sent_for_activations(graph, TWO, cuts)
 
 
 def test_an_operator_pinned_whole_stays_whole_and_others_do_not_follow_past_it() -> None:
     request = SearchRequest(between_products(), TWO, pinned={"gelu": {}})
-    assert cut_followers(request, {"last": BATCH}) == {"last": BATCH}
-    assert cut_followers(request, {"first": BATCH}) == {"first": BATCH, "relu": BATCH}
+    assert shard_uncosted_ops(request, {"last": BATCH}) == {"last": BATCH}
+    assert shard_uncosted_ops(request, {"first": BATCH}) == {"first": BATCH, "relu": BATCH}
 
 
 def test_what_would_send_more_stays_whole() -> None:
@@ -64,7 +64,7 @@ def test_what_would_send_more_stays_whole() -> None:
     wide = net.op("cat", aten.cat.default, [y, y], 1)
     net.linear("last", wide, 512)
     request = SearchRequest(net.build(), TWO)
-    assert cut_followers(request, {"first": BATCH}) == {"first": BATCH}
+    assert shard_uncosted_ops(request, {"first": BATCH}) == {"first": BATCH}
 
 
 def residual_blocks(tokens: int) -> Graph:
@@ -89,13 +89,13 @@ def residual_cuts() -> CutsOfGraph:
 
 def test_a_stream_follows_as_a_whole_where_none_of_its_additions_would_alone() -> None:
     graph, cuts = residual_blocks(2**16), residual_cuts()
-    found = cut_followers(SearchRequest(graph, TWO), cuts)
+    found = shard_uncosted_ops(SearchRequest(graph, TWO), cuts)
     assert all(f"{i}.{name}" in found for i in range(2) for name in ("add", "gelu", "last"))
     assert sent_for_activations(graph, TWO, found) < sent_for_activations(graph, TWO, cuts)
 
 
 def test_a_stream_of_few_bytes_does_not_take_more_messages() -> None:
-    found = cut_followers(SearchRequest(residual_blocks(8), TWO), residual_cuts())
+    found = shard_uncosted_ops(SearchRequest(residual_blocks(8), TWO), residual_cuts())
     assert "0.last" in found and "1.last" not in found
 
 
@@ -103,7 +103,7 @@ def test_a_stream_of_few_bytes_does_not_take_more_messages() -> None:
 def test_no_decision_is_taken_back_and_no_more_is_sent(seed: int) -> None:
     graph = llama_graph(2)
     cuts = random_cuts(graph, EIGHT, seed)
-    found = cut_followers(SearchRequest(graph, EIGHT), cuts)
+    found = shard_uncosted_ops(SearchRequest(graph, EIGHT), cuts)
     for name, factors in cuts.items():
         assert all(set(axes) <= set(found[name][f]) for f, axes in factors.items() if axes)
     assert sent_for_activations(graph, EIGHT, found) <= sent_for_activations(graph, EIGHT, cuts)
@@ -117,7 +117,7 @@ def test_followers_compute_the_values_and_gradients_of_one_device(
     net, args, kwargs = model(**options)
     graph = sw.capture(net, args, kwargs)
     cuts = random_cuts(graph, EIGHT, seed=0)
-    found = cut_followers(SearchRequest(graph, EIGHT), cuts)
+    found = shard_uncosted_ops(SearchRequest(graph, EIGHT), cuts)
     assert found != cuts
     plan = make_plan(
         Partitioned(graph, EIGHT, Decisions(found, storage_as_used(graph, EIGHT, found))),

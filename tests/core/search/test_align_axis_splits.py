@@ -7,7 +7,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.search.align_breaks import aligned_breaks
+from shardwright.core.search.align_axis_splits import align_axis_splits
 
 CUTS = {"0": {"j": (0,), "k": (1, 2)}, "1": {"k": (0, 1), "j": (2,)}, "2": {"b": (0, 1, 2)}}
 
@@ -34,5 +34,5 @@ def _tried(width: int, pinned: str = "") -> list[dict[str, dict[str, tuple[int, 
     graph = sw.capture(net, (torch.randn(64, 64),))
     return [
         {name: {f: tuple(a) for f, a in each.items()} for name, each in cuts.items()}
-        for cuts in aligned_breaks(graph, prime_mesh(8), CUTS, {pinned}, (0, 1, 2))
+        for cuts in align_axis_splits(graph, prime_mesh(8), CUTS, {pinned}, (0, 1, 2))
     ]

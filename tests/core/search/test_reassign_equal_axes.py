@@ -14,10 +14,10 @@ from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.partition.communication import storage_as_used
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.partitioned import Partitioned
-from shardwright.core.search.cut_followers import cut_followers
-from shardwright.core.search.nest_axes import nest_axes
+from shardwright.core.search.reassign_equal_axes import reassign_equal_axes
 from shardwright.core.search.recursive.search import search_recursively
 from shardwright.core.search.request import SearchRequest
+from shardwright.core.search.shard_uncosted_ops import shard_uncosted_ops
 
 MODELS: dict[str, Callable[[], Model]] = {
     "mlp": lambda: mlp(64, (512, 2048, 2048, 512)),
@@ -36,7 +36,7 @@ def test_plans_send_no_more_and_operators_are_cut_in_as_many_parts(name: str, de
     net, args, kwargs = MODELS[name]()
     graph, mesh = sw.capture(net, args, kwargs), prime_mesh(devices)
     request = SearchRequest(graph, mesh)
-    cuts = cut_followers(request, search_recursively(request))
+    cuts = shard_uncosted_ops(request, search_recursively(request))
     plan = sw.plan(graph, devices=devices)
     decided = Decisions(cuts, storage_as_used(graph, mesh, cuts))
     assert plan.bytes <= max(map(sum, Partitioned(graph, mesh, decided).step_bytes))
@@ -52,17 +52,17 @@ def test_blocks_that_decide_in_another_order_use_the_same_axes() -> None:
     first = {"b": (0, 2), "j": (1, 3)}
     second = {"b": (0, 1), "k": (2, 3)}
     cuts = {"0": first, "1": second, "2": first, "3": second}
-    nested = nest_axes(graph, mesh, cuts, pinned=())
+    nested = reassign_equal_axes(graph, mesh, cuts, pinned=())
     assert nested["0"] == nested["2"] == {"b": (0, 1), "j": (2, 3)}
     assert nested["1"] == nested["3"] == {"b": (0, 1), "k": (2, 3)}
-    kept = nest_axes(graph, mesh, cuts, pinned={"0"})
+    kept = reassign_equal_axes(graph, mesh, cuts, pinned={"0"})
     assert kept == {**nested, "0": first}
 
 
 def test_axes_of_other_sizes_do_not_change_places() -> None:
     net = nn.Linear(48, 48, bias=False)
     graph, mesh = sw.capture(net, (torch.randn(48, 48),)), prime_mesh(24)
-    nested = nest_axes(graph, mesh, {"linear": {"b": (2, 3), "j": (0, 1)}}, pinned=())
+    nested = reassign_equal_axes(graph, mesh, {"linear": {"b": (2, 3), "j": (0, 1)}}, pinned=())
     assert nested == {"linear": {"b": (0, 3), "j": (1, 2)}}
 
 

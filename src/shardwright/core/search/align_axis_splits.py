@@ -1,0 +1,74 @@
+"""Split groups of equal axes between two factors at the same position in all operators.
+
+Where a matrix product is cut over eight devices, 2 shards of its rows by 4 of its columns often
+take as long as 4 by 2, and a search takes either. Each distinct position at which parameters split
+a group of axes adds one axis to the `DeviceMesh` that all DTensors share, and the time of DTensor's
+first step grows exponentially with its axes.
+
+    w1: rows (a), columns (b, c)   w2: rows (a, b), columns (c)   ->   both rows (a), columns (b, c)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+
+from shardwright.core.graph.graph import Graph
+from shardwright.core.layout.axes import Axes
+from shardwright.core.layout.layout import DeviceMatrix
+from shardwright.core.rules.rule import Cuts
+from shardwright.core.search.indexed_graph import index_graph
+from shardwright.core.search.request import CutsOfGraph
+
+
+def align_axis_splits(
+    graph: Graph,
+    mesh: DeviceMatrix,
+    cuts: Mapping[str, Cuts],
+    pinned: Container[str],
+    equal_axes: Axes,
+) -> Iterator[CutsOfGraph]:
+    """Yield, for each split position that occurs, the cuts with all splits moved there.
+
+    Operators whose sizes are not divisible by the moved cuts keep theirs. Yields nothing if there
+    are fewer than two positions.
+
+    Args:
+        pinned: names of operators whose cuts stay as they are.
+        equal_axes: axes of one size and equal links.
+    """
+    limits = {
+        op.name: dict(zip(kind.factors, kind.limits, strict=True))
+        for op, kind in zip(graph.ops, index_graph(graph).kinds, strict=True)
+    }
+    positions = {
+        position for op_cuts in cuts.values() if (position := _split_position(op_cuts, equal_axes))
+    }
+    for position in sorted(positions) if len(positions) > 1 else ():
+        aligned = {name: dict(op_cuts) for name, op_cuts in cuts.items()}
+        for name, op_cuts in cuts.items():
+            if name not in pinned and _split_position(op_cuts, equal_axes):
+                moved = _split_at(op_cuts, equal_axes, position)
+                if all(limits[name][f] % mesh.size(axes) == 0 for f, axes in moved.items()):
+                    aligned[name] = moved
+        yield aligned
+
+
+def _axes_in_group(cuts: Cuts, group: Axes) -> dict[str, Axes]:
+    """The axes of `group` that cut each factor, ordered by the first of them."""
+    parts = {f: tuple(axis for axis in axes if axis in group) for f, axes in cuts.items()}
+    return dict(sorted(((f, p) for f, p in parts.items() if p), key=lambda part: part[1]))
+
+
+def _split_position(cuts: Cuts, group: Axes) -> int:
+    """The number of axes of `group` before the split; 0 unless two factors split all of `group`."""
+    parts = list(_axes_in_group(cuts, group).values())
+    return len(parts[0]) if len(parts) == 2 and parts[0] + parts[1] == group else 0
+
+
+def _split_at(cuts: Cuts, group: Axes, position: int) -> dict[str, Axes]:
+    first, second = _axes_in_group(cuts, group)
+    split = {first: group[:position], second: group[position:]}
+    return {
+        factor: tuple(sorted({*axes} - {*group} | {*split[factor]})) if factor in split else axes
+        for factor, axes in cuts.items()
+    }

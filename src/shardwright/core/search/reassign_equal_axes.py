@@ -1,0 +1,87 @@
+"""Permute mesh axes of equal size per operator, so that equal factors use equal axes.
+
+A search decides one axis after another, so equal operators may end up with permuted axes: batch
+over a and b and heads over c in one, batch over a and c in the next. Where all links are equal,
+only the number of axes of each size matters, not which ones. The batch takes the first axes,
+sequence positions those behind it, and parameters and features the last, so that neighbors share as
+many axes as possible, and fewer redistributions and mesh axes are needed.
+
+    batch (a, b), heads (c)  and  batch (a, c), heads (b)   ->   batch (a, b), heads (c)  in both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+
+from shardwright.core.graph.graph import Graph
+from shardwright.core.layout.axes import Axes
+from shardwright.core.layout.layout import DeviceMatrix
+from shardwright.core.partition.axis_meaning import Meaning, trace_meanings
+from shardwright.core.rules.rule import Cuts
+from shardwright.core.search.request import CutsOfGraph
+
+RankedAxis = tuple[int, int]
+"""The rank of the meaning that the axis cuts (0 batch, 1 position, 2 any other), and the axis."""
+
+
+def reassign_equal_axes(
+    graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], pinned: Container[str]
+) -> CutsOfGraph:
+    """Return the cuts with axes of equal size permuted; each factor keeps its number of shards.
+
+    Args:
+        cuts: of each operator by name.
+        pinned: names of operators whose cuts stay as they are.
+    """
+    factors = trace_meanings(graph).factors
+    new_axes: dict[str, dict[int, int]] = {name: {} for name in cuts if name not in pinned}
+    for size in set(mesh.device_matrix):
+        equal_axes = tuple(axis for axis, each in enumerate(mesh.device_matrix) if each == size)
+        ranked = {name: _ranked_axes(cuts[name], factors[name], equal_axes) for name in new_axes}
+        orders = _axis_orders(equal_axes, list(ranked.values()))
+        for name, ranked_axes in ranked.items():
+            new_axes[name].update(_reassigned(ranked_axes, orders))
+    return {
+        name: {
+            factor: tuple(new_axes[name].get(a, a) for a in axes)
+            for factor, axes in op_cuts.items()
+        }
+        if name in new_axes
+        else dict(op_cuts)
+        for name, op_cuts in cuts.items()
+    }
+
+
+def _ranked_axes(cuts: Cuts, meanings: Mapping[str, Meaning], equal_axes: Axes) -> list[RankedAxis]:
+    rank = {Meaning.BATCH: 0, Meaning.POSITION: 1}
+    return sorted(
+        (rank.get(meanings.get(factor, Meaning.FEATURE), 2), axis)
+        for factor, axes in cuts.items()
+        for axis in axes
+        if axis in equal_axes
+    )
+
+
+def _axis_orders(equal_axes: Axes, ops: Sequence[list[RankedAxis]]) -> tuple[Axes, Axes, Axes]:
+    """The order in which each rank (batch, position, other) takes axes.
+
+    A rank starts behind the most axes that lower ranks take in any operator; once these run out it
+    goes on with the axes before them, backward. So positions never displace the batch of another
+    operator as long as there are enough axes.
+    """
+    batch, data = (
+        max((sum(rank <= last for rank, _ in each) for each in ops), default=0) for last in (0, 1)
+    )
+    ordered = [(*equal_axes[start:], *reversed(equal_axes[:start])) for start in (0, batch, data)]
+    return ordered[0], ordered[1], ordered[2]
+
+
+def _reassigned(
+    ranked_axes: list[RankedAxis], orders: tuple[Axes, Axes, Axes]
+) -> Iterator[tuple[int, int]]:
+    """Pairs of an old axis and the axis that replaces it."""
+    taken: set[int] = set()
+    for rank, axis in ranked_axes:
+        new = next(each for each in orders[rank] if each not in taken)
+        taken.add(new)
+        yield axis, new
