@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.progress import TimeLeft, counted, in_shares, part_of, within
+from shardwright.progress import RemainingTime, nested_progress, share_reporter, subrange, track
 
 
 def test_a_part_of_a_part_is_named_after_it_and_counts_as_it() -> None:
@@ -13,13 +13,13 @@ def test_a_part_of_a_part_is_named_after_it_and_counts_as_it() -> None:
     def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
         heard.append((doing, done, of))
 
-    within(within(on_progress, "llama", 1, 3), "auto")("search", 4, 5)
+    nested_progress(nested_progress(on_progress, "llama", 1, 3), "auto")("search", 4, 5)
     assert heard == [("llama: auto: search", 1, 3)]
 
 
 def test_what_is_left_takes_as_long_as_what_was_done() -> None:
     now = 100.0
-    left = TimeLeft(lambda: now)
+    left = RemainingTime(lambda: now)
     assert left.seconds(0, 0) is None
     assert left.seconds(2, 10) is None, "nothing is known of how long one takes"
     now = 106.0
@@ -48,7 +48,7 @@ def test_a_share_is_reported_once_a_second_and_only_if_it_is_larger() -> None:
     def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
         heard.append((doing, done, of))
 
-    on_share = in_shares(on_progress, "search", lambda: now)
+    on_share = share_reporter(on_progress, "search", lambda: now)
     for moment, share in ((0.5, 0.1), (1.5, 0.2), (2.0, 0.3), (3.0, 0.2), (4.0, 0.75), (5.5, 1.0)):
         now = moment
         on_share(share)
@@ -57,14 +57,14 @@ def test_a_share_is_reported_once_a_second_and_only_if_it_is_larger() -> None:
 
 def test_parts_of_a_phase_fill_it() -> None:
     shares: list[float] = []
-    assert list(counted("ab", part_of(shares.append, 0, 4))) == ["a", "b"]
-    assert list(counted("ab", part_of(shares.append, 1, 4, size=3))) == ["a", "b"]
+    assert list(track("ab", subrange(shares.append, 0, 4))) == ["a", "b"]
+    assert list(track("ab", subrange(shares.append, 1, 4, size=3))) == ["a", "b"]
     assert shares == [0.0, 0.125, 0.25, 0.25, 0.625, 1.0]
 
 
 def test_what_is_counted_anew_takes_no_time_of_what_was_counted_before() -> None:
     now = 0.0
-    left = TimeLeft(lambda: now)
+    left = RemainingTime(lambda: now)
     left.seconds(0, 4)
     now = 40.0
     left.seconds(3, 4)

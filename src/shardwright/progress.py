@@ -9,11 +9,11 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 OnShare = Callable[[float], None]
-"""Is told the share of a phase that is done, from 0 to 1, as often as that is known."""
+"""Called with the completed share of a phase, from 0 to 1."""
 
 _PARTS = 100
-_SECONDS = 1.0
-"""Between two reports of one phase, where each may be a line."""
+# A callback may print a line for each report: a phase of an hour must not print thousands.
+_SECONDS_BETWEEN_REPORTS = 1.0
 
 
 class OnProgress(Protocol):
@@ -28,39 +28,44 @@ class OnProgress(Protocol):
         """
 
 
-def silent(doing: str, done: int = 0, of: int = 0) -> None:
-    """Reports nothing."""
+def ignore_progress(doing: str, done: int = 0, of: int = 0) -> None:
+    """The `OnProgress` that does nothing."""
 
 
-def unheard(share: float) -> None:
-    """Reports nothing."""
+def ignore_share(share: float) -> None:
+    """The `OnShare` that does nothing."""
 
 
-def in_shares(
+def share_reporter(
     on_progress: OnProgress, doing: str, clock: Callable[[], float] = time.monotonic
 ) -> OnShare:
-    """Reports that a phase begins, in 100 parts. Returns what reports the share of it that is done,
-    at most once a second."""
+    """Reports that a phase begins, and returns the callback for its completed share.
+
+    The callback reports hundredths of the phase to `on_progress`, at most once a second.
+    """
     on_progress(doing, 0, _PARTS)
-    if on_progress is silent:
-        return unheard
+    if on_progress is ignore_progress:
+        return ignore_share
     reported, last = 0, clock()
 
     def report(share: float) -> None:
         nonlocal reported, last
         done = int(_PARTS * share)
-        if reported < done < _PARTS and clock() - last >= _SECONDS:
+        if reported < done < _PARTS and clock() - last >= _SECONDS_BETWEEN_REPORTS:
             reported, last = done, clock()
             on_progress(doing, done, _PARTS)
 
     return report
 
 
-def part_of(on_share: OnShare, number: int, of: int, size: int = 1) -> OnShare:
-    """What is told the share of a part of a phase.
+def subrange(on_share: OnShare, number: int, of: int, size: int = 1) -> OnShare:
+    """Returns the callback for the completed share of one part of a phase.
 
     Args:
-        number, of: which of how many parts, that take about as long each; of `size` the first.
+        on_share: the callback of the phase.
+        number: index of the part.
+        of: the number of parts; each takes about as long as another.
+        size: parts that the callback covers, from `number` on.
     """
 
     def report(share: float) -> None:
@@ -69,19 +74,19 @@ def part_of(on_share: OnShare, number: int, of: int, size: int = 1) -> OnShare:
     return report
 
 
-def counted(items: Sequence[T], on_share: OnShare) -> Iterator[T]:
-    """Each of `items`, of which the share is reported that was gone through."""
+def track(items: Sequence[T], on_share: OnShare) -> Iterator[T]:
+    """Yields `items`, and reports the share of them that has been processed."""
     for number, item in enumerate(items):
         on_share(number / len(items))
         yield item
     on_share(1.0)
 
 
-class TimeLeft:
-    """Estimates how long the phases take that are left, from those that are completed.
+class RemainingTime:
+    """Estimates the remaining time of a call from the phases completed so far.
 
-    A best-first search counts what waits so far: more may be added to it, and the search ends at
-    the first that will do.
+    A best-first search counts the candidates in its queue, and may add more or end early, so the
+    estimate of its time is rough.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,15 +95,18 @@ class TimeLeft:
         self._last = 0
 
     def seconds(self, done: int, of: int) -> float | None:
-        """Seconds; None as long as nothing is known, and where phases are not counted.
+        """Returns the estimated seconds, or None before a phase is completed and where phases are
+        not counted.
 
         Args:
-            done, of: as `OnProgress` is told.
+            done: phases completed so far.
+            of: phases in total; 0 if unknown.
         """
         now = self._clock()
         if of == 0:
             self._first = None
             return None
+        # A smaller count is that of another call, such as the next part of a nested one.
         if self._first is None or done < self._last:
             self._first = done, now
         self._last = done
@@ -106,9 +114,19 @@ class TimeLeft:
         return None if done == first else (now - since) / (done - first) * (of - done)
 
 
-def within(on_progress: OnProgress, part: str = "", done: int = 0, of: int = 0) -> OnProgress:
-    """A callback for a call that is one phase of another; reports its phases as `part: doing`, with
-    the count of the whole, or, where there is one phase or their number is unknown, with its own.
+def nested_progress(
+    on_progress: OnProgress, part: str = "", done: int = 0, of: int = 0
+) -> OnProgress:
+    """Returns a callback for a call that is one phase of another.
+
+    It reports each phase as `part: doing` with the outer count; with its own count if the outer
+    call has one phase or an unknown number.
+
+    Args:
+        on_progress: the callback of the outer call.
+        part: the name of the phase of the outer call.
+        done: completed phases of the outer call.
+        of: phases of the outer call; 0 if unknown.
     """
     count, prefix = (done, of), f"{part}: " if part else ""
 

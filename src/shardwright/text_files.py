@@ -39,7 +39,7 @@ class _Shortened(reprlib.Repr):
         self.maxstring = self.maxlong = self.maxother = 120
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """The `repr` of a value, shortened to what fits into a message."""
     return _Shortened().repr(value)
 
@@ -137,7 +137,7 @@ def _check(data: Any, most: float) -> None:
             raise ValueError(_TOO_DEEP)
         if isinstance(value, dict):
             for key, item in value.items():
-                pending.append(((None, shown, key), depth + 1, key))
+                pending.append(((None, short_repr, key), depth + 1, key))
                 pending.append(((place, _dotted, key), depth + 1, item))
         elif isinstance(value, list):
             pending += (((place, _NUMBER, at), depth + 1, item) for at, item in enumerate(value))
@@ -154,7 +154,7 @@ _NUMBER = "[{}]".format
 
 
 def _dotted(key: Any) -> str:
-    return f".{key if isinstance(key, str) else shown(key)}"
+    return f".{key if isinstance(key, str) else short_repr(key)}"
 
 
 def _place_text(place: _Place) -> str:
@@ -176,7 +176,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique: dict[str, Any] = {}
     for key, value in pairs:
         if key in unique:
-            raise ValueError(f"duplicate key {shown(key)}")
+            raise ValueError(f"duplicate key {short_repr(key)}")
         unique[key] = value
     return unique
 
@@ -201,7 +201,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(error, yaml.YAMLError):
                 raise
             tag = node.tag.rpartition(":")[2]
-            text = shown(node.value) if isinstance(node, yaml.ScalarNode) else "this"
+            text = short_repr(node.value) if isinstance(node, yaml.ScalarNode) else "this"
             raise yaml.constructor.ConstructorError(
                 None, None, f"{text} cannot be read as {tag}", node.start_mark
             ) from None
@@ -224,7 +224,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"duplicate key {shown(key)}", key_node.start_mark
+                    None, None, f"duplicate key {short_repr(key)}", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)

@@ -18,7 +18,7 @@ from shardwright.core.api.show_progress import show_progress
 from shardwright.core.checkpoint.folder_lock import lock_folders
 from shardwright.core.cost.memory import binary
 from shardwright.errors import ConfigError
-from shardwright.progress import within
+from shardwright.progress import nested_progress
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.tools.compare import (
     AUTO,
@@ -93,7 +93,7 @@ def compare_command(
                 config,
                 cluster or CLUSTER,
                 devices,
-                within(on_progress, config.stem, done, len(configs)),
+                nested_progress(on_progress, config.stem, done, len(configs)),
             )
             for done, config in enumerate(configs)
         ]

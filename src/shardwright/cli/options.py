@@ -15,7 +15,7 @@ import typer
 from shardwright.core.planner.options import NO_LIMIT
 from shardwright.core.planner.requirement import bytes_of
 from shardwright.errors import ConfigError, ShardwrightError
-from shardwright.progress import OnProgress, silent
+from shardwright.progress import OnProgress, ignore_progress
 from shardwright.run.config import Run
 from shardwright.run.launch.process_group import is_launched
 from shardwright.text_files import check_exists
@@ -105,7 +105,7 @@ def run_of(
     resume: bool = False,
     cluster: str | None = None,
     memory_limit: str | None = None,
-    on_progress: OnProgress = silent,
+    on_progress: OnProgress = ignore_progress,
 ) -> Run:
     """The run of a configuration, overridden by the options of the command line."""
     run = Run.from_file(config)

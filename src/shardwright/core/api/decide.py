@@ -30,7 +30,7 @@ from shardwright.core.runtime.accelerator import device_of_group
 from shardwright.core.runtime.micro_batches import HOW_CUT, numbers_of_pieces, with_samples
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, StrategyError
-from shardwright.progress import within
+from shardwright.progress import nested_progress
 
 MANY_OBJECTS = 20_000
 """So many more must there be before Python looks for cycles among the youngest. Searches make
@@ -109,7 +109,7 @@ def decide_model(
     def decided(number: int) -> Candidate:
         nonlocal mixing
         part = f"{number} micro-batches", numbers.index(number), len(numbers)
-        report = within(options.on_progress, *part)
+        report = nested_progress(options.on_progress, *part)
         fixed = replace(options, micro_batches=number, on_progress=report)
         candidate = _decided(fixed, net, args, kwargs, loss_reduction, ranking, mixing)
         mixing = candidate.model.graph.mixing

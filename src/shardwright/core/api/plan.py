@@ -37,7 +37,7 @@ from shardwright.core.planner.ranking import Ranking, options_to_rank
 from shardwright.core.planner.requirement import one_of
 from shardwright.core.search.assign_stages import StageConfig
 from shardwright.errors import PlanError, StrategyError
-from shardwright.progress import OnProgress, silent
+from shardwright.progress import OnProgress, ignore_progress
 
 log = logging.getLogger("shardwright")
 
@@ -72,7 +72,7 @@ def plan(
     bucket_mb: float = 25.0,
     recompute: str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
-    on_progress: OnProgress = silent,
+    on_progress: OnProgress = ignore_progress,
 ) -> Plan:
     """Decides how every operator of `net` is split over `devices` devices.
 
@@ -179,7 +179,7 @@ def best_plans(
     bucket_mb: float = 25.0,
     recompute: str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
-    on_progress: OnProgress = silent,
+    on_progress: OnProgress = ignore_progress,
 ) -> RankedPlans:
     """The fastest plan of each of several kinds that fit into memory: plans differ in kind by what
     the options leave open of the number of micro-batches, of stages and their schedule
@@ -244,7 +244,7 @@ class AutoParallel(ModuleWrapper):
         bucket_mb: float = 25.0,
         recompute: str | None = None,
         optimizer: str | torch.optim.Optimizer = "adamw",
-        on_progress: OnProgress = silent,
+        on_progress: OnProgress = ignore_progress,
     ) -> None:
         options = KeywordOptions.from_arguments(locals())
         if not PARALLEL_MODE.accepts(parallel_mode):

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from shardwright.progress import OnProgress, TimeLeft, silent
+from shardwright.progress import OnProgress, RemainingTime, ignore_progress
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
     notebook = Console().is_jupyter
     bar = bool(find_spec("ipywidgets")) if notebook else sys.stderr.isatty()
     if enabled is False or not (bar or notebook or enabled):
-        yield silent
+        yield ignore_progress
     elif bar:
         # The stream of now: captures, which report too, silence what is written meanwhile.
         console = Console() if notebook else Console(file=sys.stderr)
@@ -51,7 +51,7 @@ def _bar(console: Console) -> Iterator[OnProgress]:
     doing, left = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[left]}")
     columns = (SpinnerColumn(), doing, BarColumn(), TimeElapsedColumn(), left)
     with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
-        task, time_left = bar.add_task("starting", total=None, left=""), TimeLeft()
+        task, time_left = bar.add_task("starting", total=None, left=""), RemainingTime()
 
         def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
             left = _left(time_left.seconds(done, of))
@@ -61,7 +61,7 @@ def _bar(console: Console) -> Iterator[OnProgress]:
 
 
 def _lines() -> OnProgress:
-    start, time_left, stream = time.monotonic(), TimeLeft(), sys.stderr
+    start, time_left, stream = time.monotonic(), RemainingTime(), sys.stderr
 
     def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
         left = _left(time_left.seconds(done, of))

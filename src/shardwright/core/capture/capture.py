@@ -60,7 +60,7 @@ from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 from shardwright.core.torch_internals.transforms import transforms_called_by
 from shardwright.errors import CaptureError, StrategyError
-from shardwright.progress import OnProgress, silent
+from shardwright.progress import OnProgress, ignore_progress
 
 
 def capture(
@@ -68,7 +68,7 @@ def capture(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     compute_dtype: torch.dtype | None = None,
-    on_progress: OnProgress = silent,
+    on_progress: OnProgress = ignore_progress,
     autocast: Autocast = ON_CPU,
 ) -> Graph:
     """Captures `module(*args, **kwargs)` for the shapes of these arguments.
@@ -143,7 +143,7 @@ def trace(
     call: CapturedCall,
     compute_dtype: torch.dtype | None,
     varying: Collection[tuple[int, int]] = (),
-    on_progress: OnProgress = silent,
+    on_progress: OnProgress = ignore_progress,
 ) -> Trace:
     """Traces a call, in a context of `isolate_capture`.
 

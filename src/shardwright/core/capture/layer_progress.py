@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.progress import OnProgress, silent
+from shardwright.progress import OnProgress, ignore_progress
 
 _SECONDS = 1.0
 """Between two reports, where each may be a line."""
@@ -23,7 +23,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential)
 def report_layers(twin: nn.Module, on_progress: OnProgress) -> None:
     """Lets the layers of a copy of a model, which is about to be traced, report that they are
     reached. Layers are what stands in a list or a sequence of modules."""
-    if on_progress is silent:
+    if on_progress is ignore_progress:
         return
     lists = (module for module in twin.modules() if isinstance(module, _CONTAINERS))
     layers = [layer for each in lists for layer in each.children()]

@@ -26,7 +26,7 @@ from typing import Any
 from shardwright.core.constraints.strategy import Entry, OperatorStrategy, check_entry
 from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.errors import LayoutError, StrategyError
-from shardwright.text_files import parse_json, shown
+from shardwright.text_files import parse_json, short_repr
 
 VERSION = 1
 
@@ -117,7 +117,7 @@ def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
 
 def _object(where: str, data: Any) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise StrategyError(f"{where}: must be a JSON object, not {shown(data)}")
+        raise StrategyError(f"{where}: must be a JSON object, not {short_repr(data)}")
     return data
 
 
@@ -133,7 +133,7 @@ def _parse_layout(where: str, data: Any) -> Layout:
     _check_keys(where, _object(where, data), ("device_matrix", "alias_names", "rank_list"))
     for key in ("device_matrix", "alias_names", "rank_list"):
         if not isinstance(data.get(key, None if key != "rank_list" else []), list):
-            raise StrategyError(f"{where}: {key} must be a list, not {shown(data.get(key))}")
+            raise StrategyError(f"{where}: {key} must be a list, not {short_repr(data.get(key))}")
     try:
         return Layout.from_dict(data)
     except LayoutError as error:
@@ -169,7 +169,9 @@ def _parse_entries(
     if data is None:
         return None
     if not isinstance(data, list):
-        raise StrategyError(f"{where}: must be a list with one entry per tensor, not {shown(data)}")
+        raise StrategyError(
+            f"{where}: must be a list with one entry per tensor, not {short_repr(data)}"
+        )
     return tuple(_parse_entry(where, entry, layouts) for entry in data)
 
 
@@ -189,7 +191,7 @@ def _parse_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> Entry:
                 raise LayoutError(f"{where}: {error}") from None
     if not isinstance(data, list):
         raise StrategyError(
-            f"{where}: {shown(data)} is not a valid entry; valid are a list of shard counts"
+            f"{where}: {short_repr(data)} is not a valid entry; valid are a list of shard counts"
             ' such as [2, 4], a layout such as {"layout": ["dp", "None"]}, or null'
         )
     counts = tuple(data)

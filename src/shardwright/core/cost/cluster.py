@@ -21,7 +21,7 @@ import yaml
 from shardwright.core.cost.units import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, SHARE, quantity
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.errors import ConfigError
-from shardwright.text_files import parse_yaml, shown
+from shardwright.text_files import parse_yaml, short_repr
 
 LOCAL = "local"
 """The name of the cluster that is this machine: processes on its CPU."""
@@ -296,7 +296,7 @@ class _Entries:
         self.where, self.prefix = where, prefix
         if not isinstance(mapping, dict):
             name = prefix.rstrip(".") or "the file"
-            raise ConfigError(f"{where}: {name} must be a mapping, not {shown(mapping)}")
+            raise ConfigError(f"{where}: {name} must be a mapping, not {short_repr(mapping)}")
         self.mapping: dict[Any, Any] = mapping
 
     def only(self, *known: str) -> None:
@@ -323,7 +323,7 @@ class _Entries:
             example = ", ".join(unit for unit in units if unit)
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} must be a positive number (units: {example})"
-                f" of at least {1 / MOST:g} and at most {MOST:g}, not {shown(value)}"
+                f" of at least {1 / MOST:g} and at most {MOST:g}, not {short_repr(value)}"
             )
         return number
 
@@ -341,7 +341,7 @@ class _Entries:
         if choice not in valid:
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} must be one of {', '.join(valid)},"
-                f" not {shown(choice)}"
+                f" not {short_repr(choice)}"
             )
         return str(choice)
 
@@ -352,7 +352,7 @@ class _Entries:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} must be a positive whole number,"
-                f" not {shown(count)}"
+                f" not {short_repr(count)}"
             )
         return count
 

@@ -43,7 +43,7 @@ from shardwright.core.torch_internals.pipelining import (
     stage_backward_input,
     stage_backward_weight,
 )
-from shardwright.progress import OnShare, counted, part_of, unheard
+from shardwright.progress import OnShare, ignore_share, subrange, track
 
 BATCH, BUFFERS, GRADIENTS, ACTIVATIONS = "batch", "buffers", "gradients", "activations"
 TEMPORARY = ""
@@ -97,7 +97,7 @@ def dry_run_chunk(
     chunk: Chunk,
     kinds: Sequence[str],
     known: dict[Any, Any],
-    on_share: OnShare = unheard,
+    on_share: OnShare = ignore_share,
 ) -> DryRun:
     """Runs one chunk of a model for one micro-batch.
 
@@ -112,7 +112,7 @@ def dry_run_chunk(
     with run.live, FusedAttention():
         stock = run.live.kinds(run.mark(BUFFERS))
         begin = run.phase(run.begin, WEIGHTS)
-        runs = part_of(on_share, 1, 1 + len(kinds), size=len(kinds))
+        runs = subrange(on_share, 1, 1 + len(kinds), size=len(kinds))
         first, later = run.actions(kinds, partitioned.pipeline.micro_batches > 1, runs)
         end = run.phase(run.end, GRADIENTS)
     return DryRun(stock, begin, first, later, end)
@@ -209,10 +209,10 @@ class _MetaChunk:
     ) -> tuple[dict[str, Phase], dict[str, Phase]]:
         """Runs the actions of the first micro-batch and, if there are several, of a later one."""
         if self.halves or not several:
-            first = {kind: self.action(kind) for kind in counted(kinds, on_share)}
+            first = {kind: self.action(kind) for kind in track(kinds, on_share)}
             return first, {kind: self.action(kind) for kind in kinds} if several else {}
         first, later = {}, {}
-        for kind in counted(kinds, on_share):
+        for kind in track(kinds, on_share):
             start = len(self.live.history)
             if kind == FORWARD:
                 # The first micro-batch waits for gathers.
@@ -369,7 +369,7 @@ class DryRunCache:
         partitioned: Partitioned,
         chunk: Chunk,
         kinds: Sequence[str],
-        on_share: OnShare = unheard,
+        on_share: OnShare = ignore_share,
     ) -> DryRun:
         """What a chunk needs; the arguments are those of `dry_run_chunk`."""
         several = partitioned.pipeline.micro_batches > 1

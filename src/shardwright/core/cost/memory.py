@@ -50,7 +50,7 @@ from shardwright.core.partition.communication import initial_layout, storage_as_
 from shardwright.core.partition.decisions import LEVELS
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
-from shardwright.progress import OnShare, part_of, unheard
+from shardwright.progress import OnShare, ignore_share, subrange
 
 MOST_MOMENTS = 600
 """Of a step, that are kept."""
@@ -164,7 +164,7 @@ def memory(
     partitioned: Partitioned,
     optimizer: str | torch.optim.Optimizer = "adamw",
     dry_runs: DryRunCache | None = None,
-    on_share: OnShare = unheard,
+    on_share: OnShare = ignore_share,
     stages: Container[int] | None = None,
 ) -> Memory:
     """What each device needs at most in a training step.
@@ -185,9 +185,9 @@ def memory(
             continue
         chunks = partitioned.chunks_of(number)
         kinds = tuple(dict.fromkeys(action.kind for action in order))
-        here = part_of(on_share, number, pipeline.stages)
+        here = subrange(on_share, number, pipeline.stages)
         needs = {
-            chunk.number: dry_runs.of(partitioned, chunk, kinds, part_of(here, n, len(chunks)))
+            chunk.number: dry_runs.of(partitioned, chunk, kinds, subrange(here, n, len(chunks)))
             for n, chunk in enumerate(chunks)
         }
         borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}

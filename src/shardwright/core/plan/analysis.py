@@ -16,7 +16,7 @@ from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.search.by_time.certificate import gap_of
 from shardwright.core.search.choices import AxisChoice, choices
 from shardwright.core.search.request import Pricing
-from shardwright.progress import OnProgress, in_shares, silent
+from shardwright.progress import OnProgress, ignore_progress, share_reporter
 
 
 @dataclass
@@ -38,12 +38,12 @@ class PlanAnalysis:
     dry_runs: DryRunCache
     pricing: Pricing | None
     mem_coeff: float
-    on_progress: OnProgress = silent
+    on_progress: OnProgress = ignore_progress
 
     @cached_property
     def memory(self) -> Memory:
         """The peak memory of a device of each stage in a training step, from a dry run."""
-        on_share = in_shares(self.on_progress, "memory")
+        on_share = share_reporter(self.on_progress, "memory")
         return memory(self.partitioned, self.optimizer, self.dry_runs, on_share)
 
     @cached_property
@@ -64,7 +64,7 @@ class PlanAnalysis:
             self.partitioned.decisions,
             self.pricing,
             self.mem_coeff,
-            in_shares(self.on_progress, "gap"),
+            share_reporter(self.on_progress, "gap"),
         )
 
     @contextmanager
@@ -74,4 +74,4 @@ class PlanAnalysis:
         try:
             yield
         finally:
-            self.on_progress = silent
+            self.on_progress = ignore_progress

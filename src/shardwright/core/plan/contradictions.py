@@ -12,7 +12,7 @@ from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.rows import OperatorRow
 from shardwright.errors import LayoutError, PlanError
-from shardwright.text_files import shown
+from shardwright.text_files import short_repr
 
 
 def check_consistent(plan: PlanData, devices: int, where: str) -> None:
@@ -38,7 +38,7 @@ def _contradictions(plan: PlanData, devices: int) -> Iterator[str]:
     ):
         for name in known:
             if name not in names:
-                yield f"{key}: there is no operator {shown(name)}"
+                yield f"{key}: there is no operator {short_repr(name)}"
     for name, chunk in pipeline.chunk_of.items():
         if chunk >= pipeline.num_chunks:
             yield f"pipeline.part_of: {name} is in part {chunk} of {pipeline.num_chunks}"
@@ -66,7 +66,7 @@ def _contradictions_of_tensors(plan: PlanData) -> Iterator[str]:
     inputs = {leaf["name"]: leaf for leaf in plan.inputs if isinstance(leaf, dict)}
     for name, axes in plan.arrivals.items():
         if name not in inputs:
-            yield f"arrivals: there is no input {shown(name)}"
+            yield f"arrivals: there is no input {short_repr(name)}"
         else:
             yield from _misfit(f"arrivals: {name}", axes, inputs[name]["shape"], plan.mesh)
     for name, leaf in inputs.items():
@@ -81,7 +81,7 @@ def _contradictions_of_row(row: OperatorRow, plan: PlanData) -> Iterator[str]:
         yield f"{where}: is in segment {row.segment!r}, but recompute does not say so"
     for name, _, kind in row.inputs:
         if kind == "parameter" and name not in plan.parameters:
-            yield f"{where}: there is no parameter {shown(name)}"
+            yield f"{where}: there is no parameter {short_repr(name)}"
     if row.stage >= plan.pipeline.stages:
         yield f"{where}: is on stage {row.stage} of {plan.pipeline.stages}"
     for axes in row.cuts.values():
@@ -104,9 +104,9 @@ def _contradictions_of_row(row: OperatorRow, plan: PlanData) -> Iterator[str]:
 def _misfit(where: str, axes: CutAxes, shape: Shape, mesh: DeviceMatrix) -> Iterator[str]:
     counts = TensorLayout(mesh, axes).shard_counts
     if len(counts) != len(shape) or any(n % c for n, c in zip(shape, counts, strict=False)):
-        yield f"{where}: shards {shown(counts)} do not divide the shape {shown(shape)}"
+        yield f"{where}: shards {short_repr(counts)} do not divide the shape {short_repr(shape)}"
 
 
 def _no_dtype(where: str, name: str) -> Iterator[str]:
     if not isinstance(getattr(torch, name, None), torch.dtype):
-        yield f"{where}: {shown(name)} is not a torch dtype"
+        yield f"{where}: {short_repr(name)} is not a torch dtype"

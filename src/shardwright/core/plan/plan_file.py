@@ -29,7 +29,7 @@ from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.rows import OperatorRow, StepRow
 from shardwright.core.search.choices import KNOBS, OtherChoice
 from shardwright.errors import PlanError
-from shardwright.text_files import parse_json, shown
+from shardwright.text_files import parse_json, short_repr
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 Made = TypeVar("Made")
@@ -219,8 +219,8 @@ def plan_from_json(kind: type[AnyPlan], text: str, where: str) -> AnyPlan:
     version = data.get("version") if isinstance(data, dict) else None
     if version != VERSION:
         raise PlanError(
-            f"{where}: plan version {shown(version)} is not supported, only version {VERSION} is; "
-            "run `shardwright plan` again"
+            f"{where}: plan version {short_repr(version)} is not supported, only version {VERSION}"
+            " is; run `shardwright plan` again"
         )
     try:
         read: Any = PlanFile.model_validate_json(text, strict=True, context={})
@@ -229,7 +229,7 @@ def plan_from_json(kind: type[AnyPlan], text: str, where: str) -> AnyPlan:
         if details["type"] == "value_error":
             raise PlanError(f"{where}: {details['ctx']['error']}") from None
         key = ".".join(str(part) for part in details["loc"])
-        got = "" if details["type"] == "missing" else f", not {shown(details['input'])}"
+        got = "" if details["type"] == "missing" else f", not {short_repr(details['input'])}"
         raise PlanError(f"{where}: incomplete plan: {key}: {details['msg']}{got}") from None
     plan = _made(kind, read)
     check_consistent(plan, read.devices, where)

@@ -36,7 +36,7 @@ from shardwright.core.search.reassign_equal_axes import reassign_equal_axes
 from shardwright.core.search.request import SearchRequest
 from shardwright.core.search.ring_cuts import ring_cuts
 from shardwright.errors import StrategyError
-from shardwright.progress import in_shares
+from shardwright.progress import share_reporter
 
 log = logging.getLogger("shardwright.search")
 
@@ -227,7 +227,7 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
     weighed = options.of_search.values() if MODES[mode].takes_pricing else ()
     key = (fixed.mesh, mode, *weighed, *times, shared)
     if key not in model.searched:
-        on_share = in_shares(options.on_progress, f"search: {options.in_words()}")
+        on_share = share_reporter(options.on_progress, f"search: {options.in_words()}")
         if options.log_costs and mode == options.mode and not MODES[mode].takes_pricing:
             log.info("mode=%r weighs no costs, so that there are none to log", mode)
         started = time.perf_counter()

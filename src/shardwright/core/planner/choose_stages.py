@@ -15,7 +15,7 @@ from shardwright.core.planner.fit_memory import Way, fastest_within_memory
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking, requested_kind
 from shardwright.errors import PlanError, PlanInterrupted, StrategyError
-from shardwright.progress import within
+from shardwright.progress import nested_progress
 
 log = logging.getLogger("shardwright.search")
 
@@ -50,7 +50,7 @@ def with_best_stages(
     numbers = sorted({_stages(way) for way in every})
     log.info("searching pipeline stages in 1 … %d: %s", max_stages(options), numbers)
     for number, way in enumerate(asked):
-        report = within(options.on_progress, "", number, len(asked))
+        report = nested_progress(options.on_progress, "", number, len(asked))
         try:
             decided = decide(replace(_free_of_limits(way), on_progress=report))
             bound = min(candidate.aligned.seconds for candidate in decided)

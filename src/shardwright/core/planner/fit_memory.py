@@ -22,7 +22,7 @@ from shardwright.errors import (
     ShardwrightError,
     StrategyError,
 )
-from shardwright.progress import OnProgress, within
+from shardwright.progress import OnProgress, nested_progress
 
 log = logging.getLogger("shardwright.search")
 
@@ -165,7 +165,7 @@ class _Search:
 
         def report(doing: str, done: int = 0, of: int = 0) -> None:
             every = self.looked_at + 1 + len(self.waiting)
-            within(on_progress, "", self.looked_at, every)(doing, done, of)
+            nested_progress(on_progress, "", self.looked_at, every)(doing, done, of)
 
         return report
 

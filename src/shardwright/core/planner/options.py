@@ -37,7 +37,7 @@ from shardwright.core.search.assign_stages import StageConfig
 from shardwright.core.search.modes import MODES
 from shardwright.core.search.request import DEFAULT_MEM_COEFF, VISIT_ORDERS, Pricing
 from shardwright.errors import StrategyError
-from shardwright.progress import OnProgress, silent
+from shardwright.progress import OnProgress, ignore_progress
 
 MB = 2**20
 
@@ -115,7 +115,7 @@ class KeywordOptions(FileOptions):
     bucket_mb: Annotated[float, POSITIVE] = BUCKET_BYTES / MB
     recompute: str | None = None
     optimizer: str | torch.optim.Optimizer = "adamw"
-    on_progress: OnProgress = field(default=silent, compare=False, repr=False)
+    on_progress: OnProgress = field(default=ignore_progress, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.compute_dtype, torch.dtype):

@@ -14,7 +14,7 @@ from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.decisions import CutAxes, Outputs
 from shardwright.core.rules.rule import Cuts
 from shardwright.errors import StrategyError
-from shardwright.progress import OnShare, unheard
+from shardwright.progress import OnShare, ignore_share
 
 DEFAULT_MEM_COEFF = 0.1
 
@@ -83,7 +83,7 @@ class SearchRequest:
     mem_coeff: float = DEFAULT_MEM_COEFF
     order: str = "weight"
     log_costs: bool = False
-    on_share: OnShare = field(default=unheard, compare=False, repr=False)
+    on_share: OnShare = field(default=ignore_share, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.pinned if name not in self.graph.by_name]

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from shardwright.errors import ConfigError
 from shardwright.run.config.schema import Config
-from shardwright.text_files import parse_yaml, read_text, shown
+from shardwright.text_files import parse_yaml, read_text, short_repr
 
 TYPES_WANTED = {
     "int_type": "an integer",
@@ -99,4 +99,4 @@ def _shown(value: object) -> str:
     if value is None:
         return "nothing"
     kinds = {"str": " (a string)", "dict": " (a mapping)", "list": " (a list)"}
-    return f"{shown(value)}{kinds.get(type(value).__name__, '')}"
+    return f"{short_repr(value)}{kinds.get(type(value).__name__, '')}"

@@ -35,7 +35,7 @@ from shardwright.core.planner.ranking import Ranking, options_to_rank
 from shardwright.core.runtime.micro_batches import micro_batch, numbers_of_pieces, with_samples
 from shardwright.errors import ConfigError, DataError, ShardwrightError
 from shardwright.models.expert_sharding import expert_stages, pin_expert
-from shardwright.progress import OnProgress, silent, within
+from shardwright.progress import OnProgress, ignore_progress, nested_progress
 from shardwright.run.config.checkpointing import CheckpointPolicy
 from shardwright.run.config.formats import ForeignRun, foreign_run
 from shardwright.run.config.graph_cache import cached_graph
@@ -76,7 +76,7 @@ class Run:
     folder: Path
     foreign: ForeignRun | None = None
     file: str = "config"
-    on_progress: OnProgress = field(default=silent, compare=False, repr=False)
+    on_progress: OnProgress = field(default=ignore_progress, compare=False, repr=False)
 
     @staticmethod
     def from_file(path: str | Path) -> Run:
@@ -230,7 +230,7 @@ class Run:
 
         def with_number(number: int) -> Candidate:
             part = f"{number} micro-batches", numbers.index(number), len(numbers)
-            report = within(self.on_progress, *part)
+            report = nested_progress(self.on_progress, *part)
             return decided(replace(self._in_micro_batches(number), on_progress=report))
 
         if not self.config.parallel.chooses_micro_batches:

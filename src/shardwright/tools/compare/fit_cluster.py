@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwright.core.cost.cluster import Cluster
 from shardwright.errors import ConfigError, needs_extra
-from shardwright.progress import OnProgress, silent
+from shardwright.progress import OnProgress, ignore_progress
 from shardwright.tools.compare.published import PlannedMeasurement
 
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -114,7 +114,9 @@ class Fit:
 
 
 def fit_cluster(
-    planned: Sequence[PlannedMeasurement], cluster: Cluster, on_progress: OnProgress = silent
+    planned: Sequence[PlannedMeasurement],
+    cluster: Cluster,
+    on_progress: OnProgress = ignore_progress,
 ) -> Fit:
     """The cluster on which `planned` are predicted best.
 

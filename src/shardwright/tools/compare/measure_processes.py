@@ -37,7 +37,7 @@ from shardwright.core.runtime.accelerator import HOST_BACKEND, loopback_interfac
 from shardwright.core.runtime.collectives import all_reduce
 from shardwright.core.runtime.devices import Group
 from shardwright.errors import ConfigError, needs_extra
-from shardwright.progress import OnProgress, silent
+from shardwright.progress import OnProgress, ignore_progress
 from shardwright.text_files import read_text
 from shardwright.tools.compare.small_model import SmallModel
 
@@ -52,7 +52,7 @@ FIGURES = ("overhead", "pass_overhead", "step_overhead", "call", "latency")
 """Of the device and of the link, in seconds of a process that is alone."""
 
 
-def calibrate(processes: int = 2, on_progress: OnProgress = silent) -> Cluster:
+def calibrate(processes: int = 2, on_progress: OnProgress = ignore_progress) -> Cluster:
     """Measures this machine with so many processes, and keeps the result in the user's cache.
 
     Raises: as `measure_cluster`.
@@ -62,7 +62,7 @@ def calibrate(processes: int = 2, on_progress: OnProgress = silent) -> Cluster:
     return cluster
 
 
-def measure_cluster(processes: int, on_progress: OnProgress = silent) -> Cluster:
+def measure_cluster(processes: int, on_progress: OnProgress = ignore_progress) -> Cluster:
     """This machine as it is for so many processes that compute and communicate at once. What one of
     them gets of the CPU is multiplied, so that plans for other numbers share it out again.
 
@@ -96,7 +96,7 @@ def _measure(
     os.environ |= {**loopback_interfaces(), **os.environ}
     store = result.with_name("store").as_uri()
     dist.init_process_group(HOST_BACKEND, store, rank=rank, world_size=processes)
-    report = (lambda *words: reports.put(words)) if rank == 0 else silent
+    report = (lambda *words: reports.put(words)) if rank == 0 else ignore_progress
     report("operators and large messages", 0, 0)
     cluster = _without_overheads(Clock(processes, dist.barrier))
     steps = list(_steps(Clock(processes, dist.barrier), cluster, report))

@@ -16,7 +16,7 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.serialize import dumps
 from shardwright.core.plan import Plan
 from shardwright.errors import ConfigError
-from shardwright.progress import OnProgress, silent, within
+from shardwright.progress import OnProgress, ignore_progress, nested_progress
 from shardwright.run.config.run import Run
 from shardwright.run.launch.launch import launch
 from shardwright.run.launch.log_folder import LogFolder
@@ -110,7 +110,7 @@ def compare_measured(
     devices: int = 8,
     rounds: int,
     cluster: str | None = None,
-    on_progress: OnProgress = silent,
+    on_progress: OnProgress = ignore_progress,
 ) -> list[RealComparison]:
     """Trains the tiny variants of language models for some steps, each automatically, as its expert
     divides it, and in all combinations of data × tensor × pipeline parallel that divide it, on
@@ -134,7 +134,7 @@ def compare_measured(
     if rounds < 2:
         raise ConfigError(f"rounds={rounds}: must be at least 2, for quartiles")
     runs = [tiny_run(expert_run(file), devices) for file in experts]
-    calibrating = within(on_progress, "calibrating this machine")
+    calibrating = nested_progress(on_progress, "calibrating this machine")
     machine = measure_cluster(devices, calibrating) if cluster is None else load_cluster(cluster)
     logs.clear(devices)
     model_plans = []

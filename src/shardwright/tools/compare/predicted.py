@@ -23,7 +23,7 @@ from shardwright.models.expert_sharding import (
     paths_of_blocks,
     pin_expert,
 )
-from shardwright.progress import OnProgress, silent, within
+from shardwright.progress import OnProgress, ignore_progress, nested_progress
 from shardwright.run.config.objects import mark_recomputed
 from shardwright.run.config.run import Run
 from shardwright.tools.compare.alternatives import (
@@ -44,7 +44,7 @@ def compare_predicted(
     expert: str | Path,
     cluster: str,
     devices: int | None = None,
-    on_progress: OnProgress = silent,
+    on_progress: OnProgress = ignore_progress,
 ) -> Comparison:
     """Plans a language model automatically, as its expert configures it, and in all
     combinations of data × tensor × pipeline parallel, with the same batch, micro-batches and
@@ -207,7 +207,7 @@ class GridComparison:
             cluster=self.cluster,
             stages="auto",
             memory_limit=NO_LIMIT if memory_limit is None else memory_limit,
-            on_progress=within(self.run.on_progress, AUTO),
+            on_progress=nested_progress(self.run.on_progress, AUTO),
             **{**self._common(), "schedule": self.run.config.parallel.schedule},
         )
 
@@ -236,7 +236,7 @@ class GridComparison:
             cluster=self.cluster,
             memory_limit=NO_LIMIT,
             stage_config=expert_stages(self.net, stages) if stages > 1 else None,
-            on_progress=within(self.run.on_progress, "·".join(map(str, parts))),
+            on_progress=nested_progress(self.run.on_progress, "·".join(map(str, parts))),
             **{**self._common(), **({} if hsdp is None else {"hsdp": hsdp})},
         )
 

@@ -27,7 +27,7 @@ from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.models import Dimensions, build, example_batch
 from shardwright.models.expert_sharding import expert_stages, paths_of_blocks, pin_expert
 from shardwright.run.config.schema import Count, Positive
-from shardwright.text_files import parse_json, read_text, shown
+from shardwright.text_files import parse_json, read_text, short_repr
 
 aten = torch.ops.aten
 
@@ -276,7 +276,7 @@ def validated_row(kind: type[Row], row: Any, where: str) -> Row:
         if details["type"] == "missing":
             raise ConfigError(f"{where}: {key} is missing") from None
         problem = details["msg"].removeprefix("Value error, ")
-        got = f"{key}: {problem}, not {shown(details['input'])}" if key else problem
+        got = f"{key}: {problem}, not {short_repr(details['input'])}" if key else problem
         raise ConfigError(f"{where}: {got}") from None
 
 

@@ -13,7 +13,7 @@ from shardwright.core.planner.options import MEM_COEFFS, NO_LIMIT
 from shardwright.core.planner.requirement import bytes_of
 from shardwright.core.search.recursive.break_even import break_evens, main_operators
 from shardwright.errors import ConfigError
-from shardwright.progress import within
+from shardwright.progress import nested_progress
 from shardwright.run.config import Run
 
 SEARCHES = "recursive_programming"
@@ -98,7 +98,7 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
     limit = _limit(run)
     plans, needs = [], []
     for done, each in enumerate(mem_coeffs):
-        report = within(run.on_progress, f"mem_coeff {each:g}", done, len(mem_coeffs))
+        report = nested_progress(run.on_progress, f"mem_coeff {each:g}", done, len(mem_coeffs))
         changes = {"mem_coeff": each, **UNLIMITED, "on_progress": report}
         plans.append(run.plan_of(model, graph, devices, **changes))
         report("memory")

@@ -14,7 +14,7 @@ from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.by_time.search import TimedSearch, timed_search
 from shardwright.core.search.by_time.swap_axes import swap_axes
 from shardwright.core.search.request import Pricing, SearchRequest
-from shardwright.progress import unheard
+from shardwright.progress import ignore_share
 
 NODE, NETWORK = 2, 0
 """An axis of fast links, and one of slow links."""
@@ -26,7 +26,7 @@ def swapped(cut: Cuts) -> Cuts:
 
 
 def swap(search: TimedSearch, cuts: list[Cuts]) -> bool:
-    return swap_axes(search.objective, cuts, search.total, search.weights(0.0), unheard)
+    return swap_axes(search.objective, cuts, search.total, search.weights(0.0), ignore_share)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ import numpy as np
 
 from shardwright.core.search.by_time.count_tables import Array, CountTables
 from shardwright.core.search.by_time.problem import SearchProblem, TensorEdge
-from shardwright.progress import OnShare, counted, unheard
+from shardwright.progress import OnShare, ignore_share, track
 
 ROUNDS = 60
 """At most so many times messages go through all operators, there and back."""
@@ -36,7 +36,9 @@ ByEnd = list[Array]
 """What a table passes to each of its two ends, for each way to cut that operator."""
 
 
-def lower_bound(tables: CountTables, every: SearchProblem, on_share: OnShare = unheard) -> float:
+def lower_bound(
+    tables: CountTables, every: SearchProblem, on_share: OnShare = ignore_share
+) -> float:
     """What a plan costs at least.
 
     Args:
@@ -65,7 +67,7 @@ class _Messages:
     def converged(self, on_share: OnShare) -> float:
         """The bound when a round gains nothing; that of the folded problem."""
         best = -np.inf
-        for _ in counted(range(ROUNDS), on_share):
+        for _ in track(range(ROUNDS), on_share):
             self._sweep(backward=True)
             bound = self._sweep(backward=False)
             if bound <= best + GAIN * abs(best):

@@ -22,7 +22,7 @@ from shardwright.core.search.by_time.bound import lower_bound
 from shardwright.core.search.by_time.count_tables import CountTables, TooManyWaysError
 from shardwright.core.search.by_time.search import TimedSearch, timed_search
 from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
-from shardwright.progress import OnShare, part_of, unheard
+from shardwright.progress import OnShare, ignore_share, subrange
 
 MOST_OPERATORS = 600
 """Of a model with more, blocks that repeat are bounded as one, which weakens the bound a little."""
@@ -76,7 +76,9 @@ def certified(request: SearchRequest, cuts: Mapping[str, Cuts]) -> Certified:
     for model in models:
         try:
             bound = max(
-                _bound(search, every, model, share, cuts, part_of(request.on_share, n, len(shares)))
+                _bound(
+                    search, every, model, share, cuts, subrange(request.on_share, n, len(shares))
+                )
                 for n, share in enumerate(shares)
             )
         except TooManyWaysError:
@@ -93,7 +95,7 @@ def _bound(
     cuts: Mapping[str, Cuts],
     on_share: OnShare,
 ) -> float:
-    tabulates, bounds = part_of(on_share, 0, 3, size=2), part_of(on_share, 2, 3)
+    tabulates, bounds = subrange(on_share, 0, 3, size=2), subrange(on_share, 2, 3)
     tables = CountTables(search.problem, model, search.weights(share), cuts, tabulates)
     return lower_bound(tables, every.problem, bounds)
 
@@ -134,7 +136,7 @@ def gap_of(
     decisions: Decisions,
     pricing: Pricing,
     mem_coeff: float,
-    on_share: OnShare = unheard,
+    on_share: OnShare = ignore_share,
 ) -> float | None:
     """By what share a plan costs more at most than the best with the same device matrix, stages and
     micro-batches, whatever is pinned; None if there are too many to say.

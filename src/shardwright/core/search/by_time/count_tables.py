@@ -23,7 +23,7 @@ from shardwright.core.search.by_time.axis_counts import (
 from shardwright.core.search.by_time.axis_tables import Weights
 from shardwright.core.search.by_time.problem import OpVariable, SearchProblem, TensorEdge
 from shardwright.core.search.indexed_graph import NO_CUT
-from shardwright.progress import OnShare, counted, part_of, unheard
+from shardwright.progress import OnShare, ignore_share, subrange, track
 
 Array = npt.NDArray[np.float64]
 
@@ -101,7 +101,7 @@ class CountTables:
         model: TimeModel,
         weights: Weights,
         plan: Mapping[str, Cuts],
-        on_share: OnShare = unheard,
+        on_share: OnShare = ignore_share,
     ) -> None:
         self.problem, self.model, self.weights = problem, model, weights
         self.kinds = axis_kinds(model.links)
@@ -114,12 +114,12 @@ class CountTables:
             self._counted(variable, plan.get(variable.op.name, {}))
             for variable in problem.variables
         ]
-        alone = counted(problem.variables, part_of(on_share, 0, 2))
+        alone = track(problem.variables, subrange(on_share, 0, 2))
         self.own = [
             variable.count * self._alone(variable, ways)
             for variable, ways in zip(alone, self._ways, strict=True)
         ]
-        for edge in counted(problem.edges, part_of(on_share, 1, 2)):
+        for edge in track(problem.edges, subrange(on_share, 1, 2)):
             if edge.stored:
                 self._stored(edge)
             else:

@@ -39,7 +39,7 @@ from shardwright.core.search.by_time.search import GAIN, ROUNDS, cuts_of_graph, 
 from shardwright.core.search.cut_moves import axes_of_factors
 from shardwright.core.search.indexed_graph import NO_CUT
 from shardwright.core.search.request import CutsOfGraph, SearchMode, SearchRequest
-from shardwright.progress import OnShare, counted, part_of
+from shardwright.progress import OnShare, subrange, track
 
 logger = logging.getLogger("shardwright.search")
 
@@ -66,14 +66,14 @@ def search_exactly(request: SearchRequest) -> Certified:
     """
     search = timed_search(request)
     graph, bound = request.graph, 0.0
-    first, jointly, last = (part_of(request.on_share, number, 3) for number in range(3))
+    first, jointly, last = (subrange(request.on_share, number, 3) for number in range(3))
     plans = [cuts_of_graph(graph, search.problem, search.best(first))]
     every = timed_search(request, fold=False)
     try:
         tables = _Joint(every.problem, every.model, every.objective)
         for number, share in enumerate(every.shares):
             weights = every.weights(share)
-            cuts, least = tables.solve(weights, part_of(jointly, number, len(every.shares)))
+            cuts, least = tables.solve(weights, subrange(jointly, number, len(every.shares)))
             bound = max(bound, least)
             local_search(every.objective, cuts, every.total, ROUNDS, GAIN)
             plans.append(cuts_of_graph(graph, every.problem, cuts))
@@ -125,7 +125,7 @@ class _Joint:
             for n, variable in enumerate(self.problem.variables)
         ]
         slack = 0.0
-        for edge in counted(self.problem.edges, on_share):
+        for edge in track(self.problem.edges, on_share):
             factors += self._edge(edge, weights)
         for n, variable in enumerate(self.problem.variables):
             if not variable.differentiable and variable.pinned is None:

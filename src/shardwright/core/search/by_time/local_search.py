@@ -17,7 +17,7 @@ from shardwright.core.search.cut_moves import (
     factor_of_axis,
     group_equal_axes,
 )
-from shardwright.progress import OnShare, unheard
+from shardwright.progress import OnShare, ignore_share
 
 MAX_NEW_PRICES = 250
 """So many values may be priced between layouts that were not met before: finding redistributions
@@ -33,7 +33,7 @@ def local_search(
     total: Total,
     rounds: int,
     gain: float,
-    on_share: OnShare = unheard,
+    on_share: OnShare = ignore_share,
 ) -> None:
     """Changes `cuts` of one operator after the other as long as the total becomes less.
 

@@ -33,7 +33,7 @@ from shardwright.core.search.cut_moves import axes_of_factors
 from shardwright.core.search.indexed_graph import NO_CUT
 from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
 from shardwright.errors import StrategyError
-from shardwright.progress import OnShare, counted, part_of, unheard
+from shardwright.progress import OnShare, ignore_share, subrange, track
 
 ROUNDS = 4
 """At most so many times all axes, then all operators, are decided again."""
@@ -116,11 +116,11 @@ class TimedSearch:
         """The values of λ that are tried."""
         return (1.0,) if self.model.shared else SHARES
 
-    def best(self, on_share: OnShare = unheard) -> list[Cuts]:
+    def best(self, on_share: OnShare = ignore_share) -> list[Cuts]:
         """The cuts of each variable with the least total that is found."""
         return self.found(on_share)[0]
 
-    def found(self, on_share: OnShare = unheard) -> list[list[Cuts]]:
+    def found(self, on_share: OnShare = ignore_share) -> list[list[Cuts]]:
         """The cuts of each variable, of the passes alone and after axes were exchanged; those with
         the least total first.
 
@@ -129,7 +129,7 @@ class TimedSearch:
         """
         # A part for the recursion, one for each of two that are improved operator by operator, and
         # one for swaps of axes.
-        first, *each, last = (part_of(on_share, number, 4) for number in range(4))
+        first, *each, last = (subrange(on_share, number, 4) for number in range(4))
         totals: list[tuple[float, list[Cuts]]] = []
         for cuts, share in zip(self._recursive(first), each, strict=False):
             local_search(self.objective, cuts, self.total, ROUNDS, GAIN, share)
@@ -151,7 +151,7 @@ class TimedSearch:
         for number, (share, order) in enumerate(ways):
             if share > first and not exposes:
                 break
-            decided = self._decide(share, order, part_of(on_share, number, len(ways)))
+            decided = self._decide(share, order, subrange(on_share, number, len(ways)))
             costs = [self.objective.cost(cuts) for cuts in decided]
             alone.append((self.total(costs[0]), decided[0]))
             exchanged.append((self.total(costs[-1]), decided[-1]))
@@ -165,7 +165,7 @@ class TimedSearch:
         """Swaps axes for some operators, and improves what that has changed."""
         exposed = self.objective.cost(cuts).exposed > 0
         weights = self.weights(1.0 if exposed or self.model.shared else 0.0)
-        swaps, after = (part_of(on_share, number, 2) for number in range(2))
+        swaps, after = (subrange(on_share, number, 2) for number in range(2))
         if swap_axes(self.objective, cuts, self.total, weights, swaps):
             local_search(self.objective, cuts, self.total, ROUNDS, GAIN, after)
 
@@ -182,8 +182,8 @@ class TimedSearch:
         """The recursion for one λ and one order of axes with the passes that improve it; then, if
         that costs less, after axes were exchanged."""
         choices = self._start()
-        first, passes, exchanges, more = (part_of(on_share, number, 4) for number in range(4))
-        for axis in counted(order, first):
+        first, passes, exchanges, more = (subrange(on_share, number, 4) for number in range(4))
+        for axis in track(order, first):
             self._redecide(choices, axis, share)
         # The last axis is fresh.
         total = self.total(self._cost(choices))
@@ -210,7 +210,7 @@ class TimedSearch:
         for number in range(ROUNDS):
             before = best
             known = set()
-            for axis in counted(self.axes, part_of(on_share, number, ROUNDS)):
+            for axis in track(self.axes, subrange(on_share, number, ROUNDS)):
                 # Of axes that are alike in all things it is enough to try one.
                 alike = (self.model.links.levels[axis], tuple(row[axis] for row in choices))
                 if axis in settled or alike in known:
@@ -229,7 +229,7 @@ class TimedSearch:
         step."""
         before, nothing = best, (NO_CUT,) * len(choices)
         known: set[object] = set()
-        for axis in counted(self.axes, on_share):
+        for axis in track(self.axes, on_share):
             alike = self.model.links.levels[axis], tuple(row[axis] for row in choices)
             if alike in known:
                 continue

@@ -22,7 +22,7 @@ from shardwright.core.search.by_time.elimination import Elimination, Table, TooW
 from shardwright.core.search.by_time.objective import Objective, ObjectiveCost, Total
 from shardwright.core.search.by_time.problem import TensorEdge
 from shardwright.core.search.cut_moves import axes_of_factors, factor_of_axis
-from shardwright.progress import OnShare, counted
+from shardwright.progress import OnShare, track
 
 GAIN = 5e-4
 """Relative; less is none."""
@@ -53,7 +53,7 @@ def swap_axes(
     if most < MIN_COMMUNICATION_SHARE * total(whole):
         return False
     tried: set[object] = set()
-    for first, second in counted(list(_pairs(objective)), on_share):
+    for first, second in track(list(_pairs(objective)), on_share):
         pair = _uses(objective, cuts, (first, second))
         if pair in tried:
             continue
