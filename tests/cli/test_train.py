@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from forked import python
 from shardwright.cli import app
-from shardwright.core.plan.measured import FILE, Measured
+from shardwright.core.plan.measured import PROFILE_FILE, Measured
 
 CONFIG = """
 model: {target: "profiled_net:Net"}
@@ -92,7 +92,7 @@ def test_a_profiled_run_sends_the_bytes_that_were_predicted(
         assert {"net.first", "bucket 0"} <= names
     page = (log / "1" / "profile.html").read_text(encoding="utf-8")
     assert "Predicted against measured" in page
-    assert FILE in {path.name for path in (log / "1").iterdir()}
+    assert PROFILE_FILE in {path.name for path in (log / "1").iterdir()}
     lines = (log / "1" / "rank.0" / "steps.jsonl").read_text().splitlines()
     exposed = [json.loads(line)["exposed_communication"] for line in lines]
     assert len(exposed) == 3 and all(seconds > 0 for seconds in exposed)

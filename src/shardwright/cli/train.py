@@ -32,7 +32,7 @@ from shardwright.core.checkpoint.folder_lock import lock_folders
 from shardwright.core.checkpoint.manifest import CheckpointWarning
 from shardwright.core.checkpoint.position import Position
 from shardwright.core.plan import Plan
-from shardwright.core.plan.measured import FILE, Measured
+from shardwright.core.plan.measured import PROFILE_FILE, Measured
 from shardwright.errors import ConfigError, LayoutError, PlanError, StrategyError
 from shardwright.run.config import Run
 from shardwright.run.config.training import Profile, check_profiled_steps, train_rank
@@ -390,7 +390,7 @@ def _check_profile(run: Run, steps: int) -> None:
 
 def _write_profile(plan: Plan, measured: Measured, logs: LogFolder) -> None:
     """What was measured, and the plan's page with it."""
-    measured.save(logs.run / FILE)
+    measured.save(logs.run / PROFILE_FILE)
     plan.report(logs.run / PAGE, measured=measured)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.core.cost.collective_totals import CollectiveTotal, collective_totals
-from shardwright.core.plan.measured import FILE, Measured, MeasuredRank
+from shardwright.core.plan.measured import PROFILE_FILE, Measured, MeasuredRank
 from shardwright.errors import PlanError
 from shardwright.tools.report import page_html
 from shardwright.tools.report.plan_page import plan_page
@@ -60,21 +60,21 @@ def test_without_a_prediction_the_page_has_what_was_measured(measured: Measured)
 
 def test_a_profile_is_read_as_it_was_written(measured: Measured, tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
-    measured.save(tmp_path / "1" / FILE)
+    measured.save(tmp_path / "1" / PROFILE_FILE)
     assert Measured.load(tmp_path) == Measured.load(tmp_path / "1") == measured
 
 
 @pytest.mark.parametrize("text", ["", '{"profile_format": 0}', '{"profile_format": 1}', "[1]"])
 def test_a_file_that_is_no_profile_is_one_error(text: str, tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text(text)
-    with pytest.raises(PlanError, match=rf"{FILE}: is not a"):
+    (tmp_path / PROFILE_FILE).write_text(text)
+    with pytest.raises(PlanError, match=rf"{PROFILE_FILE}: is not a"):
         Measured.load(tmp_path)
 
 
 def test_a_profile_of_another_plan_or_none_is_refused(plan: sw.Plan, measured: Measured) -> None:
     with pytest.raises(PlanError, match="of another model than the plan"):
         plan_page(plan, measured=replace(measured, fingerprint="other"))
-    with pytest.raises(PlanError, match=r"has no profile\.json, which `shardwright train"):
+    with pytest.raises(PlanError, match=r"has no profile\.json\n`shardwright train"):
         Measured.load(Path(__file__).parent)
 
 

@@ -1,4 +1,4 @@
-"""A plan as data, as text and as files: every cut, and the storage of every parameter."""
+"""The result of planning: the sharding of every operator and the storage of every parameter."""
 
 from shardwright.core.plan.build import make_plan
 from shardwright.core.plan.plan import Plan

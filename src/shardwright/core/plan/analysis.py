@@ -1,5 +1,4 @@
-"""What follows from the decisions of a plan: memory, what else could be cut, the distance from the
-best plan."""
+"""Facts derived from a plan and its graph: memory, alternative cuts, optimality gap."""
 
 from __future__ import annotations
 
@@ -21,16 +20,17 @@ from shardwright.progress import OnProgress, ignore_progress, share_reporter
 
 @dataclass
 class PlanAnalysis:
-    """What follows from a plan and its captured graph, each fact computed when it is first needed
-    and then cached. The planner assigns `partitioned` and `memory` where it has them already.
+    """Facts derived from a plan and its captured graph, computed on first use and cached.
+
+    The planner assigns `partitioned` and `memory` if it has computed them already.
 
     Args:
-        partitioned: the model, divided as planned.
-        optimizer: whose state counts in the memory.
-        dry_runs: results of dry runs of the chunks.
-        pricing: what the search by seconds counted; None where another decided.
+        partitioned: the partitioned model.
+        optimizer: the optimizer whose state is counted in the memory.
+        dry_runs: cached dry runs of the chunks.
+        pricing: the costs of the time-based search; None if another search decided.
         mem_coeff: weight of memory in the search.
-        on_progress: told of what takes long.
+        on_progress: callback for the progress of slow computations.
     """
 
     partitioned: Partitioned
@@ -42,20 +42,21 @@ class PlanAnalysis:
 
     @cached_property
     def memory(self) -> Memory:
-        """The peak memory of a device of each stage in a training step, from a dry run."""
+        """Peak memory per device of each stage in a training step, from a dry run."""
         on_share = share_reporter(self.on_progress, "memory")
         return memory(self.partitioned, self.optimizer, self.dry_runs, on_share)
 
     @cached_property
     def choices(self) -> tuple[AxisChoice, ...]:
-        """What the operators that have a cost could cut else, and what that would cost."""
-        divided = self.partitioned
-        return choices(divided.graph, divided.mesh, divided.decisions, self.pricing, self.mem_coeff)
+        """Alternative cuts of the main operators, with their costs."""
+        graph, mesh = self.partitioned.graph, self.partitioned.mesh
+        decisions = self.partitioned.decisions
+        return choices(graph, mesh, decisions, self.pricing, self.mem_coeff)
 
     @cached_property
     def gap(self) -> float | None:
-        """By what share the plan costs more at most than any other with the same device matrix,
-        stages and micro-batches; None without pricing, or if nothing is known."""
+        """Upper bound on the relative cost over the best plan with the same device matrix, stages
+        and micro-batches; None without `pricing`, or if no lower bound was found."""
         if self.pricing is None:
             return None
         return gap_of(
@@ -69,7 +70,7 @@ class PlanAnalysis:
 
     @contextmanager
     def reporting(self, on_progress: OnProgress) -> Iterator[None]:
-        """A context in which `on_progress` is told of what is computed."""
+        """Report the progress of computations in this context to `on_progress`."""
         self.on_progress = on_progress
         try:
             yield

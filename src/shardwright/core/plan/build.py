@@ -1,4 +1,4 @@
-"""From what a search decided to a plan: redistributions, bytes and rows follow from it."""
+"""Build a `Plan` from the decisions of a search: derive its rows, redistributions and bytes."""
 
 from __future__ import annotations
 
@@ -48,19 +48,27 @@ def make_plan(
     dry_runs: DryRunCache | None = None,
     pricing: Pricing | None = None,
 ) -> Plan:
-    """Joins what a search decided with what follows from it: redistributions and their bytes.
+    """Build the plan of a partitioned model.
 
     Args:
-        predicted: what a step takes, where a cluster was named.
-        dry_runs: that were made while it was searched.
-        pricing: what the search counted, if it was one by seconds.
+        partitioned: the graph with the search's decisions.
+        mode, options: the search mode and its options.
+        search_seconds: duration of the search.
+        training: whether the plan is for training.
+        pins: the strategies that the user fixed, by operator.
+        predicted: the predicted step time, if a cluster was named.
+        memory_limit: bytes of a device that a step may use.
+        optimizer: the optimizer that the memory prediction assumes.
+        dry_runs: dry runs made during the search.
+        pricing: the costs of a time-based search.
 
     Raises:
-        PlanError: if the operators cannot be divided into the chunks of the pipeline.
+        PlanError: if the operators cannot be divided into the chunks of the pipeline, or an
+            argument's class cannot be serialized.
     """
     graph, mesh, decisions = partitioned.graph, partitioned.mesh, partitioned.decisions
-    sent = max(partitioned.step_bytes, key=sum)
-    seen: set[int] = set()
+    step_bytes = max(partitioned.step_bytes, key=sum)
+    counted: set[int] = set()
     leaves = tuple(
         {"name": leaf.name, "shape": leaf.shape, "dtype": dtype_name(leaf)}
         if isinstance(leaf, Value)
@@ -89,13 +97,13 @@ def make_plan(
         inputs=leaves,
         structure=_structure_text(graph),
         fingerprint=graph.fingerprint,
-        operators=_rows(partitioned, pins, seen, predicted),
-        returned=_returned(partitioned, seen),
+        operators=_rows(partitioned, pins, counted, predicted),
+        returned=_returned(partitioned, counted),
         crossings=_crossings(partitioned),
         step=None if predicted is None else _step(partitioned, predicted),
         chunk_seconds=_chunk_seconds(partitioned, predicted),
-        forward_bytes=sent[0],
-        backward_bytes=sent[1],
+        forward_bytes=step_bytes[0],
+        backward_bytes=step_bytes[1],
         training=training,
         memory_limit=memory_limit,
         optimizer=optimizer,
@@ -105,23 +113,23 @@ def make_plan(
         dry_runs=dry_runs or DryRunCache(),
         pricing=pricing,
     )
-    # Its chunks and communication are known already.
+    # The partitioned model has derived its chunks and communication: do not derive them again.
     plan.analysis.partitioned = partitioned
     return plan
 
 
 def _structure_text(graph: Graph) -> str:
-    """The nesting of the arguments as text.
+    """The pytree structure of the model's arguments as JSON.
 
     Raises:
-        PlanError: if it has a class of the user's that nobody could read again.
+        PlanError: if an argument's class, such as a namedtuple, cannot be serialized.
     """
     try:
         return pytree.treespec_dumps(graph.in_spec)
     except NotImplementedError as error:
         raise PlanError(
-            "a plan cannot name the class of an argument, such as a namedtuple: pass its fields "
-            f"(`net(*batch)`, `net(**batch._asdict())`), a tuple or a dictionary ({error})"
+            f"a plan cannot name the class of an argument, such as a namedtuple: {error}\n"
+            "pass its fields (`net(*batch)`, `net(**batch._asdict())`), a tuple or a dictionary"
         ) from error
 
 
@@ -149,45 +157,52 @@ def _chunk_seconds(
 def _rows(
     partitioned: Partitioned,
     pins: Mapping[str, OperatorStrategy],
-    seen: set[int],
+    counted: set[int],
     predicted: Predicted | None,
 ) -> tuple[OperatorRow, ...]:
-    """One row for each operator; of those that several chunks compute that of the first."""
-    mesh, cuts, model = partitioned.mesh, partitioned.decisions.cuts, None
+    """One row per operator, in the order of the graph.
+
+    An operator that several chunks compute has the row of the first chunk.
+    """
+    mesh, cuts, time_model = partitioned.mesh, partitioned.decisions.cuts, None
     if predicted is not None:
-        model = TimeModel(predicted.cluster, mesh, partitioned.pipeline.stages)
+        time_model = TimeModel(predicted.cluster, mesh, partitioned.pipeline.stages)
     trace = trace_meanings(partitioned.graph)
     rows: dict[str, OperatorRow] = {}
     for chunk in partitioned.chunks:
         for op in chunk.graph.ops:
             if op.name not in rows:
-                own = cuts.get(op.name, {})
-                row = _row(op, mesh, own, chunk.communication, seen)
-                known = {factor: trace.of_factor(op, factor) for factor in row.cuts}
+                operator_cuts = cuts.get(op.name, {})
+                row = _row(op, mesh, operator_cuts, chunk.communication, counted)
+                meanings = {factor: trace.of_factor(op, factor) for factor in row.cuts}
                 rows[op.name] = replace(
                     row,
                     pinned=op.name in pins,
                     stage=chunk.stage,
-                    seconds=0.0 if model is None else sum(model.operator(op, own)),
-                    meanings={f: each.name.lower() for f, each in known.items() if each},
+                    seconds=0.0
+                    if time_model is None
+                    else sum(time_model.operator(op, operator_cuts)),
+                    meanings={
+                        f: meaning.name.lower() for f, meaning in meanings.items() if meaning
+                    },
                 )
     return tuple(rows[op.name] for op in partitioned.graph.ops)
 
 
 def _row(
-    op: Op, mesh: DeviceMatrix, cuts: Cuts, flow: Communication, seen: set[int]
+    op: Op, mesh: DeviceMatrix, cuts: Cuts, comm: Communication, counted: set[int]
 ) -> OperatorRow:
-    rule, segment = rule_of(op), flow.segment_of.get(op.name)
+    rule, segment = rule_of(op), comm.segment_of.get(op.name)
     redistributions = []
     for index, value in enumerate(op.inputs):
-        route = flow.routes[op.name, index]
+        route = comm.routes[op.name, index]
         if route:
-            redistributions.append(replace(_redistribution(value, route, seen), input=index))
+            redistributions.append(replace(_redistribution(value, route, counted), input=index))
     for value in op.outputs:
-        if value in flow.leading_transfers:
-            redistributions.append(_redistribution(value, flow.leading_transfers[value], seen))
-    if op.name in flow.reductions:
-        redistributions.append(_inside(op, flow))
+        if value in comm.leading_transfers:
+            redistributions.append(_redistribution(value, comm.leading_transfers[value], counted))
+    if op.name in comm.reductions:
+        redistributions.append(_inside(op, comm))
     return OperatorRow(
         name=op.name,
         operator=target_text(op),
@@ -195,8 +210,8 @@ def _row(
         inputs=tuple((v.name, v.shape, v.kind.value) for v in op.inputs),
         outputs=tuple(v.shape for v in op.outputs),
         cuts={f: tuple(mesh.alias_names[a] for a in axes) for f, axes in cuts.items() if axes},
-        input_layouts=flow.input_layouts[op.name],
-        output_layouts=tuple(flow.initial_layouts[value] for value in op.outputs),
+        input_layouts=comm.input_layouts[op.name],
+        output_layouts=tuple(comm.initial_layouts[value] for value in op.outputs),
         redistributions=tuple(redistributions),
         source=op.source,
         main=rule is not None and rule.main is not None,
@@ -204,8 +219,8 @@ def _row(
     )
 
 
-def _returned(partitioned: Partitioned, seen: set[int]) -> tuple[RedistributionRow, ...]:
-    """What becomes of the model's outputs, then of the new values of what it changes."""
+def _returned(partitioned: Partitioned, counted: set[int]) -> tuple[RedistributionRow, ...]:
+    """The redistributions of the model's outputs, then of updated buffers."""
     routes = [
         (value, chunk.communication.output_routes[value])
         for chunk in partitioned.chunks
@@ -216,7 +231,7 @@ def _returned(partitioned: Partitioned, seen: set[int]) -> tuple[RedistributionR
         for chunk in partitioned.chunks
         for before, value in chunk.graph.updates
     ]
-    return tuple(_redistribution(value, route, seen) for value, route in routes if route)
+    return tuple(_redistribution(value, route, counted) for value, route in routes if route)
 
 
 def _crossings(partitioned: Partitioned) -> tuple[CrossingRow, ...]:
@@ -224,37 +239,43 @@ def _crossings(partitioned: Partitioned) -> tuple[CrossingRow, ...]:
     for chunk, following in pairwise(partitioned.chunks):
         if chunk.stage != following.stage:
             names = tuple(value.name for value in chunk.leaving)
+            # Bytes to the next chunk, and of gradients from the next chunk back to this one.
             forward, backward = chunk.border_bytes[0], following.border_bytes[1]
             rows.append(CrossingRow(chunk.stage, following.stage, names, forward, backward))
     return tuple(rows)
 
 
-def _inside(op: Op, flow: Communication) -> RedistributionRow:
-    """The collectives that the operator makes itself."""
+def _inside(op: Op, comm: Communication) -> RedistributionRow:
+    """The collectives that the operator's kernel performs, such as batch norm's all-reduces."""
     steps, forward, backward = [], 0, 0
-    for inner in flow.reductions[op.name]:
-        what = f"{inner.reduction.collective} {inner.reduction.kind}"
-        steps.append(f"{what} over {flow.mesh.named(inner.axes)}")
-        there, back = inner.bytes(flow.mesh, op.output.requires_grad)
-        again = there if op.name in flow.computed_again else 0
-        forward, backward = forward + there, backward + back + again
+    for inner in comm.reductions[op.name]:
+        collective = f"{inner.reduction.collective} {inner.reduction.kind}"
+        steps.append(f"{collective} over {comm.mesh.named(inner.axes)}")
+        sum_forward, sum_backward = inner.bytes(comm.mesh, op.output.requires_grad)
+        # Activation checkpointing repeats the forward collectives within the backward pass.
+        recomputed = sum_forward if op.name in comm.computed_again else 0
+        forward, backward = forward + sum_forward, backward + sum_backward + recomputed
     return RedistributionRow("", tuple(steps), forward, backward, False)
 
 
-def _redistribution(value: Value, route: tuple[Transfer, ...], seen: set[int]) -> RedistributionRow:
-    fresh = [t for t in route if id(t) not in seen]
-    seen.update(id(t) for t in fresh)
+def _redistribution(
+    value: Value, route: tuple[Transfer, ...], counted: set[int]
+) -> RedistributionRow:
+    # Consumers of a value share leading steps; the first consumer's row has their bytes, so that
+    # the bytes of all rows add up to what the program sends.
+    unshared = [t for t in route if id(t) not in counted]
+    counted.update(id(t) for t in unshared)
     return RedistributionRow(
         value=value.name,
         steps=tuple(describe(t) for t in route),
-        forward_bytes=sum(t.forward_bytes for t in fresh),
-        backward_bytes=sum(t.backward_bytes for t in fresh),
-        shared=len(fresh) < len(route),
+        forward_bytes=sum(t.forward_bytes for t in unshared),
+        backward_bytes=sum(t.backward_bytes for t in unshared),
+        shared=len(unshared) < len(route),
     )
 
 
 def describe(transfer: Transfer) -> str:
-    """A step in words: `all_gather dim 1 over tp / reduce_scatter`."""
+    """A step as text, forward / backward: `all_gather dim 1 over tp / reduce_scatter`."""
     step = transfer.step
     words = [step.kind]
     if step.dim is not None:

@@ -1,4 +1,4 @@
-"""The data of a plan: the decisions and what follows from them; renderers need nothing else."""
+"""`PlanData`: the decisions of a plan and the facts derived from them, which all renderers read."""
 
 from __future__ import annotations
 
@@ -46,45 +46,44 @@ from shardwright.progress import OnProgress
 
 @dataclass(frozen=True)
 class PlanData:
-    """Everything decided for one model on a number of devices.
+    """The sharding of one model on a number of devices.
 
     Args:
         mesh: the device matrix of one pipeline stage, outermost axis first.
         mode, options: the search mode and its options.
-        cuts: for each sharded operator its factors with the axes that shard them.
-        storage: for each parameter, the axes that shard each dimension where it is stored.
-        outputs: for operators whose output layouts are pinned, the axes of each dimension.
-        arrivals: for inputs of which each device is passed only its shard, the axes of each
-            dimension, by name.
-        sharding: of parameters, gradients and optimizer state, if requested.
+        cuts: for each sharded operator, its sharded factors with their mesh axes.
+        storage: for each parameter, the axes that shard each dimension of the stored tensor.
+        outputs: for operators with pinned output layouts, the axes of each dimension.
+        arrivals: for inputs that are passed as local shards, the axes of each dimension, by name.
+        sharding: ZeRO / FSDP sharding of parameters, gradients and optimizer state, if requested.
         bucket_bytes: maximum size of a bucket of parameters.
-        recompute: the operators marked for recomputation in the backward pass.
-        compute_dtype: the dtype in which float32 parameters and inputs are read, if another;
+        recompute: activation checkpointing: the operators to recompute in the backward pass.
+        compute_dtype: dtype to which float32 parameters and inputs are cast before use, if any.
             `parameters` and `inputs` have the dtypes in which they are stored and passed.
         pipeline: stages and micro-batches; shapes are those of one micro-batch.
-        pins: the users' strategies of operators, by name.
-        parameters: shape and dtype of each, by name.
-        inputs: name, shape and dtype of each input tensor; other leaves as they are.
+        pins: the users' strategies, by operator.
+        parameters: shape and dtype of each parameter, by name.
+        inputs: name, shape and dtype of each input tensor; other leaves unchanged.
         structure: the nesting of the inputs, as a serialized PyTorch pytree spec.
-        fingerprint: of the graph that the plan was made for.
-        operators: one row each, in order.
+        fingerprint: fingerprint of the graph that the plan was made for.
+        operators: one row per operator, in the order of the graph.
         returned: redistributions of the model's outputs and of its updated buffers.
         crossings: the values sent between stages.
         step: predicted step time, if a cluster was named.
-        chunk_seconds: what each chunk takes where there are stages: seconds on the cluster, or
-            without one 10⁹ operations of matrix products.
-        saved_memory: the memory that was predicted when a plan was saved; of plans from files.
-        saved_gap: the gap that was known when a plan was saved.
-        saved_choices: what the operators could cut else, as it was computed when a plan was saved.
-        memory_limit: bytes of a device that a step may use: the limit that was requested, else
-            the memory of the cluster's devices; None if neither is known.
+        chunk_seconds: with several stages, the time of each chunk: seconds on the cluster or,
+            without a cluster, 10⁹ FLOPs of matrix products.
+        saved_memory: the memory predicted when the plan was saved; for plans from files.
+        saved_gap: the gap computed when the plan was saved.
+        saved_choices: the alternative cuts computed when the plan was saved.
+        memory_limit: bytes of a device that a step may use: the requested limit, else the memory
+            of the cluster's devices; None if neither is known.
         optimizer: the optimizer that `memory` assumes, as `memory_with` takes it.
-        forward_bytes, backward_bytes: sent by one device of the busiest stage in one step, over
-            all micro-batches.
-        search_seconds, capture_seconds: the time planning took.
-        graph: the captured model; a plan from a file has none until `parallelize` captures it.
-        dry_runs: results of dry runs of its chunks.
-        pricing: what a search by seconds counted, if the plan is of one.
+        forward_bytes, backward_bytes: bytes that one device of the busiest stage sends per step,
+            over all micro-batches.
+        search_seconds, capture_seconds: the duration of planning.
+        graph: the captured model; None for a plan from a file until `parallelize` captures it.
+        dry_runs: cached dry runs of the chunks.
+        pricing: the costs of a time-based search; None for other searches.
     """
 
     mesh: DeviceMatrix
@@ -125,12 +124,12 @@ class PlanData:
 
     @property
     def devices(self) -> int:
-        """All devices of all pipeline stages."""
+        """Number of devices of all pipeline stages."""
         return self.mesh.num_devices * self.pipeline.stages
 
     @property
     def decisions(self) -> Decisions:
-        """The decisions alone, from which lowering makes the program."""
+        """The decisions that lowering needs to make the program."""
         return Decisions(
             cuts=self.cuts,
             storage=self.storage,
@@ -143,13 +142,13 @@ class PlanData:
 
     @cached_property
     def analysis(self) -> PlanAnalysis:
-        """What follows from the decisions and the captured graph, each fact computed once.
+        """Facts derived from the decisions and the captured graph, each computed once.
 
         Raises:
             PlanError: if the plan comes from a file, and so has no graph.
         """
         if self.graph is None:
-            raise PlanError("a plan from a file has no graph for a dry run: plan the model again")
+            raise PlanError("a plan from a file has no graph for a dry run\nplan the model again")
         return PlanAnalysis(
             Partitioned(self.graph, self.mesh, self.decisions, self.pipeline),
             self.optimizer,
@@ -160,7 +159,7 @@ class PlanData:
 
     @property
     def partitioned(self) -> Partitioned:
-        """The captured model, divided as planned: its chunks and what they communicate.
+        """The captured model, partitioned as planned: its chunks and their communication.
 
         Raises:
             PlanError: if the plan comes from a file, and so has no graph.
@@ -168,8 +167,7 @@ class PlanData:
         return self.analysis.partitioned
 
     def partition(self, graph: Graph) -> Partitioned:
-        """`graph`, divided as planned, on a device matrix of no more axes than that needs: what
-        runs."""
+        """Partition `graph` as planned, on the device matrix with the fewest axes; this runs."""
         if graph is self.graph:
             return fold_axes(self.partitioned)
         return fold_axes(Partitioned(graph, self.mesh, self.decisions, self.pipeline))
@@ -181,7 +179,7 @@ class PlanData:
 
     @property
     def options_text(self) -> str:
-        """The options of the search mode: `mem_coeff=0.1, order=weight`."""
+        """The options of the search mode as text: `mem_coeff=0.1, order=weight`."""
         return ", ".join(f"{key}={value}" for key, value in self.options.items())
 
     @property
@@ -196,16 +194,20 @@ class PlanData:
 
     @property
     def global_batch(self) -> int | None:
-        """Samples per step: dimension 0 of the first input tensor times the micro-batches; None if
-        there is no such input."""
+        """Samples per step: dimension 0 of the first input tensor, times micro-batches.
+
+        None if no input has a dimension.
+        """
         shapes = (leaf["shape"] for leaf in self.inputs if isinstance(leaf, dict))
         samples = next((shape[0] for shape in shapes if shape), None)
         return None if samples is None else samples * self.pipeline.micro_batches
 
     @property
     def sequence(self) -> int | None:
-        """Tokens per sample, if an embedding looks up an input of shape (batch, sequence); None
-        otherwise."""
+        """Tokens per sample: dimension 1 of the (batch, sequence) input of an embedding.
+
+        None if the model does not embed an input of two dimensions.
+        """
         for row in self.operators:
             for _, shape, kind in row.inputs:
                 if row.operator == "aten.embedding" and kind == "input" and len(shape) == 2:
@@ -220,18 +222,20 @@ class PlanData:
 
     @property
     def strategies(self) -> dict[str, Strategy]:
-        """For each operator the number of shards of each dimension of each input, in PyTorch's
-        order of dimensions: a linear layer's weight is (out_features, in_features)."""
+        """For each operator, the number of shards of each dimension of each input.
+
+        Dimensions are in PyTorch's order: a linear layer's weight is (out_features, in_features).
+        """
         return {row.name: row.strategy for row in self.operators}
 
     @property
     def without_rule(self) -> tuple[str, ...]:
-        """Operators that have no sharding rule; every device computes them in full."""
+        """Names of operators without a sharding rule, which are replicated."""
         return tuple(row.name for row in self.operators if row.rule is None)
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of parameters that one device stores, of the stage that stores most."""
+        """Bytes of parameters that one device stores; the maximum over stages."""
         stages: dict[int, set[str]] = {}
         for row in self.operators:
             names = (name for name, _, kind in row.inputs if kind == "parameter")
@@ -245,8 +249,10 @@ class PlanData:
 
     @property
     def memory(self) -> Memory:
-        """The peak memory of a device of each stage in a training step with the plan's optimizer,
-        from a dry run of the program without devices; `memory_with` takes other optimizers.
+        """Peak memory per device of each stage in a training step with the plan's optimizer.
+
+        Predicted by a dry run of the program on the meta device; `memory_with` takes other
+        optimizers.
 
         Raises:
             PlanError: if the plan comes from a file, and so has no graph.
@@ -255,20 +261,19 @@ class PlanData:
 
     @property
     def known_memory(self) -> Memory | None:
-        """`memory` of a plan for training, as far as it can be known: one from a file has no graph,
-        but its file may hold the memory."""
+        """`memory`, or for a plan without a graph the memory saved in its file; None if unknown."""
         return self.memory if self.graph is not None and self.training else self.saved_memory
 
     @property
     def over_limit(self) -> bool:
-        """Whether a device needs more memory than the limit, as far as both are known."""
+        """Whether a device exceeds the memory limit; False if either number is unknown."""
         memory, limit = self.known_memory, self.memory_limit
         return memory is not None and limit is not None and memory.peak > limit
 
     @property
     def choices(self) -> tuple[AxisChoice, ...]:
-        """What the operators that have a cost could cut else, and what that would cost; of a plan
-        from a file what the file holds."""
+        """Alternative cuts of the main operators, with their costs; from the file for a plan
+        without a graph."""
         timed = self.options.get("cost_model") == "time"
         if self.graph is None or (timed and self.pricing is None):
             return self.saved_choices
@@ -276,18 +281,21 @@ class PlanData:
 
     @property
     def gap(self) -> float | None:
-        """By what share the plan costs more at most than any other with the same device matrix,
-        stages and micro-batches: what the search by seconds counts, over a proven lower bound. Of a
-        plan from a file what the file holds; None without a cluster, or if nothing is known."""
+        """Upper bound on the relative cost over the best plan with the same device matrix, stages
+        and micro-batches: 0.02 means at most 2 % more.
+
+        Compares the cost of the time-based search with a proven lower bound. A plan without a
+        graph returns the value saved in its file; None without a cluster or a lower bound.
+        """
         if self.graph is None or self.pricing is None:
             return self.saved_gap
         return self.analysis.gap
 
     def derive(self, on_progress: OnProgress) -> None:
-        """Derives what takes longest of all that is derived on first use, `memory` and `gap`.
+        """Compute the slowest derived facts, `memory` and `gap`, while reporting progress.
 
         Args:
-            on_progress: called with the share of each that is done, once a second.
+            on_progress: called once a second with the fraction of each that is done.
         """
         if self.graph is None:
             return
@@ -296,7 +304,7 @@ class PlanData:
 
     @cached_property
     def choices_of(self) -> dict[str, list[AxisChoice]]:
-        """The choices of each operator that has any, by name."""
+        """The choices of each operator that has alternatives, by name."""
         by_name: dict[str, list[AxisChoice]] = {}
         for choice in self.choices:
             for name in choice.operators:
@@ -305,15 +313,15 @@ class PlanData:
 
     @cached_property
     def neighbors(self) -> tuple[dict[str, OperatorRow], dict[str, list[tuple[int, OperatorRow]]]]:
-        """The operators by name, and for each value its readers, each with the place there."""
-        readers: dict[str, list[tuple[int, OperatorRow]]] = {}
+        """The operators by name; and for each value its consumers, each with the input index."""
+        consumers: dict[str, list[tuple[int, OperatorRow]]] = {}
         for row in self.operators:
-            for place, (name, _, _) in enumerate(row.inputs):
-                readers.setdefault(name, []).append((place, row))
-        return {row.name: row for row in self.operators}, readers
+            for input_index, (name, _, _) in enumerate(row.inputs):
+                consumers.setdefault(name, []).append((input_index, row))
+        return {row.name: row for row in self.operators}, consumers
 
     def memory_with(self, optimizer: str | torch.optim.Optimizer) -> Memory:
-        """The peak memory of a device of each stage in a training step with an optimizer.
+        """Peak memory per device of each stage in a training step with an optimizer.
 
         Args:
             optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an instance of the optimizer to use.
@@ -327,8 +335,8 @@ class PlanData:
         """The timeline of each pipeline stage in a step, with its bubbles; `print` draws it.
 
         Args:
-            cluster: its devices and links determine how long a chunk takes; without one, the
-                FLOPs of the chunk's matrix products do.
+            cluster: the cluster whose devices and links determine the time of a chunk; without
+                one, time is proportional to the FLOPs of the chunk's matrix products.
 
         Raises:
             PlanError: if the plan comes from a file, and so has no graph.
@@ -339,21 +347,22 @@ class PlanData:
         """The row of the operator `name`.
 
         Raises:
-            PlanError: if there is no operator of that name; lists the nearest.
+            PlanError: if the plan has no operator of that name; suggests similar names.
         """
         rows, _ = self.neighbors
         if name not in rows:
-            near = get_close_matches(name, rows, n=3, cutoff=0.3)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
+            similar = get_close_matches(name, rows, n=3, cutoff=0.3)
+            hint = f"\nsimilar names: {', '.join(similar)}" if similar else ""
             raise PlanError(f"the plan has no operator {name!r}{hint}")
         return rows[name]
 
 
 def target_text(op: Op) -> str:
+    """The operator without its default overload: `aten.linear`."""
     target = str(op.target) if isinstance(op.target, OpOverload) else op.target.__name__
     return target.removesuffix(".default")
 
 
 def dtype_name(value: Value) -> str:
-    """The dtype in which a parameter is stored or an input is passed."""
+    """The dtype in which a parameter is stored or an input is passed: `float32`."""
     return str(value.stored_dtype).removeprefix("torch.")

@@ -1,4 +1,6 @@
-"""A plan as text in full and reproducible: no timings, no addresses, no source lines.
+"""A plan as complete, reproducible text (`dump`), and the explanation of one operator.
+
+The dump of equal plans is equal: it has no timings, addresses or source lines. For example:
 
 layer2: aten.linear, b k, j k -> b j
   cuts j/tp, b/dp, strategy ((2,1),(4,1))
@@ -28,11 +30,11 @@ from shardwright.core.plan.rows import (
 from shardwright.core.plan.text_columns import wrapped_lines
 
 SHARED = ", the rest shared with an earlier operator"
-"""Of a redistribution some of whose steps an earlier reader of the value needs too."""
+"""Suffix of the bytes of a redistribution that shares steps with an earlier consumer."""
 
 
 def dump(plan: PlanData) -> str:
-    """See `Plan.dump`."""
+    """The complete plan as text; see `Plan.dump`."""
     lines = [*_head(plan), "", "inputs", *_inputs(plan)]
     if plan.parameters:
         lines += ["", "parameters", *_parameters(plan)]
@@ -81,10 +83,10 @@ def _inputs(plan: PlanData) -> Iterator[str]:
 
 
 def _parameters(plan: PlanData) -> Iterator[str]:
-    for name, (dims, dtype) in plan.parameters.items():
+    for name, (shape, dtype) in plan.parameters.items():
         stored = TensorLayout(plan.mesh, plan.storage[name])
-        shard = list(stored.shard_shape(dims))
-        yield f"  {name} {dtype} {list(dims)}: stored as {stored.placement}, {shard} per device"
+        shard = list(stored.shard_shape(shape))
+        yield f"  {name} {dtype} {list(shape)}: stored as {stored.placement}, {shard} per device"
 
 
 def _operator(plan: PlanData, row: OperatorRow) -> Iterator[str]:
@@ -92,29 +94,35 @@ def _operator(plan: PlanData, row: OperatorRow) -> Iterator[str]:
     if plan.pipeline.stages > 1:
         yield f"  in stage {row.stage}"
     if row.rule is None:
-        yield "  computed in full on every device"
+        yield "  replicated on every device"
     if row.pinned:
         yield f"  pinned to {plan.pins[row.name]}"
     if row.segment:
         communication = plan.recompute[row.name].communication
-        saved = "" if communication else ", without its communication"
-        yield f"  recomputed in the backward pass, in segment {row.segment}{saved}"
+        suffix = "" if communication else ", without its communication"
+        yield f"  recomputed in the backward pass, in segment {row.segment}{suffix}"
     yield f"  cuts {cuts_text(row) or 'none'}, strategy {strategy_text(row.strategy)}"
-    redistributed = {each.input: each for each in row.redistributions}
-    for index, ((name, dims, kind), layout) in enumerate(
+    redistributed = {redistribution.input: redistribution for redistribution in row.redistributions}
+    for index, ((name, shape, kind), layout) in enumerate(
         zip(row.inputs, row.input_layouts, strict=True)
     ):
-        yield f"  input {name} {list(dims)} {kind}: {layout.placement}"
+        yield f"  input {name} {list(shape)} {kind}: {layout.placement}"
         if index in redistributed:
             yield f"    {_steps(redistributed[index])}"
-    for inside in (c for c in row.redistributions if not c.value):
-        yield f"  inside: {_steps(inside)}"
+    for redistribution in (
+        redistribution for redistribution in row.redistributions if not redistribution.value
+    ):
+        yield f"  inside: {_steps(redistribution)}"
     pinned = plan.outputs.get(row.name, (None,) * len(row.outputs))
-    for dims, layout, axes in zip(row.outputs, row.output_layouts, pinned, strict=True):
-        yield f"  output {list(dims)}: {layout.placement}" + (
+    for shape, layout, axes in zip(row.outputs, row.output_layouts, pinned, strict=True):
+        yield f"  output {list(shape)}: {layout.placement}" + (
             "" if axes is None else f", redistributed to {TensorLayout(plan.mesh, axes).placement}"
         )
-    for redistribution in (c for c in row.redistributions if c.input is None and c.value):
+    for redistribution in (
+        redistribution
+        for redistribution in row.redistributions
+        if redistribution.input is None and redistribution.value
+    ):
         yield f"    {_steps(redistribution)}"
 
 
@@ -124,21 +132,23 @@ def _steps(row: RedistributionRow) -> str:
 
 
 def explanation(plan: PlanData, row: OperatorRow) -> str:
-    """How one operator is sharded, where its inputs come from, and what that costs, in lines of at
-    most 80 columns."""
+    """Explain how one operator is sharded, why, and what its redistributions cost.
+
+    Lines have at most 80 columns.
+    """
     lines = [f"{row.name}: {row.operator}" + (f"  ({row.source})" if row.source else "")]
-    lines.append(f"  rule: {row.rule or 'none, computed in full on every device'}")
+    lines.append(f"  rule: {row.rule or 'none, replicated on every device'}")
     lines.append(f"  cuts: {cuts_text(row) or 'none'}")
     lines.append(f"  {', '.join(parallelism(plan, row))}")
     lines.append(f"  {origin(plan, row)[1]}")
     for label, text in choice_lines(plan, row):
         lines.append(f"    {f'{label}: ' if label else '  '}{text}")
     lines += [f"  {line}" for line in _recomputed(plan, row)]
-    redistributed = {each.input: each for each in row.redistributions}
-    for index, ((name, sizes, kind), counts) in enumerate(
+    redistributed = {redistribution.input: redistribution for redistribution in row.redistributions}
+    for index, ((name, shape, kind), counts) in enumerate(
         zip(row.inputs, row.strategy, strict=True)
     ):
-        lines.append(f"  input {name} {shape_text(sizes)} ({kind}): {_shards(counts)}")
+        lines.append(f"  input {name} {shape_text(shape)} ({kind}): {_shards(counts)}")
         if kind == "parameter" and name in plan.storage:
             stored = tuple(plan.mesh.size(axes) for axes in plan.storage[name])
             lines.append(f"    stored {_shards(stored)}")
@@ -149,11 +159,11 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
             lines += [f"  {line}" for line in _redistribution_lines(redistribution)]
     for shape, layout in zip(row.outputs, row.output_layouts, strict=True):
         lines.append(f"  output {shape_text(shape)}: {layout.placement}")
-    for _, reader in plan.neighbors[1].get(row.name, ()):
-        for each in reader.redistributions:
-            if each.value == row.name:
-                lines.append(f"    for {reader.name}: {each.steps_text}")
-                lines.append(f"      {_sent(each)}")
+    for _, consumer in plan.neighbors[1].get(row.name, ()):
+        for redistribution in consumer.redistributions:
+            if redistribution.value == row.name:
+                lines.append(f"    for {consumer.name}: {redistribution.steps_text}")
+                lines.append(f"      {_sent(redistribution)}")
     return "\n".join(wrapped_lines(lines))
 
 
@@ -166,13 +176,13 @@ def _shards(counts: tuple[int, ...]) -> str:
 
 
 def _recomputed(plan: PlanData, row: OperatorRow) -> Iterable[str]:
-    """Whether the operator is recomputed in the backward pass, if the plan marks it so."""
+    """How the operator is recomputed in the backward pass; empty if the plan does not mark it."""
     recompute = plan.recompute.get(row.name)
     if row.segment and recompute is not None:
         count = sum(other.segment == row.segment for other in plan.operators)
-        others = f" with {count - 1} more operators" if count > 1 else ""
+        with_others = f" with {count - 1} more operators" if count > 1 else ""
         repeated = "repeated" if recompute.communication else "not repeated"
-        yield f"recomputed in the backward pass in segment {row.segment}{others};"
+        yield f"recomputed in the backward pass in segment {row.segment}{with_others};"
         yield f"communication inside the segment is {repeated}"
     elif recompute is not None:
         yield f"in segment {recompute.segment}, but not recomputed: autograd saves nothing of it"

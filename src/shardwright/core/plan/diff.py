@@ -20,9 +20,9 @@ class Difference:
 
     Args:
         what: the property: `step time`, `cuts`, `stage`, …
-        first, second: its value in each plan; `-` in a plan that does not have it.
-        names: of the operators or parameters, repeated blocks as one; empty for a property of the
-            whole plan.
+        first, second: its value in each plan; `-` if a plan does not have the property.
+        names: names of the operators or parameters, those of repeated blocks joined; empty for a
+            property of the whole plan.
     """
 
     what: str
@@ -32,25 +32,26 @@ class Difference:
 
 
 def differences(first: PlanData, second: PlanData, every: bool = False) -> list[Difference]:
-    """The differences, from the whole plan to single operators; empty if the plans make the same
-    decisions.
+    """List the differences between two plans, global properties before single operators.
 
     Args:
+        first, second: the plans.
         every: also compare the cuts of operators that only follow their neighbors.
     """
     return [
         *(
-            Difference(what, one, other)
-            for (what, one), (_, other) in zip(_whole(first), _whole(second), strict=True)
-            if one != other
+            Difference(what, value, other)
+            for (what, value), (_, other) in zip(
+                _global_properties(first), _global_properties(second), strict=True
+            )
+            if value != other
         ),
-        *_of_names(_operators(first, second, every)),
-        *_of_names(_storage(first, second)),
+        *_group_equal(_operators(first, second, every)),
+        *_group_equal(_storage(first, second)),
     ]
 
 
-def _whole(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """The properties of a whole plan."""
+def _global_properties(plan: PlanData) -> Iterator[tuple[str, str]]:
     step, pipeline = plan.step, plan.pipeline
     yield "model", plan.fingerprint
     yield "devices", f"{plan.devices}"
@@ -75,28 +76,29 @@ ComparedPair = tuple[str, str, str, str]
 
 
 def _operators(first: PlanData, second: PlanData, every: bool) -> Iterator[ComparedPair]:
-    names = first.mesh == second.mesh
+    # Axis names are comparable only on equal meshes; otherwise numbers of shards are compared.
+    show_axes = first.mesh == second.mesh
     staged = first.pipeline.stages > 1 or second.pipeline.stages > 1
     first_rows = {row.name: row for row in first.operators}
     second_rows = {row.name: row for row in second.operators}
     for name in {**first_rows, **second_rows}:
-        one, other = first_rows.get(name), second_rows.get(name)
-        if one is None or other is None:
-            first_has, second_has = (NONE if row is None else PRESENT for row in (one, other))
+        row, other = first_rows.get(name), second_rows.get(name)
+        if row is None or other is None:
+            first_has, second_has = (NONE if each is None else PRESENT for each in (row, other))
             yield name, "operator", first_has, second_has
             continue
-        if every or is_notable(one) or is_notable(other):
-            yield name, "cuts", _cuts(first, one, names), _cuts(second, other, names)
+        if every or is_notable(row) or is_notable(other):
+            yield name, "cuts", _cuts(first, row, show_axes), _cuts(second, other, show_axes)
         if staged:
-            yield name, "stage", f"{one.stage}", f"{other.stage}"
-        yield name, "recomputed", _recomputed(one), _recomputed(other)
+            yield name, "stage", f"{row.stage}", f"{other.stage}"
+        yield name, "recomputed", _recomputed(row), _recomputed(other)
 
 
-def _cuts(plan: PlanData, row: OperatorRow, names: bool) -> str:
-    """Each factor with its axes, or where the plans' axes differ with its number of shards."""
+def _cuts(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
+    """Each sharded factor with its axes or, without `show_axes`, its number of shards."""
     sizes = dict(zip(plan.mesh.alias_names, plan.mesh.device_matrix, strict=True))
     cuts = (
-        f"{factor}/{'·'.join(axes) if names else prod(sizes[axis] for axis in axes)}"
+        f"{factor}/{'·'.join(axes) if show_axes else prod(sizes[axis] for axis in axes)}"
         for factor, axes in row.cuts.items()
     )
     return ", ".join(cuts) or "none"
@@ -107,7 +109,7 @@ def _recomputed(row: OperatorRow) -> str:
 
 
 def _storage(first: PlanData, second: PlanData) -> Iterator[ComparedPair]:
-    """The number of shards in which each dimension of a parameter is stored."""
+    """Numbers of shards of the stored parameters that both plans have."""
     for name in first.storage:
         if name in second.storage:
             yield name, "storage", _shards(first, name), _shards(second, name)
@@ -117,13 +119,13 @@ def _shards(plan: PlanData, name: str) -> str:
     return "·".join(str(plan.mesh.size(axes)) for axes in plan.storage[name]) or "1"
 
 
-def _of_names(comparisons: Iterable[ComparedPair]) -> Iterator[Difference]:
-    """Equal differences as one, with all names that they apply to."""
+def _group_equal(comparisons: Iterable[ComparedPair]) -> Iterator[Difference]:
+    """Join equal differences, with the names of all operators or parameters they apply to."""
     groups: dict[tuple[str, str, str], list[str]] = {}
-    for name, what, one, other in comparisons:
-        if one != other:
-            groups.setdefault((what, one, other), []).append(name)
-    kinds = list(dict.fromkeys(what for what, _, _ in groups))
-    by_kind = sorted(groups.items(), key=lambda group: kinds.index(group[0][0]))
-    for (what, one, other), names in by_kind:
-        yield Difference(what, one, other, tuple(fold_names(names)))
+    for name, what, value, other in comparisons:
+        if value != other:
+            groups.setdefault((what, value, other), []).append(name)
+    properties = list(dict.fromkeys(what for what, _, _ in groups))
+    by_property = sorted(groups.items(), key=lambda group: properties.index(group[0][0]))
+    for (what, value, other), names in by_property:
+        yield Difference(what, value, other, tuple(fold_names(names)))

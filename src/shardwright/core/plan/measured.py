@@ -1,4 +1,4 @@
-"""What was measured of a plan: the steps that a run profiled on each rank, as a file."""
+"""Measurements of a plan: the steps that a run profiled on each rank, and their file."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from shardwright.core.cost.collective_totals import CollectiveTotal
 from shardwright.errors import PlanError
 from shardwright.text_files import read_text
 
-FILE = "profile.json"
-"""The name of the file in the log folder of a run."""
+PROFILE_FILE = "profile.json"
+"""Name of the profile in the log folder of a run."""
 
 PROFILE_FORMAT = 1
 
 EXPOSED = "communication"
-"""Of kinds of measured seconds: communication with nothing computed beside it."""
+"""Key of `MeasuredRank.kinds`: communication that no computation overlaps."""
 
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """What one rank did in an average step.
+    """The average profiled step of one rank.
 
     Args:
+        rank: the global rank.
         stage: its pipeline stage.
-        seconds: of the step.
-        kinds: seconds of it by what they were spent on, in words of `core/cost/time_parts.py`;
-            communication as far as nothing was computed beside it.
-        collectives: what it sent; their seconds include those beside computation where an
-            accelerator has both.
-        peak: bytes that its tensors took at most.
+        seconds: duration of the step.
+        kinds: seconds by kind of work, with the keys of `core/cost/time_parts.py`; of
+            communication only the exposed part.
+        collectives: its collectives; on an accelerator their seconds include overlapped ones.
+        peak: peak bytes of its tensors.
     """
 
     rank: int
@@ -45,14 +45,14 @@ class MeasuredRank:
 
 @dataclass(frozen=True)
 class Measured:
-    """Profiled steps.
+    """The profiled steps of a plan.
 
     Args:
-        fingerprint: of the plan's model.
-        device: the type of the devices.
-        steps: how many were profiled.
-        ranks: in their order.
-        predicted: the collectives of each stage as planned.
+        fingerprint: fingerprint of the plan's model.
+        device: the device type.
+        steps: number of profiled steps.
+        ranks: the ranks in ascending order.
+        predicted: the planned collectives of each stage.
     """
 
     fingerprint: str
@@ -62,29 +62,34 @@ class Measured:
     predicted: tuple[tuple[CollectiveTotal, ...], ...]
 
     def save(self, path: Path) -> None:
-        """Writes a file for `load`."""
+        """Save as a JSON file, which `load` reads."""
         values = {"profile_format": PROFILE_FORMAT, **asdict(self)}
         path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
     def load(path: Path) -> Measured:
-        """Reads a file, or the one in a log folder.
+        """Load a profile.
+
+        Args:
+            path: the file, or the log folder of a run.
 
         Raises:
-            PlanError: if there is none, or it is not one of this version.
+            PlanError: if there is no profile, or it is not one of this version.
         """
-        found = [p for p in (path / FILE, path / "1" / FILE) if p.exists()] if path.is_dir() else []
-        if path.is_dir() and not found:
+        # `path` may be the root of the run's log folder, which has its files in subfolder 1.
+        candidates = (path / PROFILE_FILE, path / "1" / PROFILE_FILE)
+        files = [p for p in candidates if p.exists()] if path.is_dir() else []
+        if path.is_dir() and not files:
             raise PlanError(
-                f"{path}: has no {FILE}, which `shardwright train --profile` writes into its log"
-                " folder"
+                f"{path}: has no {PROFILE_FILE}\n`shardwright train --profile` writes it into the"
+                " log folder of the run"
             )
-        file = found[0] if found else path
+        file = files[0] if files else path
         try:
             values = json.loads(read_text(file, PlanError))
             if not isinstance(values, dict) or values.pop("profile_format", None) != PROFILE_FORMAT:
-                raise PlanError(f"{file}: is not a profile of this version: profile the run again")
+                raise PlanError(f"{file}: is not a profile of this version\nprofile the run again")
             return TypeAdapter(Measured).validate_python(values)
         except (json.JSONDecodeError, ValidationError) as error:
-            first = str(error).partition("\n")[0]
-            raise PlanError(f"{file}: is not a whole profile: {first}") from None
+            reason = str(error).partition("\n")[0]
+            raise PlanError(f"{file}: is not a complete profile: {reason}") from None

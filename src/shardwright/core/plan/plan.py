@@ -1,7 +1,7 @@
-"""The result of planning: its data, its text and its files.
+"""`sw.Plan`: the result of planning as data, text and files.
 
-The search writes plans, lowering reads them, and neither depends on the other. A plan is saved as
-JSON, printed as a table and explained operator by operator, all without the model.
+The search produces plans and lowering consumes them; neither depends on the other. A plan is saved
+as JSON, printed as a table and explained operator by operator, all without the model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from shardwright.core.rules import rule_of
 from shardwright.errors import PlanError
 from shardwright.text_files import read_text
 
-NOTEBOOK = 120
-"""Columns of a cell."""
+NOTEBOOK_WIDTH = 120
+"""Width of a plan in a notebook cell, in characters; a notebook does not report its own."""
 
 
 class Plan(PlanData):
-    """Everything decided for one model on a number of devices; see `PlanData` for its fields."""
+    """The sharding of one model on a number of devices; `PlanData` documents the fields."""
 
     def explain(self, name: str) -> str:
-        """How the operator `name` is sharded, where its inputs come from and what they cost.
+        """Explain how an operator is sharded, why, and what its redistributions cost.
+
+        Args:
+            name: the operator's name in the plan, such as `layers.0.attn.q`.
 
         Raises:
             PlanError: if the plan has no operator of that name.
@@ -42,52 +45,67 @@ class Plan(PlanData):
         return plan_text(self)
 
     def _repr_html_(self) -> str:
-        """The summary, where a notebook shows a plan."""
-        return f"<pre>{escape(plan_text(self, width=NOTEBOOK))}</pre>"
+        """The summary as HTML, which Jupyter displays."""
+        return f"<pre>{escape(plan_text(self, width=NOTEBOOK_WIDTH))}</pre>"
 
     def text(self, full: bool = False, every: bool = False) -> str:
-        """The summary of `print(plan)`, or the full table: a row for each operator that does more
-        than to follow its neighbors, repeated blocks as one; `every` includes those that follow."""
+        """The plan as text.
+
+        Args:
+            full: return the table of operators instead of the summary that `print(plan)` shows.
+                Operators of repeated blocks share one row; operators that only follow their
+                neighbors' sharding are left out.
+            every: return the table with all operators.
+        """
         return plan_text(self, full, every)
 
     def dump(self) -> str:
-        """The whole plan as text: each operator with its strategy, the layouts of its inputs and
-        outputs, redistributions and their bytes, and the storage of parameters. Equal plans have
-        equal dumps."""
+        """The complete plan as reproducible text; equal plans have equal dumps.
+
+        Contains each operator's strategy, input and output layouts, redistributions and their
+        bytes, and the storage of each parameter.
+        """
         return dump(self)
 
     def to_json(self, memory: bool = False) -> str:
         """The plan as JSON, without the captured graph.
 
         Args:
-            memory: also predict what memory each stage needs, by a dry run if the plan has its
-                graph, what other choices would cost, and how far the best plan is at most, so that
-                all can be read from the file.
+            memory: include facts that a plan without its graph cannot compute: the predicted memory
+                of each stage (by a dry run), the cost of alternative cuts, and the optimality gap.
         """
         if not memory:
             return plan_to_json(self)
-        known = {"saved_memory": self.known_memory, "saved_choices": self.choices, "gap": self.gap}
-        return plan_to_json(self, **known)
+        derived = {
+            "saved_memory": self.known_memory,
+            "saved_choices": self.choices,
+            "gap": self.gap,
+        }
+        return plan_to_json(self, **derived)
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
-        """The plan that `to_json` wrote.
+        """Read a plan that `to_json` wrote.
+
+        Args:
+            text: the JSON text.
+            where: the source of the text, which errors name.
 
         Raises:
-            PlanError: if the text is not a plan, or one of another version.
+            PlanError: if the text is not a plan of this file version.
         """
         return plan_from_json(cls, text, where)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON, with the memory that it needs."""
+        """Save the plan as JSON, with its predicted memory."""
         Path(path).write_text(self.to_json(memory=True) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Reads a saved plan.
+        """Load a saved plan; its `graph` is None until `parallelize` captures the model.
 
         Raises:
-            PlanError: if the file does not exist or is not a plan of this version.
+            PlanError: if the file does not exist or is not a plan of this file version.
         """
         return cls.from_json(read_text(path, PlanError), str(path))
 
@@ -97,49 +115,59 @@ class Plan(PlanData):
         others: Mapping[str, PlanData | str] | None = None,
         measured: Measured | None = None,
     ) -> None:
-        """Writes the plan as a page for a browser: one HTML file that needs no network.
+        """Write the plan as one self-contained HTML file.
 
         Args:
-            others: plans to compare it with, by name, or why there is none.
-            measured: steps of it that `shardwright train --profile` has profiled.
+            path: the file to write.
+            others: plans to compare with, by name; a string instead of a plan is shown as the
+                reason why that plan does not exist.
+            measured: profiled steps of this plan, from `shardwright train --profile`.
 
         Raises:
-            PlanError: if jinja2 is not installed, the plan has stages that its schedule cannot
-                run, or another plan was measured.
+            PlanError: if jinja2 is not installed, the schedule cannot run the plan's number of
+                stages, or `measured` belongs to another plan.
         """
-        # Loaded when it is called: the page belongs to the tools, which the core works without.
+        # Imported here because `core` must import and run without the optional `tools`.
         import_module("shardwright.tools.report").write_page(self, path, others, measured)
 
     def save_strategies(self, path: str | Path) -> None:
-        """Writes the strategy of every operator to a file that people can edit.
+        """Write the strategy of every operator to an editable file, which `load_strategies` reads.
 
-        `load_strategies` pins a model accordingly. Pinned operators are written as the user pinned
-        them; others as counts of shards where these suffice (which a plan with its graph can
-        tell), otherwise as layouts.
+        Pinned operators are written as the user pinned them. Others are written as numbers of
+        shards if these resolve to the same cuts, otherwise as layouts. A plan without its graph
+        cannot verify this, so it always writes layouts.
         """
         Path(path).write_text(strategies_to_text(strategies(self)), encoding="utf-8")
 
     def check_fits(self, graph: Graph) -> None:
-        """Raises:
-        PlanError: if `graph` is not the model that the plan was made for, or has operators or
-            parameters that cannot be sharded so; names the first.
+        """Check that the plan can shard `graph`.
+
+        Raises:
+            PlanError: if the plan was made for another model, or contains cuts that the operators'
+                rules do not allow; names the first problem.
         """
         if graph.fingerprint == self.fingerprint:
-            misfit = next(_misfits(self, graph), None)
-            if misfit is not None:
-                raise PlanError(f"the plan does not fit the model: {misfit}")
+            problem = next(_incompatibilities(self, graph), None)
+            if problem is not None:
+                raise PlanError(
+                    f"the plan does not fit the model: {problem}\nplan this model again"
+                )
             return
         raise PlanError(
-            f"the plan was made for another model (its fingerprint is {self.fingerprint}, this "
-            f"model's is {graph.fingerprint}): {_difference(self, graph)}; plan this model"
+            f"the plan was made for another model: {_first_difference(self, graph)} (the plan's "
+            f"fingerprint is {self.fingerprint}, this model's is {graph.fingerprint})\n"
+            "plan this model"
         )
 
 
-def _misfits(plan: Plan, graph: Graph) -> Iterator[str]:
-    """What of the plan's decisions the rules of the model's operators do not allow."""
+def _incompatibilities(plan: Plan, graph: Graph) -> Iterator[str]:
+    """Decisions of the plan that the sharding rules of the model's operators do not allow.
+
+    The fingerprint covers the model only: an edited plan file passes it with invalid decisions.
+    """
     mesh = plan.mesh
     if {value.name for value in graph.parameters} != set(plan.storage):
-        yield "its parameters are others"
+        yield "`storage` does not list the model's parameters"
     for op in graph.ops:
         rule = rule_of(op)
         for factor, axes in plan.cuts.get(op.name, {}).items():
@@ -147,36 +175,37 @@ def _misfits(plan: Plan, graph: Graph) -> Iterator[str]:
                 yield f"operator {op.name!r} has no factor {factor!r} that can be cut"
             elif rule.capacity[factor] % mesh.size(axes):
                 yield (
-                    f"operator {op.name!r}: {mesh.size(axes)} shards of {factor!r} do not divide"
-                    f" {rule.capacity[factor]}"
+                    f"operator {op.name!r}: factor {factor!r} of size {rule.capacity[factor]} is"
+                    f" not divisible into {mesh.size(axes)} shards"
                 )
         if rule is not None and rule.too_many(mesh, plan.cuts.get(op.name, {})):
-            yield f"operator {op.name!r} is cut by two factors that together do not divide it"
+            yield f"operator {op.name!r}: two cut factors share a dimension that is too small"
         for axes_of_each, value in zip(plan.outputs.get(op.name, ()), op.outputs, strict=False):
             if axes_of_each is not None and len(axes_of_each) != len(value.shape):
                 yield f"the output of operator {op.name!r} has {len(value.shape)} dimensions"
 
 
-def _difference(plan: Plan, graph: Graph) -> str:
-    """The first difference between the plan's model and `graph`."""
+def _first_difference(plan: Plan, graph: Graph) -> str:
+    """The first difference between the plan's model and `graph`, parameters before operators."""
     parameters = {v.name: (v.shape, dtype_name(v)) for v in graph.parameters}
     for name, planned in plan.parameters.items():
         if name not in parameters:
             return f"the model has no parameter {name!r}"
         if parameters[name] != planned:
-            return f"parameter {name!r} is {parameters[name]}, in the plan {planned}"
-    extra = [name for name in parameters if name not in plan.parameters]
-    if extra:
-        return f"the plan has no parameter {extra[0]!r}"
+            return f"parameter {name!r} is {parameters[name]} in the model, {planned} in the plan"
+    missing_in_plan = [name for name in parameters if name not in plan.parameters]
+    if missing_in_plan:
+        return f"the plan has no parameter {missing_in_plan[0]!r}"
     for index, (row, op) in enumerate(zip(plan.operators, graph.ops, strict=False)):
         if row.name != op.name or row.operator != target_text(op):
             return (
-                f"operator {index} is {op.name!r} ({target_text(op)}), "
-                f"in the plan {row.name!r} ({row.operator})"
+                f"operator {index} is {op.name!r} ({target_text(op)}) in the model, "
+                f"{row.name!r} ({row.operator}) in the plan"
             )
         shapes = tuple(v.shape for v in op.outputs)
         if shapes != row.outputs:
-            return f"operator {op.name!r} returns {shapes}, in the plan {row.outputs}"
+            return f"operator {op.name!r} returns {shapes} in the model, {row.outputs} in the plan"
     if len(plan.operators) != len(graph.ops):
         return f"the model has {len(graph.ops)} operators, the plan {len(plan.operators)}"
-    return "operators have other arguments"
+    # Rows hold no constants (axes, eps, scales): only the fingerprint sees these differ.
+    return "an operator has different arguments"

@@ -1,7 +1,7 @@
-"""The JSON file of a plan.
+"""Read and write a plan as JSON.
 
-The dataclasses of a plan describe its file too: schema, reader and writer are derived from their
-fields. Only what a file holds in another form, or within limits, stands here.
+Schema, reader and writer are derived from the fields of the plan's dataclasses. This module defines
+only the exceptions: values with another form in the file, and limits that types do not express.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwright.errors import PlanError
 from shardwright.text_files import parse_json, short_repr
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
-Made = TypeVar("Made")
+DataclassT = TypeVar("DataclassT")
 
 VERSION = 3
 
@@ -43,18 +43,18 @@ FILE_KEYS = {
     "chunk_of": "part_of",
     "saved_gap": "gap",
 }
-"""Keys in the file, where they differ from the field; files keep them."""
+"""Keys in the file of fields with another name; the file format must not change."""
 
-OF_THIS_RUN = ("graph", "optimizer", "dry_runs", "pricing")
-"""Fields of a plan that are not written; without them, its memory cannot be predicted again."""
+UNSAVED_FIELDS = ("graph", "optimizer", "dry_runs", "pricing")
+"""Fields of a plan that are not written; without them its memory cannot be predicted again."""
 
-ADDED_LATER: dict[type, tuple[str, ...]] = {
+OPTIONAL_FIELDS: dict[type, tuple[str, ...]] = {
     PlanData: ("memory_limit", "chunk_seconds", "saved_memory", "saved_choices", "saved_gap"),
     OperatorRow: ("seconds", "meanings"),
     StepRow: ("utilization", "parts"),
     StageMemory: ("largest", "curve"),
 }
-"""Fields that files of earlier releases lack."""
+"""Fields that files of earlier releases do not have."""
 
 Natural = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -62,17 +62,17 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Sizes = tuple[Natural, ...]
 
 
-class _InFile(BaseModel, extra="forbid", strict=True):
-    """An object in the file."""
+class _FileObject(BaseModel, extra="forbid", strict=True):
+    """Base of the pydantic models of JSON objects: unknown keys and conversions are errors."""
 
 
-class _Mesh(_InFile):
+class _Mesh(_FileObject):
     device_matrix: tuple[AtLeastOne, ...]
     alias_names: tuple[str, ...]
 
 
-class _LayoutOnMesh(_InFile):
-    """A layout on the mesh of the plan, as axes."""
+class _LayoutOnMesh(_FileObject):
+    """A tensor layout as axis indices of the plan's mesh."""
 
     axes: tuple[Sizes, ...]
     partial: Sizes = ()
@@ -80,7 +80,7 @@ class _LayoutOnMesh(_InFile):
 
 
 class _OwnLayout(_Mesh):
-    """A layout on a mesh of its own, as `TensorLayout.to_dict` writes it."""
+    """A tensor layout with its own mesh, as `TensorLayout.to_dict` writes it; of a user's pin."""
 
     tensor_map: tuple[int | tuple[int, ...], ...]
     rank_list: Sizes | None = None
@@ -88,48 +88,48 @@ class _OwnLayout(_Mesh):
     varying: tuple[str, ...] = ()
 
 
-class _Pin(_InFile):
+class _Pin(_FileObject):
     inputs: tuple[tuple[AtLeastOne, ...] | _OwnLayout | None, ...]
     outputs: tuple[tuple[AtLeastOne, ...] | _OwnLayout | None, ...] | None
 
 
-class _Input(_InFile):
+class _Input(_FileObject):
     name: str
     shape: Sizes
     dtype: str
 
 
-def _mesh(read: _Mesh, info: ValidationInfo) -> DeviceMatrix:
-    """The mesh, on which the layouts that are read after it are."""
+def _to_mesh(parsed: _Mesh, info: ValidationInfo) -> DeviceMatrix:
+    """Convert the mesh, and remember it for the layouts: `mesh` is the first field of a plan."""
     context: Any = info.context
-    context["mesh"] = mesh = DeviceMatrix(read.device_matrix, read.alias_names)
+    context["mesh"] = mesh = DeviceMatrix(parsed.device_matrix, parsed.alias_names)
     return mesh
 
 
-def _on_mesh(read: _LayoutOnMesh, info: ValidationInfo) -> TensorLayout | None:
-    """The layout; None if the mesh is invalid, which is the error that is reported."""
+def _to_layout(parsed: _LayoutOnMesh, info: ValidationInfo) -> TensorLayout | None:
+    """Convert a layout; None if the mesh is invalid, because then its error is reported."""
     context: Any = info.context
     mesh = context.get("mesh")
-    axes = (read.axes, frozenset(read.partial), frozenset(read.varying))
+    axes = (parsed.axes, frozenset(parsed.partial), frozenset(parsed.varying))
     return None if mesh is None else one_layout(mesh, *axes)
 
 
-def _pin(read: _Pin) -> OperatorStrategy:
-    return OperatorStrategy.from_dict(read.model_dump())
+def _to_pin(parsed: _Pin) -> OperatorStrategy:
+    return OperatorStrategy.from_dict(parsed.model_dump())
 
 
-_IN_FILE: dict[Any, Any] = {
+_FILE_TYPES: dict[Any, Any] = {
     int: Natural,
     float: Amount,
-    DeviceMatrix: Annotated[_Mesh, AfterValidator(_mesh)],
-    TensorLayout: Annotated[_LayoutOnMesh, AfterValidator(_on_mesh)],
-    OperatorStrategy: Annotated[_Pin, AfterValidator(_pin)],
+    DeviceMatrix: Annotated[_Mesh, AfterValidator(_to_mesh)],
+    TensorLayout: Annotated[_LayoutOnMesh, AfterValidator(_to_layout)],
+    OperatorStrategy: Annotated[_Pin, AfterValidator(_to_pin)],
 }
-"""What the file holds of a value, by its type: numbers are at least 0."""
+"""The annotation that validates a value in the file, by the type of the field."""
 
-MEANINGS = tuple(each.name.lower() for each in Meaning)
+MEANINGS = tuple(meaning.name.lower() for meaning in Meaning)
 
-_LIMITED: dict[type, dict[str, Any]] = {
+_FIELD_TYPES: dict[type, dict[str, Any]] = {
     PlanData: {
         "memory_limit": AtLeastOne | None,
         "inputs": tuple[
@@ -151,55 +151,57 @@ _LIMITED: dict[type, dict[str, Any]] = {
         "loss_reduction": Literal[REDUCTIONS],
     },
 }
-"""Fields whose values have other limits than their types."""
+"""Annotations of fields whose limits are narrower or wider than those of their types."""
 
 
 @cache
-def _in_file(kind: Any) -> Any:
-    """The type of what the file holds of values of the type `kind`."""
-    if kind in _IN_FILE:
-        return _IN_FILE[kind]
-    if isinstance(kind, type) and is_dataclass(kind):
-        return Annotated[_model(kind), AfterValidator(partial(_made, kind))]
-    origin = get_origin(kind)
+def _file_type(field_type: Any) -> Any:
+    """The annotation that validates values of `field_type` in the file."""
+    if field_type in _FILE_TYPES:
+        return _FILE_TYPES[field_type]
+    if isinstance(field_type, type) and is_dataclass(field_type):
+        return Annotated[_model(field_type), AfterValidator(partial(_to_dataclass, field_type))]
+    origin = get_origin(field_type)
     if origin is None:
-        return kind
-    parts = tuple(each if each is ... else _in_file(each) for each in get_args(kind))
+        return field_type
+    parts = tuple(part if part is ... else _file_type(part) for part in get_args(field_type))
     if origin in (Union, UnionType):
         return reduce(or_, parts)
     return GenericAlias(dict if origin is Mapping else origin, parts)
 
 
-def _model(of: Any, **more: Any) -> type[BaseModel]:
-    """What the file holds of the dataclass `of`, under its keys there, and `more`."""
-    hints, limited, optional = get_type_hints(of), _LIMITED.get(of, {}), ADDED_LATER.get(of, ())
+def _model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]:
+    """The pydantic model of the JSON object of a dataclass, with `extra_keys`."""
+    hints = get_type_hints(dataclass)
+    limited, optional = _FIELD_TYPES.get(dataclass, {}), OPTIONAL_FIELDS.get(dataclass, ())
     definitions: Any = {
         name: (
-            limited[name] if name in limited else _in_file(hints[name]),
+            limited[name] if name in limited else _file_type(hints[name]),
             Field(None if name in optional else ..., alias=key),
         )
-        for name, key in _keys(of).items()
+        for name, key in _keys(dataclass).items()
     }
-    return create_model(of.__name__, __base__=_InFile, **definitions, **more)
+    return create_model(dataclass.__name__, __base__=_FileObject, **definitions, **extra_keys)
 
 
 @cache
-def _keys(of: Any) -> dict[str, str]:
-    """The fields of a dataclass that are in the file, with their keys there."""
-    left_out = OF_THIS_RUN if issubclass(of, PlanData) else ()
-    names = (field.name for field in fields(of) if field.name not in left_out)
+def _keys(dataclass: Any) -> dict[str, str]:
+    """The saved fields of a dataclass, with their keys in the file."""
+    unsaved = UNSAVED_FIELDS if issubclass(dataclass, PlanData) else ()
+    names = (field.name for field in fields(dataclass) if field.name not in unsaved)
     return {name: FILE_KEYS.get(name, name) for name in names}
 
 
-def _made(of: type[Made], read: BaseModel) -> Made:
-    """The value of the dataclass `of` that was read."""
-    return of(**{name: getattr(read, name) for name in read.model_fields_set - BESIDE.keys()})
+def _to_dataclass(dataclass: type[DataclassT], parsed: BaseModel) -> DataclassT:
+    """Convert a parsed JSON object; fields that the file lacks get their defaults."""
+    names = parsed.model_fields_set - EXTRA_KEYS.keys()
+    return dataclass(**{name: getattr(parsed, name) for name in names})
 
 
-BESIDE: dict[str, Any] = {"version": int, "devices": AtLeastOne}
-"""What a file says beside the fields of the plan."""
+EXTRA_KEYS: dict[str, Any] = {"version": int, "devices": AtLeastOne}
+"""Keys of the file that are no fields of the plan."""
 
-PlanFile = _model(PlanData, **BESIDE)
+PlanFile = _model(PlanData, **EXTRA_KEYS)
 
 
 def json_schema() -> str:
@@ -208,22 +210,27 @@ def json_schema() -> str:
     return json.dumps({**PlanFile.model_json_schema(), **title}, indent=1) + "\n"
 
 
-def plan_from_json(kind: type[AnyPlan], text: str, where: str) -> AnyPlan:
-    """The plan in `text`.
+def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
+    """Read a plan.
+
+    Args:
+        plan_type: the class of the plan to return.
+        text: the JSON text.
+        where: the file, which errors name.
 
     Raises:
-        PlanError: it is of another version, or a field is missing, unknown, of another type or
-            contradicts others; names the first one.
+        PlanError: if the file has another version, or a field is missing, unknown, of another type
+            or contradicts others; names the first such field.
     """
     data = parse_json(text, f"{where}: not a plan", PlanError)
     version = data.get("version") if isinstance(data, dict) else None
     if version != VERSION:
         raise PlanError(
             f"{where}: plan version {short_repr(version)} is not supported, only version {VERSION}"
-            " is; run `shardwright plan` again"
+            " is\nrun `shardwright plan` again"
         )
     try:
-        read: Any = PlanFile.model_validate_json(text, strict=True, context={})
+        parsed: Any = PlanFile.model_validate_json(text, strict=True, context={})
     except ValidationError as error:
         details = error.errors(include_url=False)[0]
         if details["type"] == "value_error":
@@ -231,14 +238,14 @@ def plan_from_json(kind: type[AnyPlan], text: str, where: str) -> AnyPlan:
         key = ".".join(str(part) for part in details["loc"])
         got = "" if details["type"] == "missing" else f", not {short_repr(details['input'])}"
         raise PlanError(f"{where}: incomplete plan: {key}: {details['msg']}{got}") from None
-    plan = _made(kind, read)
-    check_consistent(plan, read.devices, where)
+    plan = _to_dataclass(plan_type, parsed)
+    check_consistent(plan, parsed.devices, where)
     return plan
 
 
-def plan_to_json(plan: PlanData, **known: Any) -> str:
-    """The plan as JSON, with values that are `known` now for some of its keys."""
-    data = {"version": VERSION, "devices": plan.devices, **_as_json(plan), **known}
+def plan_to_json(plan: PlanData, **overrides: Any) -> str:
+    """The plan as JSON; `overrides` replace the values of their keys."""
+    data = {"version": VERSION, "devices": plan.devices, **_as_json(plan), **overrides}
     return json.dumps(data, indent=1, default=_as_json)
 
 
@@ -247,6 +254,6 @@ def _as_json(value: Any) -> dict[str, Any]:
         return value.to_dict()
     if not isinstance(value, TensorLayout):
         return {key: getattr(value, name) for name, key in _keys(value.__class__).items()}
-    # Axes as indices; `partial` and `varying` only where there are any.
-    marks = {"partial": sorted(value.partial), "varying": sorted(value.varying)}
-    return {"axes": value.axes} | {key: axes for key, axes in marks.items() if axes}
+    # Axes as indices; empty `partial` and `varying` are left out to keep files small.
+    states = {"partial": sorted(value.partial), "varying": sorted(value.varying)}
+    return {"axes": value.axes} | {key: axes for key, axes in states.items() if axes}

@@ -1,4 +1,4 @@
-"""The best plans of different kinds, side by side, and why none of another kind is among them."""
+"""`RankedPlans`: the best plan of each kind, side by side, and why other kinds are left out."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from shardwright.core.plan.rows import seconds_text
 from shardwright.core.plan.text_columns import in_columns, text_width, wrapped
 
 SMALLEST_SHARE = 1e-3
-"""Of a step: a difference of less is not worth a word."""
+"""Smallest difference in seconds that is shown, as a fraction of the step."""
 
 UNSHARDED = "unsharded"
-"""How parameters and optimizer state are stored at no level."""
+"""Shown for plans without ZeRO / FSDP sharding."""
 
 MOST_REASONS = 2
-"""For which a plan is slower that are named."""
+"""Largest number of reasons shown why a plan is slower."""
 
 
 @dataclass(frozen=True, order=True)
 class PlanKind:
-    """What plans of one kind have in common.
+    """The properties by which `--top` groups plans.
 
     Args:
-        schedule: of the stages; none of a single one.
-        level: at which parameters and optimizer state are stored in shards; none if they are not.
+        micro_batches, stages: their numbers.
+        schedule: the pipeline schedule; empty for one stage.
+        level: the level of sharding of parameters and optimizer state; empty without sharding.
         recomputes: whether operators are recomputed.
     """
 
@@ -41,21 +42,24 @@ class PlanKind:
 
     @property
     def requested(self) -> PlanKind:
-        """What is requested of it; whether it recomputes follows from memory."""
+        """The kind without `recomputes`, which follows from the memory limit."""
         return replace(self, recomputes=False)
 
     def __str__(self) -> str:
         return self.in_words((self.level,))
 
-    def in_words(self, levels: Iterable[str], counted: bool = True) -> str:
-        """Likewise for all kinds that differ from it in the level.
+    def in_words(self, levels: Iterable[str], show_micro_batches: bool = True) -> str:
+        """Describe the kinds that differ from this one only in their level.
 
         Args:
-            counted: whether to say the number of micro-batches.
+            levels: their levels of sharding.
+            show_micro_batches: whether to name the number of micro-batches.
         """
         words = [
             f"{self.stages} stages ({self.schedule})" if self.stages > 1 else "",
-            f"{self.micro_batches} micro-batches" if counted and self.micro_batches > 1 else "",
+            f"{self.micro_batches} micro-batches"
+            if show_micro_batches and self.micro_batches > 1
+            else "",
             "/".join(level or UNSHARDED for level in levels),
             "recomputes" if self.recomputes else "",
         ]
@@ -64,12 +68,15 @@ class PlanKind:
 
 @dataclass(frozen=True, order=True)
 class LeftOut:
-    """Why no plan of a kind is among the best. Of two reasons the smaller is nearer to one: that a
-    step takes longer, that it needs more memory than there is, another.
+    """The reason why no plan of a kind is among the best.
+
+    Reasons order from the nearest miss: slower steps, then too much memory, then other reasons.
 
     Args:
-        seconds: that a step takes at least, if that is the reason.
-        memory: bytes that a device needs at least, if that is.
+        rank: the position of this type of reason in that order.
+        seconds: lower bound on the step time, if that is the reason.
+        memory: lower bound on the bytes of a device, if that is the reason.
+        text: the reason in words.
     """
 
     rank: int
@@ -79,27 +86,27 @@ class LeftOut:
 
     @classmethod
     def slower(cls, seconds: float) -> LeftOut:
-        """A step takes so long, or longer."""
+        """The reason that a step takes at least `seconds`."""
         return cls(0, seconds=seconds, text=f"takes at least {seconds_text(seconds)}")
 
     @classmethod
     def larger(cls, memory: int) -> LeftOut:
-        """A device needs so many bytes, or more, which it does not have."""
+        """The reason that a device needs at least `memory` bytes, more than the limit."""
         return cls(1, memory=memory, text=f"needs at least {binary(memory)} a device")
 
     @classmethod
     def because(cls, text: str) -> LeftOut:
-        """Why there is no such plan."""
+        """Any other reason, such as the error that planning raised."""
         return cls(2, text=text)
 
 
 @dataclass(frozen=True)
 class RankedPlans:
-    """The best plans of different kinds.
+    """The best plan of each kind, as a table.
 
     Args:
-        plans: by kind, the fastest first.
-        left_out: by kind why it has no plan among them.
+        plans: plans by kind, the fastest first.
+        left_out: for each other kind, why none of its plans is among them.
     """
 
     plans: Mapping[PlanKind, Plan]
@@ -111,8 +118,8 @@ class RankedPlans:
     def _lines(self, width: int) -> Iterator[str]:
         best = self.best
         limit = "" if best.memory_limit is None else f", {binary(best.memory_limit)} a device"
-        pieces = best.pipeline.micro_batches
-        number = f", {pieces} micro-batches" if pieces > 1 and not self._counted else ""
+        count = best.pipeline.micro_batches
+        number = f", {count} micro-batches" if count > 1 and not self._micro_batches_vary else ""
         cluster = f" of {best.step.cluster}" if best.step is not None else ""
         yield f"{best.devices} devices{cluster}{limit}{number}"
         header = ("plan", "slower for", "step", "÷ first", "memory", "sent")
@@ -120,54 +127,57 @@ class RankedPlans:
         if self.left_out:
             yield ""
             yield "left out:"
-        alike: dict[tuple[LeftOut, PlanKind], list[str]] = defaultdict(list)
-        for kind, reason in self._sorted_out():
-            alike[reason, replace(kind, level="")].append(kind.level)
-        for (reason, kind), levels in alike.items():
-            named = kind.in_words(levels, self._counted)
+        # Kinds that differ only in their level often have the same reason: one line for all.
+        levels_of: dict[tuple[LeftOut, PlanKind], list[str]] = defaultdict(list)
+        for kind, reason in self._nearest_first():
+            levels_of[reason, replace(kind, level="")].append(kind.level)
+        for (reason, kind), levels in levels_of.items():
+            named = kind.in_words(levels, self._micro_batches_vary)
             yield from wrapped(f"{named}: {reason.text}", width, "  ")
 
     @property
     def best(self) -> Plan:
-        """The fastest."""
+        """The fastest plan."""
         return next(iter(self.plans.values()))
 
     @property
-    def _counted(self) -> bool:
+    def _micro_batches_vary(self) -> bool:
         """Whether kinds differ in their number of micro-batches."""
         return len({kind.micro_batches for kind in (*self.plans, *self.left_out)}) > 1
 
-    def _sorted_out(self) -> list[tuple[PlanKind, LeftOut]]:
-        """What was left out, the nearest to a plan first."""
-        return sorted(self.left_out.items(), key=lambda one: (one[1], one[0]))
+    def _nearest_first(self) -> list[tuple[PlanKind, LeftOut]]:
+        """The kinds left out with their reasons, the nearest miss first."""
+        return sorted(self.left_out.items(), key=lambda entry: (entry[1], entry[0]))
 
     def _row(self, kind: PlanKind) -> tuple[str, ...]:
         plan, best = self.plans[kind], self.best
-        seconds, least = plan.step_time or 0.0, best.step_time or 0.0
+        seconds, best_seconds = plan.step_time or 0.0, best.step_time or 0.0
         return (
-            kind.in_words((kind.level,), self._counted),
+            kind.in_words((kind.level,), self._micro_batches_vary),
             ", ".join(f"{what} +{seconds_text(more)}" for what, more in self.slower_for(kind)),
             seconds_text(seconds),
-            f"{seconds / least if least else 1.0:.3f}",
+            f"{seconds / best_seconds if best_seconds else 1.0:.3f}",
             binary(plan.memory.peak),
             binary(plan.bytes),
         )
 
     def slower_for(self, kind: PlanKind) -> list[tuple[str, float]]:
-        """What takes more of a step than in the first plan, and how many seconds, most first."""
-        mine, others = _seconds(self.plans[kind]), _seconds(self.best)
-        more = [(what, seconds - others.get(what, 0.0)) for what, seconds in mine.items()]
-        least = SMALLEST_SHARE * (self.best.step_time or 0.0)
-        longer = sorted((one for one in more if one[1] > least), key=lambda one: -one[1])
+        """The kinds of work that take longer than in the first plan, with the additional seconds,
+        largest first."""
+        seconds_of, best_seconds = _seconds_by_work(self.plans[kind]), _seconds_by_work(self.best)
+        more = [(work, secs - best_seconds.get(work, 0.0)) for work, secs in seconds_of.items()]
+        smallest = SMALLEST_SHARE * (self.best.step_time or 0.0)
+        longer = sorted((each for each in more if each[1] > smallest), key=lambda each: -each[1])
         return longer[:MOST_REASONS]
 
     def to_json(self) -> str:
-        """The plans in a few figures each, the fastest first, and what was left out."""
+        """The main figures of each plan, the fastest first, and the kinds left out, as JSON."""
         plans = [self._figures(kind) for kind in self.plans]
-        left = [
-            {**asdict(kind.requested), "reason": reason.text} for kind, reason in self._sorted_out()
+        left_out = [
+            {**asdict(kind.requested), "reason": reason.text}
+            for kind, reason in self._nearest_first()
         ]
-        return dumps({"plans": plans, "left_out": left}, indent=1)
+        return dumps({"plans": plans, "left_out": left_out}, indent=1)
 
     def _figures(self, kind: PlanKind) -> dict[str, Any]:
         plan = self.plans[kind]
@@ -180,9 +190,9 @@ class RankedPlans:
         }
 
 
-def _seconds(plan: Plan) -> dict[str, float]:
-    """Of a step by kind of work."""
-    found: dict[str, float] = defaultdict(float)
+def _seconds_by_work(plan: Plan) -> dict[str, float]:
+    """The predicted seconds of a step by kind of work."""
+    seconds: dict[str, float] = defaultdict(float)
     for part in () if plan.step is None else plan.step.parts:
-        found[part.kind] += part.seconds
-    return found
+        seconds[part.kind] += part.seconds
+    return seconds

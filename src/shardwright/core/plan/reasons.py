@@ -1,4 +1,4 @@
-"""Why an operator is split as it is: where its cuts come from, and what others would cost."""
+"""Explain an operator's cuts: their origin, and the cost of the alternatives."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.rows import OperatorRow, seconds_text
 from shardwright.core.search.choices import BATCH, COMMUNICATION, MEM_COEFF, AxisChoice, OtherChoice
 
-TURNS = {
+TURNING_POINTS = {
     COMMUNICATION: "all communication took {} times as long",
     BATCH: "the batch were {} times as large",
     MEM_COEFF: "mem_coeff were {} times as large",
 }
+"""Text of the factor by which a quantity must change for an alternative to become cheaper."""
 
 
 def origin(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
-    """Where the cuts of an operator come from, in a word and in a sentence."""
+    """The origin of an operator's cuts, as one word and as a sentence."""
     if row.pinned:
         return "pinned", f"pinned by the user to {plan.pins.get(row.name, 'a strategy')}"
     if row.rule is None:
-        return "no rule", "no sharding rule, so every device computes it in full"
+        return "no rule", "no sharding rule, so it is replicated"
     if row.main:
         return "decided", f"a main operator: {plan.mode} chose its cuts by their cost"
     chain = _chain(plan, row)
@@ -31,44 +32,49 @@ def origin(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
 
 
 def _chain(plan: PlanData, row: OperatorRow) -> list[str]:
-    """The shortest way to an operator that was decided or pinned along values that are made and
-    read in one layout: its name is the last."""
-    seen, ways = {row.name}, [(row, list[str]())]
-    for at, way in ways:
-        if at.name != row.name and (at.main or at.pinned):
-            return way
-        for neighbor in _like_neighbors(plan, at):
+    """Names on the shortest path to the main or pinned operator that `row` follows.
+
+    The path runs along values that producer and consumer have in the same layout. Empty if it
+    reaches no such operator.
+    """
+    seen, paths = {row.name}, [(row, list[str]())]
+    for end, path in paths:  # breadth first: `paths` grows while it is iterated
+        if end.name != row.name and (end.main or end.pinned):
+            return path
+        for neighbor in _same_layout_neighbors(plan, end):
             if neighbor.name not in seen:
                 seen.add(neighbor.name)
-                ways.append((neighbor, [*way, neighbor.name]))
+                paths.append((neighbor, [*path, neighbor.name]))
     return []
 
 
-def _like_neighbors(plan: PlanData, row: OperatorRow) -> Iterator[OperatorRow]:
-    rows, readers = plan.neighbors
+def _same_layout_neighbors(plan: PlanData, row: OperatorRow) -> Iterator[OperatorRow]:
+    """Producers and consumers that share a sharded value with `row` without redistributing it."""
+    rows, consumers = plan.neighbors
     for (name, _, _), layout in zip(row.inputs, row.input_layouts, strict=True):
-        maker = rows.get(name)
-        if maker is not None and layout.sharded and maker.output_layouts[:1] == (layout,):
-            yield maker
-    for place, reader in readers.get(row.name, ()):
-        layout = reader.input_layouts[place]
+        producer = rows.get(name)
+        if producer is not None and layout.sharded and producer.output_layouts[:1] == (layout,):
+            yield producer
+    for input_index, consumer in consumers.get(row.name, ()):
+        layout = consumer.input_layouts[input_index]
         if layout.sharded and row.output_layouts[:1] == (layout,):
-            yield reader
+            yield consumer
 
 
 def choice_lines(plan: PlanData, row: OperatorRow) -> Iterator[tuple[str, str]]:
-    """For each axis what was chosen, and what else costs; then what would turn that."""
+    """Lines of label and text: per mesh axis, the chosen cut and the cost of each alternative, then
+    the conditions under which an alternative would be cheaper."""
     for choice in plan.choices_of.get(row.name, ()):
-        others = ", ".join(_cost(choice, each) for each in choice.alternatives)
+        others = ", ".join(_cost(choice, other) for other in choice.alternatives)
         count = len(choice.operators)
         together = (
             f"; all {count} equal operators together" if count > 1 and not choice.symbolic else ""
         )
         yield f"over {choice.axis}", f"{choice.chosen or 'not cut'} chosen; {others}{together}"
-        for each in choice.alternatives:
-            for knob, factor in each.turns.items():
-                text = TURNS[knob].format(f"{factor:.2g}")
-                yield "", f"{each.factor or 'no cut'} would cost less if {text}"
+        for other in choice.alternatives:
+            for knob, factor in other.turns.items():
+                text = TURNING_POINTS[knob].format(f"{factor:.2g}")
+                yield "", f"{other.factor or 'no cut'} would cost less if {text}"
 
 
 def _cost(choice: AxisChoice, other: OtherChoice) -> str:

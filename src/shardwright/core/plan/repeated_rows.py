@@ -1,4 +1,4 @@
-"""Repeated blocks as one row: 80 layers read like one, however many stages they are on."""
+"""Fold the rows of repeated blocks: 80 equal layers become one row, over all pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from shardwright.core.plan.rows import CrossingRow, OperatorRow
 
 @dataclass(frozen=True)
 class Fold:
-    """Operators that differ only in numbers of their names, in their stage, and in whether they are
-    recomputed.
+    """Operators that differ only in the numbers of their names, their stage and recomputation.
 
     Args:
-        row: the first, with the numbers of all in its name: `layers.{0..79}.mlp.up`.
-        members: all of them.
-        stages: the stages that compute them, `0..7`.
+        row: the first row, with the numbers of all in its name: `layers.{0..79}.mlp.up`.
+        members: the rows of all operators.
+        stages: the stages that compute them: `0..7`.
         recomputed: which of them are recomputed in the backward pass: `recomputed`,
             `recomputed in 0..9`, or empty.
     """
@@ -30,45 +29,53 @@ class Fold:
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """The number of operators."""
         return len(self.members)
 
 
 def fold_rows(
-    rows: Sequence[OperatorRow], alike: Callable[[OperatorRow], object] | None = None
+    rows: Sequence[OperatorRow], key: Callable[[OperatorRow], object] | None = None
 ) -> list[Fold]:
-    """Equal rows as one each, in the order of their first.
+    """Fold equal rows, in the order of their first occurrence.
 
     Args:
-        alike: what rows of one fold have in common beside the pattern of their names; by default
-            all that a plan says of them.
+        rows: the rows of a plan.
+        key: rows with equal keys and equal name patterns are folded; by default rows whose
+            operator, shapes, cuts and redistributions are equal.
     """
     groups: dict[object, list[OperatorRow]] = {}
     for row in rows:
-        key = (_pattern(row.name), alike(row)) if alike is not None else _alike(row)
-        groups.setdefault(key, []).append(row)
+        group = (_pattern(row.name), key(row)) if key is not None else _default_key(row)
+        groups.setdefault(group, []).append(row)
     return [_fold(grid) for members in groups.values() for grid in _grids(members)]
 
 
 def _grids(members: Sequence[OperatorRow]) -> Iterator[Sequence[OperatorRow]]:
-    """Rows of one pattern in groups whose names have all combinations of their numbers."""
+    """Split rows of one pattern into groups whose names have all combinations of their numbers.
+
+    Only these can be written with ranges: `a.{0..1}.b.{0..1}` stands for four names.
+    """
     names = [row.name for row in members]
-    places = _varying(names)
-    if len(places) < 2 or _is_grid(names):
+    positions = _varying_positions(names)
+    if len(positions) < 2 or _is_grid(names):
         yield members
         return
     outer: dict[str, list[OperatorRow]] = {}
     for row in members:
-        outer.setdefault(row.name.split(".")[places[0]], []).append(row)
+        outer.setdefault(row.name.split(".")[positions[0]], []).append(row)
     for inner in outer.values():
         yield from _grids(inner)
 
 
-def _alike(row: OperatorRow) -> tuple[object, ...]:
-    """What rows of one fold have in common."""
+def _default_key(row: OperatorRow) -> tuple[object, ...]:
     redistributions = tuple(
-        (re.sub(r"\d+", "*", c.value), c.steps, c.forward_bytes, c.backward_bytes)
-        for c in row.redistributions
+        (
+            re.sub(r"\d+", "*", redistribution.value),
+            redistribution.steps,
+            redistribution.forward_bytes,
+            redistribution.backward_bytes,
+        )
+        for redistribution in row.redistributions
     )
     shapes = tuple(shape for _, shape, _ in row.inputs)
     cuts = tuple(row.cuts.items())
@@ -78,18 +85,21 @@ def _alike(row: OperatorRow) -> tuple[object, ...]:
 def _fold(members: Sequence[OperatorRow]) -> Fold:
     names = [row.name for row in members]
     recomputed = [row.name for row in members if row.segment]
-    mark = "recomputed" if recomputed else ""
+    recomputed_text = "recomputed" if recomputed else ""
     if 0 < len(recomputed) < len(members):
         where = f"{len(recomputed)} of {len(members)}"
-        if len(places := _varying(names)) == 1:
-            where = ranges(int(name.split(".")[places[0]]) for name in recomputed)
-        mark = f"recomputed in {where}"
+        if len(positions := _varying_positions(names)) == 1:
+            where = ranges(int(name.split(".")[positions[0]]) for name in recomputed)
+        recomputed_text = f"recomputed in {where}"
     stages = ranges({row.stage for row in members})
-    return Fold(replace(members[0], name=join_names(names)), tuple(members), stages, mark)
+    return Fold(
+        replace(members[0], name=join_names(names)), tuple(members), stages, recomputed_text
+    )
 
 
 def fold_crossings(rows: Sequence[CrossingRow]) -> list[tuple[str, CrossingRow]]:
-    """Equal crossings as one each, in the order of their first, after the stages as text."""
+    """Fold equal crossings, in the order of their first occurrence, each with its stages as text:
+    `each of stages 0..6 to the next`."""
     groups: dict[tuple[object, ...], list[CrossingRow]] = {}
     for row in rows:
         values = tuple(map(_pattern, row.values))
@@ -111,7 +121,7 @@ def _stages(members: Sequence[CrossingRow]) -> str:
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
-    """Names that differ in one number as one each, in the order of their first."""
+    """Join names of one pattern, in the order of their first occurrence; see `join_names`."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_pattern(name), []).append(name)
@@ -119,7 +129,7 @@ def fold_names(names: Iterable[str]) -> list[str]:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Names with all combinations of their numbers as one name; others one after the other.
+    """Join names that have all combinations of their numbers into one; list other names.
 
     >>> join_names(["layers.0.add", "layers.1.add", "layers.3.add"])
     'layers.{0..1,3}.add'
@@ -129,14 +139,17 @@ def join_names(names: Sequence[str]) -> str:
     if len({_pattern(name) for name in names}) > 1 or not _is_grid(names):
         return ", ".join(names)
     words = names[0].split(".")
-    for place in _varying(names):
-        words[place] = f"{{{ranges({int(name.split('.')[place]) for name in names})}}}"
+    for position in _varying_positions(names):
+        words[position] = f"{{{ranges({int(name.split('.')[position]) for name in names})}}}"
     return ".".join(words)
 
 
 def module_words(name: str, most: int = 0) -> list[str]:
-    """The parts of a module path whose numbers may be ranges; with `most` only so many before the
-    last, which has the rest.
+    """Split a module path, whose numbers may be ranges, at its dots.
+
+    Args:
+        name: the path.
+        most: largest number of parts before the last, which then has the rest; 0 for no limit.
 
     >>> module_words("layers.{0..3}.add")
     ['layers', '{0..3}', 'add']
@@ -146,7 +159,8 @@ def module_words(name: str, most: int = 0) -> list[str]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """
+    """Numbers in ascending order, with consecutive ones as ranges.
+
     >>> ranges([0, 1, 2, 3, 5])
     '0..3,5'
     """
@@ -160,17 +174,17 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def _pattern(name: str) -> str:
-    """A name with its numbers as wildcards: `layers.*.mlp.up`."""
+    """The name with wildcards for numbers: `layers.*.mlp.up`."""
     return ".".join("*" if word.isdigit() else word for word in name.split("."))
 
 
 def _is_grid(names: Sequence[str]) -> bool:
-    """Whether names of one pattern have all combinations of their numbers, each once."""
+    """Whether names of one pattern have all combinations of their numbers."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return prod(len(set(column)) for column in columns) == len(set(names))
 
 
-def _varying(names: Sequence[str]) -> list[int]:
+def _varying_positions(names: Sequence[str]) -> list[int]:
     """The positions in their dotted paths at which names of one pattern differ."""
     columns = zip(*(name.split(".") for name in names), strict=True)
-    return [place for place, column in enumerate(columns) if len(set(column)) > 1]
+    return [position for position, column in enumerate(columns) if len(set(column)) > 1]

@@ -1,4 +1,4 @@
-"""The rows of a plan: for each operator its shapes, cuts, redistributions and bytes."""
+"""The rows of a plan: shapes, cuts, redistributions and bytes of each operator, as plain data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class RedistributionRow:
     """The redistribution of a value from its producer's layout to the one a consumer reads.
 
     Args:
-        value: its name; empty for the all-reduces inside an operator.
+        value: name of the value; empty for collectives inside an operator.
         steps: one description per collective.
-        forward_bytes, backward_bytes: sent by one device for the steps that no earlier consumer
-            of the value needs too.
-        shared: whether an earlier operator shares some of the steps.
+        forward_bytes, backward_bytes: bytes that one device sends. Steps shared with an earlier
+            consumer of the value are counted there.
+        shared: whether some of the steps are shared with an earlier consumer.
         input: index of the redistributed input; None if the value is not an input.
     """
 
@@ -33,19 +33,19 @@ class RedistributionRow:
 
     @property
     def steps_text(self) -> str:
-        """The steps in one line."""
+        """All steps on one line."""
         return ", then ".join(self.steps)
 
 
 @dataclass(frozen=True)
 class CrossingRow:
-    """The values that one chunk of a model sends to the next, if they are on different stages.
+    """The point-to-point communication between two consecutive chunks on different stages.
 
     Args:
         stage, to_stage: the sending and the receiving stage.
-        values: names of the values.
-        forward_bytes, backward_bytes: sent by one device per micro-batch: the values forward,
-            their gradients backward.
+        values: names of the values sent.
+        forward_bytes, backward_bytes: bytes that one device sends per micro-batch: the values
+            forward, their gradients backward.
     """
 
     stage: int
@@ -57,29 +57,26 @@ class CrossingRow:
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """What was decided about one operator.
+    """The sharding of one operator.
 
     Args:
-        name: module path.
-        operator: its target, `aten.linear`.
-        rule: its sharding rule as text; None if it has none, so that every device computes it in
-            full.
-        inputs: name, shape and kind of each tensor input.
-        outputs: shapes.
-        cuts: factor → names of the axes that shard it.
+        name: name of the operator, which begins with its module path.
+        operator: the ATen operator, such as `aten.linear`.
+        rule: its sharding rule as text; None if it has no rule and is replicated.
+        inputs: name, shape and kind (`input`, `parameter`, ...) of each tensor input.
+        outputs: shape of each output.
+        cuts: for each sharded factor, the names of the mesh axes that shard it.
         input_layouts: the layout in which it reads each input.
         output_layouts: the layout in which it produces each output.
-        redistributions: redistributions of its inputs, and all-reduces inside it.
-        source: the line of user code.
-        main: whether the search chose its cuts by cost.
+        redistributions: redistributions of its inputs, and collectives inside it.
+        source: the line of user code that called it.
+        main: whether the search chose its cuts by their cost.
         pinned: whether the user fixed its cuts.
-        segment: the recompute segment it belongs to; empty if it is not recomputed in the
-            backward pass.
+        segment: its segment of activation checkpointing; empty if it is not recomputed.
         stage: the pipeline stage that computes it.
-        seconds: of its computation in one micro-batch, forward and backward, if a cluster was
-            named.
-        meanings: for each factor that is cut where its dimension comes from, in lower case the
-            `partition.axis_meaning.Meaning`, if that is known.
+        seconds: computation time in one micro-batch, forward and backward; 0 without a cluster.
+        meanings: for each sharded factor, the origin of its dimension: a
+            `partition.axis_meaning.Meaning` in lower case. Factors of unknown origin are missing.
     """
 
     name: str
@@ -106,23 +103,23 @@ class OperatorRow:
 
     @property
     def bytes(self) -> int:
-        """Bytes that one device sends for its redistributions, forward and backward."""
+        """Bytes that one device sends for the redistributions, forward and backward."""
         return sum(c.forward_bytes + c.backward_bytes for c in self.redistributions)
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """The predicted time of a training step on a cluster, in seconds.
+    """The predicted time of a training step on a cluster.
 
     Args:
-        cluster: its name.
-        seconds: of the step.
-        computation: of the busiest stage.
-        communication: exposed communication within a stage, of the stage that has most of it.
+        cluster: name of the cluster.
+        seconds: time of the step.
+        computation: seconds of computation on the busiest stage.
+        communication: seconds of exposed communication within a stage; the maximum over stages.
         bubble: fraction of all stages' time that is pipeline bubbles.
-        utilization: fraction of the devices' peak that the model's matrix products need, without
-            recomputation; None if it was not predicted.
-        parts: what takes the seconds; none if that was not predicted.
+        utilization: model FLOPs utilization: matrix products without recomputation, as a fraction
+            of the devices' peak; None if not predicted.
+        parts: the seconds by kind of work; empty if not predicted.
     """
 
     cluster: str
@@ -135,7 +132,7 @@ class StepRow:
 
 
 def is_notable(row: OperatorRow) -> bool:
-    """Whether the table shows the operator by default: it does not merely follow its neighbors."""
+    """Whether the table shows the operator by default."""
     return row.main or row.pinned or row.rule is None or row.bytes > 0
 
 
@@ -148,7 +145,7 @@ def shape_text(sizes: Shape) -> str:
 
 
 def shapes_text(row: OperatorRow) -> str:
-    """`32×64 512×64 → 32×512`: the shapes of what it reads and makes."""
+    """Input and output shapes: `32×64 512×64 → 32×512`."""
     inputs = " ".join(shape_text(sizes) for _, sizes, _ in row.inputs)
     return f"{inputs} → {' '.join(map(shape_text, row.outputs))}"
 
@@ -167,7 +164,7 @@ def devices_text(mesh: DeviceMatrix, stages: int) -> str:
 
 
 def cuts_text(row: OperatorRow) -> str:
-    """`b/dp·sp, k/tp`: each sharded factor with its axes."""
+    """Each sharded factor with its mesh axes: `b/dp·sp, k/tp`."""
     return ", ".join(f"{factor}/{'·'.join(axes)}" for factor, axes in row.cuts.items())
 
 

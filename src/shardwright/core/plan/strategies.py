@@ -1,4 +1,4 @@
-"""A plan as one strategy per operator, in the form in which users write them."""
+"""Export a plan as strategies of operators, in the form in which users write them."""
 
 from __future__ import annotations
 
@@ -19,68 +19,72 @@ from shardwright.errors import StrategyError
 
 
 def strategies(plan: PlanData) -> dict[str, FileEntry]:
-    """The strategies of operators and modules that reproduce the cuts of `plan`.
+    """The strategies of operators, and the storage of modules' parameters, that reproduce `plan`.
 
-    Operators without a sharding rule are left out: they have no strategy.
+    Operators without a sharding rule have no strategy and are left out.
     """
-    primes = _on_prime_axes(plan)
+    on_primes = _on_prime_axes(plan)
     entries = {
-        row.name: FileEntry(plan.pins.get(row.name) or _strategy(plan, row, primes))
+        row.name: FileEntry(plan.pins.get(row.name) or _strategy(plan, row, on_primes))
         for row in plan.operators
         if row.rule is not None
     }
-    for name, entry in _stored(plan):
+    for name, storage in _stored(plan):
         module, _, parameter = name.rpartition(".")
-        of_module = entries.get(module, FileEntry(None))
-        parameters = {**of_module.parameters, parameter: entry}
-        entries[module] = replace(of_module, parameters=parameters)
+        module_entry = entries.get(module, FileEntry(None))
+        parameters = {**module_entry.parameters, parameter: storage}
+        entries[module] = replace(module_entry, parameters=parameters)
     return entries
 
 
-def _strategy(plan: PlanData, row: OperatorRow, primes: Partitioned | None) -> OperatorStrategy:
+def _strategy(plan: PlanData, row: OperatorRow, on_primes: Partitioned | None) -> OperatorStrategy:
     outputs = _outputs(plan, row)
     counts = OperatorStrategy(tuple(layout.shard_counts for layout in row.input_layouts), outputs)
-    exact = OperatorStrategy(tuple(_placed(layout) for layout in row.input_layouts), outputs)
-    return counts if not row.cuts or _suffice(row, counts, primes) else exact
+    layouts = OperatorStrategy(tuple(_sharding(layout) for layout in row.input_layouts), outputs)
+    return counts if not row.cuts or _suffice(row, counts, on_primes) else layouts
 
 
 def _outputs(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
-    """Layouts of the outputs where they are pinned, or where a factor appears only in them."""
+    """Layouts of the outputs if they are pinned, or if an axis shards only outputs."""
     pinned = plan.outputs.get(row.name)
     if pinned is not None:
         return tuple(None if axes is None else TensorLayout(plan.mesh, axes) for axes in pinned)
-    read = {axis for layout in row.input_layouts for axis in layout.sharded}
-    cut = {plan.mesh.axis(axis) for axes in row.cuts.values() for axis in axes}
-    return tuple(_placed(layout) for layout in row.output_layouts) if cut - read else None
+    input_axes = {axis for layout in row.input_layouts for axis in layout.sharded}
+    cut_axes = {plan.mesh.axis(axis) for axes in row.cuts.values() for axis in axes}
+    if not cut_axes - input_axes:
+        return None
+    return tuple(_sharding(layout) for layout in row.output_layouts)
 
 
-def _placed(layout: TensorLayout) -> TensorLayout:
-    """Only the sharding: users do not write that a value is a partial sum."""
+def _sharding(layout: TensorLayout) -> TensorLayout:
+    """The layout without `partial` and `varying`, which users do not write."""
     return replace(layout, partial=frozenset(), varying=frozenset())
 
 
 def _on_prime_axes(plan: PlanData) -> Partitioned | None:
-    """What was planned, on the device matrix on which counts of shards are resolved; None if there
-    is another or no graph."""
+    """The plan's partition on the device matrix of prime axes, on which strategies are resolved.
+
+    None if the plan has no graph, or its matrix is no folding of the prime axes.
+    """
     mesh, decisions = split_axes(plan.mesh, plan.decisions)
     if plan.graph is None or mesh.device_matrix != prime_mesh(plan.devices).device_matrix:
         return None
     return Partitioned(plan.graph, mesh, decisions)
 
 
-def _suffice(row: OperatorRow, counts: OperatorStrategy, primes: Partitioned | None) -> bool:
-    """Whether counts of shards alone are resolved to the same cuts."""
-    if primes is None:
+def _suffice(row: OperatorRow, counts: OperatorStrategy, on_primes: Partitioned | None) -> bool:
+    """Whether the numbers of shards alone resolve to the planned cuts."""
+    if on_primes is None:
         return False
     try:
-        cuts = StrategyParser(primes.graph.by_name[row.name], counts, primes.mesh).cuts()
+        cuts = StrategyParser(on_primes.graph.by_name[row.name], counts, on_primes.mesh).cuts()
     except StrategyError:
         return False
-    return cuts == primes.decisions.cuts[row.name]
+    return cuts == on_primes.decisions.cuts[row.name]
 
 
 def _stored(plan: PlanData) -> Iterator[tuple[str, Entry]]:
-    """The parameters whose storage layout differs from the one in which they are used."""
+    """Names and layouts of the parameters that are stored otherwise than they are first used."""
     used: dict[str, tuple[Axes, ...]] = {}
     for row in plan.operators:
         for (name, _, kind), layout in zip(row.inputs, row.input_layouts, strict=True):

@@ -1,4 +1,4 @@
-"""A plan in at most 25 lines: the answer, and one row for each kind of block."""
+"""Summarize a plan in at most 25 lines: the main figures, and one row per kind of block."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from shardwright.core.plan.rows import devices_text, seconds_text
 from shardwright.core.plan.text_columns import in_columns, wrapped
 
 MOST_LINES = 25
+"""Largest number of lines of the summary."""
+
 MOST_NAMES = 4
-"""Names of modules in one row."""
+"""Largest number of names of modules in one row."""
 
 MORE = "every operator: --full, plan.text(full=True); why: shardwright explain, plan.explain(name)"
 
 
 def plan_summary(plan: PlanData, width: int) -> str:
-    """The text of the summary; its rows tell kinds of blocks apart as finely as the lines allow."""
+    """The text of the summary, with the most detailed table that fits `MOST_LINES`."""
     head = plan_head(plan, width)
     tail = [line for note in (*notes(plan, most=1), MORE) for line in wrapped(note, width)]
     room = MOST_LINES - len(head) - len(tail)
@@ -38,15 +40,16 @@ def plan_summary(plan: PlanData, width: int) -> str:
 
 
 def plan_head(plan: PlanData, width: int) -> list[str]:
-    """What was chosen, and what everybody asks first."""
+    """The first lines: devices, kinds of parallelism, step time, memory, communication, batch."""
     lines = wrapped(f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}", width)
     lines += wrapped(sentence(plan), width)
-    for label, text in _answer(plan):
+    for label, text in _figures(plan):
         lines += wrapped(text, width, f"{label:8}")
     return lines
 
 
-def _answer(plan: PlanData) -> Iterator[tuple[str, str]]:
+def _figures(plan: PlanData) -> Iterator[tuple[str, str]]:
+    """The labeled lines of the head; figures that are unknown are left out."""
     step, memory, limit = plan.step, plan.known_memory, plan.memory_limit
     if step is not None:
         words = [f"{seconds_text(step.seconds)} on {step.cluster}", speed(plan, step.seconds)]
@@ -58,10 +61,11 @@ def _answer(plan: PlanData) -> Iterator[tuple[str, str]]:
     if plan.gap is not None:
         yield "gap", f"within {plan.gap:.1%} of the best on this mesh" + stages_text(plan)
     if memory is not None:
-        place = f" of stage {memory.largest_stage.stage}" if len(memory.stages) > 1 else ""
-        against = "" if limit is None else f" of {binary(limit)}"
-        against += ": over the limit" * plan.over_limit
-        yield "memory", f"{binary(memory.peak)}{against} per device{place}, with {memory.optimizer}"
+        stage = f" of stage {memory.largest_stage.stage}" if len(memory.stages) > 1 else ""
+        of_limit = "" if limit is None else f" of {binary(limit)}"
+        of_limit += ": over the limit" * plan.over_limit
+        need = f"{binary(memory.peak)}{of_limit} per device{stage}"
+        yield "memory", f"{need}, with {memory.optimizer}"
     sent = f"{binary(plan.forward_bytes)} forward, {binary(plan.backward_bytes)} backward"
     yield (
         "sends",
@@ -69,19 +73,22 @@ def _answer(plan: PlanData) -> Iterator[tuple[str, str]]:
     )
     samples, micro_batches = plan.global_batch, plan.pipeline.micro_batches
     if samples is not None:
-        kind = "samples" if plan.sequence is None else f"sequences of {plan.sequence:,} tokens"
+        unit = "samples" if plan.sequence is None else f"sequences of {plan.sequence:,} tokens"
         parts = f", in {micro_batches:,} micro-batches" if micro_batches > 1 else ""
-        yield "batch", f"{samples:,} {kind}{parts}"
+        yield "batch", f"{samples:,} {unit}{parts}"
 
 
 def stages_text(plan: PlanData) -> str:
-    """`, with 4 stages`; empty of one."""
+    """`, with 4 stages`; empty for one stage."""
     stages = plan.pipeline.stages
     return f", with {stages} stages" if stages > 1 else ""
 
 
 def speed(plan: PlanData, seconds: float) -> str:
-    """`8,192 tokens/s`, or samples where their tokens are not known; empty if no batch is."""
+    """Throughput: `8,192 tokens/s`, or samples/s if the sequence length is unknown.
+
+    Empty if the batch size is unknown.
+    """
     if plan.global_batch is None or not seconds:
         return ""
     if plan.sequence is None:
@@ -90,21 +97,22 @@ def speed(plan: PlanData, seconds: float) -> str:
 
 
 def notes(plan: PlanData, most: int | None = None) -> Iterator[str]:
-    """What an engineer should know before she runs it.
+    """Warnings about a plan: unused axes and operators without a sharding rule.
 
     Args:
-        most: how many operators without a rule are named; all by default.
+        plan: the plan.
+        most: largest number of operators to name; all by default.
     """
     yield from unused_axes_text(plan)
     names = fold_names(plan.without_rule)
     if names:
         more = f" and {len(names) - most} more" if most is not None and len(names) > most else ""
         named = ", ".join(names[:most]) + more
-        yield f"no sharding rule, so every device computes them in full: {named}"
+        yield f"no sharding rule, so they are replicated: {named}"
 
 
 def unused_axes_text(plan: PlanData) -> Iterable[str]:
-    """The axes that shard no operator: devices along them compute the same result."""
+    """A warning about mesh axes that shard no operator; none if all axes are used."""
     unused = plan.unused_axes
     if unused:
         names = plan.mesh.named(unused)
@@ -116,15 +124,18 @@ def unused_axes_text(plan: PlanData) -> Iterable[str]:
 
 @dataclass
 class _Block:
-    """Operators of one kind of block that are split alike, while they are collected.
+    """A row of the summary: operators of one kind of block with the same parallelism.
 
     Args:
-        place: the path of the block, with the numbers of all its repetitions; empty outside of any.
-        sent, seconds: of a device of each stage, in one micro-batch.
+        path: module path of the block, with the numbers of all repetitions; empty outside of any.
+        split: the phrases of the operators' `parallelism`.
+        names: names of the operators within the block.
+        sent: bytes that one device of each stage sends in one micro-batch.
+        seconds: computation time of one device of each stage in one micro-batch.
     """
 
-    place: str
-    how: tuple[str, ...]
+    path: str
+    split: tuple[str, ...]
     names: list[str] = field(default_factory=list)
     sent: Counter[int] = field(default_factory=Counter)
     seconds: dict[int, float] = field(default_factory=dict)
@@ -137,48 +148,52 @@ class _Block:
             self.seconds[row.stage] = self.seconds.get(row.stage, 0.0) + row.seconds
 
 
-def _shared(place: str, name: str, detail: int) -> tuple[str, str]:
-    """What operators of one row have in common beside how they are split: with most detail their
-    module in a block, then the block, then nothing."""
-    return place if detail else "", name.rpartition(".")[0] if detail > 1 else ""
+def _group_key(block_path: str, name: str, detail: int) -> tuple[str, str]:
+    """What the operators of one row have in common besides their parallelism: the block and the
+    module within it (detail 2), the block (1), or nothing (0)."""
+    return block_path if detail else "", name.rpartition(".")[0] if detail > 1 else ""
 
 
 def _blocks(plan: PlanData, detail: int) -> list[_Block]:
-    """Operators with a cost of their own by block and split, in the order of the model; then the
-    others by split alone, under the names of their kinds."""
-    sent = _sent(plan)
+    """Main and pinned operators by block and parallelism, in the order of the model; then the
+    other operators by parallelism alone, under the names of their ATen operators."""
+    sent = _sent_by_operator(plan)
     blocks: dict[object, _Block] = {}
     others: dict[tuple[str, ...], _Block] = {}
     for fold in fold_rows(plan.operators, partial(parallelism, plan)):
-        row, how = fold.row, parallelism(plan, fold.row)
+        row, split = fold.row, parallelism(plan, fold.row)
         if row.main or row.pinned:
-            place, name = _place(row.name)
-            at = _shared(place, name, detail)
-            block = blocks.setdefault((at, how), _Block(at[0], how))
-            block.add(name if at[0] else row.name, fold, sent)
+            block_path, name = _split_at_block(row.name)
+            key = _group_key(block_path, name, detail)
+            block = blocks.setdefault((key, split), _Block(key[0], split))
+            block.add(name if key[0] else row.name, fold, sent)
         else:
             words = row.operator.split(".")
-            others.setdefault(how, _Block("", how)).add(words[min(1, len(words) - 1)], fold, sent)
+            aten_name = words[min(1, len(words) - 1)]
+            others.setdefault(split, _Block("", split)).add(aten_name, fold, sent)
     for block in others.values():
-        block.names = [f"others: {', '.join(_shortened(block.names))}"]
+        block.names = [f"others: {', '.join(_capped(block.names))}"]
     return [*blocks.values(), *others.values()]
 
 
-def _sent(plan: PlanData) -> Counter[str]:
-    """The bytes of redistributions by operator: of those that complete a sum the one that made its
-    terms, else the one that reads the value."""
+def _sent_by_operator(plan: PlanData) -> Counter[str]:
+    """Bytes of redistributions by the operator that causes them.
+
+    A row-parallel linear layer causes the reduction of its partial sums, although the plan lists
+    redistributions at the consumer; all others are caused by the consumer.
+    """
     names = {row.name for row in plan.operators}
     sent: Counter[str] = Counter()
     for row in plan.operators:
         for each in row.redistributions:
             completes = any(s.startswith(("all_reduce", "reduce_scatter")) for s in each.steps[:1])
-            at = each.value if completes and each.value in names else row.name
-            sent[at] += each.forward_bytes + each.backward_bytes
+            cause = each.value if completes and each.value in names else row.name
+            sent[cause] += each.forward_bytes + each.backward_bytes
     return sent
 
 
-def _place(name: str) -> tuple[str, str]:
-    """The path up to the last number, and the rest."""
+def _split_at_block(name: str) -> tuple[str, str]:
+    """The path up to the last number, and the rest: `layers.{0..3}` and `attn.q`."""
     words = module_words(name)
     numbers = [at for at, word in enumerate(words[:-1]) if re.fullmatch(r"\d+|\{.*\}", word)]
     cut = numbers[-1] + 1 if numbers else 0
@@ -186,48 +201,51 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _table(blocks: list[_Block], timed: bool, width: int) -> list[str]:
-    """The rows, with the place that several have in common above them."""
-    first = blocks[0].how if blocks else ()
-    common = [each for each in first if all(each in block.how for block in blocks)]
-    split = f"all {', '.join(common)}, and" if common and len(blocks) > 1 else ""
-    header = ("", split, "sends", *(["computes"] if timed else []))
-    places = Counter(block.place for block in blocks)
+    """The rows as lines; several rows of one block are below a line with its path."""
+    first = blocks[0].split if blocks else ()
+    # Phrases that apply to all rows, usually data parallelism, are written once, in the header.
+    common = [phrase for phrase in first if all(phrase in block.split for block in blocks)]
+    split_header = f"all {', '.join(common)}, and" if common and len(blocks) > 1 else ""
+    header = ("", split_header, "sends", *(["computes"] if timed else []))
+    rows_of_path = Counter(block.path for block in blocks)
     rows: list[tuple[str, ...]] = []
-    before = ""
+    previous_path = ""
     for block in blocks:
-        shared = places[block.place] > 1 and bool(block.place)
-        if shared and block.place != before:
-            rows.append((block.place, *[""] * (len(header) - 1)))
-        before = block.place
-        prefix = "  " if shared else f"{block.place}." if block.place else ""
-        most, seconds = max(block.sent.values()), max(block.seconds.values())
-        numbers = [binary(most) if most else "-"]
+        shared = rows_of_path[block.path] > 1 and bool(block.path)
+        if shared and block.path != previous_path:
+            rows.append((block.path, *[""] * (len(header) - 1)))
+        previous_path = block.path
+        prefix = "  " if shared else f"{block.path}." if block.path else ""
+        sent, seconds = max(block.sent.values()), max(block.seconds.values())
+        numbers = [binary(sent) if sent else "-"]
         numbers += [seconds_text(seconds) if seconds else "-"] * timed
-        own = [each for each in block.how if not split or each not in common]
-        names = prefix + ", ".join(_shortened(_joined(block.names)))
+        own = [phrase for phrase in block.split if not split_header or phrase not in common]
+        names = prefix + ", ".join(_capped(_join_modules(block.names)))
         rows.append((names, ", ".join(own) or "nothing else", *numbers))
     return in_columns(header, rows, width)
 
 
-def _shortened(names: list[str]) -> list[str]:
-    left = len(names) - MOST_NAMES
-    return [*names[:MOST_NAMES], f"{left} more"] if left > 1 else names
+def _capped(names: list[str]) -> list[str]:
+    """At most `MOST_NAMES` names, then the number of the others."""
+    remaining = len(names) - MOST_NAMES
+    return [*names[:MOST_NAMES], f"{remaining} more"] if remaining > 1 else names
 
 
-def _joined(names: Iterable[str]) -> list[str]:
-    """
-    >>> _joined(["attn.q", "attn.k", "mlp.up", "head"])
+def _join_modules(names: Iterable[str]) -> list[str]:
+    """Join names in one module.
+
+    >>> _join_modules(["attn.q", "attn.k", "mlp.up", "head"])
     ['attn.{q,k}', 'mlp.up', 'head']
     """
     groups: dict[str, list[str]] = {}
     for name in names:
-        *modules, last = module_words(name)
-        groups.setdefault(".".join(modules), []).append(last)
+        *modules, last_word = module_words(name)
+        groups.setdefault(".".join(modules), []).append(last_word)
     joined = list[str]()
-    for module, ends in groups.items():
+    for module, last_words in groups.items():
         if module:
-            inner = ends[0] if len(ends) == 1 else f"{{{','.join(ends)}}}"
+            inner = last_words[0] if len(last_words) == 1 else f"{{{','.join(last_words)}}}"
             joined.append(f"{module}.{inner}")
         else:
-            joined += ends
+            joined += last_words
     return joined

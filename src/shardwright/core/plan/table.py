@@ -1,4 +1,4 @@
-"""A plan as text for people: the summary that `print(plan)` shows, or a table of operators."""
+"""Render a plan as text: the summary that `print(plan)` shows, or a table of operators."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from shardwright.core.plan.text_columns import at_dots, printed, text_width, wra
 def plan_text(
     plan: PlanData, full: bool = False, every: bool = False, width: int | None = None
 ) -> str:
-    """The summary, or its first lines, the full table and what else there is to say.
+    """The summary or, with `full` or `every`, its first lines with the table and further notes.
 
     Args:
-        every: the full table, with operators that follow their neighbors without communication.
-        width: columns; by default those of the terminal.
+        plan: the plan.
+        full: show the table instead of the summary.
+        every: show the table, with operators that follow their neighbors without communication.
+        width: width in characters; by default that of the terminal.
     """
     width = text_width() if width is None else width
     if not full and not every:
@@ -39,14 +41,16 @@ def plan_text(
 
 
 def plan_table(plan: PlanData, every: bool, width: int) -> Table:
-    """Operator with shapes, cuts with strategy, redistributions and bytes; repeated blocks as one
-    row.
+    """The table of operators, repeated blocks as one row.
 
     Args:
+        plan: the plan.
         every: also show operators that follow their neighbors without communication.
+        width: width of the table in characters.
     """
     staged = plan.pipeline.stages > 1
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # Columns of fixed width: 13 characters for bytes with their padding, 9 for the stage.
     room = width - 13 - (9 if staged else 0)
     columns = {"operator: shapes": 38, "cuts: strategy": 22, "redistribution: forward/backward": 40}
     names, cuts, sent = (room * share // 100 - 1 for share in columns.values())
@@ -57,10 +61,10 @@ def plan_table(plan: PlanData, every: bool, width: int) -> Table:
         table.add_column("stage", justify="right", no_wrap=True)
     for fold in fold_rows([row for row in plan.operators if every or is_notable(row)]):
         row = fold.row
-        own = cuts_text(row) if row.rule is not None else "no rule: replicated"
+        cuts_or_note = cuts_text(row) if row.rule is not None else "no rule: replicated"
         table.add_row(
             "\n".join((*at_dots(row.name, names), shapes_text(row))),
-            "\n".join(filter(None, (own, _strategy(fold)))),
+            "\n".join(filter(None, (cuts_or_note, _strategy(fold)))),
             "\n".join(line for each in _redistributions(row) for line in at_dots(each, sent)),
             binary(row.bytes) if row.bytes else "",
             *([fold.stages] if staged else []),
@@ -69,8 +73,7 @@ def plan_table(plan: PlanData, every: bool, width: int) -> Table:
 
 
 def _strategy(fold: Fold) -> str:
-    """The number of shards of each input, if it is sharded; with marks for pinned and for
-    recomputed operators."""
+    """The strategy if the operator is sharded or pinned, `pinned`, and which are recomputed."""
     row = fold.row
     strategy = strategy_text(row.strategy) if row.cuts or row.pinned else ""
     pinned = "pinned" if row.pinned else ""
@@ -81,12 +84,12 @@ def _redistributions(row: OperatorRow) -> Iterable[str]:
     for redistribution in row.redistributions:
         words = [word for word in redistribution.value.split(".") if not word.isdigit()]
         short = ".".join(words[-2:]) or "inside"
-        mark = " (shared)" if redistribution.shared else ""
-        yield f"{short}: {redistribution.steps_text}{mark}"
+        suffix = " (shared)" if redistribution.shared else ""
+        yield f"{short}: {redistribution.steps_text}{suffix}"
 
 
 def _below(plan: PlanData, every: bool) -> Iterator[str]:
-    """The lines below the table."""
+    """Notes below the table."""
     samples, micro_batches = plan.global_batch, plan.pipeline.micro_batches
     if samples is not None and micro_batches > 1:
         rows = samples // micro_batches
@@ -114,14 +117,14 @@ def _below(plan: PlanData, every: bool) -> Iterator[str]:
 
 
 def _memory(plan: PlanData) -> Iterator[str]:
-    """What takes the memory of the stage that needs most, and the peaks of the other stages."""
+    """The memory by category of the stage that needs most, and the peaks of the other stages."""
     if plan.known_memory is None:
         return
-    *others, most = sorted(plan.known_memory.stages, key=lambda stage: stage.peak)
-    sizes = sorted(((getattr(most, name), name) for name in most.NAMES), reverse=True)
-    kinds = ", ".join(f"{name} {binary(size)}" for size, name in sizes if size)
-    yield f"memory at the peak{f' of stage {most.stage}' if others else ''}: {kinds}"
-    if others:
-        ends = others if len(others) == 1 else (others[0], others[-1])
+    *other_stages, largest = sorted(plan.known_memory.stages, key=lambda stage: stage.peak)
+    sizes = sorted(((getattr(largest, name), name) for name in largest.NAMES), reverse=True)
+    categories = ", ".join(f"{name} {binary(size)}" for size, name in sizes if size)
+    yield f"memory at the peak{f' of stage {largest.stage}' if other_stages else ''}: {categories}"
+    if other_stages:
+        ends = other_stages if len(other_stages) == 1 else (other_stages[0], other_stages[-1])
         peaks = " to ".join(f"{binary(stage.peak)} (stage {stage.stage})" for stage in ends)
-        yield f"peak memory of the other stage{'s' if len(others) > 1 else ''}: {peaks}"
+        yield f"peak memory of the other stage{'s' if len(other_stages) > 1 else ''}: {peaks}"

@@ -1,4 +1,4 @@
-"""Text in columns that reads at any width: names break at dots, sentences at spaces."""
+"""Lay out text in columns of any width: break names at dots, sentences at spaces."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ GAP = "  "
 
 
 def text_width() -> int:
-    """Columns of the terminal, or of `COLUMNS`; 120 where there is neither."""
+    """Width of the terminal or of the variable `COLUMNS`, within 80 to 160; 120 if both are
+    missing."""
     return min(max(get_terminal_size((120, 24)).columns, NARROWEST), WIDEST)
 
 
 def printed(width: int, *parts: RenderableType) -> list[str]:
-    """The lines of tables and texts, without colors."""
+    """Render tables and texts as lines without colors."""
     console = Console(file=StringIO(), width=width, color_system=None, highlight=False)
     with console.capture() as captured:
         for part in parts:
@@ -30,7 +31,7 @@ def printed(width: int, *parts: RenderableType) -> list[str]:
 
 
 def wrapped(text: str, width: int, label: str = "") -> list[str]:
-    """A sentence in lines, behind a label."""
+    """Wrap a sentence behind a label; later lines are indented by the label's width."""
     return wrap(
         text,
         width,
@@ -64,7 +65,7 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 
 
 def at_dots(text: str, width: int) -> list[str]:
-    """Names in lines that end behind a dot, a comma or a space, if they must.
+    """Break names into lines that end behind a dot, a comma or a space if possible.
 
     >>> at_dots("model.layers.{0..79}.self_attn.q_proj", 22)
     ['model.layers.{0..79}.', 'self_attn.q_proj']
@@ -79,23 +80,33 @@ def at_dots(text: str, width: int) -> list[str]:
 
 
 def in_columns(header: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> list[str]:
-    """Two columns of text, then so many of numbers, which are never broken.
+    """Lay out two columns of text, followed by any number of columns of numbers.
 
-    The first column has names, of which at most two lines are shown; it is as wide as it needs to
-    be, up to what the second leaves it, which gets at least two fifths of what numbers leave.
+    Numbers are never broken. The first column holds names, of which at most two lines are shown.
+    The second column gets its full width, or at least two fifths of the width that the numbers
+    leave; the first gets the rest.
+
+    Args:
+        header: the header of each column.
+        rows: the cells of each row.
+        width: total width in characters.
     """
     rows = [tuple(row) for row in rows]
     sizes = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    room = width - sum(size + len(GAP) for size in sizes[2:]) - len(GAP)
-    second = min(sizes[1], max(room - sizes[0], room * 2 // 5))
-    sizes[:2] = max(1, min(sizes[0], room - second)), max(1, second)
+    text_room = width - sum(size + len(GAP) for size in sizes[2:]) - len(GAP)
+    second = min(sizes[1], max(text_room - sizes[0], text_room * 2 // 5))
+    sizes[:2] = max(1, min(sizes[0], text_room - second)), max(1, second)
     lines = []
     for row in (header, *rows):
         indent = " " * (len(row[0]) - len(row[0].lstrip()))
         names = [indent + line for line in at_dots(row[0].strip(), max(1, sizes[0] - len(indent)))]
         if len(names) > 2:
             names = [names[0], f"{names[1][: sizes[0] - 2].rstrip()} …"]
-        cells = [names, wrap(row[1], sizes[1], break_on_hyphens=False), *([n] for n in row[2:])]
+        cells = [
+            names,
+            wrap(row[1], sizes[1], break_on_hyphens=False),
+            *([number] for number in row[2:]),
+        ]
         for parts in zip_longest(*cells, fillvalue=""):
             padded = [part.ljust(size) for part, size in zip(parts[:2], sizes[:2], strict=True)]
             padded += [part.rjust(size) for part, size in zip(parts[2:], sizes[2:], strict=True)]
