@@ -98,7 +98,7 @@ def total(graph: Graph, mesh: Layout, pricing: Pricing, cuts: CutsOfGraph) -> fl
     every = search_problem(graph, {}, fold=False)
     objective = Objective(every, TimeModel(pricing.cluster, mesh))
     cost = objective.cost([cuts.get(node.op.name, {}) for node in every.variables])
-    return cost.total(pricing.micro_batches, pricing.kept_byte(MEM_COEFF))
+    return cost.total(pricing.micro_batches, pricing.seconds_per_parameter_byte(MEM_COEFF))
 
 
 def _time(table: Table, name: str, batch: int) -> None:

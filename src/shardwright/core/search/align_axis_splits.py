@@ -37,8 +37,8 @@ def align_axis_splits(
         equal_axes: axes of one size and equal links.
     """
     limits = {
-        op.name: dict(zip(kind.factors, kind.limits, strict=True))
-        for op, kind in zip(graph.ops, index_graph(graph).kinds, strict=True)
+        op.name: dict(zip(op_type.factors, op_type.limits, strict=True))
+        for op, op_type in zip(graph.ops, index_graph(graph).op_types, strict=True)
     }
     positions = {
         position for op_cuts in cuts.values() if (position := _split_position(op_cuts, equal_axes))

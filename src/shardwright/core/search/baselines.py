@@ -48,13 +48,13 @@ def semi_auto(graph: Graph, mesh: DeviceMatrix, pinned: Mapping[str, Cuts]) -> C
 
 
 def _along_batch(indexed: IndexedGraph, mesh: DeviceMatrix) -> CutsOfGraph:
-    parts = [(1,) * len(kind.factors) for kind in indexed.kinds]
+    shard_counts = [(1,) * len(op_type.factors) for op_type in indexed.op_types]
     cuts: CutsOfGraph = {}
     for axis, axis_size in enumerate(mesh.device_matrix):
-        level = AxisLevel(indexed, parts, axis_size)
-        level.fill()
+        level = AxisLevel(indexed, shard_counts, axis_size)
+        level.decide_remaining()
         record(indexed, level.choice, axis, cuts)
-        parts = level.next_parts()
+        shard_counts = level.next_shard_counts()
     return cuts
 
 

@@ -20,7 +20,7 @@ from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.core.search.by_time.problem import OpVariable, search_problem
 from shardwright.core.search.cut_moves import axes_of_factors, factor_of_axis
-from shardwright.core.search.indexed_graph import NO_CUT, IndexedGraph, OpKind, index_graph
+from shardwright.core.search.indexed_graph import NO_CUT, IndexedGraph, OpType, index_graph
 from shardwright.core.search.recursive.axis_level import UNDECIDED, AxisLevel
 from shardwright.core.search.recursive.search import Recursion
 from shardwright.core.search.request import Pricing
@@ -116,14 +116,16 @@ def _turn(cost: Cost, chosen: str, factor: str, knob: str) -> float | None:
     return None
 
 
-def _moves(kind: OpKind, cuts: Cuts, mesh: DeviceMatrix, axis: int) -> Iterator[tuple[str, Cuts]]:
+def _moves(
+    op_type: OpType, cuts: Cuts, mesh: DeviceMatrix, axis: int
+) -> Iterator[tuple[str, Cuts]]:
     """Each factor that may be cut over `axis`, or none, with the cuts of the operator then."""
     current = factor_of_axis(cuts)
     rest = {a: factor for a, factor in current.items() if a != axis}
     yield "", axes_of_factors(rest)
-    for factor, limit in zip(kind.factors, kind.limits, strict=True):
+    for factor, limit in zip(op_type.factors, op_type.limits, strict=True):
         moved = axes_of_factors({**rest, axis: factor})
-        pairs = ({kind.factors[n] for n in pair} for pair in kind.joined)
+        pairs = ({op_type.factors[n] for n in pair} for pair in op_type.joined)
         if any(pair <= {*moved} for pair in pairs):
             continue
         if limit % mesh.size(moved[factor]) == 0:
@@ -143,7 +145,7 @@ def _timed(
         names.setdefault(number, []).append(op.name)
     cuts: list[Cuts] = [every[variable.op.name] for variable in problem.variables]
     whole = objective.cost(cuts)
-    kept = pricing.kept_byte(mem_coeff)
+    kept = pricing.seconds_per_parameter_byte(mem_coeff)
 
     def around(number: int, variable: OpVariable, moved: Cuts) -> ObjectiveCost:
         changed = [*cuts[:number], moved, *cuts[number + 1 :]]
@@ -168,11 +170,11 @@ def _timed(
         return scaled.total(pricing.micro_batches, kept * turned, model.slowdown)
 
     for number, variable in enumerate(problem.variables):
-        if not variable.kind.is_main:
+        if not variable.op_type.is_main:
             continue
         rest = whole.plus(around(number, variable, cuts[number]), -1)
         for axis, name in enumerate(mesh.alias_names):
-            moves = dict(_moves(variable.kind, cuts[number], mesh, axis))
+            moves = dict(_moves(variable.op_type, cuts[number], mesh, axis))
             costs = {f: rest.plus(around(number, variable, m), 1) for f, m in moves.items()}
             chosen = factor_of_axis(cuts[number]).get(axis, "")
             others = [factor for factor in costs if factor != chosen]
@@ -193,16 +195,16 @@ def _symbolic(
     indexed = index_graph(graph)
     recursions: dict[float, Recursion] = {}
     for axis, name in enumerate(mesh.alias_names):
-        parts, choice = _before(indexed, mesh, decisions, axis)
-        level = AxisLevel(indexed, parts, mesh.device_matrix[axis])
+        shard_counts, choice = _before(indexed, mesh, decisions, axis)
+        level = AxisLevel(indexed, shard_counts, mesh.device_matrix[axis])
         level.choice = choice
         alike: dict[object, list[int]] = {}
 
         def costs(op: int, scale: float, level: AxisLevel = level) -> dict[str, float]:
             if scale not in recursions:
                 recursions[scale] = Recursion(indexed, mem_coeff * scale, "weight", None)
-            recursion, factors = recursions[scale], indexed.kinds[op].factors
-            recursion.parts = list(level.parts)
+            recursion, factors = recursions[scale], indexed.op_types[op].factors
+            recursion.shard_counts = list(level.shard_counts)
             return {
                 "" if each.factor == NO_CUT else factors[each.factor]: each.total
                 for each in recursion.alternatives(level, op)
@@ -210,10 +212,15 @@ def _symbolic(
             }
 
         for op in indexed.main:
-            key = id(indexed.kinds[op]), parts[op], choice[op], tuple(costs(op, 1.0).items())
+            key = (
+                id(indexed.op_types[op]),
+                shard_counts[op],
+                choice[op],
+                tuple(costs(op, 1.0).items()),
+            )
             alike.setdefault(key, []).append(op)
         for ops in alike.values():
-            first, factors = ops[0], indexed.kinds[ops[0]].factors
+            first, factors = ops[0], indexed.op_types[ops[0]].factors
             level.choice = _without(level, choice, first)
             chosen = "" if choice[first] == NO_CUT else factors[choice[first]]
             known = costs(first, 1.0)
@@ -239,13 +246,13 @@ def _without(level: AxisLevel, choice: list[int], op: int) -> list[int]:
         near = [source[0] for source in makers if source is not None]
         near += [reader for value in graph.outputs[at] for reader, _ in graph.consumers[value]]
         for other in near:
-            if graph.kinds[other].is_main:
+            if graph.op_types[other].is_main:
                 borders.add(other)
             elif other not in region:
                 region.add(other)
                 queue.append(other)
     level.choice = [UNDECIDED if at in region else each for at, each in enumerate(choice)]
-    level.spread(sorted(borders - region))
+    level.propagate(sorted(borders - region))
     return level.choice
 
 
@@ -253,14 +260,14 @@ def _before(
     indexed: IndexedGraph, mesh: DeviceMatrix, decisions: Decisions, axis: int
 ) -> tuple[list[tuple[int, ...]], list[int]]:
     """In how many parts each factor is cut over the other axes, and what is cut over this one."""
-    parts, choice = [], []
-    for name, kind in zip(indexed.names, indexed.kinds, strict=True):
+    shard_counts, choice = [], []
+    for name, op_type in zip(indexed.names, indexed.op_types, strict=True):
         cuts = decisions.cuts.get(name, {})
         sizes = (
             prod(mesh.device_matrix[a] for a in cuts.get(factor, ()) if a != axis)
-            for factor in kind.factors
+            for factor in op_type.factors
         )
-        parts.append(tuple(sizes))
+        shard_counts.append(tuple(sizes))
         on = [factor for factor, axes in cuts.items() if axis in axes]
-        choice.append(kind.factors.index(on[0]) if on else NO_CUT)
-    return parts, choice
+        choice.append(op_type.factors.index(on[0]) if on else NO_CUT)
+    return shard_counts, choice

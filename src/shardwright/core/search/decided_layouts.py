@@ -15,7 +15,7 @@ from shardwright.core.partition.decisions import Outputs
 from shardwright.core.rules import rule_of as rule_of
 from shardwright.core.rules.rule import Cuts, Dims, ShardingRule
 from shardwright.core.search.cut_moves import layouts_of
-from shardwright.core.search.indexed_graph import whole_outputs
+from shardwright.core.search.indexed_graph import replicated_outputs
 from shardwright.core.search.request import CutsOfGraph
 
 Between = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
@@ -139,7 +139,7 @@ class DecidedLayouts:
         }
         # What the model returns whole, and new values of buffers, count as read so.
         updates = (value for _, value in graph.updates)
-        for value in (*whole_outputs(graph), *updates):
+        for value in (*replicated_outputs(graph), *updates):
             self.reads[value]["", 0] = mesh.replicated(len(value.shape))
 
     def decide(self, op: Op, cuts: Cuts) -> None:

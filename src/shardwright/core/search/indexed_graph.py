@@ -1,7 +1,8 @@
-"""The graph as plain integers: what a search reads thousands of times a second.
+"""The graph as plain integers, for the inner loops of the searches.
 
-Operators and values are numbers, factors are positions in the rule's `factors`. Operators with the
-same rule share one `OpKind`, so that the tables of a deep model are those of one of its blocks.
+Operators and values are numbered in graph order, factors by their position in the rule's `factors`.
+Operators with equal rules share one `OpType`, so that a deep model needs the cost tables of only
+one of its blocks.
 """
 
 from __future__ import annotations
@@ -16,43 +17,50 @@ from shardwright.core.rules import rule_of as rule_of
 from shardwright.core.rules.rule import Dims, ShardingRule, num_rules
 
 NO_CUT = -1
-"""The choice of an operator that is not cut on an axis, and the dim of a tensor that is whole."""
+"""The choice of an operator that an axis does not cut, and the dim of a tensor that is replicated.
+
+It is -1 so that `input_dims[NO_CUT]` and `output_dims[NO_CUT]` are the last row."""
 
 
 @dataclass(frozen=True, slots=True)
 class PricedTensor:
-    """A tensor as the cost of its operator counts it: its elements and the factors it carries."""
+    """The size of a tensor in the cost of its operator.
+
+    Args:
+        size: elements of the full tensor.
+        factors: the factors whose cuts divide it.
+    """
 
     size: int
     factors: frozenset[int]
 
-    def elements(self, parts: Sequence[int]) -> int:
-        """Elements of the current shard."""
-        return self.size // prod(parts[factor] for factor in self.factors)
+    def elements(self, shard_counts: Sequence[int]) -> int:
+        """Elements of a shard, for the number of shards of each factor."""
+        return self.size // prod(shard_counts[factor] for factor in self.factors)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class OpKind:
-    """One sharding rule in numbers.
+class OpType:
+    """A sharding rule with numbered factors, shared by all operators that have it.
 
     Args:
-        factors: names of the factors that may be cut, and of those that a main operator would
-            choose if they had size.
-        limits: for each factor the number that its number of parts must divide.
-        inputs, outputs: for each tensor the factor of each dim, `NO_CUT` where it stays whole; of
-            factors that are joined the other one.
+        factors: names of the factors that may be cut, and of those that a main operator labels
+            although their size is 1.
+        limits: for each factor the largest number of shards; valid numbers are its divisors.
+        inputs, outputs: for each tensor the factor of each dim, `NO_CUT` if it cannot be cut. A dim
+            that two joined factors cut has the one that cuts fewer dims: queries of attention that
+            both `s` and `ring` cut have `s`, and keys that only `ring` cuts have `NO_CUT`.
         input_dims, output_dims: `input_dims[factor][i]` is the dim of input i that cutting `factor`
-            cuts, `NO_CUT` if none; the last row is that of no cut, which is `input_dims[NO_CUT]`.
-        choices: factors that a main operator chooses among, in the order that breaks ties.
-        labels: for each choice its name in the log.
+            cuts, `NO_CUT` if none. A last row, `input_dims[NO_CUT]`, stands for no cut.
+        choices: the factors that the symbolic search chooses from, in the order that breaks ties.
+        labels: for each choice its name in the log, `I-axis` to `K-axis` for a matrix product.
         weight: index of the input that `mem_coeff` weighs.
-        exclusive: for each factor the factors that must be whole for a main operator to choose it.
-        joined: pairs of factors that cut the same dims, of which only one may be cut.
-        is_main: whether it is decided by cost.
-        tensors: elements and factors of each tensor, inputs, then outputs.
-        priced: the same as the cost of the operator counts them. Indices that look up rows count
-            as the one-hot rows that they stand for: an embedding costs what the product
-            `one_hot(ids) @ table` costs.
+        exclusive: for each factor those that must not be cut for a main operator to choose it.
+        joined: pairs of factors that cut the same dims, of which at most one may be cut.
+        is_main: whether the symbolic search decides it by cost; other operators follow neighbors.
+        tensors: inputs, then outputs.
+        priced: `tensors` as the symbolic cost counts them. An embedding costs the same as the
+            product `one_hot(ids) @ table`, so its indices count as one-hot rows.
     """
 
     factors: tuple[str, ...]
@@ -72,27 +80,38 @@ class OpKind:
 
     @property
     def looks_up(self) -> bool:
-        """Whether it looks up rows, as an embedding, rather than computing with all."""
+        """Whether it looks up rows of its weight, as an embedding does."""
         return self.priced != self.tensors and self.is_main
 
-    def parts(self, choices: Sequence[int], sizes: Sequence[int], but: int) -> tuple[int, ...]:
-        """In how many parts the choices on all axes `but` one cut each factor."""
-        parts = [1] * len(self.factors)
-        for axis, choice in enumerate(choices):
-            if axis != but and choice != NO_CUT:
-                parts[choice] *= sizes[axis]
-        return tuple(parts)
+    def shard_counts(
+        self, choices: Sequence[int], sizes: Sequence[int], except_axis: int
+    ) -> tuple[int, ...]:
+        """The number of shards of each factor, from the choices on all axes but one.
 
-    def divides(self, factor: int, parts: Sequence[int], axis_size: int) -> bool:
-        """Whether `factor`, in `parts` already, can be cut once more by `axis_size`."""
-        if self.limits[factor] % (parts[factor] * axis_size):
+        Args:
+            choices: for each axis the factor that it cuts, or `NO_CUT`.
+            sizes: the number of devices along each axis.
+        """
+        shard_counts = [1] * len(self.factors)
+        for axis, choice in enumerate(choices):
+            if axis != except_axis and choice != NO_CUT:
+                shard_counts[choice] *= sizes[axis]
+        return tuple(shard_counts)
+
+    def divides(self, factor: int, shard_counts: Sequence[int], axis_size: int) -> bool:
+        """Whether another axis of `axis_size` devices may cut `factor`.
+
+        Args:
+            shard_counts: number of shards of each factor so far.
+        """
+        if self.limits[factor] % (shard_counts[factor] * axis_size):
             return False
         pairs = (pair for pair in self.joined if factor in pair)
-        return all(parts[one] == 1 for pair in pairs for one in pair if one != factor)
+        return all(shard_counts[other] == 1 for pair in pairs for other in pair if other != factor)
 
 
-def op_kind(rule: ShardingRule | None, op: Op) -> OpKind:
-    """The numbers of `rule`; without a rule those of an operator that cannot be cut."""
+def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
+    """The type of operators with `rule`; without a rule, that of an operator that cannot be cut."""
     if rule is None:
         rule = ShardingRule(
             tuple((None,) * len(value.shape) for value in op.inputs),
@@ -113,31 +132,35 @@ def op_kind(rule: ShardingRule | None, op: Op) -> OpKind:
         PricedTensor(value.numel, frozenset(index[f] for f in rule.carried(dims) if f in index))
         for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True)
     )
-    rows = (*factors, None)
-    barred: list[list[int]] = [[] for _ in index]
+    factors_and_none = (*factors, None)
+    excluded: list[list[int]] = [[] for _ in index]
     for one, other in main.exclusive if main is not None else ():
-        barred[index[one]].append(index[other])
-        barred[index[other]].append(index[one])
-    return OpKind(
+        excluded[index[one]].append(index[other])
+        excluded[index[other]].append(index[one])
+    return OpType(
         factors=factors,
         limits=_limits(rule, factors, values),
         inputs=tuple(numbered(dims) for dims in rule.inputs),
         outputs=tuple(numbered(dims) for dims in rule.outputs),
-        input_dims=tuple(tuple(_dim_of(rule, row, dims) for dims in rule.inputs) for row in rows),
-        output_dims=tuple(tuple(_dim_of(rule, row, dims) for dims in rule.outputs) for row in rows),
+        input_dims=tuple(
+            tuple(_dim_cut_by(rule, row, dims) for dims in rule.inputs) for row in factors_and_none
+        ),
+        output_dims=tuple(
+            tuple(_dim_cut_by(rule, row, dims) for dims in rule.outputs) for row in factors_and_none
+        ),
         tensors=tensors,
         choices=tuple(index[f] for f in labels),
         labels=_axis_names(labels),
         weight=main.weight if main is not None else None,
-        exclusive=tuple(tuple(others) for others in barred),
+        exclusive=tuple(tuple(others) for others in excluded),
         joined=tuple((index[f], index[o]) for f, o in rule.joined.items() if {f, o} <= {*index}),
         is_main=main is not None,
         priced=_priced(rule, tensors, index),
     )
 
 
-def _dim_of(rule: ShardingRule, factor: str | None, dims: Dims) -> int:
-    """The dim that cutting `factor` cuts."""
+def _dim_cut_by(rule: ShardingRule, factor: str | None, dims: Dims) -> int:
+    """The first dim that cutting `factor` cuts."""
     cut = (dim for dim, name in enumerate(dims) if factor in rule.cutting(name))
     return next(cut, NO_CUT)
 
@@ -148,21 +171,23 @@ def _priced(
     if rule.main is None:
         return ()
     priced = list(tensors)
+    # K is contracted. Where no input but the weight carries it, the operator looks rows up: the
+    # input holds indices, and counts as if each were a one-hot row of K elements.
     for factor in (f for f, letter in rule.main.labels.items() if letter == "K"):
-        summed, others = (
+        contracted, other_inputs = (
             index[factor],
             [i for i in range(len(rule.inputs)) if i != rule.main.weight],
         )
-        if not any(summed in priced[i].factors for i in others):
-            for i in others:
-                one = priced[i]
-                size = one.size * rule.capacity[factor]
-                priced[i] = PricedTensor(size, one.factors | {summed})
+        if not any(contracted in priced[i].factors for i in other_inputs):
+            for i in other_inputs:
+                tensor = priced[i]
+                size = tensor.size * rule.capacity[factor]
+                priced[i] = PricedTensor(size, tensor.factors | {contracted})
     return tuple(priced)
 
 
 def _limits(rule: ShardingRule, factors: Sequence[str], values: Sequence[Value]) -> tuple[int, ...]:
-    """For each factor the greatest number that divides its capacity and every dim that has it."""
+    """The greatest common divisor of each factor's capacity and of all dims that carry it."""
     limits = {f: rule.capacity[f] if rule.may_cut(f) else 1 for f in factors}
     for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True):
         for size, name in zip(value.shape, dims, strict=True):
@@ -182,26 +207,26 @@ def _axis_names(labels: Mapping[str, str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class IndexedGraph:
-    """Operators and values by number, operators in the order of the graph.
+    """A graph whose operators and values are numbered in graph order.
 
     Args:
         names: of the operators.
-        kinds: of the operators.
-        main: the operators that are decided by cost.
-        inputs, outputs: for each operator the values that it reads and makes.
-        producer: for each value the operator and the place among its outputs; None for what no
-            operator makes.
-        consumers: for each value the operators that read it and the places among their inputs.
-        data: for each value whether it depends on an input of the model (else it is made of
-            parameters, buffers and constants alone).
+        op_types: of the operators.
+        main: the operators that the symbolic search decides by cost.
+        inputs, outputs: for each operator its input and output values.
+        producer: for each value the operator that computes it and the output index; None for
+            parameters, buffers, constants and inputs of the model.
+        consumers: for each value the operators that read it, each with the input index.
+        data: for each value whether it depends on an input of the model (else only on parameters,
+            buffers and constants).
         batch: for each value whether it is an input of the model whose dim 0 is the batch.
-        constrains: for each operator and input whether a whole input keeps the operator whole:
-            false for a broadcast operand and, beside data, for what is not data.
+        replicates_op: for each operator and input whether the operator is replicated if the input
+            is. False for a broadcast operand, and for parameters beside an operand that is data.
         batch_size: dim 0 of the first tensor input of the model; None without one.
     """
 
     names: tuple[str, ...]
-    kinds: tuple[OpKind, ...]
+    op_types: tuple[OpType, ...]
     main: tuple[int, ...]
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
@@ -209,12 +234,12 @@ class IndexedGraph:
     consumers: tuple[tuple[tuple[int, int], ...], ...]
     data: tuple[bool, ...]
     batch: tuple[bool, ...]
-    constrains: tuple[tuple[bool, ...], ...]
+    replicates_op: tuple[tuple[bool, ...], ...]
     batch_size: int | None
 
 
-def whole_outputs(graph: Graph) -> frozenset[Value]:
-    """The outputs that a model returns whole: of a model with a loss that and scalars, else all."""
+def replicated_outputs(graph: Graph) -> frozenset[Value]:
+    """Outputs that the model returns replicated: loss and scalars, or all if there is no loss."""
     return frozenset(
         value
         for value in graph.output_values
@@ -223,15 +248,16 @@ def whole_outputs(graph: Graph) -> frozenset[Value]:
 
 
 def index_graph(graph: Graph) -> IndexedGraph:
-    """Numbers the operators and values of `graph` and looks up the rules."""
-    rules, known = num_rules(), _KNOWN.get(graph)
-    if known is None or known[0] != rules:
-        known = _KNOWN[graph] = rules, _indexed(graph)
-    return known[1]
+    """Return `graph` with numbered operators and values; cached until rules are registered."""
+    rules, cached = num_rules(), _INDEXED_GRAPHS.get(graph)
+    if cached is None or cached[0] != rules:
+        cached = _INDEXED_GRAPHS[graph] = rules, _indexed(graph)
+    return cached[1]
 
 
-_KNOWN: WeakKeyDictionary[Graph, tuple[int, IndexedGraph]] = WeakKeyDictionary()
-"""Graphs in numbers, each with the number of rules that were registered when it was read."""
+_INDEXED_GRAPHS: WeakKeyDictionary[Graph, tuple[int, IndexedGraph]] = WeakKeyDictionary()
+"""By graph the number of registered rules when it was indexed, and the result. Rules may be
+registered at any time, and a new one must not be shadowed by a cached graph."""
 
 
 def _indexed(graph: Graph) -> IndexedGraph:
@@ -248,60 +274,64 @@ def _indexed(graph: Graph) -> IndexedGraph:
     consumers: list[list[tuple[int, int]]] = [[] for _ in number]
     for op, (read, written) in enumerate(zip(inputs, outputs, strict=True)):
         depends = any(data[v] for v in read)
-        for place, v in enumerate(read):
-            consumers[v].append((op, place))
-        for place, v in enumerate(written):
-            producer[v] = (op, place)
+        for index, v in enumerate(read):
+            consumers[v].append((op, index))
+        for index, v in enumerate(written):
+            producer[v] = (op, index)
             data[v] = depends
-    kinds = _kinds(graph)
+    op_types = _op_types(graph)
     return IndexedGraph(
         names=tuple(op.name for op in graph.ops),
-        kinds=kinds,
-        main=tuple(op for op, kind in enumerate(kinds) if kind.is_main),
+        op_types=op_types,
+        main=tuple(op for op, op_type in enumerate(op_types) if op_type.is_main),
         inputs=inputs,
         outputs=outputs,
         producer=tuple(producer),
         consumers=tuple(tuple(uses) for uses in consumers),
         data=tuple(data),
         batch=tuple(batch),
-        constrains=_constraining(kinds, inputs, data),
+        replicates_op=_replicating_inputs(op_types, inputs, data),
         batch_size=batch_size,
     )
 
 
-def _kinds(graph: Graph) -> tuple[OpKind, ...]:
-    """One kind for each rule object (equal operators share one) and each operator without."""
+def _op_types(graph: Graph) -> tuple[OpType, ...]:
+    """The type of each operator: one per rule object, and one per operator without a rule."""
     rules = [rule_of(op) for op in graph.ops]
-    known: dict[int, OpKind] = {}
-    kinds = []
+    by_rule: dict[int, OpType] = {}
+    op_types = []
     for op, rule in zip(graph.ops, rules, strict=True):
         if rule is None:
-            kinds.append(op_kind(None, op))
+            op_types.append(op_type_of(None, op))
             continue
-        if id(rule) not in known:
-            known[id(rule)] = op_kind(rule, op)
-        kinds.append(known[id(rule)])
-    return tuple(kinds)
+        if id(rule) not in by_rule:
+            by_rule[id(rule)] = op_type_of(rule, op)
+        op_types.append(by_rule[id(rule)])
+    return tuple(op_types)
 
 
-def _constraining(
-    kinds: Sequence[OpKind], inputs: Sequence[tuple[int, ...]], data: Sequence[bool]
+def _replicating_inputs(
+    op_types: Sequence[OpType], inputs: Sequence[tuple[int, ...]], data: Sequence[bool]
 ) -> tuple[tuple[bool, ...], ...]:
-    known: dict[tuple[object, ...], tuple[bool, ...]] = {}
+    cached: dict[tuple[object, ...], tuple[bool, ...]] = {}
     flags = []
-    for kind, read in zip(kinds, inputs, strict=True):
+    for op_type, read in zip(op_types, inputs, strict=True):
         is_data = tuple(data[v] for v in read)
-        key = (id(kind), is_data)
-        if key not in known:
-            known[key] = _constrains(kind, is_data)
-        flags.append(known[key])
+        key = (id(op_type), is_data)
+        if key not in cached:
+            cached[key] = _replicating(op_type, is_data)
+        flags.append(cached[key])
     return tuple(flags)
 
 
-def _constrains(kind: OpKind, is_data: tuple[bool, ...]) -> tuple[bool, ...]:
+def _replicating(op_type: OpType, is_data: tuple[bool, ...]) -> tuple[bool, ...]:
+    # An input that carries all factors decides; a bias or a mask that lacks some is broadcast.
     counted = is_data if any(is_data) else (True,) * len(is_data)
-    carried = [{f for f in dims if f != NO_CUT and kind.limits[f] > 1} for dims in kind.inputs]
-    everything = set().union(*(c for c, counts in zip(carried, counted, strict=True) if counts))
+    factors_of = [
+        {f for f in dims if f != NO_CUT and op_type.limits[f] > 1} for dims in op_type.inputs
+    ]
+    all_factors = set().union(*(c for c, counts in zip(factors_of, counted, strict=True) if counts))
     return tuple(
-        counts and factors == everything for factors, counts in zip(carried, counted, strict=True)
+        counts and factors == all_factors
+        for factors, counts in zip(factors_of, counted, strict=True)
     )

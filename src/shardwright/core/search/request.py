@@ -45,7 +45,7 @@ class Pricing:
         reduced: less below the default, so that devices rather keep all parameters."""
         return min(1.0, mem_coeff / DEFAULT_MEM_COEFF)
 
-    def kept_byte(self, mem_coeff: float) -> float:
+    def seconds_per_parameter_byte(self, mem_coeff: float) -> float:
         """Seconds that a byte of parameters counts which a device keeps: those in which `mem_coeff`
         bytes are sent over the fastest link."""
         return mem_coeff / max(level.bandwidth for level in self.cluster.levels)

@@ -30,9 +30,9 @@ def ring_cuts(
         limit: bytes of a device.
     """
     changed: dict[str, Cuts] = {}
-    for op, kind in zip(graph.ops, index_graph(graph).kinds, strict=True):
+    for op, op_type in zip(graph.ops, index_graph(graph).op_types, strict=True):
         mine = cuts.get(op.name, {})
-        if not kind.joined or op.name in pinned:
+        if not op_type.joined or op.name in pinned:
             continue
         rule = rule_of(op)
         assert rule is not None

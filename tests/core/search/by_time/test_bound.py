@@ -21,7 +21,7 @@ from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.layout.redistribution import redistribution_steps
 from shardwright.core.partition.decisions import Decisions
-from shardwright.core.search.by_time.axis_counts import LeastSeconds, axis_kinds
+from shardwright.core.search.by_time.axis_counts import LeastSeconds, group_axes
 from shardwright.core.search.by_time.certificate import certified, gap_of
 from shardwright.core.search.by_time.exact import _Joint
 from shardwright.core.search.by_time.least_redistribution import LeastRedistribution
@@ -39,15 +39,15 @@ def test_no_redistribution_takes_less_than_the_least_seconds(
     graph = captured(mlp, sizes=(16, 32))
     value = replace(graph.parameters[0], shape=(24, 24, 24))
     model = TimeModel(cluster, mesh)
-    kinds = axis_kinds(model.links)
-    least = LeastSeconds(model.links, kinds)
+    axis_groups = group_axes(model.links)
+    least = LeastSeconds(model.links, axis_groups)
     for _ in range(40):
         left, read = random_layout(mesh, draw, True), random_layout(mesh, draw, False)
         for differentiable in (True, False):
             path = redistribution_steps(left, read, value.shape, differentiable)
             seconds = sum(sum(model.step(step, value, differentiable)) for step in path)
             counts = [
-                np.array([[[len(set(k.axes) & set(each)) for k in kinds] for each in axes]])
+                np.array([[[len(set(k.axes) & set(each)) for k in axis_groups] for each in axes]])
                 for axes in ((*left.axes, left.partial), (*read.axes, read.varying))
             ]
             bound = least.between(*counts, value.numel * value.itemsize, differentiable)
@@ -129,8 +129,8 @@ def test_sums_of_few_numbers_on_a_shared_processor_take_no_less_than_the_least_s
     model = TimeModel(
         replace(gloo, device=replace(gloo.device, at_full_rate=1)), prime_mesh(devices)
     )
-    mesh, kinds = model.mesh, axis_kinds(model.links)
-    few, many = LeastSeconds(model.links, kinds), LeastRedistribution(model.links)
+    mesh, axis_groups = model.mesh, group_axes(model.links)
+    few, many = LeastSeconds(model.links, axis_groups), LeastRedistribution(model.links)
     axes = range(len(mesh.device_matrix))
     whole = TensorLayout(mesh, ((),))
     for summed in (each for n in axes for each in combinations(axes, n + 1)):
@@ -140,7 +140,7 @@ def test_sums_of_few_numbers_on_a_shared_processor_take_no_less_than_the_least_s
             value = replace(captured(mlp, sizes=(16, 32)).parameters[0], shape=(numbers,))
             seconds = sum(model.step(step, value, differentiable))
             counts = [
-                np.array([[[len(set(k.axes) & set(each)) for k in kinds] for each in places]])
+                np.array([[[len(set(k.axes) & set(each)) for k in axis_groups] for each in places]])
                 for places in (((), left.partial), ((), ()))
             ]
             bound = few.between(*counts, 4 * numbers, differentiable)

@@ -60,7 +60,7 @@ def test_the_tables_of_one_axis_add_up_to_the_cost_of_the_whole(model: Any) -> N
         row[0] = options[choice]
     cost = search._cost(choices)
     whole = cost.forward + cost.backward + cost.redistributions + cost.update
-    whole += search.kept_byte * cost.kept
+    whole += search.seconds_per_parameter_byte * cost.parameter_bytes
     if model in (gpt2, bert):
         # Of a weight that two operators read the tables count the best storage.
         assert 0.95 * whole < found.cost <= whole
@@ -93,7 +93,7 @@ def test_on_one_axis_no_combination_of_choices_is_better() -> None:
         [{}]
         + [
             {f: (0,)}
-            for f, limit in zip(n.kind.factors, n.kind.limits, strict=True)
+            for f, limit in zip(n.op_type.factors, n.op_type.limits, strict=True)
             if limit % 2 == 0
         ]
         for n in variables

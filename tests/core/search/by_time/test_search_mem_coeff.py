@@ -53,7 +53,7 @@ def test_a_small_mem_coeff_gives_data_and_a_large_one_model_parallelism(
     assert kept_elements(graph, small) > 0.95 * every
     assert kept_elements(graph, large) < 0.35 * every
     indexed = index_graph(graph)
-    for op in (op for op in indexed.main if not indexed.kinds[op].looks_up):
+    for op in (op for op in indexed.main if not indexed.op_types[op].looks_up):
         assert len(small[indexed.names[op]]) == 1, indexed.names[op]
     batch = {tuple(axes) for each in small.values() for axes in each.values()}
     assert (0, 1) in batch

@@ -10,21 +10,21 @@ from shardwright.core.search.recursive.axis_level import UNDECIDED, AxisLevel
 
 
 def first_level(graph: IndexedGraph, axis_size: int = 2) -> AxisLevel:
-    return AxisLevel(graph, [(1,) * len(kind.factors) for kind in graph.kinds], axis_size)
+    return AxisLevel(graph, [(1,) * len(op_type.factors) for op_type in graph.op_types], axis_size)
 
 
 def decide(level: AxisLevel, name: str, factor: str | None) -> None:
     op = level.graph.names.index(name)
-    factors = level.graph.kinds[op].factors
+    factors = level.graph.op_types[op].factors
     level.choice[op] = NO_CUT if factor is None else factors.index(factor)
-    level.spread([op])
+    level.propagate([op])
 
 
 def chosen(level: AxisLevel, name: str) -> str | int:
     """The factor that an operator cuts, else `NO_CUT` or `UNDECIDED`."""
     op = level.graph.names.index(name)
     choice = level.choice[op]
-    return level.graph.kinds[op].factors[choice] if choice >= 0 else choice
+    return level.graph.op_types[op].factors[choice] if choice >= 0 else choice
 
 
 def test_neighbors_follow_up_to_the_next_operator_with_a_cost() -> None:
@@ -60,8 +60,8 @@ def test_sizes_that_do_not_divide_are_not_followed() -> None:
     decide(level, "dense", "b")
     assert chosen(level, "relu") == "b"
     level = first_level(index_graph(net.build()), axis_size=4)
-    level.choice[0] = level.graph.kinds[0].factors.index("j")
-    level.spread([0])
+    level.choice[0] = level.graph.op_types[0].factors.index("j")
+    level.propagate([0])
     assert chosen(level, "relu") == NO_CUT
 
 
@@ -82,8 +82,8 @@ def test_fill_prefers_a_cut_to_no_cut() -> None:
     cut = net.op("cut", aten.relu.default, net.input("y", 8, 8))
     net.op("add", aten.add.Tensor, whole, cut)
     level = first_level(index_graph(net.build()))
-    level.choice[0], level.choice[1] = NO_CUT, level.graph.kinds[1].factors.index("s")
-    level.fill()
+    level.choice[0], level.choice[1] = NO_CUT, level.graph.op_types[1].factors.index("s")
+    level.decide_remaining()
     assert chosen(level, "add") == "s"
 
 
@@ -91,7 +91,7 @@ def test_an_embedding_is_priced_as_the_product_with_one_hot_rows() -> None:
     net = GraphBuilder()
     ids = net.input("ids", 4, 6, dtype=torch.int64)
     net.op("embed", aten.embedding.default, net.parameter("table", 10, 16), ids)
-    kind = index_graph(net.build()).kinds[0]
-    assert kind.looks_up
-    assert [tensor.size for tensor in kind.priced] == [10 * 16, 4 * 6 * 10, 4 * 6 * 16]
-    assert [tensor.size for tensor in kind.tensors] == [10 * 16, 4 * 6, 4 * 6 * 16]
+    op_type = index_graph(net.build()).op_types[0]
+    assert op_type.looks_up
+    assert [tensor.size for tensor in op_type.priced] == [10 * 16, 4 * 6 * 10, 4 * 6 * 16]
+    assert [tensor.size for tensor in op_type.tensors] == [10 * 16, 4 * 6, 4 * 6 * 16]

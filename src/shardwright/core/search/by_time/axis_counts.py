@@ -34,7 +34,7 @@ Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class AxisKind:
+class AxisGroup:
     """Axes of one size on one level of links."""
 
     level: int
@@ -42,17 +42,19 @@ class AxisKind:
     axes: Axes
 
 
-def axis_kinds(links: Links) -> tuple[AxisKind, ...]:
+def group_axes(links: Links) -> tuple[AxisGroup, ...]:
     """The axes of a device matrix of prime axes by what they are, those of the fastest links first;
     one that crosses several levels counts to the fastest."""
     by_kind: dict[tuple[int, int], list[int]] = {}
     for axis, size in enumerate(links.mesh.device_matrix):
         if size > 1:
             by_kind.setdefault((links.levels[axis][0][0], size), []).append(axis)
-    return tuple(AxisKind(*kind, tuple(axes)) for kind, axes in sorted(by_kind.items()))
+    return tuple(AxisGroup(*group, tuple(axes)) for group, axes in sorted(by_kind.items()))
 
 
-def ways_to_cut(kinds: Sequence[AxisKind], limits: Sequence[int], most: int) -> Counts | None:
+def ways_to_cut(
+    axis_groups: Sequence[AxisGroup], limits: Sequence[int], most: int
+) -> Counts | None:
     """All ways to cut factors, each (way, factor, kind) with the number of axes that cut it; None
     if there are more than `most`.
 
@@ -60,14 +62,14 @@ def ways_to_cut(kinds: Sequence[AxisKind], limits: Sequence[int], most: int) -> 
         limits: for each factor the number that its number of parts must divide.
     """
     ways = np.zeros((1, len(limits), 0), dtype=np.int64)
-    for number, kind in enumerate(kinds, start=1):
-        dealt = np.array(list(_dealt(len(kind.axes), len(limits))), dtype=np.int64)
+    for number, group in enumerate(axis_groups, start=1):
+        dealt = np.array(list(_dealt(len(group.axes), len(limits))), dtype=np.int64)
         if len(ways) * len(dealt) > 20 * most:
             return None
         before = np.repeat(ways, len(dealt), axis=0)
         chosen = np.tile(dealt, (len(ways), 1))[:, :, None]
         ways = np.concatenate([before, chosen], axis=2)
-        divides = np.array(limits) % parts_of(kinds[:number], ways) == 0
+        divides = np.array(limits) % parts_of(axis_groups[:number], ways) == 0
         ways = ways[divides.all(axis=1)]
     return ways if len(ways) <= most else None
 
@@ -85,7 +87,7 @@ def _dealt(axes: int, factors: int) -> Iterator[tuple[int, ...]]:
 class LeastSeconds:
     """Seconds that redistributions take at least on the links of a device matrix."""
 
-    def __init__(self, links: Links, kinds: Sequence[AxisKind]) -> None:
+    def __init__(self, links: Links, axis_groups: Sequence[AxisGroup]) -> None:
         levels = links.cluster.levels
         fastest = [max(level.rate for level in levels[n:]) for n in range(len(levels))]
         self._latency = [min(level.latency for level in levels[n:]) for n in range(len(levels))]
@@ -93,9 +95,9 @@ class LeastSeconds:
         self._added = [after - before for before, after in pairwise([0.0, *slower])]
         # Of fewer bytes a shard may be a sum of fewer numbers than devices: see `Links`.
         self._few = ELEMENT * links.mesh.num_devices**2 if links.shared else 0
-        self._level = np.array([kind.level for kind in kinds])
-        self._log_size = np.log2([kind.size for kind in kinds])
-        self._axes = np.array([len(kind.axes) for kind in kinds])
+        self._level = np.array([group.level for group in axis_groups])
+        self._log_size = np.log2([group.size for group in axis_groups])
+        self._axes = np.array([len(group.axes) for group in axis_groups])
         self._rates: dict[object, tuple[LayoutTable, LayoutTable]] = {}
         self._tables: dict[object, LayoutTable] = {}
 
@@ -158,18 +160,18 @@ class LeastSeconds:
         return received
 
 
-def parts_of(kinds: Sequence[AxisKind], counts: Counts) -> Counts:
+def parts_of(axis_groups: Sequence[AxisGroup], counts: Counts) -> Counts:
     """In how many parts so many axes of each kind (last dimension) cut."""
-    sizes = np.array([kind.size for kind in kinds], dtype=np.int64)
+    sizes = np.array([group.size for group in axis_groups], dtype=np.int64)
     products: Counts = (sizes**counts).prod(axis=-1)
     return products
 
 
-def some_axes(kinds: Sequence[AxisKind], counts: Counts, skip: Counts | None = None) -> Axes:
+def some_axes(axis_groups: Sequence[AxisGroup], counts: Counts, skip: Counts | None = None) -> Axes:
     """So many axes of each kind, but for the first `skip`."""
     before = np.zeros_like(counts) if skip is None else skip
     return tuple(
         axis
-        for kind, count, first in zip(kinds, counts, before, strict=True)
-        for axis in kind.axes[first : first + count]
+        for group, count, first in zip(axis_groups, counts, before, strict=True)
+        for axis in group.axes[first : first + count]
     )

@@ -1,9 +1,12 @@
-"""One axis of the device matrix: all operators decided together, exactly.
+"""Decide all operators on one axis of the device matrix exactly, by variable elimination.
 
-Variables are operators, their choices the factors that divide, then no cut. Tables say what each
-choice computes and keeps, and what it costs to redistribute a value between the choice of its
-source and those of its readers. Readers that ask for the same layout share its redistribution:
-where a value has several, a further variable is the set of layouts in which it is read.
+The choices of a variable are the factors that the axis may cut, then no cut. A table for each
+variable holds the cost of each choice (computation, parameters), and tables for pairs of variables
+the cost of redistributing a value between the layouts of its source and of its readers. Readers of
+one layout share its redistribution. So a value with several readers gets one more variable, the
+*set* of layouts in which it is read:
+
+    source -- costs of redistributing to all layouts of the set -- set -- 0 or infinity -- reader
 """
 
 from __future__ import annotations
@@ -27,20 +30,20 @@ from shardwright.core.search.by_time.elimination import (
 from shardwright.core.search.by_time.objective import ObjectiveCost
 from shardwright.core.search.by_time.problem import OpVariable, SearchProblem, TensorEdge
 from shardwright.core.search.by_time.read_layouts import (
-    SUMMED,
-    WHOLE,
+    PARTIAL,
+    REPLICATED,
     AxisLayout,
     ReadLayouts,
     column_sums,
-    joined_reads,
     layout_sets,
     redistribution_table,
-    row_of,
+    table_index,
+    united_reads,
 )
 from shardwright.core.search.indexed_graph import NO_CUT
 
-CONDITIONED = 4
-"""How many more operators keep their first guess each time that a table would be too large."""
+FIXED_PER_RETRY = 4
+"""How many more operators keep their present choice each time that a table would be too large."""
 
 Choices = list[list[int]]
 """For each variable on each axis the factor that it cuts, or `NO_CUT`."""
@@ -48,40 +51,40 @@ Choices = list[list[int]]
 
 @dataclass(frozen=True)
 class Weights:
-    """What a second counts, and what a byte that is kept counts.
+    """Weights that make the objective linear, so that each table can be summed by itself.
 
     Args:
-        forward, backward: seconds of computation.
-        redistributions: seconds of redistributions of activations.
-        gradients: seconds of gathering parameters and reducing their gradients.
-        kept: bytes of parameters.
+        forward, backward: weight of a second of computation.
+        redistributions: weight of a second of redistributing activations.
+        gradients: weight of a second of gathering parameters and reducing their gradients.
+        parameter_bytes: weight of a byte of parameters on a device.
     """
 
     forward: float
     backward: float
     redistributions: float
     gradients: float
-    kept: float
+    parameter_bytes: float
 
     def of(self, cost: ObjectiveCost) -> float:
-        """What a cost counts altogether."""
+        """The weighted sum of a cost."""
         return (
             self.forward * cost.forward
             + self.backward * cost.backward
             + self.redistributions * cost.redistributions
             + self.gradients * (cost.gathers + cost.gradients)
             + cost.update
-            + self.kept * cost.kept
+            + self.parameter_bytes * cost.parameter_bytes
         )
 
 
 class AxisTables:
-    """The tables of one axis; equal operators and redistributions are tabulated once.
+    """The cost tables of one axis, given the choices on all others.
 
     Args:
-        axis: which one of the device matrix is decided.
-        choices: on all axes; those of the others are kept.
-        tables: what earlier axes of the same size and links have tabulated.
+        axis: the axis of the device matrix to decide.
+        choices: on all axes; only those of the other axes are read, unless variables are fixed.
+        tables: cache shared by all axes, by size, links and everything else that costs depend on.
     """
 
     def __init__(
@@ -102,30 +105,30 @@ class AxisTables:
         self._key = (model.links.levels[axis], weights)
         self._tables = tables
         self._reads: dict[object, ReadLayouts] = {}
-        self.parts = [
-            variable.kind.parts(row, model.mesh.device_matrix, axis)
+        self.shard_counts = [
+            variable.op_type.shard_counts(row, model.mesh.device_matrix, axis)
             for variable, row in zip(problem.variables, choices, strict=True)
         ]
         self.options = [self._options(n, variable) for n, variable in enumerate(problem.variables)]
 
     def decide(self, eliminations: dict[object, Elimination]) -> list[int]:
-        """The choice of each variable on this axis with the least cost altogether.
+        """Return the choice of each variable on this axis with the least total cost.
 
-        Where the graph is so connected that this needs too large tables, the operators with the
-        most neighbors keep the choice that they have, until it does not.
+        If the elimination needs too large tables, the operators with the most neighbors keep their
+        present choice, `FIXED_PER_RETRY` more at each retry.
 
         Args:
-            eliminations: by what is connected; kept between axes.
+            eliminations: cache of elimination orders by table sizes and scopes, shared by all axes.
         """
         while True:
-            sizes, factors = self._problem()
+            sizes, factors = self._tabulate()
             scopes = tuple(scope for scope, _ in factors)
             key = (tuple(sizes), scopes)
             try:
                 if key not in eliminations:
                     eliminations[key] = Elimination(sizes, scopes)
             except TooWideError:
-                self._condition(scopes)
+                self._fix_most_connected(scopes)
                 continue
             least = eliminations[key].minimum([table for _, table in factors])
             return [
@@ -133,200 +136,232 @@ class AxisTables:
                 for options, choice in zip(self.options, least.choices, strict=False)
             ]
 
-    def _condition(self, scopes: Sequence[Sequence[int]]) -> None:
+    def _fix_most_connected(self, scopes: Sequence[Sequence[int]]) -> None:
         degree = [0] * len(self.options)
         for scope in scopes:
-            for variable in scope:
-                if variable < len(degree) and len(self.options[variable]) > 1:
-                    degree[variable] += len(scope) - 1
-        for variable in sorted(range(len(degree)), key=lambda n: -degree[n])[:CONDITIONED]:
-            choice = self.choices[variable][self.axis]
-            self.options[variable] = (choice if choice in self.options[variable] else NO_CUT,)
+            for number in scope:
+                if number < len(degree) and len(self.options[number]) > 1:
+                    degree[number] += len(scope) - 1
+        for number in sorted(range(len(degree)), key=lambda n: -degree[n])[:FIXED_PER_RETRY]:
+            choice = self.choices[number][self.axis]
+            self.options[number] = (choice if choice in self.options[number] else NO_CUT,)
 
     def _options(self, number: int, variable: OpVariable) -> tuple[int, ...]:
         if variable.pinned is not None:
             return (self.choices[number][self.axis],)
-        kind, parts = variable.kind, self.parts[number]
-        divides = [f for f in range(len(kind.factors)) if kind.divides(f, parts, self.size)]
+        op_type, shard_counts = variable.op_type, self.shard_counts[number]
+        divides = [
+            f for f in range(len(op_type.factors)) if op_type.divides(f, shard_counts, self.size)
+        ]
         return (*divides, NO_CUT)
 
-    def _problem(self) -> tuple[list[int], list[Factor]]:
+    def _tabulate(self) -> tuple[list[int], list[Factor]]:
         sizes = [len(options) for options in self.options]
         factors: list[Factor] = [
-            ((n,), self._operator(n, variable)) for n, variable in enumerate(self.problem.variables)
+            ((n,), self._operator_table(n, variable))
+            for n, variable in enumerate(self.problem.variables)
         ]
         for edge in self.problem.edges:
-            self._edge(edge, sizes, factors)
+            self._add_edge_tables(edge, sizes, factors)
         return sizes, factors
 
-    # What an operator costs by itself.
+    # Costs of single operators.
 
-    def _operator(self, number: int, variable: OpVariable) -> Table:
-        options, parts = self.options[number], self.parts[number]
-        kinds = (id(variable.work), id(variable.kind), variable.own)
-        key = (self._key, *kinds, options, parts, variable.count)
+    def _operator_table(self, number: int, variable: OpVariable) -> Table:
+        options, shard_counts = self.options[number], self.shard_counts[number]
+        op_key = (id(variable.work), id(variable.op_type), variable.own_parameters)
+        key = (self._key, *op_key, options, shard_counts, variable.count)
         if key not in self._tables:
-            costs = [self._alone(variable, choice, parts) for choice in options]
+            costs = [self._operator_cost(variable, choice, shard_counts) for choice in options]
             self._tables[key] = variable.count * np.array(costs)
         return self._tables[key]
 
-    def _alone(self, variable: OpVariable, choice: int, parts: tuple[int, ...]) -> float:
-        kind, rule, weights = variable.kind, variable.rule, self.weights
-        after = list(parts)
+    def _operator_cost(
+        self, variable: OpVariable, choice: int, shard_counts: tuple[int, ...]
+    ) -> float:
+        op_type, rule, weights = variable.op_type, variable.rule, self.weights
+        new_counts = list(shard_counts)
         if choice != NO_CUT:
-            after[choice] *= self.size
-        named = dict(zip(kind.factors, after, strict=True))
-        forward, backward = self.model.work(variable.work, named)
+            new_counts[choice] *= self.size
+        counts_by_factor = dict(zip(op_type.factors, new_counts, strict=True))
+        forward, backward = self.model.work(variable.work, counts_by_factor)
         cost = weights.forward * forward + weights.backward * backward
         if rule is not None and rule.reductions is not no_reductions and choice != NO_CUT:
-            for reduction in rule.reductions(variable.op, named):
-                if kind.factors[choice] in reduction.factors:
-                    inside = self.model.inside(
+            for reduction in rule.reductions(variable.op, counts_by_factor):
+                if op_type.factors[choice] in reduction.factors:
+                    seconds = self.model.inside(
                         reduction, (self.axis,), variable.differentiable, (forward, backward)
                     )
-                    cost += weights.redistributions * sum(inside)
-        for place in variable.own:
-            cost += self._parameter(variable, place, choice, after)
+                    cost += weights.redistributions * sum(seconds)
+        for input_index in variable.own_parameters:
+            cost += self._parameter_cost(variable, input_index, choice, new_counts)
         return cost
 
-    def _parameter(self, variable: OpVariable, place: int, choice: int, parts: list[int]) -> float:
-        """A parameter that only this operator reads is stored as it is read."""
-        value, carried = variable.op.inputs[place], variable.kind.tensors[place].factors
-        shared = prod(parts[factor] for factor in carried)
-        kept = value.numel * value.stored_dtype.itemsize / shared
-        cost = self.weights.kept * kept
+    def _parameter_cost(
+        self, variable: OpVariable, input_index: int, choice: int, shard_counts: list[int]
+    ) -> float:
+        """The cost of a parameter that only this operator reads, stored as it is read.
+
+        If the axis does not shard it, the gradient is all-reduced over the axis where it is partial
+        there, or the parameter is gathered over the axis where it is stored sharded (ZeRO).
+        """
+        value, carried = (
+            variable.op.inputs[input_index],
+            variable.op_type.tensors[input_index].factors,
+        )
+        num_shards = prod(shard_counts[factor] for factor in carried)
+        parameter_bytes = value.numel * value.stored_dtype.itemsize / num_shards
+        cost = self.weights.parameter_bytes * parameter_bytes
         if value.requires_grad:
-            cost += self.model.update_of(kept, shared)
+            cost += self.model.update_of(parameter_bytes, num_shards)
             if choice not in carried:
-                sent = value.numel * value.itemsize / shared
-                varies = choice != NO_CUT and variable.differentiable
-                here = (self.axis,)
-                varying, whole = (here, ()) if varies else ((), here)
-                both = self.model.parameter(varying, whole, sent)
-                cost += self.weights.gradients * sum(both)
+                shard_bytes = value.numel * value.itemsize / num_shards
+                is_partial = choice != NO_CUT and variable.differentiable
+                axes = (self.axis,)
+                reduce_axes, gather_axes = (axes, ()) if is_partial else ((), axes)
+                seconds = self.model.parameter(reduce_axes, gather_axes, shard_bytes)
+                cost += self.weights.gradients * sum(seconds)
         return cost
 
-    # What it costs that a value is left in one layout and read in another.
+    # Costs of redistributions between operators.
 
-    def _edge(self, edge: TensorEdge, sizes: list[int], factors: list[Factor]) -> None:
-        """Adds the tables of a value; readers that other axes treat alike share redistributions."""
-        source = self._source(edge, sizes, factors)
+    def _add_edge_tables(self, edge: TensorEdge, sizes: list[int], factors: list[Factor]) -> None:
+        """Add the tables of one value.
+
+        Only readers that shard it equally over all other axes share redistributions, so they form
+        a group with tables of its own.
+        """
+        source = self._edge_source(edge, sizes, factors)
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for reader, place in edge.readers:
-            groups.setdefault(self._elsewhere(reader, place), []).append((reader, place))
-        if edge.returned:
-            groups.setdefault((WHOLE,) * len(self.model.mesh.device_matrix), [])
-        for elsewhere, readers in groups.items():
-            parts = max(source.parts, self._parts_elsewhere(elsewhere))
-            num_bytes = edge.value.numel // parts * edge.value.itemsize
-            costs = self._redistributions(
-                len(edge.value.shape), num_bytes, edge.differentiable, edge.stored
+        for reader, input_index in edge.readers:
+            groups.setdefault(self._dims_on_other_axes(reader, input_index), []).append(
+                (reader, input_index)
             )
-            costs = costs[[row_of(layout) for layout in source.layouts]]
+        if edge.returned:
+            groups.setdefault((REPLICATED,) * len(self.model.mesh.device_matrix), [])
+        for other_dims, readers in groups.items():
+            # Counted on the smaller of the shards that the other axes leave at source and readers:
+            # there the redistribution over this axis is cheaper.
+            num_shards = max(source.num_shards, self._num_shards_elsewhere(other_dims))
+            num_bytes = edge.value.numel // num_shards * edge.value.itemsize
+            costs = self._redistribution_table(
+                len(edge.value.shape), num_bytes, edge.differentiable, edge.is_shared_parameter
+            )
+            costs = costs[[table_index(layout) for layout in source.layouts]]
             if not costs.any():
                 continue
             reads: dict[int, ReadLayouts] = {}
-            for reader, place in readers:
-                layouts = self._reading(edge, reader, place)
-                reads[reader] = joined_reads(reads[reader], layouts) if reader in reads else layouts
-            whole = edge.returned and all(dim == WHOLE for dim in elsewhere)
-            returned = frozenset({WHOLE} if whole else ())
-            self._group(costs * edge.count, source.variable, reads, returned, sizes, factors)
+            for reader, input_index in readers:
+                layouts = self._read_layouts(edge, reader, input_index)
+                reads[reader] = united_reads(reads[reader], layouts) if reader in reads else layouts
+            is_replicated = edge.returned and all(dim == REPLICATED for dim in other_dims)
+            returned = frozenset({REPLICATED} if is_replicated else ())
+            self._add_reader_tables(
+                costs * edge.count, source.variable, reads, returned, sizes, factors
+            )
 
-    def _source(self, edge: TensorEdge, sizes: list[int], factors: list[Factor]) -> _Source:
+    def _edge_source(
+        self, edge: TensorEdge, sizes: list[int], factors: list[Factor]
+    ) -> _EdgeSource:
         matrix = self.model.mesh.device_matrix
-        if edge.stored:
-            return self._storage(edge, sizes, factors)
+        if edge.is_shared_parameter:
+            return self._storage_source(edge, sizes, factors)
         if edge.fixed_axes is not None:
             cut = [(axis, dim) for dim, axes in enumerate(edge.fixed_axes) for axis in axes]
-            here = next((dim for axis, dim in cut if axis == self.axis), WHOLE)
-            return _Source(prod(matrix[a] for a, _ in cut if a != self.axis), None, (here,))
+            here = next((dim for axis, dim in cut if axis == self.axis), REPLICATED)
+            return _EdgeSource(prod(matrix[a] for a, _ in cut if a != self.axis), None, (here,))
         assert edge.source is not None
-        number, place = edge.source
+        number, output_index = edge.source
         variable = self.problem.variables[number]
-        kind = variable.kind
-        parts = prod(
+        op_type = variable.op_type
+        num_shards = prod(
             matrix[axis]
             for axis, choice in enumerate(self.choices[number])
-            if axis != self.axis and kind.output_dims[choice][place] != NO_CUT
+            if axis != self.axis and op_type.output_dims[choice][output_index] != NO_CUT
         )
         complete = variable.rule.complete if variable.rule is not None else frozenset()
         layouts = []
         for choice in self.options[number]:
-            dim = kind.output_dims[choice][place]
+            dim = op_type.output_dims[choice][output_index]
             if dim == NO_CUT and choice != NO_CUT:
-                dim = WHOLE if kind.factors[choice] in complete else SUMMED
+                dim = REPLICATED if op_type.factors[choice] in complete else PARTIAL
             layouts.append(dim)
-        return _Source(parts, number, tuple(layouts))
+        return _EdgeSource(num_shards, number, tuple(layouts))
 
-    def _storage(self, edge: TensorEdge, sizes: list[int], factors: list[Factor]) -> _Source:
-        """A parameter that several operators read: how it is stored is a variable of its own."""
+    def _storage_source(
+        self, edge: TensorEdge, sizes: list[int], factors: list[Factor]
+    ) -> _EdgeSource:
+        """Add a variable for how a parameter that several operators read is stored."""
         dims = sorted(
             {
-                self.problem.variables[reader].kind.input_dims[choice][place]
-                for reader, place in edge.readers
+                self.problem.variables[reader].op_type.input_dims[choice][input_index]
+                for reader, input_index in edge.readers
                 for choice in self.options[reader]
             }
             - {NO_CUT}
         )
-        parts = max(
-            self._parts_elsewhere(self._elsewhere(reader, place)) for reader, place in edge.readers
+        num_shards = max(
+            self._num_shards_elsewhere(self._dims_on_other_axes(reader, input_index))
+            for reader, input_index in edge.readers
         )
-        kept = edge.value.numel * edge.value.stored_dtype.itemsize / parts
+        parameter_bytes = edge.value.numel * edge.value.stored_dtype.itemsize / num_shards
 
         def cost_of(size: int) -> float:
-            cost = self.weights.kept * kept / size
+            cost = self.weights.parameter_bytes * parameter_bytes / size
             if edge.value.requires_grad:
-                cost += self.model.update_of(kept / size, parts * size)
+                cost += self.model.update_of(parameter_bytes / size, num_shards * size)
             return cost
 
-        number = len(sizes)
+        storage_variable = len(sizes)
         sizes.append(len(dims) + 1)
         table = np.array([cost_of(self.size)] * len(dims) + [cost_of(1)])
-        factors.append(((number,), table))
-        return _Source(parts, number, (*dims, WHOLE))
+        factors.append(((storage_variable,), table))
+        return _EdgeSource(num_shards, storage_variable, (*dims, REPLICATED))
 
-    def _elsewhere(self, reader: int, place: int) -> tuple[int, ...]:
-        """How a variable reads a value on the other axes."""
-        read = self.problem.variables[reader].kind.input_dims
+    def _dims_on_other_axes(self, reader: int, input_index: int) -> tuple[int, ...]:
+        """For each other axis the dim of an input that it cuts, `REPLICATED` if none."""
+        read = self.problem.variables[reader].op_type.input_dims
         return tuple(
-            WHOLE if axis == self.axis else read[choice][place]
+            REPLICATED if axis == self.axis else read[choice][input_index]
             for axis, choice in enumerate(self.choices[reader])
         )
 
-    def _parts_elsewhere(self, elsewhere: tuple[int, ...]) -> int:
+    def _num_shards_elsewhere(self, other_dims: tuple[int, ...]) -> int:
         matrix = self.model.mesh.device_matrix
-        return prod(matrix[axis] for axis, dim in enumerate(elsewhere) if dim >= 0)
+        return prod(matrix[axis] for axis, dim in enumerate(other_dims) if dim >= 0)
 
-    def _reading(self, edge: TensorEdge, reader: int, place: int) -> ReadLayouts:
-        kind, options = self.problem.variables[reader].kind, self.options[reader]
-        key = (id(kind), options, place, edge.differentiable)
+    def _read_layouts(self, edge: TensorEdge, reader: int, input_index: int) -> ReadLayouts:
+        op_type, options = self.problem.variables[reader].op_type, self.options[reader]
+        key = (id(op_type), options, input_index, edge.differentiable)
         if key not in self._reads:
             layouts = []
             for choice in options:
-                dim = kind.input_dims[choice][place]
-                varies = dim == NO_CUT and choice != NO_CUT and edge.differentiable
-                layouts.append(frozenset((SUMMED if varies else dim,)))
+                dim = op_type.input_dims[choice][input_index]
+                is_partial = dim == NO_CUT and choice != NO_CUT and edge.differentiable
+                layouts.append(frozenset((PARTIAL if is_partial else dim,)))
             self._reads[key] = tuple(layouts)
         return self._reads[key]
 
-    def _redistributions(
-        self, ndim: int, num_bytes: int, differentiable: bool, stored: bool
+    def _redistribution_table(
+        self, ndim: int, num_bytes: int, differentiable: bool, is_parameter: bool
     ) -> Table:
-        """The `redistribution_table` of a value of `num_bytes`, weighed."""
-        key = (self._key, "redistributions", ndim, num_bytes, differentiable, stored)
+        """The weighted `redistribution_table` of a value of `num_bytes` on one device.
+
+        Parameters are redistributed once a step, in buckets that share latency.
+        """
+        key = (self._key, "redistributions", ndim, num_bytes, differentiable, is_parameter)
         if key not in self._tables:
 
             def seconds(collective: str) -> float:
-                if stored:
+                if is_parameter:
                     return self.model.bucketed((self.axis,), num_bytes, collective)
                 return self.model.links.seconds(collective, (self.axis,), num_bytes)
 
-            weight = self.weights.gradients if stored else self.weights.redistributions
+            weight = self.weights.gradients if is_parameter else self.weights.redistributions
             self._tables[key] = weight * redistribution_table(ndim, differentiable, seconds)
         return self._tables[key]
 
-    def _group(
+    def _add_reader_tables(
         self,
         costs: Table,
         source: int | None,
@@ -335,10 +370,13 @@ class AxisTables:
         sizes: list[int],
         factors: list[Factor],
     ) -> None:
-        """The tables of one value and the readers that may share its redistributions.
+        """Add the tables of one value and a group of readers that may share redistributions.
 
         Args:
-            costs: from the layout of each choice of the source (row) to each layout.
+            costs: from the layout of each choice of the source (row) to each layout (column).
+            source: the variable that decides the rows; None if there is one row.
+            reads: for each reader the layouts that it reads at each of its choices.
+            returned: the layouts in which the model returns the value.
         """
         columns = costs.shape[1]
         if len(reads) + bool(returned) < 2:
@@ -346,23 +384,23 @@ class AxisTables:
             layouts = reads[reader] if reader is not None else (returned,)
             factors.append(factor_between(source, reader, costs @ column_sums(layouts, columns)))
             return
-        sets, serves = layout_sets(tuple(sorted(reads.values(), key=repr)), returned)
-        number = len(sizes)
-        sizes.append(len(sets))
-        factors.append(factor_between(source, number, costs @ column_sums(sets, columns)))
+        all_sets, serves = layout_sets(tuple(sorted(reads.values(), key=repr)), returned)
+        set_variable = len(sizes)
+        sizes.append(len(all_sets))
+        factors.append(factor_between(source, set_variable, costs @ column_sums(all_sets, columns)))
         for reader, layouts in reads.items():
-            factors.append(factor_between(reader, number, serves[layouts]))
+            factors.append(factor_between(reader, set_variable, serves[layouts]))
 
 
-class _Source(NamedTuple):
-    """Where a value comes from.
+class _EdgeSource(NamedTuple):
+    """A value at its source.
 
     Args:
-        parts: in how many parts the other axes cut it.
+        num_shards: the number of shards over the other axes.
         variable: the number of the variable that decides its layout; None if it is fixed.
         layouts: on this axis, for each choice of the variable.
     """
 
-    parts: int
+    num_shards: int
     variable: int | None
     layouts: tuple[AxisLayout, ...]

@@ -59,7 +59,7 @@ class _Messages:
     def __init__(self, tables: CountTables) -> None:
         self.tables = tables
         self._messages = [[np.zeros(len(side.first)) for side in p.sides] for p in tables.pairs]
-        self._around: list[list[tuple[int, int]]] = [[] for _ in tables.own]
+        self._around: list[list[tuple[int, int]]] = [[] for _ in tables.op_costs]
         for number, pair in enumerate(tables.pairs):
             for end, variable in enumerate(pair.ends):
                 self._around[variable].append((number, end))
@@ -78,7 +78,7 @@ class _Messages:
     def _sweep(self, backward: bool) -> float:
         """Each operator tells those after it what it costs them; the bound that this proves."""
         bound = self.tables.constant
-        numbers = range(len(self.tables.own))
+        numbers = range(len(self.tables.op_costs))
         for variable in reversed(numbers) if backward else numbers:
             total, later = self._known(variable, backward)
             bound += (1 - sum(share for *_, share in later)) * float(total.min())
@@ -95,7 +95,7 @@ class _Messages:
         """What the ways to cut an operator cost with all messages, and the tables to which it
         passes that, each with its share: more where more blocks have it, for one must not bear what
         is all's."""
-        total, later, times = self.tables.own[variable].copy(), [], [0.0, 0.0]
+        total, later, times = self.tables.op_costs[variable].copy(), [], [0.0, 0.0]
         for number, end in self._around[variable]:
             pair = self.tables.pairs[number]
             total += self._messages[number][end][pair.sides[end].of]
@@ -113,7 +113,7 @@ class _Messages:
             [message[side.of] for message, side in zip(messages, pair.sides, strict=True)]
             for messages, pair in zip(self._messages, self.tables.pairs, strict=True)
         ]
-        for variable in range(len(self.tables.own)):
+        for variable in range(len(self.tables.op_costs)):
             total, later = self._known(variable, backward=False)
             for number, end, share in later:
                 passed[number][end] = passed[number][end] - share * total
@@ -148,7 +148,7 @@ def _of_all(tables: CountTables, every: SearchProblem, passed: list[ByEnd]) -> f
         alike[variable, frozenset(tables_around.items())] += 1
     bound = tables.constant
     for (variable, passing), count in alike.items():
-        cost = tables.own[variable] / problem.variables[variable].count
+        cost = tables.op_costs[variable] / problem.variables[variable].count
         for (number, end), part in passing:
             cost = cost + part / pairs[number].edge.count * passed[number][end]
         bound += count * float(cost.min())

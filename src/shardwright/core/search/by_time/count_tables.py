@@ -15,7 +15,7 @@ from shardwright.core.search.by_time.axis_counts import (
     Counts,
     LayoutTable,
     LeastSeconds,
-    axis_kinds,
+    group_axes,
     parts_of,
     some_axes,
     ways_to_cut,
@@ -104,8 +104,8 @@ class CountTables:
         on_share: OnShare = ignore_share,
     ) -> None:
         self.problem, self.model, self.weights = problem, model, weights
-        self.kinds = axis_kinds(model.links)
-        self._least = LeastSeconds(model.links, self.kinds)
+        self.axis_groups = group_axes(model.links)
+        self._least = LeastSeconds(model.links, self.axis_groups)
         self._cache: dict[object, Array] = {}
         self.constant = 0.0
         self.pairs: list[Pair] = []
@@ -115,12 +115,12 @@ class CountTables:
             for variable in problem.variables
         ]
         alone = track(problem.variables, subrange(on_share, 0, 2))
-        self.own = [
+        self.op_costs = [
             variable.count * self._alone(variable, ways)
             for variable, ways in zip(alone, self._ways, strict=True)
         ]
         for edge in track(problem.edges, subrange(on_share, 1, 2)):
-            if edge.stored:
+            if edge.is_shared_parameter:
                 self._stored(edge)
             else:
                 self._passed(edge)
@@ -128,49 +128,49 @@ class CountTables:
     def _ways_of(self, variable: OpVariable) -> Counts:
         if variable.pinned is not None:
             return self._counted(variable, variable.pinned)
-        ways = ways_to_cut(self.kinds, variable.kind.limits, MOST_WAYS)
+        ways = ways_to_cut(self.axis_groups, variable.op_type.limits, MOST_WAYS)
         if ways is None:
             raise TooManyWaysError
         # Of two factors that cut the same dimensions one is whole.
-        for pair in variable.kind.joined:
+        for pair in variable.op_type.joined:
             cut = np.stack([ways[:, factor].any(axis=1) for factor in pair])
             ways = ways[~cut.all(axis=0)]
         return ways
 
     def _counted(self, variable: OpVariable, cuts: Cuts) -> Counts:
-        return self._numbers([cuts.get(factor, ()) for factor in variable.kind.factors])
+        return self._numbers([cuts.get(factor, ()) for factor in variable.op_type.factors])
 
     def _numbers(self, axes: Sequence[Sequence[int]]) -> Counts:
         """One way: for each entry of `axes` how many of each kind it has."""
-        counts = [[len(set(kind.axes) & set(each)) for kind in self.kinds] for each in axes]
-        return np.array(counts, dtype=np.int64).reshape(1, len(axes), len(self.kinds))
+        counts = [[len(set(group.axes) & set(each)) for group in self.axis_groups] for each in axes]
+        return np.array(counts, dtype=np.int64).reshape(1, len(axes), len(self.axis_groups))
 
     # What an operator costs by itself.
 
     def _alone(self, variable: OpVariable, ways: Counts) -> Array:
-        own = tuple(variable.op.inputs[place] for place in variable.own)
+        own = tuple(variable.op.inputs[place] for place in variable.own_parameters)
         stored = tuple((v.itemsize, v.stored_dtype, v.requires_grad) for v in own)
-        ids = id(variable.work), id(variable.kind), variable.differentiable
-        key = ("alone", *ids, variable.own, stored, len(ways), ways.tobytes())
+        ids = id(variable.work), id(variable.op_type), variable.differentiable
+        key = ("alone", *ids, variable.own_parameters, stored, len(ways), ways.tobytes())
         if key not in self._cache:
             cost = self._computes(variable, ways)
-            for place in variable.own:
+            for place in variable.own_parameters:
                 cost = cost + self._parameter(variable, place, ways)
             self._cache[key] = cost
         return self._cache[key]
 
     def _computes(self, variable: OpVariable, ways: Counts) -> Array:
-        kind, rule, weights = variable.kind, variable.rule, self.weights
-        rows, of = _distinct(parts_of(self.kinds, ways))
-        named = [dict(zip(kind.factors, map(int, row), strict=True)) for row in rows]
+        op_type, rule, weights = variable.op_type, variable.rule, self.weights
+        rows, of = _distinct(parts_of(self.axis_groups, ways))
+        named = [dict(zip(op_type.factors, map(int, row), strict=True)) for row in rows]
         seconds = np.array([self.model.work(variable.work, parts) for parts in named])
         cost: Array = (seconds @ [weights.forward, weights.backward])[of]
         if rule is None or rule.reductions is no_reductions:
             return cost
         for number, (way, row) in enumerate(zip(ways, of, strict=True)):
             for reduction in rule.reductions(variable.op, named[row]):
-                cut = [kind.factors.index(f) for f in reduction.factors if f in kind.factors]
-                axes = some_axes(self.kinds, way[cut].sum(0))
+                cut = [op_type.factors.index(f) for f in reduction.factors if f in op_type.factors]
+                axes = some_axes(self.axis_groups, way[cut].sum(0))
                 inside = self.model.inside(
                     reduction, axes, variable.differentiable, tuple(seconds[row])
                 )
@@ -186,34 +186,34 @@ class CountTables:
         rows, of = _distinct(uses)
         costs = []
         for cut, varying in rows:
-            parts = int(parts_of(self.kinds, cut))
-            cost = self._kept(value, parts)
+            parts = int(parts_of(self.axis_groups, cut))
+            cost = self._parameter_byte_cost(value, parts)
             if value.requires_grad:
-                over = some_axes(self.kinds, varying, cut)
-                rest = [len(kind.axes) for kind in self.kinds] - cut - varying
-                whole = some_axes(self.kinds, rest, cut + varying)
+                over = some_axes(self.axis_groups, varying, cut)
+                rest = [len(group.axes) for group in self.axis_groups] - cut - varying
+                whole = some_axes(self.axis_groups, rest, cut + varying)
                 sent = self.model.parameter(over, whole, value.numel * value.itemsize / parts)
                 cost += weights.gradients * sum(sent)
             costs.append(cost)
         every: Array = np.array(costs)[of]
         return every
 
-    def _kept(self, value: Value, parts: int) -> float:
-        kept = value.numel * value.stored_dtype.itemsize / parts
-        update = self.model.update_of(kept, parts) if value.requires_grad else 0.0
-        return self.weights.kept * kept + update
+    def _parameter_byte_cost(self, value: Value, parts: int) -> float:
+        parameter_bytes = value.numel * value.stored_dtype.itemsize / parts
+        update = self.model.update_of(parameter_bytes, parts) if value.requires_grad else 0.0
+        return self.weights.parameter_bytes * parameter_bytes + update
 
     # What lies between operators.
 
     def _layouts(self, variable: OpVariable, side: int, place: int, ways: Counts) -> Counts:
         """Of a tensor for each way to cut its operator: (way, dimension, kind), and last the axes
         over which it is terms of a sum, or is read so that its gradient is."""
-        kind, rule = variable.kind, variable.rule
+        op_type, rule = variable.op_type, variable.rule
         value = (variable.op.inputs, variable.op.outputs)[side][place]
-        dims = (kind.input_dims, kind.output_dims)[side]
+        dims = (op_type.input_dims, op_type.output_dims)[side]
         complete = rule.complete if rule is not None and side == 1 else frozenset[str]()
-        layouts = np.zeros((len(ways), len(value.shape) + 1, len(self.kinds)), dtype=np.int64)
-        for number, factor in enumerate(kind.factors):
+        layouts = np.zeros((len(ways), len(value.shape) + 1, len(self.axis_groups)), dtype=np.int64)
+        for number, factor in enumerate(op_type.factors):
             dim = dims[number][place]
             if dim != NO_CUT or factor not in complete:
                 layouts[:, dim] += ways[:, number]  # `NO_CUT` is the last.
@@ -221,7 +221,7 @@ class CountTables:
 
     def _made(self, edge: TensorEdge, ways: Sequence[Counts]) -> Counts:
         """How the value is left, for each way of its maker."""
-        if edge.maker is None:
+        if edge.source_variable is None:
             axes = edge.fixed_axes or ((),) * len(edge.value.shape)
             return self._numbers((*axes, ()))
         assert edge.source is not None
@@ -251,14 +251,16 @@ class CountTables:
             if not scale or not table.any():
                 continue
             reader = edge.readers[at] if at < len(edge.readers) else None
-            if edge.maker is not None and reader is not None:
+            if edge.source_variable is not None and reader is not None:
                 sides = Side(here), Side(there)
-                ends = edge.maker, reader[0]
+                ends = edge.source_variable, reader[0]
                 self.pairs.append(Pair(edge, reader, ends, sides, table, scale))
             elif reader is not None:
-                self.own[reader[0]] = self.own[reader[0]] + scale * table[0][there]
-            elif edge.maker is not None:
-                self.own[edge.maker] = self.own[edge.maker] + scale * table[:, 0][here]
+                self.op_costs[reader[0]] = self.op_costs[reader[0]] + scale * table[0][there]
+            elif edge.source_variable is not None:
+                self.op_costs[edge.source_variable] = (
+                    self.op_costs[edge.source_variable] + scale * table[:, 0][here]
+                )
             else:
                 self.constant += scale * float(table[0, 0])
 
@@ -268,15 +270,17 @@ class CountTables:
         blocks = np.concatenate([layouts for layouts, _ in reads])
         blocks[:, -1] = 0
         stored, _ = _distinct(np.concatenate([blocks, 0 * blocks[:1]]))
-        parts = parts_of(self.kinds, stored[:, :-1].sum(1))
-        kept = np.array([self._kept(edge.value, int(number)) for number in parts])
+        parts = parts_of(self.axis_groups, stored[:, :-1].sum(1))
+        parameter_bytes = np.array(
+            [self._parameter_byte_cost(edge.value, int(number)) for number in parts]
+        )
         planned = list(self._read(edge, self._planned))
         paid = [float(self._between(edge, stored, read).min()) for read in planned]
         for (number, _), (read, of), share in zip(edge.readers, reads, _shares(paid), strict=True):
             weight = self.weights.gradients * self.model.parameter_weight
             sent = weight * self._between(edge, stored, read)
-            least = (kept[:, None] + sent).min(axis=0)
-            self.own[number] = self.own[number] + edge.count * share * least[of]
+            least = (parameter_bytes[:, None] + sent).min(axis=0)
+            self.op_costs[number] = self.op_costs[number] + edge.count * share * least[of]
 
     def _between(self, edge: TensorEdge, left: Counts, read: Counts) -> LayoutTable:
         if len(left) * len(read) > MOST_ENTRIES:

@@ -146,13 +146,13 @@ class _Joint:
             return [variable.pinned]
         matrix = self.model.mesh.device_matrix
         axes = [axis for axis, size in enumerate(matrix) if size > 1]
-        names, limits = variable.kind.factors, variable.kind.limits
+        names, limits = variable.op_type.factors, variable.op_type.limits
         states: list[Cuts] = []
         for choice in product((*range(len(names)), NO_CUT), repeat=len(axes)):
             cuts = axes_of_factors(
                 {axis: names[f] for axis, f in zip(axes, choice, strict=True) if f != NO_CUT}
             )
-            if any({names[n] for n in pair} <= {*cuts} for pair in variable.kind.joined):
+            if any({names[n] for n in pair} <= {*cuts} for pair in variable.op_type.joined):
                 continue
             if all(limits[names.index(f)] % self.model.mesh.size(a) == 0 for f, a in cuts.items()):
                 states.append(cuts)
@@ -163,10 +163,10 @@ class _Joint:
 
     def _edge(self, edge: TensorEdge, weights: Weights) -> list[Factor]:
         """A table for the maker and each reader, charged their share of the redistribution."""
-        if edge.stored:
+        if edge.is_shared_parameter:
             return []
         mesh, ndim = self.model.mesh, len(edge.value.shape)
-        maker = edge.maker
+        maker = edge.source_variable
         sources = [
             self.objective.source_layout(edge, cuts)
             for cuts in (self.states[maker] if maker is not None else [{}])

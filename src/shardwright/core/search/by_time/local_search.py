@@ -47,7 +47,7 @@ def local_search(
     neighborhoods = [
         _Neighborhood(objective, number, variable, edges[number])
         for number, variable in enumerate(objective.problem.variables)
-        if variable.pinned is None and variable.kind.factors
+        if variable.pinned is None and variable.op_type.factors
     ]
     whole = objective.cost(cuts)
     best = total(whole)
@@ -137,16 +137,16 @@ class _Neighborhood:
             for own in edge.ends()
             if own.variable == self.number
         ]
-        kind, rule = self.variable.kind, self.variable.rule
-        limits = dict(zip(kind.factors, kind.limits, strict=True))
+        op_type, rule = self.variable.op_type, self.variable.rule
+        limits = dict(zip(op_type.factors, op_type.limits, strict=True))
         joined = rule.joined if rule is not None else {}
         return CutMoves(self.objective.model.mesh, limits, shared, joined)
 
     def _dims(self, end: EdgeEnd) -> Dims:
         rule = self.variable.rule
         assert rule is not None
-        return (rule.inputs, rule.outputs)[end.side][end.place]
+        return (rule.inputs, rule.outputs)[end.side][end.tensor_index]
 
     def _layout(self, end: EdgeEnd, cuts: list[Cuts]) -> TensorLayout:
         variable = self.objective.problem.variables[end.variable]
-        return self.objective.layouts(variable, cuts[end.variable])[end.side][end.place]
+        return self.objective.layouts(variable, cuts[end.variable])[end.side][end.tensor_index]

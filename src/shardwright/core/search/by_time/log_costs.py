@@ -32,20 +32,22 @@ def log_costs(
     around = problem.edges_around()
     mesh = objective.model.mesh
     for number, variable in enumerate(problem.variables):
-        if not variable.kind.is_main or variable.pinned is not None:
+        if not variable.op_type.is_main or variable.pinned is not None:
             continue
-        kind, current = variable.kind, factor_of_axis(cuts[number])
+        op_type, current = variable.op_type, factor_of_axis(cuts[number])
         for axis in axes:
             alternatives: list[CutAlternative] = []
-            for factor in (*kind.choices, NO_CUT):
+            for factor in (*op_type.choices, NO_CUT):
                 rest = {a: f for a, f in current.items() if a != axis}
-                added = {} if factor == NO_CUT else {axis: kind.factors[factor]}
+                added = {} if factor == NO_CUT else {axis: op_type.factors[factor]}
                 moved = axes_of_factors({**rest, **added})
-                limits = dict(zip(kind.factors, kind.limits, strict=True))
+                limits = dict(zip(op_type.factors, op_type.limits, strict=True))
                 if any(limits[f] % mesh.size(over) for f, over in moved.items()):
                     continue
                 every = [*cuts[:number], moved, *cuts[number + 1 :]]
-                label = "no_cut" if factor == NO_CUT else kind.labels[kind.choices.index(factor)]
+                label = (
+                    "no_cut" if factor == NO_CUT else op_type.labels[op_type.choices.index(factor)]
+                )
                 sent = sum(weights.of(objective.edge(edge, every)) for edge in around[number])
                 own = weights.of(objective.operator(variable, moved))
                 alternatives.append(CutAlternative(factor, label, own, sent))
@@ -53,7 +55,7 @@ def log_costs(
             chosen = [
                 each
                 for each in alternatives
-                if (None if each.factor == NO_CUT else kind.factors[each.factor]) == here
+                if (None if each.factor == NO_CUT else op_type.factors[each.factor]) == here
             ]
             if chosen:
                 size = mesh.device_matrix[axis]

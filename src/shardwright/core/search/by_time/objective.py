@@ -24,7 +24,7 @@ class ObjectiveCost:
         gathers: of parameters that are stored sharded, once a step.
         gradients: reductions of gradients, and redistributions of parameters, once a step.
         update: the optimizer's.
-        kept: bytes.
+        parameter_bytes: bytes.
     """
 
     forward: float = 0.0
@@ -33,7 +33,7 @@ class ObjectiveCost:
     gathers: float = 0.0
     gradients: float = 0.0
     update: float = 0.0
-    kept: float = 0.0
+    parameter_bytes: float = 0.0
 
     def __add__(self, other: ObjectiveCost) -> ObjectiveCost:
         return self.plus(other, 1)
@@ -46,11 +46,11 @@ class ObjectiveCost:
             self.gathers + times * other.gathers,
             self.gradients + times * other.gradients,
             self.update + times * other.update,
-            self.kept + times * other.kept,
+            self.parameter_bytes + times * other.parameter_bytes,
         )
 
-    def total(self, micro_batches: int, kept: float, slowdown: float = 0.0) -> float:
-        """Seconds of a step, and `kept` seconds for each byte that is kept.
+    def total(self, micro_batches: int, parameter_bytes: float, slowdown: float = 0.0) -> float:
+        """Seconds of a step, and `parameter_bytes` seconds for each byte that is kept.
 
         Args:
             slowdown: of parameters that are gathered beside the forward pass and gradients that are
@@ -58,7 +58,7 @@ class ObjectiveCost:
         """
         busy = micro_batches * (self.forward + self.backward + self.redistributions)
         exposed = self.exposed + slowdown * (self.gathers + self.gradients - self.exposed)
-        return busy + exposed + self.update + kept * self.kept
+        return busy + exposed + self.update + parameter_bytes * self.parameter_bytes
 
     @property
     def exposed(self) -> float:
@@ -140,19 +140,21 @@ class Objective:
                 inside += sum(self.model.inside(reduction, axes, variable.differentiable, beside))
         total = ObjectiveCost(forward, backward, inside)
         read, _ = self.layouts(variable, cuts)
-        for place in variable.own:
+        for place in variable.own_parameters:
             value, layout = variable.op.inputs[place], read[place]
             parts_of_value = self.model.mesh.size(layout.sharded)
-            kept = value.numel * value.stored_dtype.itemsize / parts_of_value
+            parameter_bytes = value.numel * value.stored_dtype.itemsize / parts_of_value
             gathers = gradients = update = 0.0
             if value.requires_grad:
-                update = self.model.update_of(kept, parts_of_value)
+                update = self.model.update_of(parameter_bytes, parts_of_value)
                 varying = tuple(layout.varying) if variable.differentiable else ()
                 used = {*layout.sharded, *varying}
                 whole = tuple(a for a in range(len(self.model.mesh.device_matrix)) if a not in used)
                 sent = value.numel * value.itemsize / parts_of_value
                 gathers, gradients = self.model.parameter(varying, whole, sent)
-            total += ObjectiveCost(gathers=gathers, gradients=gradients, update=update, kept=kept)
+            total += ObjectiveCost(
+                gathers=gathers, gradients=gradients, update=update, parameter_bytes=parameter_bytes
+            )
         return total
 
     def layouts(self, variable: OpVariable, cuts: Cuts) -> OpLayouts:
@@ -176,7 +178,7 @@ class Objective:
         known = self._edges.get(key)
         if known is not None:
             return known, True
-        if edge.stored:
+        if edge.is_shared_parameter:
             return ObjectiveCost(), False
         num_bytes = edge.value.numel * edge.value.itemsize
         back, least = edge.differentiable, self._least
@@ -203,7 +205,7 @@ class Objective:
         self, edge: TensorEdge, cuts: Sequence[Cuts], reads: Sequence[TensorLayout]
     ) -> TensorLayout:
         mesh = self.model.mesh
-        if edge.stored:
+        if edge.is_shared_parameter:
             axes = next((read.axes for read in reads if read.sharded), None)
             return TensorLayout(mesh, axes) if axes else mesh.replicated(len(edge.value.shape))
         return self.source_layout(edge, cuts[edge.source[0]] if edge.source is not None else {})
@@ -213,8 +215,8 @@ class Objective:
         if edge.fixed_axes is not None:
             return TensorLayout(self.model.mesh, edge.fixed_axes)
         assert edge.source is not None
-        number, place = edge.source
-        return self.layouts(self.problem.variables[number], cuts)[1][place]
+        number, output_index = edge.source
+        return self.layouts(self.problem.variables[number], cuts)[1][output_index]
 
     def _edge(
         self, edge: TensorEdge, source: TensorLayout, reads: Sequence[TensorLayout]
@@ -227,10 +229,10 @@ class Objective:
                 if path[:length] not in known:
                     known.add(path[:length])
                     seconds += sum(self.model.step(step, value, edge.differentiable))
-        if not edge.stored:
+        if not edge.is_shared_parameter:
             return ObjectiveCost(redistributions=seconds)
         parts = self.model.mesh.size(source.sharded)
-        kept = value.numel * value.stored_dtype.itemsize / parts
-        update = self.model.update_of(kept, parts) if value.requires_grad else 0.0
+        parameter_bytes = value.numel * value.stored_dtype.itemsize / parts
+        update = self.model.update_of(parameter_bytes, parts) if value.requires_grad else 0.0
         seconds *= self.model.parameter_weight
-        return ObjectiveCost(gradients=seconds, update=update, kept=kept)
+        return ObjectiveCost(gradients=seconds, update=update, parameter_bytes=parameter_bytes)

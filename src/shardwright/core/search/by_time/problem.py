@@ -1,7 +1,8 @@
-"""What the search by time decides: operators, and the values that pass between them.
+"""The variables and edges of the search by time: operators, and the values between them.
 
-Operators that blocks repeat are one `OpVariable`, values that are made and read alike one
-`TensorEdge`; both know how often they occur.
+Operators of repeated blocks share one `OpVariable`, and values with equal sources and readers one
+`TensorEdge`; `count` says how many each stands for. So the tables of a deep model are those of a
+few of its blocks.
 """
 
 from __future__ import annotations
@@ -19,58 +20,65 @@ from shardwright.core.partition.decisions import NO_OUTPUTS, CutAxes, Outputs
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import Cuts, ShardingRule, num_rules
 from shardwright.core.search.by_time.elimination import Elimination
-from shardwright.core.search.indexed_graph import IndexedGraph, OpKind, index_graph, whole_outputs
+from shardwright.core.search.indexed_graph import (
+    IndexedGraph,
+    OpType,
+    index_graph,
+    replicated_outputs,
+)
 from shardwright.core.search.recursive.axis_level import AxisLevel
 
 
 @dataclass(frozen=True, eq=False)
 class OpVariable:
-    """An operator to be decided.
+    """An operator whose cuts are to be decided, and its equals in repeated blocks.
 
     Args:
-        count: how many operators are decided by it.
+        count: the number of operators that get its cuts.
         differentiable: whether gradients pass through it.
         pinned: its cuts if they are fixed.
-        own: its inputs that are parameters which nothing else reads.
+        own_parameters: indices of the inputs that are parameters which only this operator reads.
     """
 
     op: Op
     rule: ShardingRule | None
-    kind: OpKind
+    op_type: OpType
     work: Work
     count: int
     differentiable: bool
     pinned: Cuts | None
-    own: tuple[int, ...]
+    own_parameters: tuple[int, ...]
 
 
 class EdgeEnd(NamedTuple):
-    """Where a value enters or leaves an operator.
+    """An input or output of a variable.
 
     Args:
-        variable: the number of the operator's variable.
-        side: 0 among its inputs, 1 among its outputs.
-        place: the number there.
+        variable: its number.
+        side: 0 for an input, 1 for an output.
+        tensor_index: among the inputs, or among the outputs.
     """
 
     variable: int
     side: int
-    place: int
+    tensor_index: int
 
 
 @dataclass(frozen=True, eq=False)
 class TensorEdge:
-    """A value on its way from the operator that makes it to all that read it.
+    """A value between its producer and all of its readers.
 
     Args:
-        source: the variable that makes it and the place among its outputs; None if it arrives.
-        fixed_axes: the axes that cut it where no variable decides how it is made: a value that
-            arrives, or an output whose layout is fixed; None where its source decides.
-        readers: the variables that read it, each with the place among its inputs.
-        returned: whether it is also returned whole.
-        differentiable: whether a gradient comes back.
-        stored: whether it is a parameter that several operators read.
-        count: how many values are such.
+        source: the variable that computes it and the output index; None for inputs of the model,
+            parameters, buffers and constants.
+        fixed_axes: the axes that cut each dim at the source, where that is not decided: for values
+            without a producer, and for outputs whose layout is fixed; else None.
+        readers: the variables that read it, each with the input index.
+        returned: whether the model also returns it, replicated.
+        differentiable: whether a gradient flows back.
+        is_shared_parameter: whether it is a parameter that several operators read; how it is stored
+            is then a decision of its own. Others are part of their operator's cost.
+        count: the number of values that it stands for.
     """
 
     value: Value
@@ -79,17 +87,17 @@ class TensorEdge:
     readers: tuple[tuple[int, int], ...]
     returned: bool
     differentiable: bool
-    stored: bool
+    is_shared_parameter: bool
     count: int
 
     @property
-    def maker(self) -> int | None:
-        """The variable that decides how the value is made."""
+    def source_variable(self) -> int | None:
+        """The variable whose cuts decide the layout at the source; None if that is fixed."""
         return self.source[0] if self.source is not None and self.fixed_axes is None else None
 
     def ends(self) -> list[EdgeEnd]:
-        """The ends at its readers, then at its source if it has one."""
-        ends = [EdgeEnd(number, 0, place) for number, place in self.readers]
+        """The ends at its readers, then the end at its source if it has one."""
+        ends = [EdgeEnd(number, 0, index) for number, index in self.readers]
         if self.source is not None:
             ends.append(EdgeEnd(self.source[0], 1, self.source[1]))
         return ends
@@ -97,10 +105,12 @@ class TensorEdge:
 
 @dataclass(frozen=True, eq=False)
 class SearchProblem:
-    """Variables, the edges between them, and for each operator of the graph its variable.
+    """The variables, the edges between them, and the variable of each operator of the graph.
 
     Args:
-        eliminations: of variables, by what is connected; all searches on the problem share them.
+        variable_of: for each operator of the graph the number of its variable.
+        eliminations: elimination orders by table sizes and scopes; shared by all searches on the
+            problem, since most axes have the same.
     """
 
     variables: tuple[OpVariable, ...]
@@ -108,22 +118,22 @@ class SearchProblem:
     variable_of: tuple[int, ...]
     indexed: IndexedGraph
     eliminations: dict[object, Elimination] = field(default_factory=dict, repr=False)
-    _along_batch: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    _data_parallel_choices: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
-    def along_batch(self, size: int) -> tuple[int, ...]:
-        """The choices of data parallel on an axis of so many devices, where no other is cut."""
-        if size not in self._along_batch:
-            parts = [(1,) * len(kind.factors) for kind in self.indexed.kinds]
-            level = AxisLevel(self.indexed, parts, size)
-            level.fill()
-            # Of the operators that a variable decides the first counts.
+    def data_parallel_choices(self, size: int) -> tuple[int, ...]:
+        """Each variable's choice if an axis of `size` devices, and no other, is data parallel."""
+        if size not in self._data_parallel_choices:
+            shard_counts = [(1,) * len(op_type.factors) for op_type in self.indexed.op_types]
+            level = AxisLevel(self.indexed, shard_counts, size)
+            level.decide_remaining()
+            # Reversed, so that the first of the operators that share a variable wins.
             decided = dict(zip(reversed(self.variable_of), reversed(level.choice), strict=True))
             choices = tuple(decided[number] for number in range(len(self.variables)))
-            self._along_batch[size] = choices
-        return self._along_batch[size]
+            self._data_parallel_choices[size] = choices
+        return self._data_parallel_choices[size]
 
     def edges_around(self) -> list[list[TensorEdge]]:
-        """For each variable the edges that it makes or reads."""
+        """Return for each variable the edges that have an end at it."""
         around: list[dict[TensorEdge, None]] = [{} for _ in self.variables]
         for edge in self.edges:
             for end in edge.ends():
@@ -138,27 +148,27 @@ def search_problem(
     arrivals: Mapping[str, CutAxes] | None = None,
     fold: bool = True,
 ) -> SearchProblem:
-    """The operators and values of `graph`, those that blocks repeat folded into one.
+    """Return the variables and edges of `graph`; the last problem of each graph is cached.
 
     Args:
-        pinned: cuts of operators that are kept.
+        pinned: cuts of operators that are fixed.
         outputs: the axes of each output of the operators whose output layouts are fixed.
-        arrivals: the axes of each model input that does not arrive whole.
-        fold: whether blocks that repeat are decided once.
+        arrivals: the axes of each dim of the model inputs that arrive sharded.
+        fold: whether repeated blocks share variables.
     """
     pins = tuple((name, tuple(cuts.items())) for name, cuts in pinned.items())
     arriving = tuple((arrivals or {}).items())
-    asked = num_rules(), pins, tuple(outputs.items()), arriving, fold
-    known = _KNOWN.get(graph)
-    if known is None or known[0] != asked:
-        found = _search_problem(graph, pinned, outputs, arrivals or {}, fold)
-        known = _KNOWN[graph] = asked, found
-    return known[1]
+    key = num_rules(), pins, tuple(outputs.items()), arriving, fold
+    cached = _LAST_PROBLEM.get(graph)
+    if cached is None or cached[0] != key:
+        problem = _search_problem(graph, pinned, outputs, arrivals or {}, fold)
+        cached = _LAST_PROBLEM[graph] = key, problem
+    return cached[1]
 
 
-_KNOWN: WeakKeyDictionary[Graph, tuple[object, SearchProblem]] = WeakKeyDictionary()
-"""What was searched last of each graph, with what it depends on: searches of one plan differ in
-what they weigh and in the devices."""
+_LAST_PROBLEM: WeakKeyDictionary[Graph, tuple[object, SearchProblem]] = WeakKeyDictionary()
+"""By graph the last problem, with the arguments that it depends on. One is enough: the searches of
+one plan differ in the mesh and in weights, which a problem does not contain."""
 
 
 def _search_problem(
@@ -170,11 +180,13 @@ def _search_problem(
 ) -> SearchProblem:
     indexed = index_graph(graph)
     works = [work_of(op) for op in graph.ops]
-    alike = [_alike(op, work, pinned, outputs) for op, work in zip(graph.ops, works, strict=True)]
-    decided_by = representatives(indexed, alike) if fold else list(range(len(graph.ops)))
+    op_keys = [
+        _op_key(op, work, pinned, outputs) for op, work in zip(graph.ops, works, strict=True)
+    ]
+    decided_by = representatives(indexed, op_keys) if fold else list(range(len(graph.ops)))
     number_of = {op: number for number, op in enumerate(sorted(set(decided_by)))}
     variable_of = tuple(number_of[op] for op in decided_by)
-    own = _own_parameters(graph, indexed)
+    own_parameters = _own_parameters(graph, indexed)
     counts = [0] * len(number_of)
     for number in variable_of:
         counts[number] += 1
@@ -182,12 +194,12 @@ def _search_problem(
         OpVariable(
             op=graph.ops[op],
             rule=rule_of(graph.ops[op]),
-            kind=indexed.kinds[op],
+            op_type=indexed.op_types[op],
             work=works[op],
             count=counts[number],
             differentiable=any(value.requires_grad for value in graph.ops[op].outputs),
             pinned=pinned.get(graph.ops[op].name),
-            own=own[op],
+            own_parameters=own_parameters[op],
         )
         for op, number in number_of.items()
     )
@@ -195,8 +207,8 @@ def _search_problem(
     return SearchProblem(variables, edges, variable_of, indexed)
 
 
-def _alike(op: Op, work: Work, pinned: Mapping[str, Cuts], outputs: Outputs) -> Hashable:
-    """What makes an operator like another beside its rule."""
+def _op_key(op: Op, work: Work, pinned: Mapping[str, Cuts], outputs: Outputs) -> Hashable:
+    """What must be equal, besides the rule, for two operators to share a variable."""
     cuts = pinned.get(op.name)
     pin = None if cuts is None else tuple(cuts.items())
     grads = tuple(value.requires_grad for value in (*op.inputs, *op.outputs))
@@ -206,9 +218,9 @@ def _alike(op: Op, work: Work, pinned: Mapping[str, Cuts], outputs: Outputs) -> 
 def _own_parameters(graph: Graph, indexed: IndexedGraph) -> list[tuple[int, ...]]:
     return [
         tuple(
-            place
-            for place, value in enumerate(op.inputs)
-            if value.kind is Kind.PARAMETER and len(indexed.consumers[read[place]]) == 1
+            input_index
+            for input_index, value in enumerate(op.inputs)
+            if value.kind is Kind.PARAMETER and len(indexed.consumers[read[input_index]]) == 1
         )
         for op, read in zip(graph.ops, indexed.inputs, strict=True)
     ]
@@ -222,107 +234,124 @@ def _edges(
     outputs: Outputs,
     arrivals: Mapping[str, CutAxes],
 ) -> tuple[TensorEdge, ...]:
-    outcomes = whole_outputs(graph)
-    whole = outcomes | {value for _, value in graph.updates}
+    returned_values = replicated_outputs(graph)
+    replicated = returned_values | {value for _, value in graph.updates}
     edges: dict[Hashable, tuple[TensorEdge, int]] = {}
     for number, value in enumerate(graph.values()):
         consumers = indexed.consumers[number]
         parameter = value.kind is Kind.PARAMETER
-        if (parameter and len(consumers) < 2) or not (consumers or value in whole):
+        if (parameter and len(consumers) < 2) or not (consumers or value in replicated):
             continue
-        readers = tuple(sorted({(variable_of[op], place) for op, place in consumers}))
+        readers = tuple(sorted({(variable_of[op], index) for op, index in consumers}))
         producer, source = indexed.producer[number], None
         if producer is None:
             axes: CutAxes | None = arrivals.get(value.name, ((),) * len(value.shape))
         else:
-            op, place = producer
-            source = (variable_of[op], place)
-            axes = outputs.get(graph.ops[op].name, (None,) * (place + 1))[place]
-        back = value.requires_grad and (
-            value in outcomes or any(variables[reader].differentiable for reader, _ in readers)
+            op, index = producer
+            source = (variable_of[op], index)
+            axes = outputs.get(graph.ops[op].name, (None,) * (index + 1))[index]
+        has_gradient = value.requires_grad and (
+            value in returned_values
+            or any(variables[reader].differentiable for reader, _ in readers)
         )
-        edge = TensorEdge(value, source, axes, readers, value in whole, back, parameter, 0)
-        key: Hashable = (source, axes, readers, value in whole, value.shape, value.dtype, back)
+        edge = TensorEdge(
+            value, source, axes, readers, value in replicated, has_gradient, parameter, 0
+        )
+        key: Hashable = (
+            source,
+            axes,
+            readers,
+            value in replicated,
+            value.shape,
+            value.dtype,
+            has_gradient,
+        )
         if source is None:
             key = (key, number)
-        first, count = edges.get(key, (edge, 0))
-        edges[key] = (first, count + 1)
+        representative, count = edges.get(key, (edge, 0))
+        edges[key] = (representative, count + 1)
     return tuple(replace(edge, count=count) for edge, count in edges.values())
 
 
-FEWEST = 4
-"""Fewer blocks in a row are decided one by one."""
+MIN_BLOCKS = 4
+"""Shorter runs of equal blocks are not folded. The first and the last block have other neighbors
+and keep their own variables, so that in a run of three nothing would be saved."""
 
 
 @dataclass(frozen=True)
 class BlockRun:
-    """Equal blocks in a row: `blocks` of them, each of `period` operators, from `start` on."""
+    """`blocks` equal blocks in a row, each of `period` operators, from operator `start` on."""
 
     start: int
     period: int
     blocks: int
 
 
-def representatives(indexed: IndexedGraph, alike: Sequence[Hashable]) -> list[int]:
-    """For each operator the one that is decided for it.
+def representatives(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[int]:
+    """Return for each operator the one whose cuts it gets.
+
+    All blocks of a run but the first and the last get the cuts of the second: the neighbors of the
+    first and of the last block differ.
 
     Args:
-        alike: for each operator what else must be equal for it to be decided like another.
+        op_keys: for each operator what must be equal, besides its type, to share cuts.
     """
     decided_by = list(range(len(indexed.names)))
-    for run in block_runs(indexed, alike):
+    for run in block_runs(indexed, op_keys):
         for block in range(2, run.blocks - 1):
             first = run.start + block * run.period
-            for place in range(run.period):
-                decided_by[first + place] = run.start + run.period + place
+            for offset in range(run.period):
+                decided_by[first + offset] = run.start + run.period + offset
     return decided_by
 
 
-def block_runs(indexed: IndexedGraph, alike: Sequence[Hashable]) -> list[BlockRun]:
-    """The rows of at least `FEWEST` equal blocks, none overlapping another."""
+def block_runs(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[BlockRun]:
+    """Return disjoint runs of at least `MIN_BLOCKS` equal blocks."""
     numbers: dict[Hashable, int] = {}
     keys = np.array(
         [
-            numbers.setdefault((id(kind), also), len(numbers))
-            for kind, also in zip(indexed.kinds, alike, strict=True)
+            numbers.setdefault((id(op_type), op_key), len(numbers))
+            for op_type, op_key in zip(indexed.op_types, op_keys, strict=True)
         ],
         dtype=np.int64,
     )
     runs: list[BlockRun] = []
-    pieces = [(0, len(keys))]
-    while pieces:
-        start, stop = pieces.pop()
-        run = _longest(indexed, keys, start, stop)
+    intervals = [(0, len(keys))]
+    while intervals:
+        start, stop = intervals.pop()
+        run = _longest_run(indexed, keys, start, stop)
         if run is not None:
             runs.append(run)
-            pieces += [(start, run.start), (run.start + run.period * run.blocks, stop)]
+            intervals += [(start, run.start), (run.start + run.period * run.blocks, stop)]
     return runs
 
 
-def _longest(
+def _longest_run(
     indexed: IndexedGraph, keys: np.ndarray[tuple[int], np.dtype[np.int64]], start: int, stop: int
 ) -> BlockRun | None:
-    """The longest row of equal blocks among operators `start` to `stop`."""
-    best, length = (0, 0), 0
-    part = keys[start:stop]
-    for period in range(1, (stop - start) // FEWEST + 1):
+    """The longest run of equal blocks among operators `start` to `stop`, of the shortest period."""
+    best_start, length = (0, 0), 0
+    segment_keys = keys[start:stop]
+    for period in range(1, (stop - start) // MIN_BLOCKS + 1):
         if length >= stop - start - period:
             break
-        equal = part[period:] == part[:-period]
-        first, size = _stretch(equal)
+        equal = segment_keys[period:] == segment_keys[:-period]
+        first_op, size = _longest_true_run(equal)
         if size > length:
-            best, length = (start + first, period), size
-    if not length or length < (FEWEST - 1) * best[1]:
+            best_start, length = (start + first_op, period), size
+    if not length or length < (MIN_BLOCKS - 1) * best_start[1]:
         return None
-    first, period = best
-    reads = np.array([_reads_alike(indexed, op, period) for op in range(first, first + length)])
-    offset, size = _stretch(reads)
+    first_op, period = best_start
+    reads = np.array(
+        [_reads_equal_values(indexed, op, period) for op in range(first_op, first_op + length)]
+    )
+    offset, size = _longest_true_run(reads)
     blocks = size // period + 1
-    return BlockRun(first + offset, period, blocks) if blocks >= FEWEST else None
+    return BlockRun(first_op + offset, period, blocks) if blocks >= MIN_BLOCKS else None
 
 
-def _stretch(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[int, int]:
-    """Start and length of the longest stretch of true flags, the first of equal ones."""
+def _longest_true_run(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[int, int]:
+    """Start and length of the longest run of true flags; the first of equally long ones."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
     if not len(edges):
         return 0, 0
@@ -331,17 +360,26 @@ def _stretch(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[int, in
     return int(edges[2 * longest]), int(lengths[longest])
 
 
-def _reads_alike(indexed: IndexedGraph, op: int, period: int) -> bool:
-    """Whether the operator one period after `op` reads as it does: values made as long before, the
-    same ones, or a parameter or constant that its own block reads likewise."""
+def _reads_equal_values(indexed: IndexedGraph, op: int, period: int) -> bool:
+    """Whether the operator one period after `op` reads the corresponding inputs.
+
+    Each input must be the same value, or one computed one period later, or a parameter or constant
+    whose readers are all one period later.
+    """
     for value, later in zip(indexed.inputs[op], indexed.inputs[op + period], strict=True):
         if value == later:
             continue
-        source, again = indexed.producer[value], indexed.producer[later]
-        if source is None and again is None:
-            uses = [(reader + period, place) for reader, place in indexed.consumers[value]]
+        source, later_source = indexed.producer[value], indexed.producer[later]
+        if source is None and later_source is None:
+            uses = [
+                (reader + period, input_index) for reader, input_index in indexed.consumers[value]
+            ]
             if uses != list(indexed.consumers[later]):
                 return False
-        elif source is None or again is None or (again[0] - period, again[1]) != source:
+        elif (
+            source is None
+            or later_source is None
+            or (later_source[0] - period, later_source[1]) != source
+        ):
             return False
     return True

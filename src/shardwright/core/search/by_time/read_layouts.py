@@ -1,7 +1,7 @@
-"""How a value is left and read on one axis of the mesh, and what lies between.
+"""Layouts of a value on one mesh axis, and the costs of redistributing between them.
 
-Readers that ask for the same layout share its redistribution, so that of several readers it matters
-which *set* of layouts they ask for together.
+Readers of equal layouts share one redistribution, so the cost of several readers depends on the
+*set* of layouts that they read.
 """
 
 from __future__ import annotations
@@ -15,59 +15,66 @@ import numpy as np
 from shardwright.core.search.by_time.elimination import Table
 
 AxisLayout = int
-"""How a value lies on the axis: cut along a dimension (0 and up), or one of these two."""
+"""The placement of a value on the axis: the dim that is sharded (0 and up), or one of these two."""
 
-SUMMED: AxisLayout = -2
-"""As terms of a sum; of a value that is read: with a gradient that is one."""
+PARTIAL: AxisLayout = -2
+"""DTensor's `Partial`: each device has a term of a sum. For a value that is read: its gradient is
+partial."""
 
-WHOLE: AxisLayout = -1
-"""The same on every device."""
+REPLICATED: AxisLayout = -1
+"""DTensor's `Replicate`."""
 
-LARGEST_SET = 3
-"""A value is read in at most so many layouts on one axis."""
+MAX_LAYOUTS = 3
+"""The size of the largest set of layouts in which a value is read on one axis, unless one reader
+alone needs more. It keeps the number of sets of n layouts below n³, where all sets would be 2ⁿ."""
 
 ReadLayouts = tuple[frozenset[AxisLayout], ...]
-"""For each choice of a reader, or of several together, the layouts in which they read a value."""
+"""For each choice of a reader the layouts in which it reads a value."""
 
 
-def row_of(layout: AxisLayout) -> int:
-    """The row and the column of a layout in the tables of redistributions."""
-    return layout - SUMMED
+def table_index(layout: AxisLayout) -> int:
+    """The row or column of a layout in `redistribution_table`."""
+    return layout - PARTIAL
 
 
 def redistribution_table(ndim: int, differentiable: bool, seconds: Callable[[str], float]) -> Table:
-    """Seconds from each layout in which a value is left (row) to each in which it is read (column).
+    """Seconds from each layout at the source (row) to each layout at a reader (column).
 
-    A last column is the part that reading in both `SUMMED` and `WHOLE` pays once: the sum itself.
+    One more column, the last, holds what readers in `PARTIAL` and in `REPLICATED` share: the
+    all-reduce of the forward pass.
 
     Args:
+        ndim: number of dims of the value.
+        differentiable: whether its gradient is redistributed back.
         seconds: of a collective over the axis, by its name.
     """
-    back = 1.0 if differentiable else 0.0
+    backward = 1.0 if differentiable else 0.0
     reduce, gather = seconds("all_reduce"), seconds("all_gather")
     scatter, exchange = seconds("reduce_scatter"), seconds("all_to_all")
     table = np.zeros((ndim + 2, ndim + 3))
-    table[0, :] = scatter + back * gather
-    table[0, :2] = reduce + back * reduce, reduce
+    table[0, :] = scatter + backward * gather
+    table[0, :2] = reduce + backward * reduce, reduce
     table[0, -1] = reduce
-    table[1, 0] = back * reduce
-    table[1, 2:-1] = back * gather
+    table[1, 0] = backward * reduce
+    table[1, 2:-1] = backward * gather
     for dim in range(2, ndim + 2):
-        table[dim, 0] = gather + back * scatter
+        table[dim, 0] = gather + backward * scatter
         table[dim, 1] = gather
-        table[dim, 2:-1] = (1 + back) * exchange
+        table[dim, 2:-1] = (1 + backward) * exchange
         table[dim, dim] = 0.0
     return table
 
 
 @cache
 def column_sums(sets: ReadLayouts, columns: int) -> Table:
-    """For each set of layouts (column) which entries of a row of `redistribution_table` it adds;
-    the last one is subtracted where the set has both layouts that share it."""
+    """A 0/1 matrix: `redistribution_table(...) @ column_sums(...)` is the cost of each set.
+
+    The shared last column is subtracted for sets with both `PARTIAL` and `REPLICATED`.
+    """
     table = np.zeros((columns, len(sets)))
     for number, layouts in enumerate(sets):
-        table[[row_of(layout) for layout in layouts], number] = 1.0
-        if SUMMED in layouts and WHOLE in layouts:
+        table[[table_index(layout) for layout in layouts], number] = 1.0
+        if PARTIAL in layouts and REPLICATED in layouts:
             table[-1, number] = -1.0
     return table
 
@@ -76,28 +83,34 @@ def column_sums(sets: ReadLayouts, columns: int) -> Table:
 def layout_sets(
     readers: tuple[ReadLayouts, ...], returned: frozenset[AxisLayout]
 ) -> tuple[ReadLayouts, dict[ReadLayouts, Table]]:
-    """The sets of layouts in which a value may be read, and for each reader which of its choices
-    (row) a set (column) serves: 0, else infinity.
+    """The sets of layouts in which a value may be read, and a table for each reader.
+
+    A table is 0 where the set (column) contains the layouts of the reader's choice (row), else
+    infinity.
 
     Args:
-        returned: the layouts in which the model returns it, which are in every set.
+        returned: the layouts in which the model returns the value; every set contains them.
     """
-    every = sorted(frozenset().union(returned, *(read for reads in readers for read in reads)))
-    most = max(LARGEST_SET, max(len(read) for reads in readers for read in reads))
+    all_layouts = sorted(
+        frozenset().union(returned, *(read for reads in readers for read in reads))
+    )
+    max_size = max(MAX_LAYOUTS, max(len(read) for reads in readers for read in reads))
     sets = tuple(
-        chosen
-        for length in range(1, min(most, len(every)) + 1)
-        for chosen in map(frozenset, combinations(every, length))
-        if returned <= chosen
+        layouts
+        for length in range(1, min(max_size, len(all_layouts)) + 1)
+        for layouts in map(frozenset, combinations(all_layouts, length))
+        if returned <= layouts
     )
     serves = {
-        reads: np.array([[0.0 if read <= chosen else np.inf for chosen in sets] for read in reads])
+        reads: np.array(
+            [[0.0 if read <= layouts else np.inf for layouts in sets] for read in reads]
+        )
         for reads in readers
     }
     return sets, serves
 
 
 @cache
-def joined_reads(one: ReadLayouts, other: ReadLayouts) -> ReadLayouts:
-    """The layouts of an operator that reads the value in two places."""
-    return tuple(a | b for a, b in zip(one, other, strict=True))
+def united_reads(first: ReadLayouts, second: ReadLayouts) -> ReadLayouts:
+    """The layouts of an operator that reads the value as two of its inputs."""
+    return tuple(a | b for a, b in zip(first, second, strict=True))

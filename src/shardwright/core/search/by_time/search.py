@@ -80,7 +80,9 @@ def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
     problem = search_problem(request.graph, request.pinned, request.outputs, request.arrivals, fold)
     weight = pricing.parameter_weight(request.mem_coeff)
     model = TimeModel(pricing.cluster, request.mesh, pricing.stages, pricing.sharing, weight)
-    return TimedSearch(problem, model, pricing, pricing.kept_byte(request.mem_coeff))
+    return TimedSearch(
+        problem, model, pricing, pricing.seconds_per_parameter_byte(request.mem_coeff)
+    )
 
 
 def cuts_of_graph(graph: Graph, problem: SearchProblem, cuts: Sequence[Cuts]) -> CutsOfGraph:
@@ -98,13 +100,13 @@ class TimedSearch:
     """The search on one problem; what it tabulates serves all its passes.
 
     Args:
-        kept_byte: seconds that a byte of parameters counts which a device keeps.
+        seconds_per_parameter_byte: seconds that a byte of parameters counts which a device keeps.
     """
 
     problem: SearchProblem
     model: TimeModel
     pricing: Pricing
-    kept_byte: float
+    seconds_per_parameter_byte: float
     tables: dict[object, Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -235,7 +237,10 @@ class TimedSearch:
                 continue
             known.add(alike)
             columns = {tuple(row[other] for row in choices) for other in self.axes}
-            columns |= {self.problem.along_batch(self.model.mesh.device_matrix[axis]), nothing}
+            columns |= {
+                self.problem.data_parallel_choices(self.model.mesh.device_matrix[axis]),
+                nothing,
+            }
             for column in sorted(columns - {tuple(row[axis] for row in choices)}):
                 changed = self._with_column(choices, axis, column)
                 cost = self._cost_below(changed, best)
@@ -248,8 +253,10 @@ class TimedSearch:
         sizes = self.model.mesh.device_matrix
         changed: Choices = []
         for variable, row, choice in zip(self.problem.variables, choices, column, strict=True):
-            parts = variable.kind.parts(row, sizes, axis)
-            divides = choice != NO_CUT and variable.kind.divides(choice, parts, sizes[axis])
+            shard_counts = variable.op_type.shard_counts(row, sizes, axis)
+            divides = choice != NO_CUT and variable.op_type.divides(
+                choice, shard_counts, sizes[axis]
+            )
             fresh = row[axis] if variable.pinned is not None else choice if divides else NO_CUT
             changed.append([*row[:axis], fresh, *row[axis + 1 :]])
         return changed
@@ -261,7 +268,7 @@ class TimedSearch:
             row = [NO_CUT] * len(self.model.mesh.device_matrix)
             for factor, axes in (variable.pinned or {}).items():
                 for axis in axes:
-                    row[axis] = variable.kind.factors.index(factor)
+                    row[axis] = variable.op_type.factors.index(factor)
             choices.append(row)
         return choices
 
@@ -291,12 +298,14 @@ class TimedSearch:
         slowdown = self.model.slowdown
         hides = (1 - slowdown) * share
         gathers = 0.0 if self.model.sharing is None else hides
-        return Weights(times - gathers, times - hides, times, slowdown + hides, self.kept_byte)
+        return Weights(
+            times - gathers, times - hides, times, slowdown + hides, self.seconds_per_parameter_byte
+        )
 
     def _cuts(self, choices: Choices) -> list[Cuts]:
         cuts: list[Cuts] = []
         for variable, row in zip(self.problem.variables, choices, strict=True):
-            names = variable.kind.factors
+            names = variable.op_type.factors
             decided = axes_of_factors({a: names[c] for a, c in enumerate(row) if c != NO_CUT})
             # Axes of a pinned operator may stand in another order.
             cuts.append(decided if variable.pinned is None else variable.pinned)
@@ -315,4 +324,6 @@ class TimedSearch:
 
     def total(self, cost: ObjectiveCost) -> float:
         """What the search minimizes."""
-        return cost.total(self.pricing.micro_batches, self.kept_byte, self.model.slowdown)
+        return cost.total(
+            self.pricing.micro_batches, self.seconds_per_parameter_byte, self.model.slowdown
+        )

@@ -1,9 +1,9 @@
-"""One level of the recursion: what every operator cuts on one axis, and how decisions spread.
+"""One level of the recursion: the choices on one axis, and how they propagate.
 
-A decided operator leaves and reads tensors that are cut along some dim on this axis, or whole. A
-neighbor that has no cost of its own follows: it cuts the factor that its tensor has on that dim.
+On this axis a decided operator reads and writes each tensor replicated, or sharded along some dim.
+A neighbor without a cost follows: it cuts the factor that the shared tensor carries on that dim.
 
-`relu(linear(x))`, linear cut on J → its output is cut on dim 1 → relu cuts the factor of dim 1.
+`relu(linear(x))`, linear cut on J → its output is sharded on dim 1 → relu cuts the factor of dim 1.
 """
 
 from __future__ import annotations
@@ -14,30 +14,35 @@ from collections.abc import Iterable, Iterator, Sequence
 from shardwright.core.search.indexed_graph import NO_CUT, IndexedGraph
 
 UNDECIDED = -2
+"""The choice of an operator before the level decides it. Less than `NO_CUT` and all factors, so
+that the maximum of several neighbors' choices prefers any decision."""
 
 
 class AxisLevel:
     """The choices on one axis.
 
     Args:
-        graph: the operators.
-        parts: for each operator in how many parts each of its factors is cut on earlier levels.
+        shard_counts: for each operator the number of shards of each factor after earlier levels.
         axis_size: number of devices along the axis.
+
+    Attributes:
+        choice: for each operator the factor that it cuts, `NO_CUT` or `UNDECIDED`.
     """
 
     def __init__(
-        self, graph: IndexedGraph, parts: Sequence[tuple[int, ...]], axis_size: int
+        self, graph: IndexedGraph, shard_counts: Sequence[tuple[int, ...]], axis_size: int
     ) -> None:
         self.graph = graph
-        self.parts = parts
+        self.shard_counts = shard_counts
         self.axis_size = axis_size
         self.choice = [UNDECIDED] * len(graph.names)
 
-    def spread(self, decided: Iterable[int]) -> None:
-        """Lets neighbors without a cost follow, forward and backward, up to what is decided.
+    def propagate(self, decided: Iterable[int]) -> None:
+        """Propagate new choices to operators without a cost, forward and backward.
 
-        Where the maker of a tensor is still to be decided by cost, other readers of it follow the
-        one that is decided, so that a residual stream is read in one way from its start.
+        Propagation ends at decided operators and at operators with a cost. Where the producer of a
+        tensor still awaits its own decision by cost, other readers follow the decided reader, so
+        that all readers of a residual stream agree from its start.
 
         Args:
             decided: operators whose choice is new.
@@ -46,45 +51,45 @@ class AxisLevel:
         queue = deque(decided)
         while queue:
             op = queue.popleft()
-            kind = graph.kinds[op]
-            for value, dim in zip(graph.outputs[op], kind.output_dims[choice[op]], strict=True):
-                self._offer(value, dim, queue)
-            for value, dim in zip(graph.inputs[op], kind.input_dims[choice[op]], strict=True):
+            op_type = graph.op_types[op]
+            for value, dim in zip(graph.outputs[op], op_type.output_dims[choice[op]], strict=True):
+                self._propagate_to_readers(value, dim, queue)
+            for value, dim in zip(graph.inputs[op], op_type.input_dims[choice[op]], strict=True):
                 producer = graph.producer[value]
-                if producer is not None and self._follows(producer[0]):
-                    choice[producer[0]] = self.following_output(*producer, dim)
-                    self._continue(producer[0], dim, queue)
+                if producer is not None and self._is_following(producer[0]):
+                    choice[producer[0]] = self.choice_from_output(*producer, dim)
+                    self._enqueue(producer[0], dim, queue)
                 elif graph.data[value] and (producer is None or choice[producer[0]] == UNDECIDED):
-                    self._offer(value, dim, queue)
+                    self._propagate_to_readers(value, dim, queue)
 
-    def _offer(self, value: int, dim: int, queue: deque[int]) -> None:
-        """Lets the readers of a value follow the way in which it is made or read elsewhere."""
-        for consumer, place in self.graph.consumers[value]:
-            if self._follows(consumer):
-                self.choice[consumer] = self.following_input(consumer, place, dim)
-                self._continue(consumer, dim, queue)
+    def _propagate_to_readers(self, value: int, dim: int, queue: deque[int]) -> None:
+        """Let readers without a cost follow a value that is sharded along `dim`."""
+        for consumer, input_index in self.graph.consumers[value]:
+            if self._is_following(consumer):
+                self.choice[consumer] = self.choice_from_input(consumer, input_index, dim)
+                self._enqueue(consumer, dim, queue)
 
-    def _follows(self, op: int) -> bool:
-        return self.choice[op] == UNDECIDED and not self.graph.kinds[op].is_main
+    def _is_following(self, op: int) -> bool:
+        return self.choice[op] == UNDECIDED and not self.graph.op_types[op].is_main
 
-    def _continue(self, op: int, dim: int, queue: deque[int]) -> None:
-        """Spreads further from `op`, but not past an operator that cannot follow a cut."""
+    def _enqueue(self, op: int, dim: int, queue: deque[int]) -> None:
+        """Propagate further from `op`, unless it could not follow a cut along `dim`."""
         if self.choice[op] >= 0 or (self.choice[op] == NO_CUT and dim == NO_CUT):
             queue.append(op)
 
-    def following_input(self, op: int, place: int, dim: int) -> int:
-        """What `op` does when its input at `place` is cut along `dim`, or whole.
+    def choice_from_input(self, op: int, input_index: int, dim: int) -> int:
+        """The choice of `op` if an input is sharded along `dim`, or replicated (`NO_CUT`).
 
-        `UNDECIDED` if that input says nothing about the operator: a whole broadcast operand.
+        `UNDECIDED` for a replicated input that leaves the operator free, as a broadcast operand.
         """
-        factor = self._factor(op, self.graph.kinds[op].inputs[place], dim)
-        if factor == NO_CUT and not self.graph.constrains[op][place]:
+        factor = self._factor(op, self.graph.op_types[op].inputs[input_index], dim)
+        if factor == NO_CUT and not self.graph.replicates_op[op][input_index]:
             return UNDECIDED
         return factor
 
-    def following_output(self, op: int, place: int, dim: int) -> int:
-        """What `op` does when its output at `place` is read cut along `dim`, or whole."""
-        return self._factor(op, self.graph.kinds[op].outputs[place], dim)
+    def choice_from_output(self, op: int, output_index: int, dim: int) -> int:
+        """The choice of `op` if an output is read sharded along `dim`, or replicated (`NO_CUT`)."""
+        return self._factor(op, self.graph.op_types[op].outputs[output_index], dim)
 
     def _factor(self, op: int, dims: tuple[int, ...], dim: int) -> int:
         if dim == NO_CUT:
@@ -92,59 +97,65 @@ class AxisLevel:
         factor = dims[dim]
         if factor == NO_CUT:
             return NO_CUT
-        divides = self.graph.kinds[op].divides(factor, self.parts[op], self.axis_size)
+        divides = self.graph.op_types[op].divides(factor, self.shard_counts[op], self.axis_size)
         return factor if divides else NO_CUT
 
-    def fill(self) -> None:
-        """Decides what no decision has reached: forward, then backward; the rest is not cut.
+    def decide_remaining(self) -> None:
+        """Decide operators that propagation has not reached: forward, then backward, then no cut.
 
-        An input of the model counts as cut along the batch, so that a model without any operator
-        that is decided by cost is data parallel.
+        Inputs of the model count as sharded along the batch, so that a model without any operator
+        with a cost is data parallel.
         """
         undecided = [op for op, choice in enumerate(self.choice) if choice == UNDECIDED]
         for op in undecided:
-            self.choice[op] = _strongest(self._choices_of_producers(op))
+            self.choice[op] = _preferred_choice(self._choices_of_producers(op))
         for op in reversed(undecided):
             if self.choice[op] == UNDECIDED:
-                self.choice[op] = _strongest(self._choices_of_consumers(op))
+                self.choice[op] = _preferred_choice(self._choices_of_consumers(op))
         for op in undecided:
             if self.choice[op] == UNDECIDED:
                 self.choice[op] = NO_CUT
 
-    def next_parts(self) -> list[tuple[int, ...]]:
-        """In how many parts each factor of each operator is cut after this level."""
+    def next_shard_counts(self) -> list[tuple[int, ...]]:
+        """For each operator the number of shards of each factor after this level."""
         return [
-            (*parts[:cut], parts[cut] * self.axis_size, *parts[cut + 1 :]) if cut >= 0 else parts
-            for parts, cut in zip(self.parts, self.choice, strict=True)
+            (
+                *shard_counts[:factor],
+                shard_counts[factor] * self.axis_size,
+                *shard_counts[factor + 1 :],
+            )
+            if factor >= 0
+            else shard_counts
+            for shard_counts, factor in zip(self.shard_counts, self.choice, strict=True)
         ]
 
     def _choices_of_producers(self, op: int) -> Iterator[int]:
         graph = self.graph
-        for place, value in enumerate(graph.inputs[op]):
+        for input_index, value in enumerate(graph.inputs[op]):
             source = graph.producer[value]
             if source is not None:
-                producer, slot = source
+                producer, output_index = source
                 if self.choice[producer] != UNDECIDED:
-                    dim = graph.kinds[producer].output_dims[self.choice[producer]][slot]
-                    yield self.following_input(op, place, dim)
+                    dim = graph.op_types[producer].output_dims[self.choice[producer]][output_index]
+                    yield self.choice_from_input(op, input_index, dim)
             elif graph.batch[value]:
-                factor = self._factor(op, graph.kinds[op].inputs[place], 0)
+                factor = self._factor(op, graph.op_types[op].inputs[input_index], 0)
                 yield factor if factor != NO_CUT else UNDECIDED
 
     def _choices_of_consumers(self, op: int) -> Iterator[int]:
         graph = self.graph
-        for slot, value in enumerate(graph.outputs[op]):
-            for consumer, place in graph.consumers[value]:
+        for output_index, value in enumerate(graph.outputs[op]):
+            for consumer, input_index in graph.consumers[value]:
                 if self.choice[consumer] != UNDECIDED:
-                    dim = graph.kinds[consumer].input_dims[self.choice[consumer]][place]
-                    yield self.following_output(op, slot, dim)
+                    dim = graph.op_types[consumer].input_dims[self.choice[consumer]][input_index]
+                    yield self.choice_from_output(op, output_index, dim)
 
 
-def _strongest(choices: Iterator[int]) -> int:
-    """The first cut, else no cut if any neighbor says so."""
-    strongest = UNDECIDED
+def _preferred_choice(choices: Iterator[int]) -> int:
+    """The first choice that cuts, else `NO_CUT` if there is any, else `UNDECIDED`."""
+    preferred = UNDECIDED
     for choice in choices:
         if choice >= 0:
             return choice
-        strongest = max(strongest, choice)
-    return strongest
+        preferred = max(preferred, choice)
+    return preferred

@@ -26,13 +26,13 @@ def break_evens(graph: Graph, mesh: DeviceMatrix) -> dict[str, float]:
         return {}
     indexed, coefficients = index_graph(graph), {}
     for op in indexed.main:
-        kind = indexed.kinds[op]
-        if kind.weight is None:
+        op_type = indexed.op_types[op]
+        if op_type.weight is None:
             continue
-        costs = operator_costs(kind, (1,) * len(kind.factors), axis_size, SMALL)
+        costs = operator_costs(op_type, (1,) * len(op_type.factors), axis_size, SMALL)
         of_i = [
             cost
-            for cost, label in zip(costs.cuts, kind.labels, strict=True)
+            for cost, label in zip(costs.cuts, op_type.labels, strict=True)
             if label.startswith("I-") and cost < IMPOSSIBLE
         ]
         if of_i and costs.no_cut > 0:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from shardwright.core.cost.symbolic import IMPOSSIBLE, cut_cost, no_cut_cost, redistribution_cost
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.search.cost_log import CutAlternative, log_choice
-from shardwright.core.search.indexed_graph import NO_CUT, IndexedGraph, OpKind, index_graph
+from shardwright.core.search.indexed_graph import NO_CUT, IndexedGraph, OpType, index_graph
 from shardwright.core.search.recursive.axis_level import UNDECIDED, AxisLevel
 from shardwright.core.search.request import CutsOfGraph, SearchRequest
 from shardwright.errors import IndivisibleError, StrategyError
@@ -29,7 +29,7 @@ class OperatorCosts:
 
     Args:
         elements: of each tensor, inputs, then outputs.
-        cuts: for each of the kind's choices, `IMPOSSIBLE` where it cannot be cut.
+        cuts: for each of the op_type's choices, `IMPOSSIBLE` where it cannot be cut.
         no_cut: of computing it on every device.
         weight: the largest of the costs for which sizes divide: heavy operators are decided first.
     """
@@ -79,50 +79,52 @@ class Recursion:
         self.mem_coeff = mem_coeff
         self.order = order
         self.log = log
-        self.parts = [(1,) * len(kind.factors) for kind in graph.kinds]
+        self.shard_counts = [(1,) * len(op_type.factors) for op_type in graph.op_types]
         self.had_a_choice = False
-        self._costs: dict[tuple[OpKind, tuple[int, ...], int], OperatorCosts] = {}
+        self._costs: dict[tuple[OpType, tuple[int, ...], int], OperatorCosts] = {}
 
     def descend(self, axis: int, axis_size: int, pinned: Mapping[int, int]) -> list[int]:
         """Decides every operator on one axis and makes the shards smaller accordingly."""
-        level = AxisLevel(self.graph, self.parts, axis_size)
+        level = AxisLevel(self.graph, self.shard_counts, axis_size)
         for op, choice in pinned.items():
             level.choice[op] = choice
-        level.spread(pinned)
+        level.propagate(pinned)
         for op in self._in_order(level):
             alternatives = self.alternatives(level, op)
             chosen = min(alternatives, key=lambda alternative: alternative.total)
             level.choice[op] = chosen.factor
-            level.spread((op,))
+            level.propagate((op,))
             if self.log is not None:
                 log_choice(self.log, self.graph.names[op], axis, axis_size, alternatives, chosen)
-        level.fill()
-        self.parts = level.next_parts()
+        level.decide_remaining()
+        self.shard_counts = level.next_shard_counts()
         return level.choice
 
     def _in_order(self, level: AxisLevel) -> list[int]:
         """Contractions first, then what looks up rows: it weighs its cut, not those that follow."""
-        kinds = self.graph.kinds
+        op_types = self.graph.op_types
         undecided = [op for op in self.graph.main if level.choice[op] == UNDECIDED]
         if self.order == "weight":
             weights = {op: self._operator_costs(level, op).weight for op in undecided}
             undecided.sort(key=lambda op: -weights[op])
-        return sorted(undecided, key=lambda op: kinds[op].looks_up)
+        return sorted(undecided, key=lambda op: op_types[op].looks_up)
 
     def _operator_costs(self, level: AxisLevel, op: int) -> OperatorCosts:
-        kind, parts = self.graph.kinds[op], self.parts[op]
-        key = (kind, parts, level.axis_size)
+        op_type, shard_counts = self.graph.op_types[op], self.shard_counts[op]
+        key = (op_type, shard_counts, level.axis_size)
         if key not in self._costs:
-            self._costs[key] = operator_costs(kind, parts, level.axis_size, self.mem_coeff)
+            self._costs[key] = operator_costs(
+                op_type, shard_counts, level.axis_size, self.mem_coeff
+            )
         return self._costs[key]
 
     def alternatives(self, level: AxisLevel, op: int) -> list[CutAlternative]:
         """Every choice of `op` with its cost, in the order that breaks ties."""
-        kind, costs = self.graph.kinds[op], self._operator_costs(level, op)
+        op_type, costs = self.graph.op_types[op], self._operator_costs(level, op)
         neighbors = _decided_neighbors(level, op, costs.elements)
 
         def redistribution(factor: int) -> float:
-            dims = (kind.input_dims[factor], kind.output_dims[factor])
+            dims = (op_type.input_dims[factor], op_type.output_dims[factor])
             return sum(
                 redistribution_cost(elements)
                 for side, place, dim, elements in neighbors
@@ -133,7 +135,7 @@ class Recursion:
             CutAlternative(
                 factor, label, cost, redistribution(factor) if cost < IMPOSSIBLE else 0.0
             )
-            for factor, label, cost in zip(kind.choices, kind.labels, costs.cuts, strict=True)
+            for factor, label, cost in zip(op_type.choices, op_type.labels, costs.cuts, strict=True)
         ]
         self.had_a_choice |= any(cost < IMPOSSIBLE for cost in costs.cuts)
         return [
@@ -143,22 +145,26 @@ class Recursion:
 
 
 def operator_costs(
-    kind: OpKind, parts: tuple[int, ...], axis_size: int, mem_coeff: float
+    op_type: OpType, shard_counts: tuple[int, ...], axis_size: int, mem_coeff: float
 ) -> OperatorCosts:
-    """The costs of an operator whose factors are cut in `parts` already."""
-    priced = [tensor.elements(parts) for tensor in kind.priced]
+    """The costs of an operator whose factors are cut in `shard_counts` already."""
+    priced = [tensor.elements(shard_counts) for tensor in op_type.priced]
     costs = [
-        cut_cost(priced, [f in tensor.factors for tensor in kind.priced], kind.weight, mem_coeff)
-        for f in kind.choices
+        cut_cost(
+            priced, [f in tensor.factors for tensor in op_type.priced], op_type.weight, mem_coeff
+        )
+        for f in op_type.choices
     ]
-    divides = [kind.divides(factor, parts, axis_size) for factor in kind.choices]
-    excluded = [any(parts[other] > 1 for other in kind.exclusive[f]) for f in kind.choices]
+    divides = [op_type.divides(factor, shard_counts, axis_size) for factor in op_type.choices]
+    excluded = [
+        any(shard_counts[other] > 1 for other in op_type.exclusive[f]) for f in op_type.choices
+    ]
     # What exclusion rules out counts here all the same, and so does a batch that does not divide
     # where nothing is cut: so do the published figures.
     divisible = [cost for cost, ok in zip(costs, divides, strict=True) if ok]
-    batch = [cost for cost, label in zip(costs, kind.labels, strict=True) if label[0] == "I"]
+    batch = [cost for cost, label in zip(costs, op_type.labels, strict=True) if label[0] == "I"]
     return OperatorCosts(
-        elements=tuple(tensor.elements(parts) for tensor in kind.tensors),
+        elements=tuple(tensor.elements(shard_counts) for tensor in op_type.tensors),
         cuts=tuple(
             cost if ok and not ruled_out else IMPOSSIBLE
             for cost, ok, ruled_out in zip(costs, divides, excluded, strict=True)
@@ -193,14 +199,14 @@ def _decided_neighbors(
         if (source := graph.producer[value]) is not None:
             producer, slot = source
             if graph.data[value] and choice[producer] != UNDECIDED:
-                dim = graph.kinds[producer].output_dims[choice[producer]][slot]
+                dim = graph.op_types[producer].output_dims[choice[producer]][slot]
                 neighbors.append((_INPUT, place, dim, elements[place]))
         elif graph.batch[value]:
-            dim = 0 if level.following_input(op, place, 0) >= 0 else _CUT_SOMEWHERE
+            dim = 0 if level.choice_from_input(op, place, 0) >= 0 else _CUT_SOMEWHERE
             neighbors.append((_INPUT, place, dim, elements[place]))
     for slot, value in enumerate(graph.outputs[op]):
         reads = {
-            (consumer, graph.kinds[consumer].input_dims[choice[consumer]][place])
+            (consumer, graph.op_types[consumer].input_dims[choice[consumer]][place])
             for consumer, place in graph.consumers[value]
             if choice[consumer] != UNDECIDED
         }
@@ -211,9 +217,9 @@ def _decided_neighbors(
 
 def record(indexed: IndexedGraph, choices: Sequence[int], axis: int, cuts: CutsOfGraph) -> None:
     """Appends `axis` to the axes of the factor that each operator cuts on it."""
-    for name, kind, choice in zip(indexed.names, indexed.kinds, choices, strict=True):
+    for name, op_type, choice in zip(indexed.names, indexed.op_types, choices, strict=True):
         if choice != NO_CUT:
-            cut, factor = cuts.setdefault(name, {}), kind.factors[choice]
+            cut, factor = cuts.setdefault(name, {}), op_type.factors[choice]
             cut[factor] = (*cut.get(factor, ()), axis)
 
 
@@ -222,7 +228,7 @@ def _pinned_on(
 ) -> dict[int, int]:
     choices = {}
     for op, cuts in pins.items():
-        factors = indexed.kinds[op].factors
+        factors = indexed.op_types[op].factors
         cut = [factors.index(factor) for factor, axes in cuts.items() if axis in axes]
         choices[op] = cut[0] if cut else NO_CUT
     return choices
@@ -230,7 +236,7 @@ def _pinned_on(
 
 def _nothing_divides(indexed: IndexedGraph, mesh: DeviceMatrix) -> StrategyError:
     devices = mesh.num_devices
-    if not any(limit > 1 for kind in indexed.kinds for limit in kind.limits):
+    if not any(limit > 1 for op_type in indexed.op_types for limit in op_type.limits):
         return StrategyError(
             f"none of the {len(indexed.names)} operators can be cut at all: none has a sharding"
             " rule with a dimension greater than 1"
