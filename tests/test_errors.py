@@ -32,6 +32,30 @@ def test_a_missing_package_is_one_error_that_names_its_extra(
         use()
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "x" * 5_000,
+        "words " * 1_000,
+        "no such keys: " + ", ".join(f"key_{number}" for number in range(900)),
+        "\n".join(f"line {number} has a problem" for number in range(900)),
+        "no such key\nvalid are " + ", ".join(f"key_{number}" for number in range(900)),
+    ],
+)
+def test_a_long_message_loses_its_middle(message: str) -> None:
+    error = errors.PlanError(message)
+    assert len(str(error)) <= errors.MAX_MESSAGE < len(error.args[0])
+    head, tail = str(error).split("… and more")
+    assert message.startswith(head) and message.endswith(tail)
+    assert "x" in message or (head[-1] in " \n" and tail[0] in ", \n")
+
+
+def test_a_long_list_of_the_problem_leaves_the_remedy() -> None:
+    keys = ", ".join(f"key_{number}" for number in range(900))
+    problem, remedy = str(errors.ConfigError(f"no such keys: {keys}\nremove them")).split("\n")
+    assert problem.endswith("key_899") and remedy == "remove them"
+
+
 def test_every_extra_that_an_error_names_exists() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))

@@ -1,12 +1,58 @@
-"""The errors that Shardwright raises, all but `CommunicationError` before any communication."""
+"""The exceptions of Shardwright; all but `CommunicationError` are raised before any communication.
+
+The first line of a message says what is wrong and where, the second, if there is a remedy, what to
+do.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+MAX_MESSAGE = 2_000
+"""Characters of a message: about one screen of a terminal."""
+
+_OMISSION = "… and more"
+
 
 class ShardwrightError(Exception):
-    """Base class of all errors that Shardwright raises about its input."""
+    """Base class of all errors that Shardwright raises about its input.
+
+    `str(error)` has at most 2,000 characters; `error.args[0]` is the full message.
+    """
+
+    def __str__(self) -> str:
+        return _shortened(super().__str__())
+
+
+def _shortened(message: str, limit: int = MAX_MESSAGE) -> str:
+    """Shortens a message that is too long, so that the problem and the remedy can still be read.
+
+    >>> print(_shortened("no such keys: a1, a2, a3, a4, a5, a6, a7, a8, a9\\nremove them", 56))
+    no such keys: a1, … and more, a7, a8, a9
+    remove them
+    """
+    if len(message) <= limit:
+        return message
+    problem, newline, remedy = message.partition("\n")
+    if not newline or "\n" in remedy:
+        return _without_middle(message, limit)
+    remedy = _without_middle(remedy, limit // 2)
+    return f"{_without_middle(problem, limit - 1 - len(remedy))}\n{remedy}"
+
+
+def _without_middle(text: str, limit: int) -> str:
+    """Omits the middle of a text that is too long, between list items or lines where possible."""
+    if len(text) <= limit:
+        return text
+    end = limit // 3
+    head, tail = text[: limit - end - len(_OMISSION) - 1], text[-end:]
+    # A word that is longer than half of what remains is cut: a separator is too far away.
+    first, last = len(head) // 2, len(tail) // 2
+    start = max(head.rfind("\n", first) + 1, head.rfind(", ", first) + 2)
+    start = start if start > 1 else head.rfind(" ", first) + 1
+    stops = [stop for mark in ("\n", ", ") if (stop := tail.find(mark, 0, last)) >= 0]
+    stop = min(stops, default=tail.find(" ", 0, last))
+    return (head[:start] or head) + _OMISSION + tail[max(stop, 0) :]
 
 
 class LayoutError(ShardwrightError, ValueError):
@@ -18,16 +64,17 @@ class StrategyError(ShardwrightError, ValueError):
 
 
 class CaptureError(ShardwrightError):
-    """A model that cannot be captured; the message gives the line and what to change."""
+    """A model that cannot be captured; the message gives the user's line and what to change."""
 
 
 class PlanError(ShardwrightError):
-    """A plan of another model, another number of devices, or an unknown version."""
+    """A plan that cannot be used: it is of another model, another number of devices, or an unknown
+    version."""
 
 
 class MixedTensorsError(PlanError, RuntimeError):
-    """A parameter of a planned model, a DTensor, meets an ordinary tensor; the message says what to
-    do instead."""
+    """An operator that mixes a parameter of a planned model, which is a DTensor, with an ordinary
+    tensor."""
 
 
 class ConfigError(ShardwrightError, ValueError):
@@ -47,34 +94,34 @@ class CheckpointError(ShardwrightError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file of a checkpoint is damaged, truncated or missing; the message names it."""
+    """A checkpoint with a damaged, truncated or missing file; the message names the file."""
 
 
 class LockError(ShardwrightError):
-    """A folder that another run is writing; the message says which process has locked it."""
+    """A folder that another run is writing; the message names the process that has locked it."""
 
 
 class DeferredError(ShardwrightError):
-    """A parameter created inside `no_init_parameters` has no values yet, or cannot be given any."""
+    """A parameter made inside `no_init_parameters` that has no values yet or cannot get any."""
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed: another rank is gone, or did not come within the time-out."""
+    """A collective that failed because another rank is gone or did not join it in time."""
 
 
 class IndivisibleError(StrategyError):
-    """No dimension of the model is divisible by the number of devices."""
+    """A model that has no dimension divisible by the number of devices."""
 
 
 class MixedSamplesError(StrategyError):
-    """Micro-batches of a loss that is not known to be a mean over samples."""
+    """Several micro-batches for a loss that is not known to be a mean over samples."""
 
 
 class MemoryLimitError(ShardwrightError):
     """A model that does not fit into the memory of its devices under any plan.
 
     Args:
-        needed: the smallest memory limit that would suffice, in bytes per device.
+        needed: the smallest sufficient memory limit, in bytes per device.
     """
 
     def __init__(self, message: str, needed: int) -> None:
@@ -83,10 +130,10 @@ class MemoryLimitError(ShardwrightError):
 
 
 class PlanInterrupted(KeyboardInterrupt):
-    """Ctrl-C in a search under a memory limit, after something was known to fit.
+    """Ctrl-C during a search under a memory limit, after it found a plan that fits.
 
     Args:
-        plan: makes the fastest plan that was known to fit.
+        plan: returns the fastest plan found so far that fits.
     """
 
     def __init__(self, plan: Callable[[], Any]) -> None:
@@ -95,12 +142,17 @@ class PlanInterrupted(KeyboardInterrupt):
 
 
 @contextmanager
-def needs_extra(name: str, purpose: str, kind: type[ShardwrightError]) -> Iterator[None]:
-    """Around imports of what an extra of the package installs.
+def needs_extra(name: str, purpose: str, error_type: type[ShardwrightError]) -> Iterator[None]:
+    """Turns a failed import into an error that names the extra to install.
 
-    Raises: an error of this kind, which says how to install it, if an import fails.
+    Args:
+        name: the extra of the package that installs what the block imports.
+        purpose: the beginning of the message, such as "a report needs jinja2".
+
+    Raises:
+        error_type: an import in the block failed.
     """
     try:
         yield
     except ImportError as error:
-        raise kind(f"{purpose} ({error}): pip install 'shardwright[{name}]'") from error
+        raise error_type(f"{purpose} ({error})\npip install 'shardwright[{name}]'") from error

@@ -147,7 +147,8 @@ def test_of_a_model_that_cannot_be_planned_the_graph_and_the_error_are_saved(
     assert status == 2
     files = sorted((folder / "graphs").iterdir())
     assert [f.name for f in files] == ["1_graph.txt", "2_error.txt"]
-    assert files[1].read_text() == err.replace("error", "StrategyError", 1)
+    message = err.removeprefix("error: ").replace("\n  ", "\n")
+    assert files[1].read_text() == f"StrategyError: {message}"
     (folder / "config.yaml").write_text(text.replace("Perceptron", "Branching"))
     assert command("plan", "config.yaml", *arguments)[0] == 2
     (file,) = (folder / "graphs").iterdir()
@@ -274,7 +275,7 @@ def edit(folder: Path, old: str, new: str) -> None:
     ],
 )
 @pytest.mark.parametrize("verb", ["plan", "train"])
-def test_a_mistake_in_the_input_is_one_line_and_status_2(
+def test_a_mistake_in_the_input_is_one_message_and_status_2(
     command: Command, folder: Path, verb: str, old: str, new: str, message: str
 ) -> None:
     edit(folder, old, new)

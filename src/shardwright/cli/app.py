@@ -1,4 +1,4 @@
-"""The application that the commands belong to, and its entry point."""
+"""The Typer application and the entry point of the command line."""
 
 from __future__ import annotations
 
@@ -42,22 +42,25 @@ def shardwright(show_version: VersionOption = False) -> None:
 
 
 def main() -> None:
-    """The entry point. Exits with status 2 and one line for an invalid input or file, with 1 and
-    the failed rank's traceback for an error in the model, with 128 + the number of the signal that
-    stopped it."""
-    # What torch warns about during capture is part of the error, if there is one.
+    """Runs a command and exits.
+
+    The exit status is 2 with the message for an invalid input or file, 1 with the failed rank's
+    traceback for an error in the model, and 128 + N after signal N.
+    """
+    # A failed capture repeats torch's warnings in its error; a successful one does not need them.
     log_only(logging.ERROR)
     try:
         app()
     except ShardwrightError as error:
         _fail(str(error), 2)
     except RankFailedError as error:
-        # A rank may find an invalid input that this process could not detect.
+        # A rank may find an invalid input that this process could not detect. Its message has both
+        # lines, as if the error had been raised here.
         if issubclass(getattr(errors, error.kind, Exception), ShardwrightError):
             _fail(error.text, 2)
         _fail(str(error), 1)
     except OSError as error:
-        # A folder that cannot be made, a full disk: others are no mistakes of the user's.
+        # Only errors of a path, and a full disk, are the user's; others need their traceback.
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
         _fail(": ".join(str(part) for part in (error.filename, error.strerror) if part), 2)
@@ -66,6 +69,7 @@ def main() -> None:
 
 
 def _fail(message: str, status: int) -> None:
-    for line in message.splitlines() if status == 2 else [message]:
-        typer.echo(f"error: {line}", err=True)
+    """Prints a message, with its remedy indented, and exits."""
+    text = message.replace("\n", "\n  ") if status == 2 else message
+    typer.echo(f"error: {text}", err=True)
     raise SystemExit(status)
