@@ -29,8 +29,8 @@ from shardwright.core.planner.pipeline import pipeline_spec
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.align_axis_splits import align_axis_splits
 from shardwright.core.search.assign_stages import balanced_stages
-from shardwright.core.search.cut_moves import group_equal_axes
 from shardwright.core.search.modes import MODES, check_takes_pins
+from shardwright.core.search.nearby_cuts import group_equal_axes
 from shardwright.core.search.optimizer_sharding import sharded_storage
 from shardwright.core.search.reassign_equal_axes import reassign_equal_axes
 from shardwright.core.search.request import SearchRequest

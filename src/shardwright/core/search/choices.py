@@ -19,8 +19,8 @@ from shardwright.core.partition.decisions import Decisions
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.core.search.by_time.problem import OpVariable, search_problem
-from shardwright.core.search.cut_moves import axes_of_factors, factor_of_axis
 from shardwright.core.search.indexed_graph import NO_CUT, IndexedGraph, OpType, index_graph
+from shardwright.core.search.nearby_cuts import axes_of_factors, factor_of_axis
 from shardwright.core.search.recursive.axis_level import UNDECIDED, AxisLevel
 from shardwright.core.search.recursive.search import Recursion
 from shardwright.core.search.request import Pricing

@@ -14,8 +14,8 @@ from shardwright.core.partition.communication import InnerReduction
 from shardwright.core.partition.decisions import Outputs
 from shardwright.core.rules import rule_of as rule_of
 from shardwright.core.rules.rule import Cuts, Dims, ShardingRule
-from shardwright.core.search.cut_moves import layouts_of
 from shardwright.core.search.indexed_graph import replicated_outputs
+from shardwright.core.search.nearby_cuts import layouts_of
 from shardwright.core.search.request import CutsOfGraph
 
 Between = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]

@@ -20,18 +20,18 @@ from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.collective_spec import COLLECTIVES
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.rules.rule import Cuts, ShardingRule
-from shardwright.core.search.cut_moves import (
-    CutMoves,
-    FactorOfAxis,
-    SharedTensor,
-    factor_of_axis,
-    least_sent,
-)
 from shardwright.core.search.decided_layouts import (
     DecidedLayouts,
     bare,
     inner_reductions,
     tensor_context,
+)
+from shardwright.core.search.nearby_cuts import (
+    FactorOfAxis,
+    NearbyCuts,
+    SharedTensor,
+    factor_of_axis,
+    unjoined_limits,
 )
 from shardwright.core.search.request import CutsOfGraph, SearchRequest
 
@@ -232,13 +232,13 @@ class _UncostedOps(DecidedLayouts):
         ]
         if rule is None or not free:
             return
-        limits = least_sent(rule)
+        limits = unjoined_limits(rule)
         for tensor in self._shared_tensors(op, rule):
-            moves = CutMoves(self.mesh, limits, (tensor,))
-            (move,) = moves.followed()
-            taken_over = {axis: factor for axis, factor in move.items() if axis in free}
+            nearby = NearbyCuts(self.mesh, limits, (tensor,))
+            (factors,) = nearby.matching_neighbors()
+            taken_over = {axis: factor for axis, factor in factors.items() if axis in free}
             order = {f: a for f, a in zip(tensor.dims, tensor.layout.axes, strict=True) if f}
-            more_cuts = moves.divisible({**taken, **taken_over}, order) if taken_over else cuts
+            more_cuts = nearby.divisible({**taken, **taken_over}, order) if taken_over else cuts
             if sum(map(len, more_cuts.values())) > len(taken):
                 yield more_cuts
 

@@ -52,9 +52,9 @@ MODELS = [mlp, resnet, encoder, llama, gpt2, bert]
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
 def test_the_tables_of_one_axis_add_up_to_the_cost_of_the_whole(model: Any) -> None:
     search = searcher(captured(model), prime_mesh(2), TOY)
-    choices = search._start()
+    choices = search._pinned_choices()
     axis = AxisTables(search.problem, search.model, 0, choices, search.weights(0.0), {})
-    sizes, factors = axis._problem()
+    sizes, factors = axis._tabulate()
     found = minimum(sizes, factors)
     for row, options, choice in zip(choices, axis.options, found.choices, strict=False):
         row[0] = options[choice]

@@ -1,10 +1,11 @@
-"""The least sum of small tables of costs, found exactly by eliminating variable after variable.
+"""Minimize a sum of cost tables exactly by variable elimination.
 
-Each table (*factor*) says what a combination of choices of a few variables costs. To eliminate a
-variable, the tables that have it are added and replaced by their minimum over it; at the end the
-choices are read back in reverse (Dechter, "Bucket elimination", 1999). The work grows with the
-largest table on the way, hence with how the variables are connected, not with their number: the
-order takes next the variable whose neighbors need the fewest new connections (min-fill).
+Each table (*factor*) has the costs of all combinations of choices of a few variables. To eliminate
+a variable, the tables that contain it are added and replaced by their minimum over it; at the end
+the choices are read back in reverse order (Dechter, "Bucket elimination", 1999). The time grows
+with the largest table on the way, which depends on the connections between variables rather than on
+their number. The order of elimination is min-fill: next the variable whose elimination connects
+the fewest pairs of neighbors anew.
 
 >>> import numpy as np
 >>> differ = np.array([[5.0, 0.0], [0.0, 5.0]])
@@ -24,17 +25,18 @@ import numpy.typing as npt
 
 Table = npt.NDArray[np.float64]
 Factor = tuple[tuple[int, ...], Table]
-"""Variables in ascending order, and the cost of each combination of their choices."""
+"""Its scope, the variables in ascending order, and a table with a dimension for each of them."""
 
 LARGEST_TABLE = 1 << 22
-"""Elements; a table of more is not made."""
+"""Elements of the largest table: 32 MB in double precision."""
 
 
 def factor_between(row: int | None, column: int | None, table: Table) -> Factor:
-    """A table whose rows are choices of one variable and columns those of another.
+    """Return a table of two variables as a factor.
 
     Args:
-        row, column: the variables; None where there is one row (or column) and nothing to choose.
+        row, column: the variables that choose a row and a column; None if there is only one. If
+            both are the same variable, the diagonal counts.
     """
     if row is None or column is None:
         scope = tuple(variable for variable in (row, column) if variable is not None)
@@ -46,14 +48,14 @@ def factor_between(row: int | None, column: int | None, table: Table) -> Factor:
 
 @dataclass(frozen=True)
 class Minimum:
-    """The least cost, and for each variable its choice there; of equal ones the first."""
+    """The least cost and the choice of each variable; of equal choices the first."""
 
     cost: float
     choices: tuple[int, ...]
 
 
 class TooWideError(Exception):
-    """Variables are so connected that a table would have more elements than the limit."""
+    """Eliminating a variable would need a table with more elements than the limit."""
 
     def __init__(self, elements: int, limit: int) -> None:
         super().__init__(f"a table needs {elements:,} elements, above the limit of {limit:,}")
@@ -61,15 +63,15 @@ class TooWideError(Exception):
 
 
 def minimum(sizes: Sequence[int], factors: Iterable[Factor], limit: int = LARGEST_TABLE) -> Minimum:
-    """The choices with the least sum of all factors.
+    """Return the choices with the least sum of all factors.
 
     Args:
-        sizes: for each variable how many choices it has.
+        sizes: the number of choices of each variable.
         factors: tables; a variable in none of them takes its first choice.
         limit: elements of the largest table.
 
     Raises:
-        TooWideError: if a table of more elements would be needed.
+        TooWideError: if a table with more elements would be needed.
     """
     factors = list(factors)
     elimination = Elimination(sizes, [scope for scope, _ in factors], limit)
@@ -81,10 +83,10 @@ class _Step:
     """The elimination of one variable.
 
     Args:
-        reads: numbers of the tables that have it, the smallest first, so that few sums are made in
-            the full shape; each with its shape beside the others.
-        axis: of their sum, which is the variable's.
-        rest: the other variables of the sum.
+        reads: the numbers of the tables that contain it, each with its shape for broadcasting; the
+            smallest first, so that few additions have the full shape.
+        axis: the dimension of their sum that belongs to the variable.
+        rest: the other variables of the sum, in order.
     """
 
     variable: int
@@ -94,10 +96,10 @@ class _Step:
 
 
 class Elimination:
-    """What is done for factors of certain variables, whatever is in their tables; see `minimum`.
+    """The steps of `minimum` for given scopes, which serve tables with any contents.
 
     Raises:
-        TooWideError: if a table of more elements than `limit` would be needed.
+        TooWideError: if a table with more elements than `limit` would be needed.
     """
 
     def __init__(
@@ -105,69 +107,70 @@ class Elimination:
     ) -> None:
         self._sizes = sizes
         self._order = min_fill(sizes, scopes)
-        self._place = [0] * len(sizes)
+        self._position = [0] * len(sizes)
         for position, variable in enumerate(self._order):
-            self._place[variable] = position
+            self._position[variable] = position
         buckets: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in sizes]
         self._constants = [number for number, scope in enumerate(scopes) if not scope]
         for number, scope in enumerate(scopes):
-            self._put(buckets, number, scope)
+            self._add_to_bucket(buckets, number, scope)
         self._steps: list[_Step] = []
-        tables = len(scopes)
+        num_tables = len(scopes)
         for position, variable in enumerate(self._order):
             if buckets[position]:
                 step = self._step(variable, buckets[position], limit)
                 self._steps.append(step)
                 if not step.rest:
-                    self._constants.append(tables)
-                self._put(buckets, tables, step.rest)
-                tables += 1
+                    self._constants.append(num_tables)
+                self._add_to_bucket(buckets, num_tables, step.rest)
+                num_tables += 1
 
-    def _put(
+    def _add_to_bucket(
         self, buckets: list[list[tuple[int, tuple[int, ...]]]], number: int, scope: tuple[int, ...]
     ) -> None:
-        """A table waits for the first of its variables to be eliminated."""
+        """Add a table to the bucket of the first of its variables to be eliminated."""
         if scope:
-            buckets[min(self._place[v] for v in scope)].append((number, scope))
+            buckets[min(self._position[v] for v in scope)].append((number, scope))
 
     def _step(self, variable: int, bucket: list[tuple[int, tuple[int, ...]]], limit: int) -> _Step:
         sizes = self._sizes
-        scope = tuple(sorted({v for _, one in bucket for v in one}))
+        scope = tuple(sorted({v for _, variables in bucket for v in variables}))
         elements = prod(sizes[v] for v in scope)
         if len(bucket) > 1 and elements > limit:
             raise TooWideError(elements, limit)
         bucket = sorted(bucket, key=lambda entry: prod(sizes[v] for v in entry[1]))
         reads = tuple(
-            (number, tuple(sizes[v] if v in one else 1 for v in scope)) for number, one in bucket
+            (number, tuple(sizes[v] if v in variables else 1 for v in scope))
+            for number, variables in bucket
         )
         axis = scope.index(variable)
         return _Step(variable, reads, axis, scope[:axis] + scope[axis + 1 :])
 
     def minimum(self, tables: Sequence[Table]) -> Minimum:
-        """The choices with the least sum.
+        """Return the choices with the least sum.
 
         Args:
-            tables: of the factors, in the order of their scopes.
+            tables: of the factors, in the order of the scopes.
         """
-        known = list(tables)
-        taken: list[npt.NDArray[np.intp]] = []
+        all_tables = list(tables)
+        best_choices: list[npt.NDArray[np.intp]] = []
         for step in self._steps:
-            total = known[step.reads[0][0]].reshape(step.reads[0][1])
+            total = all_tables[step.reads[0][0]].reshape(step.reads[0][1])
             for number, shape in step.reads[1:]:
-                total = total + known[number].reshape(shape)
-            taken.append(total.argmin(axis=step.axis))
-            known.append(np.minimum.reduce(total, axis=step.axis))
+                total = total + all_tables[number].reshape(shape)
+            best_choices.append(total.argmin(axis=step.axis))
+            all_tables.append(np.minimum.reduce(total, axis=step.axis))
         choices = [0] * len(self._sizes)
-        for step, best in zip(reversed(self._steps), reversed(taken), strict=True):
+        for step, best in zip(reversed(self._steps), reversed(best_choices), strict=True):
             choices[step.variable] = int(best[tuple(choices[v] for v in step.rest)])
-        return Minimum(sum(float(known[number]) for number in self._constants), tuple(choices))
+        return Minimum(sum(float(all_tables[number]) for number in self._constants), tuple(choices))
 
 
 def min_fill(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[int]:
-    """An order of elimination: next the variable whose neighbors lack the fewest connections.
+    """Return the min-fill order: next the variable whose neighbors lack the fewest connections.
 
     Args:
-        sizes: choices of each variable; of equal variables the one with the smaller table is next.
+        sizes: the number of choices of each variable; ties go to the smaller table.
         scopes: the variables of each factor.
     """
     count = len(sizes)
@@ -179,35 +182,37 @@ def min_fill(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[int]
         neighbors[variable].discard(variable)
 
     def key(variable: int) -> tuple[int, int, int]:
-        around = sorted(neighbors[variable])
+        adjacent = sorted(neighbors[variable])
         fill = sum(
-            other not in neighbors[one] for i, one in enumerate(around) for other in around[i + 1 :]
+            other not in neighbors[neighbor]
+            for i, neighbor in enumerate(adjacent)
+            for other in adjacent[i + 1 :]
         )
-        return fill, prod(sizes[v] for v in around), variable
+        return fill, prod(sizes[v] for v in adjacent), variable
 
     keys = [key(variable) for variable in range(count)]
     heap = list(keys)
     heapify(heap)
     order: list[int] = []
-    done = [False] * count
+    is_eliminated = [False] * count
     while heap:
         entry = heappop(heap)
         variable = entry[2]
-        if done[variable] or entry != keys[variable]:
+        if is_eliminated[variable] or entry != keys[variable]:
             continue
-        done[variable] = True
+        is_eliminated[variable] = True
         order.append(variable)
-        around = neighbors[variable]
-        touched = set(around)
-        for one in around:
-            neighbors[one].discard(variable)
-        for one in around:
-            missing = around - neighbors[one] - {one}
+        adjacent = neighbors[variable]
+        touched = set(adjacent)
+        for neighbor in adjacent:
+            neighbors[neighbor].discard(variable)
+        for neighbor in adjacent:
+            missing = adjacent - neighbors[neighbor] - {neighbor}
             if missing:
-                neighbors[one] |= missing
-                touched.update(neighbors[one])
-        for one in touched:
-            if not done[one]:
-                keys[one] = key(one)
-                heappush(heap, keys[one])
+                neighbors[neighbor] |= missing
+                touched.update(neighbors[neighbor])
+        for neighbor in touched:
+            if not is_eliminated[neighbor]:
+                keys[neighbor] = key(neighbor)
+                heappush(heap, keys[neighbor])
     return order

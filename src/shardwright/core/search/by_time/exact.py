@@ -36,8 +36,8 @@ from shardwright.core.search.by_time.log_costs import log_costs
 from shardwright.core.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.core.search.by_time.problem import OpVariable, SearchProblem, TensorEdge
 from shardwright.core.search.by_time.search import GAIN, ROUNDS, cuts_of_graph, timed_search
-from shardwright.core.search.cut_moves import axes_of_factors
 from shardwright.core.search.indexed_graph import NO_CUT
+from shardwright.core.search.nearby_cuts import axes_of_factors
 from shardwright.core.search.request import CutsOfGraph, SearchMode, SearchRequest
 from shardwright.progress import OnShare, subrange, track
 
@@ -71,9 +71,11 @@ def search_exactly(request: SearchRequest) -> Certified:
     every = timed_search(request, fold=False)
     try:
         tables = _Joint(every.problem, every.model, every.objective)
-        for number, share in enumerate(every.shares):
+        for number, share in enumerate(every.exposed_shares):
             weights = every.weights(share)
-            cuts, least = tables.solve(weights, subrange(jointly, number, len(every.shares)))
+            cuts, least = tables.solve(
+                weights, subrange(jointly, number, len(every.exposed_shares))
+            )
             bound = max(bound, least)
             local_search(every.objective, cuts, every.total, ROUNDS, GAIN)
             plans.append(cuts_of_graph(graph, every.problem, cuts))

@@ -10,8 +10,8 @@ from shardwright.core.search.by_time.axis_tables import Weights
 from shardwright.core.search.by_time.objective import Objective
 from shardwright.core.search.by_time.problem import SearchProblem
 from shardwright.core.search.cost_log import CutAlternative, log_choice
-from shardwright.core.search.cut_moves import axes_of_factors, factor_of_axis
 from shardwright.core.search.indexed_graph import NO_CUT
+from shardwright.core.search.nearby_cuts import axes_of_factors, factor_of_axis
 
 logger = logging.getLogger("shardwright.search")
 

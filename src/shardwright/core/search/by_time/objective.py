@@ -1,4 +1,7 @@
-"""What cuts cost altogether, with the redistributions as they will be made over all axes."""
+"""The objective of the search by time, formula (1) of `core.search`, over all axes at once.
+
+Unlike the tables of one axis it prices the redistribution steps that the lowered program runs.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,21 @@ from shardwright.core.layout.redistribution import redistribution_steps
 from shardwright.core.rules.rule import Cuts, no_reductions
 from shardwright.core.search.by_time.least_redistribution import LeastRedistribution
 from shardwright.core.search.by_time.problem import OpVariable, SearchProblem, TensorEdge
-from shardwright.core.search.cut_moves import OpLayouts, layouts_of
+from shardwright.core.search.nearby_cuts import OpLayouts, layouts_of
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveCost:
-    """Seconds of one micro-batch and of one step, and the bytes of parameters that are kept.
+    """The terms of the objective; of an operator, a value or the whole model.
 
     Args:
-        forward, backward: computation.
-        redistributions: of activations, both ways.
-        gathers: of parameters that are stored sharded, once a step.
-        gradients: reductions of gradients, and redistributions of parameters, once a step.
-        update: the optimizer's.
-        parameter_bytes: bytes.
+        forward, backward: F and W: seconds of computation of a micro-batch.
+        redistributions: R: seconds of redistributing activations and their gradients of a
+            micro-batch.
+        gathers: Ga: seconds of gathering sharded parameters, once a step.
+        gradients: Gr: seconds of reducing gradients and redistributing parameters, once a step.
+        update: U: seconds of the optimizer's update.
+        parameter_bytes: K: bytes of parameters on one device.
     """
 
     forward: float = 0.0
@@ -49,29 +53,37 @@ class ObjectiveCost:
             self.parameter_bytes + times * other.parameter_bytes,
         )
 
-    def total(self, micro_batches: int, parameter_bytes: float, slowdown: float = 0.0) -> float:
-        """Seconds of a step, and `parameter_bytes` seconds for each byte that is kept.
+    def total(
+        self, micro_batches: int, parameter_byte_seconds: float, slowdown: float = 0.0
+    ) -> float:
+        """Seconds of a step plus the weighted bytes of parameters.
 
         Args:
-            slowdown: of parameters that are gathered beside the forward pass and gradients that are
-                reduced beside the backward pass, the share that counts even so.
+            parameter_byte_seconds: seconds that one byte of parameters counts as.
+            slowdown: share of overlapped communication that counts nevertheless, because it slows
+                down the computation beside it.
         """
-        busy = micro_batches * (self.forward + self.backward + self.redistributions)
+        micro_batch_seconds = micro_batches * (self.forward + self.backward + self.redistributions)
         exposed = self.exposed + slowdown * (self.gathers + self.gradients - self.exposed)
-        return busy + exposed + self.update + parameter_bytes * self.parameter_bytes
+        return (
+            micro_batch_seconds
+            + exposed
+            + self.update
+            + parameter_byte_seconds * self.parameter_bytes
+        )
 
     @property
     def exposed(self) -> float:
-        """What computation does not hide of the communication once a step."""
+        """E: seconds of gathers and reductions of parameters that computation does not hide."""
         return max(0.0, self.gathers - self.forward) + max(0.0, self.gradients - self.backward)
 
 
 Total = Callable[[ObjectiveCost], float]
-"""What counts of a cost altogether."""
+"""From the terms of a cost to the number that is minimized."""
 
 
 class Objective:
-    """Costs of operators and of values for given cuts; equal ones once."""
+    """Costs of operators and values for given cuts, each cached."""
 
     def __init__(self, problem: SearchProblem, model: TimeModel) -> None:
         self.problem = problem
@@ -82,7 +94,11 @@ class Objective:
         self._least = LeastRedistribution(model.links)
 
     def cost(self, cuts: Sequence[Cuts]) -> ObjectiveCost:
-        """Of all variables cut so, each as often as it occurs."""
+        """Return the cost of the whole model.
+
+        Args:
+            cuts: of each variable.
+        """
         total = ObjectiveCost()
         for variable, cut in zip(self.problem.variables, cuts, strict=True):
             total = total.plus(self.operator(variable, cut), variable.count)
@@ -91,117 +107,129 @@ class Objective:
         return total
 
     def cost_below(self, cuts: Sequence[Cuts], total: Total, bound: float) -> ObjectiveCost | None:
-        """The cost of all variables cut so; None if its total is not below `bound`."""
-        alone = ObjectiveCost()
+        """Return the cost of the whole model, or None if its total is not below `bound`."""
+        op_costs = ObjectiveCost()
         for variable, cut in zip(self.problem.variables, cuts, strict=True):
-            alone = alone.plus(self.operator(variable, cut), variable.count)
-        return self.added(alone, self.problem.edges, cuts, total, bound)
+            op_costs = op_costs.plus(self.operator(variable, cut), variable.count)
+        return self.add_edges(op_costs, self.problem.edges, cuts, total, bound)
 
-    def added(
+    def add_edges(
         self,
-        rest: ObjectiveCost,
+        base: ObjectiveCost,
         edges: Iterable[TensorEdge],
         cuts: Sequence[Cuts],
         total: Total,
         bound: float,
     ) -> ObjectiveCost | None:
-        """`rest` and these values; None if that is not below `bound`. Finding redistributions takes
-        longest, so none are looked for where what they take at least is already too much."""
+        """Return `base` plus the cost of `edges`, or None if the total is not below `bound`.
+
+        Searching for redistribution steps dominates the time of a search. So edges that are not
+        cached start at their lower bound, and are priced one by one, the largest bound first, until
+        the total reaches `bound`.
+        """
         unpriced: list[tuple[float, TensorEdge]] = []
         for edge in edges:
-            cost, priced = self.at_least(edge, cuts)
-            if priced:
-                rest = rest.plus(cost, edge.count)
+            cost, is_priced = self.lower_bound(edge, cuts)
+            if is_priced:
+                base = base.plus(cost, edge.count)
             else:
                 unpriced.append((edge.count * cost.redistributions, edge))
-        waiting = sum(least for least, _ in unpriced)
+        remaining = sum(least for least, _ in unpriced)
         for least, edge in sorted(unpriced, key=lambda each: -each[0]):
-            if total(rest.plus(ObjectiveCost(redistributions=waiting), 1)) >= bound:
+            if total(base.plus(ObjectiveCost(redistributions=remaining), 1)) >= bound:
                 return None
-            rest = rest.plus(self.edge(edge, cuts), edge.count)
-            waiting -= least
-        return rest if total(rest) < bound else None
+            base = base.plus(self.edge(edge, cuts), edge.count)
+            remaining -= least
+        return base if total(base) < bound else None
 
     def operator(self, variable: OpVariable, cuts: Cuts) -> ObjectiveCost:
-        """Of one operator by itself, with the parameters that only it reads."""
+        """Return the cost of one operator, with the parameters that only it reads."""
         key = (id(variable), tuple(cuts.items()))
         if key not in self._operators:
-            self._operators[key] = self._operator(variable, cuts)
+            self._operators[key] = self._operator_cost(variable, cuts)
         return self._operators[key]
 
-    def _operator(self, variable: OpVariable, cuts: Cuts) -> ObjectiveCost:
+    def _operator_cost(self, variable: OpVariable, cuts: Cuts) -> ObjectiveCost:
         forward, backward = self.model.operator(variable.op, cuts)
-        inside = 0.0
+        reduction_seconds = 0.0
         if variable.rule is not None and variable.rule.reductions is not no_reductions:
-            parts = variable.rule.shard_counts(self.model.mesh, cuts)
-            for reduction in variable.rule.reductions(variable.op, parts):
+            shard_counts = variable.rule.shard_counts(self.model.mesh, cuts)
+            for reduction in variable.rule.reductions(variable.op, shard_counts):
                 axes = tuple(axis for f in reduction.factors for axis in cuts.get(f, ()))
-                beside = forward, backward
-                inside += sum(self.model.inside(reduction, axes, variable.differentiable, beside))
-        total = ObjectiveCost(forward, backward, inside)
+                computation = forward, backward
+                reduction_seconds += sum(
+                    self.model.inside(reduction, axes, variable.differentiable, computation)
+                )
+        total = ObjectiveCost(forward, backward, reduction_seconds)
         read, _ = self.layouts(variable, cuts)
-        for place in variable.own_parameters:
-            value, layout = variable.op.inputs[place], read[place]
-            parts_of_value = self.model.mesh.size(layout.sharded)
-            parameter_bytes = value.numel * value.stored_dtype.itemsize / parts_of_value
+        for input_index in variable.own_parameters:
+            value, layout = variable.op.inputs[input_index], read[input_index]
+            num_shards = self.model.mesh.size(layout.sharded)
+            parameter_bytes = value.numel * value.stored_dtype.itemsize / num_shards
             gathers = gradients = update = 0.0
             if value.requires_grad:
-                update = self.model.update_of(parameter_bytes, parts_of_value)
-                varying = tuple(layout.varying) if variable.differentiable else ()
-                used = {*layout.sharded, *varying}
-                whole = tuple(a for a in range(len(self.model.mesh.device_matrix)) if a not in used)
-                sent = value.numel * value.itemsize / parts_of_value
-                gathers, gradients = self.model.parameter(varying, whole, sent)
+                update = self.model.update_of(parameter_bytes, num_shards)
+                reduce_axes = tuple(layout.varying) if variable.differentiable else ()
+                used_axes = {*layout.sharded, *reduce_axes}
+                gather_axes = tuple(
+                    a for a in range(len(self.model.mesh.device_matrix)) if a not in used_axes
+                )
+                shard_bytes = value.numel * value.itemsize / num_shards
+                gathers, gradients = self.model.parameter(reduce_axes, gather_axes, shard_bytes)
             total += ObjectiveCost(
                 gathers=gathers, gradients=gradients, update=update, parameter_bytes=parameter_bytes
             )
         return total
 
     def layouts(self, variable: OpVariable, cuts: Cuts) -> OpLayouts:
-        """How an operator that is cut so reads its inputs and leaves its outputs."""
+        """Return the layouts of an operator's inputs and outputs."""
         key = (id(variable.rule or variable), tuple(cuts.items()))
         if key not in self._layouts:
             self._layouts[key] = layouts_of(variable.op, variable.rule, self.model.mesh, cuts)
         return self._layouts[key]
 
     def edge(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> ObjectiveCost:
-        """Of one value: its redistributions, and where several operators read a parameter, that."""
-        key, source, reads = self._between(edge, cuts)
+        """Return the cost of one value: its redistributions, or those of a shared parameter."""
+        key, source, reads = self._layouts_of_edge(edge, cuts)
         if key not in self._edges:
-            self._edges[key] = self._edge(edge, source, reads)
+            self._edges[key] = self._edge_cost(edge, source, reads)
         return self._edges[key]
 
-    def at_least(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> tuple[ObjectiveCost, bool]:
-        """The cost of `edge` and whether it was priced before; if not, what its redistributions
-        take at least: what readers share is no less than what one of them needs."""
-        key, source, reads = self._between(edge, cuts)
-        known = self._edges.get(key)
-        if known is not None:
-            return known, True
+    def lower_bound(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> tuple[ObjectiveCost, bool]:
+        """Return the cost of `edge` and True if it is cached, else a lower bound and False.
+
+        Readers may share steps, so the bound is that of the reader with the largest.
+        """
+        key, source, reads = self._layouts_of_edge(edge, cuts)
+        cached = self._edges.get(key)
+        if cached is not None:
+            return cached, True
         if edge.is_shared_parameter:
             return ObjectiveCost(), False
         num_bytes = edge.value.numel * edge.value.itemsize
-        back, least = edge.differentiable, self._least
-        seconds = max(least.seconds(source, read, num_bytes, back) for read in reads)
+        differentiable, bounds = edge.differentiable, self._least
+        seconds = max(bounds.seconds(source, read, num_bytes, differentiable) for read in reads)
         return ObjectiveCost(redistributions=seconds), False
 
     @property
-    def priced(self) -> int:
-        """How many edges were priced, each between one layout and a set of others."""
+    def num_priced(self) -> int:
+        """The number of edges whose redistribution steps were searched for so far."""
         return len(self._edges)
 
-    def _between(
+    def _layouts_of_edge(
         self, edge: TensorEdge, cuts: Sequence[Cuts]
     ) -> tuple[object, TensorLayout, list[TensorLayout]]:
-        """A key, the layout in which a value is left, and those in which it is read."""
+        """A cache key, the layout at the source, and those at the readers."""
         variables = self.problem.variables
-        reads = [self.layouts(variables[n], cuts[n])[0][place] for n, place in edge.readers]
-        source = self._source(edge, cuts, reads)
+        reads = [
+            self.layouts(variables[n], cuts[n])[0][input_index] for n, input_index in edge.readers
+        ]
+        source = self._source_layout(edge, cuts, reads)
         if edge.returned:
             reads.append(self.model.mesh.replicated(len(edge.value.shape)))
         return (id(edge), source, frozenset(reads)), source, reads
 
-    def _source(
+    def _source_layout(
         self, edge: TensorEdge, cuts: Sequence[Cuts], reads: Sequence[TensorLayout]
     ) -> TensorLayout:
         mesh = self.model.mesh
@@ -211,28 +239,32 @@ class Objective:
         return self.source_layout(edge, cuts[edge.source[0]] if edge.source is not None else {})
 
     def source_layout(self, edge: TensorEdge, cuts: Cuts) -> TensorLayout:
-        """The layout in which the source of an edge leaves its value if it is cut so."""
+        """Return the layout of a value at its source.
+
+        Args:
+            cuts: of the source's variable; ignored where the layout is fixed.
+        """
         if edge.fixed_axes is not None:
             return TensorLayout(self.model.mesh, edge.fixed_axes)
         assert edge.source is not None
         number, output_index = edge.source
         return self.layouts(self.problem.variables[number], cuts)[1][output_index]
 
-    def _edge(
+    def _edge_cost(
         self, edge: TensorEdge, source: TensorLayout, reads: Sequence[TensorLayout]
     ) -> ObjectiveCost:
         value, seconds = edge.value, 0.0
-        known: set[object] = set()
+        priced_paths: set[object] = set()
         for target in reads:
             path = redistribution_steps(source, target, value.shape, edge.differentiable)
             for length, step in enumerate(path, start=1):
-                if path[:length] not in known:
-                    known.add(path[:length])
+                if path[:length] not in priced_paths:
+                    priced_paths.add(path[:length])
                     seconds += sum(self.model.step(step, value, edge.differentiable))
         if not edge.is_shared_parameter:
             return ObjectiveCost(redistributions=seconds)
-        parts = self.model.mesh.size(source.sharded)
-        parameter_bytes = value.numel * value.stored_dtype.itemsize / parts
-        update = self.model.update_of(parameter_bytes, parts) if value.requires_grad else 0.0
+        num_shards = self.model.mesh.size(source.sharded)
+        parameter_bytes = value.numel * value.stored_dtype.itemsize / num_shards
+        update = self.model.update_of(parameter_bytes, num_shards) if value.requires_grad else 0.0
         seconds *= self.model.parameter_weight
         return ObjectiveCost(gradients=seconds, update=update, parameter_bytes=parameter_bytes)

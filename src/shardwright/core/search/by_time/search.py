@@ -1,16 +1,16 @@
-"""The double recursion by seconds: axis after axis, and on each axis all operators together.
+"""The search by time: minimize seconds of a training step on a cluster, axis by axis.
 
-On each axis the choices with the least cost are found exactly by variable elimination. Then each
-axis is decided again with all others known, and single operators over all axes, until nothing is
-gained; in between axes are exchanged: one gets the choices of another, of data parallel, or none.
-What counts is the step's time on a cluster, and `mem_coeff` for the parameters that a device keeps:
-a byte kept counts as `mem_coeff` bytes sent over the fastest link.
+1. Decide axis after axis, each exactly by variable elimination, in two orders of axes.
+2. Decide each axis again given all others, until the total stops decreasing.
+3. Try to give an axis the choices of another axis, those of data parallelism, or none; then step 2.
+4. Improve single operators over all axes (`local_search`).
+5. Swap two axes for subsets of operators (`swap_axes`), then step 4.
 
-Gradients of parameters are reduced while the backward pass computes, so that only what exceeds it
-counts: max(0, G - B), which is the largest of λ (G - B) over 0 ≤ λ ≤ 1. Parameters that are stored
-sharded are gathered likewise while the forward pass computes. The search is made for
-λ = 0, which is right if gradients then do not exceed the backward pass, else for larger values.
-Of what is hidden the cluster's slowdown counts; where devices share a processor, all of it.
+The objective is (1) in `core.search`. Its term E is not linear: gradients are reduced while the
+backward pass computes, so that only max(0, Gr - W) counts. But it is the maximum of λ (Gr - W) over
+0 ≤ λ ≤ 1, and for a fixed λ the objective is a sum over operators and edges. λ = 0 is exact as long
+as nothing is exposed; if the result has exposed communication, larger λ are searched too. Gathers
+of parameters in the forward pass have the same form and use the same λ.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from shardwright.core.search.by_time.log_costs import log_costs
 from shardwright.core.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.core.search.by_time.problem import SearchProblem, search_problem
 from shardwright.core.search.by_time.swap_axes import swap_axes
-from shardwright.core.search.cut_moves import axes_of_factors
 from shardwright.core.search.indexed_graph import NO_CUT
+from shardwright.core.search.nearby_cuts import axes_of_factors
 from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
 from shardwright.errors import StrategyError
 from shardwright.progress import OnShare, ignore_share, subrange, track
 
 ROUNDS = 4
-"""At most so many times all axes, then all operators, are decided again."""
+"""How often steps 2 and 4 visit all axes or all operators at most."""
 
-SHARES = (0.0, 0.25)
-"""The values of λ, as long as gradients exceed the backward pass. Larger ones have not found better
-plans for language models on 64 to 1024 devices."""
+EXPOSED_SHARES = (0.0, 0.25)
+"""The values of λ, in this order; the second only if the first leaves communication exposed. Larger
+ones have not found better plans for language models on 64 to 1024 devices."""
 
-NEAR = 1.1
-"""What takes more than so many times the least is not improved operator by operator: the prediction
-of a whole plan knows more than what is minimized here, but not so much."""
+MAX_COST_RATIO = 1.1
+"""Cuts found without step 3 are returned too if their total is below this multiple of the least.
+The predictor of whole plans is more precise than the objective, but differs by less."""
 
 GAIN = 1e-9
-"""Relative; less is none."""
+"""Relative decrease of the total below which a change is rejected; above rounding errors."""
 
 
 def searches_by_time(request: SearchRequest) -> list[CutsOfGraph]:
-    """Decides what every operator cuts on every axis by the seconds of a step.
+    """Decide the cuts of all operators by the time of a training step.
 
     Returns:
         The cheapest cuts and, if different, the cheapest without exchanging axes; the full
@@ -62,17 +62,21 @@ def searches_by_time(request: SearchRequest) -> list[CutsOfGraph]:
         ConfigError: if the cluster has fewer devices than the mesh and its pipeline stages.
     """
     search = timed_search(request)
-    found = search.found(request.on_share)
+    results = search.run(request.on_share)
     if request.log_costs:
-        log_costs(search.problem, search.objective, search.axes, found[0], search.weights(0.0))
-    return [cuts_of_graph(request.graph, search.problem, cuts) for cuts in found]
+        log_costs(search.problem, search.objective, search.axes, results[0], search.weights(0.0))
+    return [cuts_of_graph(request.graph, search.problem, cuts) for cuts in results]
 
 
 def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
-    """The search that answers a request. Raises: as `searches_by_time`.
+    """Return the search for a request, not run yet.
 
     Args:
-        fold: whether blocks that repeat are decided once.
+        fold: whether repeated blocks share variables.
+
+    Raises:
+        StrategyError: if the request has no pricing.
+        ConfigError: if the cluster has fewer devices than the mesh and its pipeline stages.
     """
     pricing = request.pricing
     if pricing is None:
@@ -86,7 +90,7 @@ def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
 
 
 def cuts_of_graph(graph: Graph, problem: SearchProblem, cuts: Sequence[Cuts]) -> CutsOfGraph:
-    """The cuts of each operator, from those of the variables."""
+    """Return the cuts of each operator, from those of the variables."""
     by_op = {op.name: cuts[n] for op, n in zip(graph.ops, problem.variable_of, strict=True)}
     return {
         name: {factor: tuple(axes) for factor, axes in cut.items() if axes}
@@ -97,10 +101,10 @@ def cuts_of_graph(graph: Graph, problem: SearchProblem, cuts: Sequence[Cuts]) ->
 
 @dataclass
 class TimedSearch:
-    """The search on one problem; what it tabulates serves all its passes.
+    """The search on one problem, with caches that all of its steps share.
 
     Args:
-        seconds_per_parameter_byte: seconds that a byte of parameters counts which a device keeps.
+        seconds_per_parameter_byte: seconds that a byte of parameters on a device counts as.
     """
 
     problem: SearchProblem
@@ -114,155 +118,182 @@ class TimedSearch:
         self.axes = [a for a, size in enumerate(self.model.mesh.device_matrix) if size > 1]
 
     @property
-    def shares(self) -> tuple[float, ...]:
-        """The values of λ that are tried."""
-        return (1.0,) if self.model.shared else SHARES
+    def exposed_shares(self) -> tuple[float, ...]:
+        """The values of λ to search with."""
+        return (1.0,) if self.model.shared else EXPOSED_SHARES
 
     def best(self, on_share: OnShare = ignore_share) -> list[Cuts]:
-        """The cuts of each variable with the least total that is found."""
-        return self.found(on_share)[0]
+        """Return the cuts of each variable with the least total found."""
+        return self.run(on_share)[0]
 
-    def found(self, on_share: OnShare = ignore_share) -> list[list[Cuts]]:
-        """The cuts of each variable, of the passes alone and after axes were exchanged; those with
-        the least total first.
+    def run(self, on_share: OnShare = ignore_share) -> list[list[Cuts]]:
+        """Return the cuts of each variable: the best and, if near and different, those found
+        without copying choices between axes; the least total first.
 
         Args:
-            on_share: what ends early counts as done: of λ that are not tried, and of passes.
+            on_share: called with the completed share; parts that end early are skipped.
         """
-        # A part for the recursion, one for each of two that are improved operator by operator, and
-        # one for swaps of axes.
-        first, *each, last = (subrange(on_share, number, 4) for number in range(4))
+        recursion_part, *local_search_parts, swap_part = (
+            subrange(on_share, number, 4) for number in range(4)
+        )
         totals: list[tuple[float, list[Cuts]]] = []
-        for cuts, share in zip(self._recursive(first), each, strict=False):
-            local_search(self.objective, cuts, self.total, ROUNDS, GAIN, share)
+        for cuts, part in zip(
+            self._search_all_orders(recursion_part), local_search_parts, strict=False
+        ):
+            local_search(self.objective, cuts, self.total, ROUNDS, GAIN, part)
             if all(cuts != others for _, others in totals):
                 totals.append((self.total(self.objective.cost(cuts)), cuts))
         totals.sort(key=itemgetter(0))
-        self._swap(totals[0][1], last)
+        self._swap_axes(totals[0][1], swap_part)
         on_share(1.0)
         return [cuts for _, cuts in totals]
 
-    def _recursive(self, on_share: OnShare) -> list[list[Cuts]]:
-        """The best that the recursion finds for any λ and order of axes, and without exchanges of
-        axes if that is near."""
-        orders, (first, *larger) = self._orders(), self.shares
-        ways = [(first, order) for order in orders] + [(share, orders[0]) for share in larger]
-        alone: list[tuple[float, list[Cuts]]] = []
-        exchanged: list[tuple[float, list[Cuts]]] = []
-        exposes = False
-        for number, (share, order) in enumerate(ways):
-            if share > first and not exposes:
+    def _search_all_orders(self, on_share: OnShare) -> list[list[Cuts]]:
+        """Steps 1 to 3 for each λ and order of axes; the best cuts with and without step 3."""
+        orders, (smallest, *larger) = self._axis_orders(), self.exposed_shares
+        runs = [(smallest, order) for order in orders] + [
+            (exposed_share, orders[0]) for exposed_share in larger
+        ]
+        without_copies: list[tuple[float, list[Cuts]]] = []
+        with_copies: list[tuple[float, list[Cuts]]] = []
+        is_exposed = False
+        for number, (exposed_share, order) in enumerate(runs):
+            if exposed_share > smallest and not is_exposed:
                 break
-            decided = self._decide(share, order, subrange(on_share, number, len(ways)))
-            costs = [self.objective.cost(cuts) for cuts in decided]
-            alone.append((self.total(costs[0]), decided[0]))
-            exchanged.append((self.total(costs[-1]), decided[-1]))
-            exposes = exposes or any(cost.exposed for cost in costs)
-        least, best = min(exchanged, key=itemgetter(0))
-        other, cuts = min(alone, key=itemgetter(0))
-        near = cuts != best and other < NEAR * least
-        return [list(best), list(cuts)] if near else [list(best)]
+            results = self._search_in_order(
+                exposed_share, order, subrange(on_share, number, len(runs))
+            )
+            costs = [self.objective.cost(cuts) for cuts in results]
+            without_copies.append((self.total(costs[0]), results[0]))
+            with_copies.append((self.total(costs[-1]), results[-1]))
+            is_exposed = is_exposed or any(cost.exposed for cost in costs)
+        least_total, best_cuts = min(with_copies, key=itemgetter(0))
+        other_total, cuts = min(without_copies, key=itemgetter(0))
+        is_near = cuts != best_cuts and other_total < MAX_COST_RATIO * least_total
+        return [list(best_cuts), list(cuts)] if is_near else [list(best_cuts)]
 
-    def _swap(self, cuts: list[Cuts], on_share: OnShare) -> None:
-        """Swaps axes for some operators, and improves what that has changed."""
+    def _swap_axes(self, cuts: list[Cuts], on_share: OnShare) -> None:
+        """Step 5."""
         exposed = self.objective.cost(cuts).exposed > 0
         weights = self.weights(1.0 if exposed or self.model.shared else 0.0)
         swaps, after = (subrange(on_share, number, 2) for number in range(2))
         if swap_axes(self.objective, cuts, self.total, weights, swaps):
             local_search(self.objective, cuts, self.total, ROUNDS, GAIN, after)
 
-    def _orders(self) -> list[list[int]]:
-        """In which axes are decided: from the slowest links to the fastest, and where links are
-        equal from the outermost to the innermost axis or the other way around. An outer axis is the
-        more significant one wherever both cut a dimension, so that neither is always better."""
+    def _axis_orders(self) -> list[list[int]]:
+        """The orders in which axes are decided: from the slowest links to the fastest, and among
+        equal links outermost first or innermost first.
+
+        Where two axes cut one dim, the outer one is more significant, which decides the layouts
+        that a neighbor can read without redistribution. So neither order is always better.
+        """
         levels = self.model.links.levels
         inwards = sorted(self.axes, key=lambda axis: -levels[axis][0][0])
         outwards = sorted(self.axes, key=lambda axis: (-levels[axis][0][0], -axis))
         return [inwards] if inwards == outwards else [inwards, outwards]
 
-    def _decide(self, share: float, order: Sequence[int], on_share: OnShare) -> list[list[Cuts]]:
-        """The recursion for one λ and one order of axes with the passes that improve it; then, if
-        that costs less, after axes were exchanged."""
-        choices = self._start()
-        first, passes, exchanges, more = (subrange(on_share, number, 4) for number in range(4))
-        for axis in track(order, first):
-            self._redecide(choices, axis, share)
-        # The last axis is fresh.
-        total = self.total(self._cost(choices))
-        best = self._settle(choices, share, total, passes, settled={*order[-1:]})
-        decided = [self._cuts(choices)]
-        if self._exchange(choices, best, exchanges):
-            self._settle(choices, share, self.total(self._cost(choices)), more)
-            decided.append(self._cuts(choices))
-        return decided
+    def _search_in_order(
+        self, exposed_share: float, order: Sequence[int], on_share: OnShare
+    ) -> list[list[Cuts]]:
+        """Steps 1 to 3 for one λ and one order of axes.
 
-    def _settle(
+        Returns:
+            The cuts after step 2 and, if step 3 improves them, those after step 3.
+        """
+        choices = self._pinned_choices()
+        decide_part, refine_part, copy_part, second_refine_part = (
+            subrange(on_share, number, 4) for number in range(4)
+        )
+        for axis in track(order, decide_part):
+            self._decide_axis(choices, axis, exposed_share)
+        # The last axis was decided given all others, so deciding it again changes nothing.
+        total = self.total(self._cost(choices))
+        best = self._refine(choices, exposed_share, total, refine_part, up_to_date={*order[-1:]})
+        results = [self._cuts(choices)]
+        if self._copy_axis_choices(choices, best, copy_part):
+            self._refine(
+                choices, exposed_share, self.total(self._cost(choices)), second_refine_part
+            )
+            results.append(self._cuts(choices))
+        return results
+
+    def _refine(
         self,
         choices: Choices,
-        share: float,
-        best: float,
+        exposed_share: float,
+        best_total: float,
         on_share: OnShare,
-        settled: Set[int] = frozenset(),
+        up_to_date: Set[int] = frozenset(),
     ) -> float:
-        """Decides axes again until nothing is gained; what it costs then.
+        """Decide axes again until the total stops decreasing, and return the total.
 
         Args:
-            settled: axes that were decided since any other has changed: that gives the same again.
+            up_to_date: axes decided since any other axis changed; deciding them again gives the
+                same choices.
         """
         for number in range(ROUNDS):
-            before = best
-            known = set()
+            before = best_total
+            seen = set()
             for axis in track(self.axes, subrange(on_share, number, ROUNDS)):
-                # Of axes that are alike in all things it is enough to try one.
-                alike = (self.model.links.levels[axis], tuple(row[axis] for row in choices))
-                if axis in settled or alike in known:
+                # Axes with equal links and choices get equal results.
+                properties = (self.model.links.levels[axis], tuple(row[axis] for row in choices))
+                if axis in up_to_date or properties in seen:
                     continue
-                known.add(alike)
-                total = self._improve(choices, axis, share, best)
-                settled = {axis} if total < best else settled | {axis}
-                best = total
-            if best >= before * (1 - GAIN):
+                seen.add(properties)
+                total = self._redecide_if_cheaper(choices, axis, exposed_share, best_total)
+                up_to_date = {axis} if total < best_total else up_to_date | {axis}
+                best_total = total
+            if best_total >= before * (1 - GAIN):
                 break
-        return best
+        return best_total
 
-    def _exchange(self, choices: Choices, best: float, on_share: OnShare) -> bool:
-        """Gives an axis the choices of another one, those of data parallel, or none, if that costs
-        less: what every operator gains only if all others do likewise is found by no smaller
-        step."""
-        before, nothing = best, (NO_CUT,) * len(choices)
-        known: set[object] = set()
+    def _copy_axis_choices(self, choices: Choices, best_total: float, on_share: OnShare) -> bool:
+        """Replace an axis' choices by those of another axis, of data parallelism, or none, if that
+        decreases the total.
+
+        This escapes local minima in which no operator gains unless all others change too.
+
+        Returns:
+            Whether `choices` changed.
+        """
+        initial, no_cuts = best_total, (NO_CUT,) * len(choices)
+        seen: set[object] = set()
         for axis in track(self.axes, on_share):
-            alike = self.model.links.levels[axis], tuple(row[axis] for row in choices)
-            if alike in known:
+            properties = self.model.links.levels[axis], tuple(row[axis] for row in choices)
+            if properties in seen:
                 continue
-            known.add(alike)
+            seen.add(properties)
             columns = {tuple(row[other] for row in choices) for other in self.axes}
             columns |= {
                 self.problem.data_parallel_choices(self.model.mesh.device_matrix[axis]),
-                nothing,
+                no_cuts,
             }
             for column in sorted(columns - {tuple(row[axis] for row in choices)}):
-                changed = self._with_column(choices, axis, column)
-                cost = self._cost_below(changed, best)
+                changed = self._with_axis_choices(choices, axis, column)
+                cost = self._cost_below(changed, best_total)
                 if cost is not None:
-                    choices[:], best = changed, self.total(cost)
-        return best < before
+                    choices[:], best_total = changed, self.total(cost)
+        return best_total < initial
 
-    def _with_column(self, choices: Choices, axis: int, column: Sequence[int]) -> Choices:
-        """The choices with those of one axis in its place, where sizes allow."""
+    def _with_axis_choices(
+        self, choices: Choices, axis: int, axis_choices: Sequence[int]
+    ) -> Choices:
+        """The choices with those of one axis replaced; no cut where sizes are not divisible."""
         sizes = self.model.mesh.device_matrix
         changed: Choices = []
-        for variable, row, choice in zip(self.problem.variables, choices, column, strict=True):
+        for variable, row, choice in zip(
+            self.problem.variables, choices, axis_choices, strict=True
+        ):
             shard_counts = variable.op_type.shard_counts(row, sizes, axis)
             divides = choice != NO_CUT and variable.op_type.divides(
                 choice, shard_counts, sizes[axis]
             )
-            fresh = row[axis] if variable.pinned is not None else choice if divides else NO_CUT
-            changed.append([*row[:axis], fresh, *row[axis + 1 :]])
+            new = row[axis] if variable.pinned is not None else choice if divides else NO_CUT
+            changed.append([*row[:axis], new, *row[axis + 1 :]])
         return changed
 
-    def _start(self) -> Choices:
-        """No cuts, but those that are pinned."""
+    def _pinned_choices(self) -> Choices:
+        """The choices with the cuts of pinned operators and no others."""
         choices = []
         for variable in self.problem.variables:
             row = [NO_CUT] * len(self.model.mesh.device_matrix)
@@ -272,34 +303,47 @@ class TimedSearch:
             choices.append(row)
         return choices
 
-    def _redecide(self, choices: Choices, axis: int, share: float) -> None:
+    def _decide_axis(self, choices: Choices, axis: int, exposed_share: float) -> None:
         decisions = AxisTables(
-            self.problem, self.model, axis, choices, self.weights(share), self.tables
+            self.problem, self.model, axis, choices, self.weights(exposed_share), self.tables
         ).decide(self.problem.eliminations)
         for row, choice in zip(choices, decisions, strict=True):
             row[axis] = choice
 
-    def _improve(self, choices: Choices, axis: int, share: float, best: float) -> float:
-        """Decides one axis again, and keeps that if it costs less over all axes."""
+    def _redecide_if_cheaper(
+        self, choices: Choices, axis: int, exposed_share: float, best_total: float
+    ) -> float:
+        """Decide one axis again, and undo that unless the total over all axes decreases.
+
+        The tables of one axis only approximate redistributions over several axes.
+        """
         before = [row[axis] for row in choices]
-        self._redecide(choices, axis, share)
+        self._decide_axis(choices, axis, exposed_share)
         if [row[axis] for row in choices] == before:
-            return best
-        cost = self._cost_below(choices, best)
+            return best_total
+        cost = self._cost_below(choices, best_total)
         if cost is not None:
             return self.total(cost)
         for row, choice in zip(choices, before, strict=True):
             row[axis] = choice
-        return best
+        return best_total
 
-    def weights(self, share: float) -> Weights:
-        """What counts how much, if `share` of what may be hidden is not."""
-        times = self.pricing.micro_batches
+    def weights(self, exposed_share: float) -> Weights:
+        """Return the weights of the linear objective for one λ.
+
+        From m F + (1 - s) λ (Ga - F) + s Ga, where s is the slowdown by overlapped communication:
+        the weight of F is m - (1 - s) λ and that of Ga is s + (1 - s) λ; W and Gr accordingly.
+        """
+        micro_batches = self.pricing.micro_batches
         slowdown = self.model.slowdown
-        hides = (1 - slowdown) * share
-        gathers = 0.0 if self.model.sharing is None else hides
+        exposed_weight = (1 - slowdown) * exposed_share
+        gather_weight = 0.0 if self.model.sharing is None else exposed_weight
         return Weights(
-            times - gathers, times - hides, times, slowdown + hides, self.seconds_per_parameter_byte
+            micro_batches - gather_weight,
+            micro_batches - exposed_weight,
+            micro_batches,
+            slowdown + exposed_weight,
+            self.seconds_per_parameter_byte,
         )
 
     def _cuts(self, choices: Choices) -> list[Cuts]:
@@ -307,23 +351,23 @@ class TimedSearch:
         for variable, row in zip(self.problem.variables, choices, strict=True):
             names = variable.op_type.factors
             decided = axes_of_factors({a: names[c] for a, c in enumerate(row) if c != NO_CUT})
-            # Axes of a pinned operator may stand in another order.
+            # A pin may list the axes of a factor in any order of significance.
             cuts.append(decided if variable.pinned is None else variable.pinned)
         return cuts
 
     def _cost(self, choices: Choices) -> ObjectiveCost:
         return self.objective.cost(self._cuts(choices))
 
-    def _cost_below(self, choices: Choices, best: float) -> ObjectiveCost | None:
-        """The cost of choices; None if nothing is gained over `best`."""
-        return self.objective.cost_below(self._cuts(choices), self.total, best * (1 - GAIN))
+    def _cost_below(self, choices: Choices, best_total: float) -> ObjectiveCost | None:
+        """The cost of choices; None unless its total is less than `best_total`."""
+        return self.objective.cost_below(self._cuts(choices), self.total, best_total * (1 - GAIN))
 
     def cost(self, cuts: Mapping[str, Cuts]) -> ObjectiveCost:
-        """Of operators that are cut so, by name; of blocks that repeat as in the first."""
+        """Return the cost of a model; shared variables take the cuts of their first operator."""
         return self.objective.cost([cuts.get(v.op.name, {}) for v in self.problem.variables])
 
     def total(self, cost: ObjectiveCost) -> float:
-        """What the search minimizes."""
+        """Return the number that the search minimizes."""
         return cost.total(
             self.pricing.micro_batches, self.seconds_per_parameter_byte, self.model.slowdown
         )

@@ -21,14 +21,14 @@ from shardwright.core.graph.graph import Op
 from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.rules.rule import Cuts, ShardingRule
-from shardwright.core.search.cut_moves import (
-    CutMoves,
+from shardwright.core.search.decided_layouts import Between, TensorContext, bare, inner_reductions
+from shardwright.core.search.nearby_cuts import (
+    NearbyCuts,
     SharedTensor,
     factor_of_axis,
     group_equal_axes,
-    least_sent,
+    unjoined_limits,
 )
-from shardwright.core.search.decided_layouts import Between, TensorContext, bare, inner_reductions
 
 CANDIDATES = 512
 """At most so many cuts are tried at once for one operator; one-axis changes of the best follow."""
@@ -162,18 +162,18 @@ class LocalProblem:
                     yield cuts
 
     @cached_property
-    def moves(self) -> CutMoves:
+    def moves(self) -> NearbyCuts:
         """The moves of the operator among the layouts that are decided."""
         shared = tuple(
             SharedTensor(context.dims, layout)
             for context in (*self.inputs, *self.outputs)
             for layout in context.decided
         )
-        return CutMoves(self.mesh, least_sent(self.rule), shared)
+        return NearbyCuts(self.mesh, unjoined_limits(self.rule), shared)
 
     def _followed(self, group: Axes) -> tuple[str | None, ...]:
         """The factors that neighbors cut on the axes of `group`, then none."""
-        moves = [move for move in self.moves.followed() if group[0] in move]
+        moves = [move for move in self.moves.matching_neighbors() if group[0] in move]
         return (*dict.fromkeys(move[group[0]] for move in moves), None)
 
     def _orders(self) -> list[Mapping[str, Axes]]:
@@ -192,7 +192,7 @@ class LocalProblem:
     def _changes(self, cuts: Cuts) -> Iterator[dict[str, Axes]]:
         """`cuts` with one axis moved to another factor or taken away."""
         axes = [axis for axis, size in enumerate(self.mesh.device_matrix) if size > 1]
-        for move in self.moves.changed(factor_of_axis(cuts), axes):
+        for move in self.moves.with_one_axis_changed(factor_of_axis(cuts), axes):
             yield self.moves.divisible(move, cuts)
             yield self.moves.divisible(move)
 

@@ -1,0 +1,150 @@
+"""Cuts of one operator that match a neighbor's layout or change one axis, and helpers for cuts.
+
+Cuts are changed in the form axis -> factor, where an axis that cuts no factor is missing, and then
+reduced to what the operator's sizes are divisible by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.layout.axes import Axes
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
+from shardwright.core.rules.rule import Cuts, Dims, ShardingRule
+
+FactorOfAxis = Mapping[int, str]
+"""The factor that each axis cuts; axes that cut none are missing."""
+
+NO_AXES: Mapping[str, Axes] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class SharedTensor:
+    """A tensor of an operator in the layout of a neighbor.
+
+    Args:
+        dims: the factor of each dim in the operator's own rule.
+        layout: in which the neighbor computes or reads it.
+    """
+
+    dims: Dims
+    layout: TensorLayout
+
+
+@dataclass(frozen=True)
+class NearbyCuts:
+    """Cuts of one operator near those of its neighbors, or near its own.
+
+    Args:
+        limits: for each factor that may be cut the number that its number of shards must divide.
+        shared: the tensors that it shares with neighbors.
+        joined: pairs of factors that cut the same dims, as in `ShardingRule.joined`; at most one of
+            a pair is cut.
+    """
+
+    mesh: DeviceMatrix
+    limits: Mapping[str, int]
+    shared: Sequence[SharedTensor]
+    joined: Mapping[str, str] = field(default_factory=dict)
+
+    def matching_neighbors(self) -> Iterator[dict[int, str]]:
+        """Yield, for each shared tensor, the factors that give it the neighbor's layout."""
+        for tensor in self.shared:
+            yield {
+                axis: factor
+                for factor, axes in zip(tensor.dims, tensor.layout.axes, strict=True)
+                if factor is not None and factor in self.limits
+                for axis in axes
+            }
+
+    def with_one_axis_changed(
+        self, factors: FactorOfAxis, axes: Iterable[int]
+    ) -> Iterator[dict[int, str]]:
+        """Yield `factors` with one of `axes` cutting another factor, or none.
+
+        If the new factor is joined with another, all axes of that one move along, as the operator
+        must not be cut by both.
+        """
+        for axis in axes:
+            for factor in (*self.limits, None):
+                if factor != factors.get(axis):
+                    rest = {a: f for a, f in factors.items() if a != axis}
+                    if factor is not None:
+                        pairs = [{*pair} for pair in self.joined.items() if factor in pair]
+                        rest = {a: factor if {f, factor} in pairs else f for a, f in rest.items()}
+                    yield rest if factor is None else {**rest, axis: factor}
+
+    def divisible(
+        self, factors: FactorOfAxis, preferred: Mapping[str, Axes] = NO_AXES
+    ) -> dict[str, Axes]:
+        """Return the cuts of `factors` without axes that the factors' sizes are not divisible by.
+
+        Args:
+            preferred: axes of a factor that come first, in this order; others follow outermost
+                first.
+        """
+        cuts: dict[str, Axes] = {}
+        axes_of = axes_of_factors(factors)
+        for factor, limit in self.limits.items():
+            if factor not in axes_of or self.joined.get(factor) in axes_of:
+                continue
+            axes = [axis for axis in preferred.get(factor, ()) if axis in axes_of[factor]]
+            axes += [axis for axis in axes_of[factor] if axis not in axes]
+            used: Axes = ()
+            for axis in axes:
+                if limit % self.mesh.size((*used, axis)) == 0:
+                    used = (*used, axis)
+            if used:
+                cuts[factor] = used
+        return cuts
+
+
+def unjoined_limits(rule: ShardingRule) -> dict[str, int]:
+    """The limits of a rule's factors without those that cut further inputs too (ring attention).
+
+    For searches that compare bytes: a ring sends more bytes than a gather, but beside computation.
+    """
+    return {f: rule.capacity[f] for f in rule.factors if f not in rule.joined}
+
+
+OpLayouts = tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]
+"""The layouts of an operator's inputs and outputs."""
+
+
+def layouts_of(op: Op, rule: ShardingRule | None, mesh: DeviceMatrix, cuts: Cuts) -> OpLayouts:
+    """Return the layouts of an operator's inputs and outputs; all replicated without a rule."""
+    if rule is not None:
+        return rule.layouts(mesh, cuts)
+    return (
+        tuple(mesh.replicated(len(value.shape)) for value in op.inputs),
+        tuple(mesh.replicated(len(value.shape)) for value in op.outputs),
+    )
+
+
+def factor_of_axis(cuts: Cuts) -> dict[int, str]:
+    """Return the factor that each axis cuts."""
+    return {axis: factor for factor, axes in cuts.items() for axis in axes}
+
+
+def axes_of_factors(factors: FactorOfAxis) -> dict[str, Axes]:
+    """Return the axes that cut each factor, outermost first."""
+    cuts: dict[str, Axes] = {}
+    for axis in sorted(factors):
+        cuts[factors[axis]] = (*cuts.get(factors[axis], ()), axis)
+    return cuts
+
+
+def group_equal_axes(mesh: DeviceMatrix, properties: Sequence[Mapping[int, object]]) -> list[Axes]:
+    """Group the axes of more than one device that agree in all properties.
+
+    Args:
+        properties: mappings from an axis to a value; a missing axis has the value None.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for axis, size in enumerate(mesh.device_matrix):
+        if size > 1:
+            groups.setdefault(tuple(each.get(axis) for each in properties), []).append(axis)
+    return [tuple(group) for group in groups.values()]
