@@ -20,7 +20,7 @@ from shardwright.core.graph.custom_ops import masked_attention, windowed_attenti
 from shardwright.core.layout.layout import Layout
 from shardwright.core.partition.decisions import Decisions, adapt_decisions
 from shardwright.core.planner import candidate
-from shardwright.core.planner.options import bytes_of
+from shardwright.core.planner.options import parse_bytes
 from torchrun import torchrun
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -259,7 +259,7 @@ def test_a_million_tokens_of_a_llama_fit_into_64_devices() -> None:
         net = transformers.LlamaForCausalLM(config).bfloat16()
         tokens = torch.zeros(1, 1 << 20, dtype=torch.long)
     plan = sw.plan(net, (), {"input_ids": tokens, "labels": tokens}, devices=64, cluster="h100")
-    assert plan.memory.peak < bytes_of("80GB")
+    assert plan.memory.peak < parse_bytes("80GB")
 
 
 @pytest.fixture(scope="module")

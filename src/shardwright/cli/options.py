@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from shardwright.core.planner.options import NO_LIMIT
-from shardwright.core.planner.requirement import bytes_of
+from shardwright.core.planner.requirement import parse_bytes
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.progress import OnProgress, ignore_progress
 from shardwright.run.config import Run
@@ -72,7 +72,7 @@ MemCoeffOption = Annotated[
 
 def _check_memory_limit(text: str | None) -> str | None:
     """Raises: typer.BadParameter: neither a size nor `none`."""
-    if text is not None and text != NO_LIMIT and bytes_of(text) is None:
+    if text is not None and text != NO_LIMIT and parse_bytes(text) is None:
         raise typer.BadParameter(
             f"{text!r} is no number of bytes, like 24GiB or 2GB, and not {NO_LIMIT}"
         )

@@ -157,7 +157,7 @@ def test_a_schedule_for_stages_that_cannot_be_is_an_error() -> None:
 
 
 def test_auto_and_named_stages_contradict_each_other() -> None:
-    with pytest.raises(StrategyError, match="stages='auto', but stage_config names"):
+    with pytest.raises(StrategyError, match="stages='auto' conflicts with stage_config"):
         sw.plan(NET, X, devices=8, stages="auto", micro_batches=8, stage_config={"layers.0": 0})
 
 

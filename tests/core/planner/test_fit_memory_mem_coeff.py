@@ -52,7 +52,7 @@ def test_on_a_cluster_its_devices_have_a_limit() -> None:
 
 def test_without_a_limit_the_error_says_what_to_give() -> None:
     with pytest.raises(
-        StrategyError, match=r"mem_coeff='auto'.*set memory_limit.*or name a cluster"
+        StrategyError, match=r"(?s)mem_coeff='auto'.*set memory_limit.*or name a cluster"
     ):
         plan()
 

@@ -63,7 +63,7 @@ def plan_collectively(
     leaves, spec = pytree.tree_flatten((args, kwargs))
     shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
     asked = {**vars(options), "on_progress": None}
-    if options.cluster is not None and options.known_cluster.name == LOCAL:
+    if options.cluster is not None and options.resolved_cluster.name == LOCAL:
         asked["cluster"] = LOCAL  # Each machine measures its own.
     request = (asked, net, shapes, repr(spec))
     shared = shared_plan(request, lambda: plan_model(options, net, args, kwargs))
@@ -227,5 +227,5 @@ def _compute_dtype(options: PlanOptions) -> torch.dtype | None:
 def _device_type(options: PlanOptions) -> str | None:
     """Of the devices that are planned for; None if they are another machine's."""
     here = device_of_group()
-    elsewhere = options.cluster is not None and options.known_cluster.name != LOCAL
+    elsewhere = options.cluster is not None and options.resolved_cluster.name != LOCAL
     return None if elsewhere and here.type == "cpu" else here.type

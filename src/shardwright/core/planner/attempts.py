@@ -1,4 +1,5 @@
-"""What is tried so that a plan fits into memory, in which order, and what is said if none does."""
+"""The options that the planner attempts under a memory limit, in order, and the error if no plan
+fits."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from shardwright.core.planner.options import AUTO_RECOMPUTE, PlanOptions
 from shardwright.errors import MemoryLimitError, PlanError
 
 FACTOR, LARGEST_MEM_COEFF = 8.0, 1e4
-"""By what `mem_coeff` grows from one attempt to the next, and how far."""
+"""Growth of `mem_coeff` from one attempt to the next, and the largest value attempted."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is tried.
+    """Options to plan with.
 
     Args:
-        recompute: whether further operators may be computed again.
+        recompute: whether the planner may recompute operators that the user has not marked.
     """
 
     options: PlanOptions
@@ -31,55 +32,65 @@ class Attempt:
         return self.options.in_words(self.recompute)
 
 
-Groups = Sequence[Sequence[Attempt]]
-"""What competes, a group after the other: a later one is hardly ever faster."""
+AttemptGroups = Sequence[Sequence[Attempt]]
+"""Attempts that compete. The groups are in ascending order of `mem_coeff`: the best attempt of a
+group is rarely faster than that of the group before."""
 
 
-def phases(options: PlanOptions) -> list[Groups]:
-    """What is tried, one after the other until something fits."""
+def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
+    """Attempts in phases: a phase is begun only if nothing in the phases before fits.
+
+    On a cluster, predicted step times decide among all changes of a single phase. Without one there
+    is nothing to compare, so that each change is a phase, the least intrusive first: sharded
+    optimizer state and parameters, recomputation, a larger `mem_coeff`, more stages.
+    """
     if options.limit is None:
         return [[[Attempt(options, False)]]]
-    first = options.recompute == AUTO_RECOMPUTE
-    found: list[Groups] = []
+    recompute_first = options.recompute == AUTO_RECOMPUTE
+    phases: list[AttemptGroups] = []
     if options.has_auto_mem_coeff:
         coefficients, limit = options.mem_coeffs, options.limit
-        each = [replace(options, mem_coeff=one, memory_limit=limit) for one in coefficients]
-        found, options = [[[Attempt(one, first)]] for one in each], each[0]
+        fixed = [replace(options, mem_coeff=value, memory_limit=limit) for value in coefficients]
+        phases, options = [[[Attempt(each, recompute_first)]] for each in fixed], fixed[0]
     if options.cluster is not None:
         larger = (options, *_larger_mem_coeff(options))
-        return [*found, [[Attempt(one, True) for one in _levels(each)] for each in larger]]
+        return [*phases, [[Attempt(each, True) for each in _levels(base)] for base in larger]]
     levels = _levels(options)
-    found += [[[Attempt(each, first)]] for each in levels]
+    phases += [[[Attempt(each, recompute_first)]] for each in levels]
     for staged in (levels[-1], *_more_stages(levels[-1])):
-        found += [[[Attempt(each, True)]] for each in (staged, *_larger_mem_coeff(staged))]
-    return found
+        phases += [[[Attempt(each, True)]] for each in (staged, *_larger_mem_coeff(staged))]
+    return phases
 
 
 def _levels(options: PlanOptions) -> tuple[PlanOptions, ...]:
+    """The requested sharding level and all levels above it."""
     return (options, *_more_sharded(options))
 
 
 def _more_sharded(options: PlanOptions) -> Iterator[PlanOptions]:
     sharding = options.sharding
-    done = LEVELS.index(sharding.level) + 1 if sharding is not None else 0
-    for level in LEVELS[done:]:
+    next_level = LEVELS.index(sharding.level) + 1 if sharding is not None else 0
+    for level in LEVELS[next_level:]:
+        # `level2` reduces gradients after each micro-batch instead of once per step, which with one
+        # micro-batch is `level1`.
         if level == "level2" and options.num_micro_batches == 1:
-            continue  # As `level1`: there is one reduction.
+            continue
         yield replace(options, hsdp=replace(sharding or OptimizerParallel(), level=level))
 
 
 def _larger_mem_coeff(options: PlanOptions) -> Iterator[PlanOptions]:
-    if "mem_coeff" not in options.of_search:
+    # Modes that do not weigh memory would find the same plan again.
+    if "mem_coeff" not in options.search_options:
         return
-    coefficient = options.coefficient * FACTOR
+    coefficient = options.fixed_mem_coeff * FACTOR
     while coefficient <= LARGEST_MEM_COEFF:
         yield replace(options, mem_coeff=coefficient)
         coefficient *= FACTOR
 
 
 def _more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
-    """Where the user left the stages to be cut, every greater number that divides the devices and
-    that the schedule runs with as many micro-batches."""
+    """Every larger number of stages that divides the devices and that the schedule can run with the
+    requested micro-batches; none if `stage_config` fixes the stages."""
     if options.stage_config is not None or not isinstance(options.stages, int):
         return
     for stages in range(options.stages + 1, options.devices + 1):
@@ -92,22 +103,27 @@ def _more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
 
 
 def too_large(attempt: Attempt, limit: int, needs: Memory) -> MemoryLimitError:
-    """The error that no plan fits into `limit` bytes, of which `attempt` needs least."""
-    stage = max(needs.stages, key=lambda each: each.peak)
+    """Builds the error that no plan fits into `limit` bytes per device.
+
+    Args:
+        attempt: the attempt whose plan needs least memory.
+        needs: memory of that plan.
+    """
+    stage = max(needs.stages, key=lambda stage: stage.peak)
     where = f" on stage {stage.stage}" if len(needs.stages) > 1 else ""
     options = attempt.options
-    stages = ""
+    or_stages = ""
     if options.cluster is not None and options.stages == 1 < options.num_micro_batches:
-        stages = ", or stages='auto'"
+        or_stages = ", or stages='auto'"
     text = (
         f"no plan for {options.devices} devices fits into memory_limit="
         f"{binary(limit)}; the smallest one needs {binary(needs.peak)}"
-        f" ({needs.peak:,} bytes){where}, with {attempt}: {_breakdown(stage)}; set a larger"
-        f" limit, or use more devices or more micro-batches{stages}"
+        f" ({needs.peak:,} bytes){where}, with {attempt}: {_breakdown(stage)}\n"
+        f"set a larger limit, or use more devices or more micro-batches{or_stages}"
     )
     return MemoryLimitError(text, needs.peak)
 
 
 def _breakdown(stage: StageMemory) -> str:
-    sizes = ((kind, getattr(stage, kind)) for kind in StageMemory.NAMES)
-    return ", ".join(f"{kind} {binary(size)}" for kind, size in sizes if size)
+    sizes = ((name, getattr(stage, name)) for name in StageMemory.NAMES)
+    return ", ".join(f"{name} {binary(size)}" for name, size in sizes if size)

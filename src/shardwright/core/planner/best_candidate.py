@@ -1,4 +1,4 @@
-"""The best plan of a captured model: what is left open of stages, then what fits into memory."""
+"""The best candidate for a captured model: pipeline stages first, then the memory limit."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardwright.core.planner.ranking import Ranking
 def best_candidate(
     model: CapturedModel, options: PlanOptions, ranking: Ranking | None = None
 ) -> Candidate:
-    """The fastest candidate that fits into memory.
+    """Returns the fastest candidate that fits into memory.
 
     Args:
-        ranking: receives the fastest of each kind.
+        ranking: receives the fastest candidate of each kind.
 
     Raises:
-        StrategyError: nothing can be cut, or stages cannot be as requested.
-        MemoryLimitError: nothing fits; says what would.
+        StrategyError: no operator can be sharded, or the requested stages are invalid.
+        MemoryLimitError: no plan fits; names the smallest limit that one would fit.
     """
 
     def decide(options: PlanOptions) -> Sequence[Candidate]:
@@ -33,7 +33,7 @@ def best_candidate(
             return with_best_stages(options, decide, ranking=ranking)
         return within_memory(options, decide, ranking)
 
-    # The memory of a training step says nothing about a model in eval mode.
+    # Memory is that of a training step, which a model in eval mode does not run.
     candidate = within_device_memory(options, best) if model.training else best(options)
     if options.suggest_stages and not options.chooses_pipeline:
         suggest_stages(options, candidate, decide)

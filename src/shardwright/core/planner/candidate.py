@@ -1,4 +1,5 @@
-"""What was decided for a model, before all that follows from it is written into a plan."""
+"""Candidates: decisions for a captured model with their predicted step time and memory, of which
+only the best becomes a plan."""
 
 from __future__ import annotations
 
@@ -43,16 +44,19 @@ log = logging.getLogger("shardwright.search")
 
 @dataclass(frozen=True)
 class CapturedModel:
-    """A captured model and what its user attached to it.
+    """A captured model, the user's constraints, and caches that all candidates share.
 
     Args:
-        modules: names that can be stages.
-        training: the mode it was captured in.
-        loss_reduction: of the losses of its micro-batches.
-        dry_runs: of its parts, whose results serve every candidate.
-        searched: the cuts of earlier searches and their seconds, by the arguments of each.
-        divisions: of the operators into chunks, for cuts of earlier searches.
-        predictions: of earlier candidates; searches with other arguments often decide the same.
+        pins: strategies and parameter placements fixed by the user.
+        modules: names of modules that `stage_config` may name.
+        training: whether it was captured in training mode.
+        loss_reduction: how losses of micro-batches are combined, `mean` or `sum`.
+        dry_runs: cached dry runs of its chunks.
+        searched: cached results of searches (cuts and seconds taken), by their arguments.
+        divisions: cached assignments of operators to chunks, by search arguments, index of the
+            result and number of chunks.
+        predictions: cached step time predictions. Searches with different arguments often return
+            the same cuts. A list, as decisions cannot be hashed.
     """
 
     graph: Graph
@@ -67,23 +71,24 @@ class CapturedModel:
 
     @cached_property
     def recompute(self) -> Mapping[str, Recompute]:
-        """What the user has marked."""
+        """Operators marked by `sw.recompute`."""
         return recompute_of(self.graph)
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the user has pinned operators or parameters."""
+        """Whether the user pinned any operator or parameter."""
         return bool(self.pins.strategies or self.pins.parameters)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Decisions with the options that they were made for.
+    """Decisions for a model, and the options they were made with.
 
     Args:
-        mesh: the device matrix of one stage, with an axis for each prime factor.
-        measured: what each device needs, where that was found out.
-        pinned: cuts that are fixed.
+        mesh: device matrix of one stage, with one axis per prime factor.
+        search_seconds: time that the search took.
+        measured: memory of each stage by dry runs; None if not measured.
+        pinned: cuts fixed by the user.
     """
 
     model: CapturedModel
@@ -97,78 +102,85 @@ class Candidate:
 
     @cached_property
     def partitioned(self) -> Partitioned:
-        """The model, divided as decided."""
+        """The model partitioned by the decisions."""
         return Partitioned(self.model.graph, self.mesh, self.decisions, self.pipeline)
 
     @cached_property
     def folded(self) -> Partitioned:
-        """The same on a device matrix of as few axes as it needs."""
+        """The partitioned model on a device matrix with as few axes as it needs."""
         return fold_axes(self.partitioned)
 
     @cached_property
     def predicted(self) -> Predicted | None:
-        """What a step takes; None if no cluster was named."""
+        """Predicted step time and its parts; None without a cluster."""
         if self.options.cluster is None:
             return None
-        cluster, known = self.options.known_cluster, self.model.predictions
-        decided = (cluster, self.mesh, self.decisions, self.pipeline)
-        found = next((predicted for others, predicted in known if others == decided), None)
-        if found is None:
+        cluster, cached = self.options.resolved_cluster, self.model.predictions
+        key = (cluster, self.mesh, self.decisions, self.pipeline)
+        predicted = next((value for cached_key, value in cached if cached_key == key), None)
+        if predicted is None:
             self._report("step time")
-            found = predict(self.partitioned, cluster)
-            known.append((decided, found))
-        return found
+            predicted = predict(self.partitioned, cluster)
+            cached.append((key, predicted))
+        return predicted
 
     @cached_property
     def parameter_axes(self) -> int:
-        """How many axes the mesh of DTensors has."""
+        """Number of axes of the DTensor mesh of the parameters."""
         return len(dtensor_axes(self.partitioned))
 
     @cached_property
     def aligned(self) -> Candidate:
-        """On a cluster the same with operators that divide axes in the same places, where the
-        parameters' mesh has many axes, gets fewer, and no step is predicted to take longer. It
-        takes many predictions, so it is for those that ask."""
-        many = self.options.cluster is not None and self.parameter_axes > MANY_AXES
-        return _aligned(self) if many else self
+        """The candidate with a smaller DTensor mesh, if its mesh has too many axes and the change
+        does not increase the predicted step time; else the candidate itself. Operators that split
+        equal axes at different positions are changed to split them at the same position.
+
+        It takes many predictions, so it is computed only for candidates that may be chosen.
+        """
+        has_many_axes = self.options.cluster is not None and self.parameter_axes > MANY_AXES
+        return _aligned(self) if has_many_axes else self
 
     @property
     def shards_storage(self) -> bool:
-        """Whether parameters are stored otherwise than they are used."""
+        """Whether any parameter is stored in another layout than it is used in, as under ZeRO."""
         used = storage_as_used(self.model.graph, self.mesh, self.decisions.cuts)
         return self.decisions.storage != used
 
     @property
-    def sent(self) -> int:
-        """Bytes that a device of the busiest stage sends in a step."""
+    def communicated_bytes(self) -> int:
+        """Communication volume per step in bytes, of a device of the stage with the largest."""
         return max(map(sum, self.partitioned.step_bytes))
 
     @property
     def seconds(self) -> float:
-        """Of a step; 0 if no cluster was named."""
+        """Predicted step time; 0 without a cluster."""
         return 0.0 if self.predicted is None else self.predicted.seconds
 
     def memory(
         self, decisions: Decisions | None = None, stages: Container[int] | None = None
     ) -> Memory:
-        """What each device needs, with these decisions or with others; of some stages or of all."""
+        """Measures memory per device by dry runs.
+
+        Args:
+            decisions: measured instead of the candidate's own.
+            stages: stages to measure; by default all.
+        """
         self._report("memory")
         partitioned = self.partitioned
         if decisions is not None:
             partitioned = replace(partitioned, decisions=decisions)
-        optimizer, known = self.options.optimizer, self.model.dry_runs
-        return memory(partitioned, optimizer, known, stages=stages)
+        return memory(partitioned, self.options.optimizer, self.model.dry_runs, stages=stages)
 
     def _report(self, doing: str) -> None:
         self.options.on_progress(f"{doing}: {self.options.in_words()}")
 
     def plan(self) -> Plan:
-        """The plan, on the folded device matrix."""
+        """Makes the plan, on the folded device matrix."""
         model, options = self.model, self.options
         plan = make_plan(
             self.folded,
             mode=options.mode,
-            options=options.of_search,
+            options=options.search_options,
             search_seconds=self.search_seconds,
             training=model.training,
             pins=model.pins.strategies,
@@ -179,74 +191,74 @@ class Candidate:
             pricing=options.pricing(self.pipeline),
         )
         if self.measured is not None:
-            # Devices need the same on a folded matrix.
+            # Folding renames axes and changes no local shape, so memory is the same.
             plan.analysis.memory = self.measured
         return plan
 
 
 Decide = Callable[[PlanOptions], Sequence[Candidate]]
-"""Decides a model with these options, in one way or several."""
+"""Searches with the given options and returns one or more candidates."""
 
 
 def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate]:
-    """A model, decided with exactly these options. Of a search by seconds the objective is simpler
-    than what is predicted for a whole plan, and operators that are computed again are none of its
-    business, so data parallel stands beside it.
+    """Searches a model with exactly these options and returns the candidates to choose from.
 
     Raises: as `plan`.
     """
-    found = _decide(model, options, options.mode)
+    searched = _decide(model, options, options.mode)
     if options.mode != "recursive_programming" or options.cost_model != "time":
-        return found
+        return searched
+    # The search's objective is simpler than the prediction of a whole plan and ignores
+    # recomputation, so that plain data parallelism can turn out to be faster.
     if not model.is_pinned:
-        # Where the batch cannot be divided so there is none.
+        # The batch may not be divisible by the number of devices.
         with suppress(StrategyError):
-            found += _decide(model, options, "data_parallel")
-    return found
+            searched += _decide(model, options, "data_parallel")
+    return searched
 
 
 def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candidate]:
-    """One for each answer of the search."""
+    """Returns a candidate for each result of the mode's search."""
     graph, pins = model.graph, model.pins
     check_takes_pins(mode, pins.strategies)
     pipeline = pipeline_spec(options, graph, model.modules, model.loss_reduction)
     entries = input_entries(graph, options.dataset_strategy)
-    of_stage = options.devices // pipeline.stages
-    nodes = () if options.cluster is None else options.known_cluster.nodes(options.devices)
-    fixed = resolve(graph, of_stage, pins.strategies, {**pins.parameters, **entries}, nodes)
+    stage_devices = options.devices // pipeline.stages
+    nodes = () if options.cluster is None else options.resolved_cluster.nodes(options.devices)
+    fixed = resolve(graph, stage_devices, pins.strategies, {**pins.parameters, **entries}, nodes)
     arriving = arrivals(graph, fixed.mesh, options.dataset_strategy)
     pricing = options.pricing(pipeline)
     request = SearchRequest(
         *(graph, fixed.mesh, fixed.cuts, fixed.outputs, arriving, pricing),
-        mem_coeff=options.coefficient,
+        mem_coeff=options.fixed_mem_coeff,
         order=options.order,
         log_costs=options.log_costs,
     )
-    shared = None if pricing is None else pricing.sharing
-    times = pipeline.stages, pipeline.micro_batches
-    weighed = options.of_search.values() if MODES[mode].takes_pricing else ()
-    key = (fixed.mesh, mode, *weighed, *times, shared)
+    shard_size = None if pricing is None else pricing.sharing
+    counts = pipeline.stages, pipeline.micro_batches
+    search_options = options.search_options.values() if MODES[mode].takes_pricing else ()
+    key = (fixed.mesh, mode, *search_options, *counts, shard_size)
     if key not in model.searched:
         on_share = share_reporter(options.on_progress, f"search: {options.in_words()}")
         if options.log_costs and mode == options.mode and not MODES[mode].takes_pricing:
-            log.info("mode=%r weighs no costs, so that there are none to log", mode)
+            log.info("mode=%r weighs no costs: none are logged", mode)
         started = time.perf_counter()
-        answers = MODES[mode].searches(replace(request, on_share=on_share))
-        model.searched[key] = answers, time.perf_counter() - started
-    answers, seconds = model.searched[key]
+        results = MODES[mode].searches(replace(request, on_share=on_share))
+        model.searched[key] = results, time.perf_counter() - started
+    results, seconds = model.searched[key]
     found = []
-    # Without a cluster nothing says which answer is the best.
-    answers = answers if options.cluster is not None else answers[:1]
+    # Without a cluster no step time is predicted, so that results cannot be compared.
+    results = results if options.cluster is not None else results[:1]
     if options.cluster is not None and options.limit is not None:
-        rings = (ring_cuts(graph, fixed.mesh, c, fixed.cuts, options.limit) for c in answers)
-        answers = [*answers, *(cuts for cuts in rings if cuts is not None)]
-    for number, cuts in enumerate(answers):
-        divided = pipeline
+        rings = (ring_cuts(graph, fixed.mesh, c, fixed.cuts, options.limit) for c in results)
+        results = [*results, *(cuts for cuts in rings if cuts is not None)]
+    for number, cuts in enumerate(results):
+        chunked = pipeline
         if pipeline.stages > 1 and options.stage_config is None:
             division = key, number, pipeline.num_chunks
             if division not in model.divisions:
                 model.divisions[division] = _balanced(model, options, fixed.mesh, pipeline, cuts)
-            divided = replace(pipeline, chunk_of=model.divisions[division])
+            chunked = replace(pipeline, chunk_of=model.divisions[division])
         decisions = Decisions(
             cuts,
             _storage(model, fixed.mesh, cuts, options),
@@ -256,9 +268,9 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
             bucket_bytes=int(options.bucket_mb * MB),
             recompute=model.recompute,
         )
-        parts = model, options, fixed.mesh, decisions, divided, seconds
+        parts = model, options, fixed.mesh, decisions, chunked, seconds
         candidate = Candidate(*parts, pinned=fixed.cuts)
-        found.append(_nested(candidate) if options.cluster is None else candidate)
+        found.append(_reassigned(candidate) if options.cluster is None else candidate)
     return found
 
 
@@ -269,55 +281,60 @@ def _balanced(
     pipeline: PipelineSpec,
     cuts: Mapping[str, Cuts],
 ) -> Mapping[str, int]:
-    """For each operator the number of its chunk, of chunks that take about as long."""
+    """Assigns each operator to a chunk so that chunks take about the same time."""
     work = None
     if options.cluster is not None:
-        time = TimeModel(options.known_cluster, mesh, pipeline.stages)
+        time = TimeModel(options.resolved_cluster, mesh, pipeline.stages)
         work = operator_seconds(model.graph, time, cuts)
     return balanced_stages(model.graph, pipeline.num_chunks, work)
 
 
 MANY_AXES = 4
-"""With more axes of the parameters' mesh DTensor's first step takes over ten seconds, and with each
-further axis about six times as long."""
+"""With more axes of the parameters' mesh, the first step takes DTensor over ten seconds, and about
+six times as long with each further axis."""
 
 
 def _aligned(candidate: Candidate) -> Candidate:
-    """The same with operators that divide axes in the same places, if that is better."""
+    """Returns the candidate with the smallest parameter mesh, and of those the fastest, among
+    versions that split equal axes at the same position and are not slower."""
     model, mesh, options = candidate.model, candidate.mesh, candidate.options
-    levels = TimeModel(options.known_cluster, mesh, candidate.pipeline.stages).links.levels
+    levels = TimeModel(options.resolved_cluster, mesh, candidate.pipeline.stages).links.levels
     best = candidate
+    # Only axes of the same size and link level are interchangeable.
     for axes in group_equal_axes(
         mesh, [dict(enumerate(levels)), dict(enumerate(mesh.device_matrix))]
     ):
-        others = [best]
+        versions = [best]
         for cuts in align_axis_splits(model.graph, mesh, best.decisions.cuts, best.pinned, axes):
             storage = _storage(model, mesh, cuts, options)
             decisions = replace(best.decisions, cuts=cuts, storage=storage)
-            others.append(replace(best, decisions=decisions))
+            versions.append(replace(best, decisions=decisions))
         best = min(
-            (other for other in others if other.seconds <= best.seconds),
-            key=lambda one: (one.parameter_axes, one.seconds),
+            (version for version in versions if version.seconds <= best.seconds),
+            key=lambda version: (version.parameter_axes, version.seconds),
         )
     return best
 
 
-def _nested(candidate: Candidate) -> Candidate:
-    """The same with its axes dealt out anew, if that sends no more: without a cluster all links are
-    alike."""
+def _reassigned(candidate: Candidate) -> Candidate:
+    """Reassigns axes of equal size to operators, if that does not communicate more."""
+    # Only without a cluster, where all links are equal and these axes are interchangeable.
     model, mesh, decisions = candidate.model, candidate.mesh, candidate.decisions
     cuts = reassign_equal_axes(model.graph, mesh, decisions.cuts, candidate.pinned)
     if cuts == decisions.cuts:
         return candidate
     storage = _storage(model, mesh, cuts, candidate.options)
-    nested = replace(candidate, decisions=replace(decisions, cuts=cuts, storage=storage))
-    return min((nested, candidate), key=lambda one: (one.sent, len(one.folded.mesh.device_matrix)))
+    reassigned = replace(candidate, decisions=replace(decisions, cuts=cuts, storage=storage))
+    return min(
+        (reassigned, candidate),
+        key=lambda each: (each.communicated_bytes, len(each.folded.mesh.device_matrix)),
+    )
 
 
 def _storage(
     model: CapturedModel, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], options: PlanOptions
 ) -> Storage:
-    """How each parameter is stored: as used, as pinned, or sharded further where requested."""
+    """Storage layout of each parameter: as used, as pinned, or sharded further by ZeRO / HSDP."""
     graph, pinned = model.graph, model.pins.parameters
     storage: Storage = requested_storage(graph, mesh, pinned, storage_as_used(graph, mesh, cuts))
     if options.sharding is None:

@@ -1,4 +1,4 @@
-"""The number of micro-batches, chosen."""
+"""Choice of the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ log = logging.getLogger("shardwright.search")
 def with_best_micro_batches(
     numbers: Sequence[int], planned: Callable[[int], Candidate]
 ) -> Candidate:
-    """The candidate whose step of the whole batch takes the least time; of equals the one of the
-    fewest micro-batches. A number with which the model cannot be planned is left out, and so is
-    every other than 1 if the loss is not known to be the mean over samples (`mean_of_samples.py`).
+    """Returns the candidate with the shortest step of the whole batch; of equals, the one with the
+    fewest micro-batches. Numbers with which the model cannot be planned are skipped, as are all
+    but 1 if the loss is not known to be the mean over samples (`mean_of_samples.py`).
 
-    Each number is planned by itself, as if it were the requested one: the graph is another, as
-    are the memory of activations and the stages that can be kept busy. So the result is never
-    slower than what any of the numbers gives.
+    Each number is planned independently, as if it were requested, because the graph, the memory of
+    activations and the number of stages that can be kept busy depend on it. So the result is never
+    slower than a plan with any fixed number.
 
     Args:
-        numbers: to be tried, from the smallest on.
-        planned: the best candidate with a number.
+        numbers: numbers of micro-batches to try, ascending.
+        planned: returns the best candidate with a number of micro-batches.
 
     Raises:
-        MemoryLimitError: if no number fits into the memory limit; that of the one that needs least.
-        StrategyError: if one is too few for a model whose results depend on the number.
-        ShardwrightError: if none can be planned for another reason; that of the smallest.
+        MemoryLimitError: no number fits into the memory limit; the error of the number that needs
+            least.
+        StrategyError: the model can only be trained with one micro-batch, and cannot be planned
+            with one.
+        ShardwrightError: no number can be planned for another reason; the error of the smallest.
     """
     best: Candidate | None = None
     errors: list[ShardwrightError] = []
@@ -46,8 +48,8 @@ def with_best_micro_batches(
         except MixedSamplesError as error:
             if best is None:
                 raise StrategyError(
-                    f"micro_batches='auto' leaves this model one micro-batch: {error}; but"
-                    f" {errors[0]}"
+                    f"micro_batches='auto' leaves this model one micro-batch: {error}\n"
+                    f"and with one it cannot be planned: {errors[0]}"
                 ) from error
             break
         except (CaptureError, MemoryLimitError, PlanError, StrategyError) as error:
@@ -55,11 +57,11 @@ def with_best_micro_batches(
             log.info("%d micro-batches: %s", number, error)
             continue
         if best is not None and candidate.model.graph.loss is None:
-            break  # Nothing is trained in micro-batches.
+            break  # Without a loss nothing is trained, so that only one micro-batch makes sense.
         log.info("%d micro-batches: %.4g s per step", number, candidate.seconds)
         if best is None or candidate.seconds < best.seconds:
             best = candidate
     if best is None:
-        too_large = [error for error in errors if isinstance(error, MemoryLimitError)]
-        raise min(too_large, key=lambda error: error.needed) if too_large else errors[0]
+        over_limit = [error for error in errors if isinstance(error, MemoryLimitError)]
+        raise min(over_limit, key=lambda error: error.needed) if over_limit else errors[0]
     return best

@@ -1,4 +1,4 @@
-"""The number of pipeline stages and their schedule, chosen."""
+"""Choice of the number of pipeline stages and the schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwright.core.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.plan.ranked import LeftOut
 from shardwright.core.planner.candidate import Candidate, Decide
-from shardwright.core.planner.fit_memory import Way, fastest_within_memory
+from shardwright.core.planner.fit_memory import StageOptions, fastest_within_memory
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking, requested_kind
 from shardwright.errors import PlanError, PlanInterrupted, StrategyError
@@ -26,104 +26,107 @@ def with_best_stages(
     best: Candidate | None = None,
     ranking: Ranking | None = None,
 ) -> Candidate:
-    """The candidate whose step takes the least time, over all numbers of stages that divide the
-    devices, are not more than the micro-batches, and that the schedule can run; and over all
-    schedules, where that is to be chosen.
+    """Returns the fastest candidate that fits into memory, over all numbers of stages that divide
+    the devices, are at most the number of micro-batches and can run with the schedule; and over all
+    schedules with `schedule="auto"`.
 
-    Each way is planned by itself, with operator strategies of its own, and its stages are
-    balanced by time. What does not fit into the memory limit does not count. All numbers are
-    fitted into memory in one search, each from when the time that it would take if memory did not
-    matter is less than that of what is known to fit.
+    Each number of stages has its own operator strategies, and its stages are balanced by time. All
+    are fitted into memory in a single best-first search, in which the step time without a memory
+    limit is the lower bound of each.
 
     Args:
-        best: what is known already, as the fastest with its stages and schedule.
-        ranking: as `fastest_within_memory`.
+        best: fastest candidate with its number of stages and schedule, if that is known already.
+        ranking: receives the fastest candidate of each kind; see `fastest_within_memory`.
 
     Raises:
-        MemoryLimitError: if no number fits; the one that needs least says so.
-        PlanError, StrategyError: if the model can be planned with no number of stages.
+        MemoryLimitError: no number of stages fits; the error of the number that needs least.
+        PlanError, StrategyError: the model cannot be planned with any number of stages.
     """
-    ways: list[Way] = []
+    bounded: list[StageOptions] = []
     errors: list[PlanError | StrategyError] = []
-    every = list(_ways(options))
-    asked = [way for way in every if best is None or not _is_way_of(way, best)]
-    numbers = sorted({_stages(way) for way in every})
+    all_options = list(_with_stages(options))
+    open_options = [each for each in all_options if best is None or not _is_planned(each, best)]
+    numbers = sorted({_stages(each) for each in all_options})
     log.info("searching pipeline stages in 1 … %d: %s", max_stages(options), numbers)
-    for number, way in enumerate(asked):
-        report = nested_progress(options.on_progress, "", number, len(asked))
+    for number, staged in enumerate(open_options):
+        report = nested_progress(options.on_progress, "", number, len(open_options))
         try:
-            decided = decide(replace(_free_of_limits(way), on_progress=report))
-            bound = min(candidate.aligned.seconds for candidate in decided)
+            decided = decide(replace(_fastest_options(staged), on_progress=report))
+            min_seconds = min(candidate.aligned.seconds for candidate in decided)
         except (PlanError, StrategyError) as error:
             errors.append(error)
-            log.info("%s: %s", _named(way), error)
+            log.info("%s: %s", _stages_text(staged), error)
             if ranking is not None:
-                ranking.leave_out(requested_kind(way), LeftOut.because(str(error)))
+                ranking.leave_out(requested_kind(staged), LeftOut.because(str(error)))
             continue
-        ways.append(Way(way, bound))
-        log.info("%s: at least %.4g s per step", _named(way), ways[-1].bound)
-    if not ways and best is None:
+        bounded.append(StageOptions(staged, min_seconds))
+        log.info("%s: at least %.4g s per step", _stages_text(staged), bounded[-1].min_seconds)
+    if not bounded and best is None:
         raise errors[0]
     below = float("inf") if best is None else best.seconds
-    found = (fastest_within_memory(ways, decide, below, ranking) if ways else None) or best
-    assert found is not None
-    log.info("%s: %.4g s per step", _named(found.options), found.seconds)
-    return found
+    fastest = (fastest_within_memory(bounded, decide, below, ranking) if bounded else None) or best
+    assert fastest is not None
+    log.info("%s: %.4g s per step", _stages_text(fastest.options), fastest.seconds)
+    return fastest
 
 
-def _ways(options: PlanOptions) -> Iterator[PlanOptions]:
-    """Every number of stages with every schedule that is to be tried."""
-    named = options.schedule != AUTO
-    for schedule in (options.schedule,) if named else SCHEDULES:
+def _with_stages(options: PlanOptions) -> Iterator[PlanOptions]:
+    """Options with each number of stages and each schedule to try."""
+    has_schedule = options.schedule != AUTO
+    for schedule in (options.schedule,) if has_schedule else SCHEDULES:
         scheduled = replace(options, schedule=schedule)
         for stages in stage_counts(scheduled):
-            if stages > 1 or named or schedule == next(iter(SCHEDULES)):
+            # A single stage is the same with every schedule, so it is tried with the first only.
+            if stages > 1 or has_schedule or schedule == next(iter(SCHEDULES)):
                 yield replace(scheduled, stages=stages)
 
 
-def _is_way_of(way: PlanOptions, best: Candidate) -> bool:
+def _is_planned(options: PlanOptions, best: Candidate) -> bool:
+    """Whether `best` has the stages and the schedule of `options`."""
     pipeline = best.pipeline
-    return (way.stages, way.schedule) == (pipeline.stages, pipeline.schedule)
+    return (options.stages, options.schedule) == (pipeline.stages, pipeline.schedule)
 
 
-def _stages(way: PlanOptions) -> int:
-    assert isinstance(way.stages, int)
-    return way.stages
+def _stages(options: PlanOptions) -> int:
+    assert isinstance(options.stages, int)
+    return options.stages
 
 
-def _named(way: PlanOptions) -> str:
-    schedule = "" if way.schedule == "1f1b" or way.stages == 1 else f", {way.schedule}"
-    return f"{way.stages} stages{schedule}"
+def _stages_text(options: PlanOptions) -> str:
+    schedule = "" if options.schedule == "1f1b" or options.stages == 1 else f", {options.schedule}"
+    return f"{options.stages} stages{schedule}"
 
 
-def _free_of_limits(options: PlanOptions) -> PlanOptions:
-    """Options with which a step takes the least time: what makes a plan fit only adds to it, but
-    for sharing the optimizer's work."""
+def _fastest_options(options: PlanOptions) -> PlanOptions:
+    """Options whose step time is a lower bound under any memory limit."""
+    # All changes that save memory slow a step down, except sharding the optimizer: each device then
+    # updates fewer parameters. So that one is made here.
     coefficient = options.mem_coeffs[0] if options.has_auto_mem_coeff else options.mem_coeff
     sharding = options.sharding or OptimizerParallel()
     return replace(options, mem_coeff=coefficient, hsdp=sharding)
 
 
 def stage_counts(options: PlanOptions) -> Iterator[int]:
-    """The numbers of stages that are tried with the schedule; the requested one, if there is."""
+    """Numbers of stages to try with the schedule; only the requested one unless it is 'auto'."""
     if isinstance(options.stages, int):
         yield options.stages
         return
     for stages in range(1, max_stages(options) + 1):
-        fits = PipelineSpec(stages, options.num_micro_batches, options.schedule)
+        pipeline = PipelineSpec(stages, options.num_micro_batches, options.schedule)
         if options.devices % stages == 0 and (
-            stages == 1 or fits.can_run(options.num_micro_batches)
+            stages == 1 or pipeline.can_run(options.num_micro_batches)
         ):
             yield stages
 
 
 def max_stages(options: PlanOptions) -> int:
-    """Up to how many stages there can be."""
+    """Largest number of stages to try."""
     return min(options.devices, options.num_micro_batches, options.max_stages or options.devices)
 
 
 def suggest_stages(options: PlanOptions, chosen: Candidate, decide: Decide) -> None:
-    """Logs which number of stages would be chosen where the user's runs, if a cluster was named."""
+    """Warns if another number of stages is predicted to be faster than the requested one. Has no
+    effect without a cluster."""
     if options.cluster is None:
         log.info("suggest_stages has no effect without a cluster")
         return
@@ -136,7 +139,7 @@ def suggest_stages(options: PlanOptions, chosen: Candidate, decide: Decide) -> N
         log.warning(
             "on %s %d pipeline stages have the shortest predicted step time, %.4g s, of 1 to %d"
             " stages; %s are requested",
-            searched.known_cluster.name,
+            searched.resolved_cluster.name,
             best.pipeline.stages,
             best.seconds,
             max_stages(options),

@@ -1,4 +1,13 @@
-"""The fastest candidate that fits into the memory of its devices."""
+"""Best-first search for the fastest candidate that fits into the memory limit.
+
+A priority queue holds attempts (options to plan with) and candidates (decisions with a predicted
+step time), by a lower bound of their step time in seconds. Each time an entry is taken from the
+front, more is found out about it, at a higher cost each time, and it is queued again with a tighter
+bound: an attempt is searched for candidates; a candidate gets an estimate of its memory, then a dry
+run, then the least recomputation with which it fits. The first candidate that is known to fit when
+it is taken is the answer, as no entry behind it can be faster. docs/architecture.md, "Candidates",
+has the table of these steps.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +19,14 @@ from itertools import count, zip_longest
 
 from shardwright.core.cost.memory import Memory, binary, least_memory
 from shardwright.core.plan.ranked import LeftOut, PlanKind
-from shardwright.core.planner.attempts import Attempt, Groups, phases, too_large
+from shardwright.core.planner.attempts import Attempt, AttemptGroups, attempt_phases, too_large
 from shardwright.core.planner.candidate import Candidate, Decide
-from shardwright.core.planner.drafts import Draft, KnownRecomputation, needed_by
 from shardwright.core.planner.options import PlanOptions
+from shardwright.core.planner.queued_candidate import (
+    QueuedCandidate,
+    RecomputeCache,
+    memory_and_time_key,
+)
 from shardwright.core.planner.ranking import Ranking, requested_kind
 from shardwright.core.search.recompute.fit import MemoryFit, RecomputeFit
 from shardwright.errors import (
@@ -27,357 +40,389 @@ from shardwright.progress import OnProgress, nested_progress
 log = logging.getLogger("shardwright.search")
 
 NEAR = 0.97
-"""A larger `mem_coeff` may have a step that is predicted to take so much of that of a smaller one:
-what the search weighs is simpler than the prediction."""
+"""Lower bound of the step time with the next larger `mem_coeff`, as a fraction of the step time
+with the one before. It is below 1 as the search's objective is simpler than the prediction, so that
+a larger `mem_coeff` can be slightly faster. A heuristic, not a proof."""
 
 NEARLY_EXPECTED = 0.99
-"""What fits may have a step that takes so much of what is expected from estimates."""
+"""Lower bound of the step time of a candidate that fits, as a fraction of its step time with the
+recomputation that estimates ask for. A heuristic, not a proof."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """Options that are tried, and then further ones.
+class StageOptions:
+    """Options with a fixed number of stages and a fixed schedule.
 
     Args:
-        options: with a number of stages and a schedule.
-        bound: seconds; a step takes at least so long.
+        min_seconds: lower bound of the step time.
     """
 
     options: PlanOptions
-    bound: float = 0.0
+    min_seconds: float = 0.0
 
 
 def within_memory(
     options: PlanOptions, decide: Decide, ranking: Ranking | None = None
 ) -> Candidate:
-    """The candidate that `options` request if it fits into their memory limit, else the first that
-    does after these changes, each on top of those before: parameters and optimizer state are stored
-    sharded (`level1` to `level3`), operators are computed again, `mem_coeff` grows, there are more
-    stages. With `recompute="auto"`, operators are computed again first. On a cluster the number of
-    stages stays, and of all levels of sharding and `mem_coeff`, each with as much computed again as
-    it needs, the fastest that fits is taken, so that less memory is never faster. With
-    `mem_coeff="auto"` it is the smallest with which the plan fits without other changes; where
-    there is none, the changes begin with the smallest.
+    """Returns the candidate that `options` request if it fits into their memory limit, else one
+    that fits after further changes.
+
+    Without a cluster the first that fits after these changes, each on top of those before: sharded
+    optimizer state, gradients and parameters (`level1` to `level3`), recomputation, a larger
+    `mem_coeff`, more stages. With `recompute="auto"`, recomputation comes first. On a cluster the
+    number of stages is fixed, and the result is the fastest that fits of all sharding levels and
+    values of `mem_coeff`, each with the recomputation that it needs; so a lower limit never gives a
+    faster plan. `mem_coeff="auto"` takes the smallest value with which the plan fits without other
+    changes; if there is none, changes begin from the smallest value.
 
     Args:
-        ranking: as `fastest_within_memory`.
+        ranking: receives the fastest candidate of each kind; see `fastest_within_memory`.
 
     Raises:
-        MemoryLimitError: if none fits; says the smallest limit that would do.
+        MemoryLimitError: no plan fits; names the smallest limit that one would fit.
     """
-    candidate = fastest_within_memory([Way(options)], decide, ranking=ranking)
+    candidate = fastest_within_memory([StageOptions(options)], decide, ranking=ranking)
     assert candidate is not None
     return candidate
 
 
 def fastest_within_memory(
-    ways: Sequence[Way],
+    stage_options: Sequence[StageOptions],
     decide: Decide,
     below: float = float("inf"),
     ranking: Ranking | None = None,
 ) -> Candidate | None:
-    """Of several ways that differ in their stages the fastest that fits; None if none is known to
-    take less than `below` seconds.
+    """Returns the fastest candidate that fits, over several numbers of stages and schedules; None
+    if the search reaches a step time of `below` seconds first.
 
     Args:
-        ranking: is told the fastest of each kind, as long as it wants one, and of other kinds why
-            there is none.
+        ranking: receives the fastest candidate of each kind until it has enough kinds, and why
+            other kinds have none.
 
     Raises:
-        MemoryLimitError: if none fits, whatever it takes; says the smallest limit that would do.
-        PlanInterrupted: at Ctrl-C, if one is known to fit by then.
+        MemoryLimitError: no plan fits at any step time; names the smallest limit that one would
+            fit.
+        PlanInterrupted: on Ctrl-C, if a candidate is known to fit by then.
     """
-    search = _Search(ways[0].options.limit, decide, len(ways) == 1)
+    search = _Search(stage_options[0].options.limit, decide, len(stage_options) == 1)
     try:
-        return _fastest(search, ways, below, ranking)
+        return _fastest(search, stage_options, below, ranking)
     except KeyboardInterrupt:
-        known = search.known_to_fit()
-        if not known:
+        fitting = search.known_to_fit()
+        if not fitting:
             raise
-        best = min(known, key=lambda candidate: candidate.seconds)
+        best = min(fitting, key=lambda candidate: candidate.seconds)
         raise PlanInterrupted(best.plan) from None
 
 
 def _fastest(
-    search: _Search, ways: Sequence[Way], below: float, ranking: Ranking | None
+    search: _Search, stage_options: Sequence[StageOptions], below: float, ranking: Ranking | None
 ) -> Candidate | None:
-    on_progress = search.counted(ways[0].options.on_progress)
-    every = [phases(replace(way.options, on_progress=on_progress)) for way in ways]
-    for phase in zip_longest(*every, fillvalue=()):
-        for way, groups in zip(ways, phase, strict=True):
+    on_progress = search.counted(stage_options[0].options.on_progress)
+    phases_by_stages = [
+        attempt_phases(replace(each.options, on_progress=on_progress)) for each in stage_options
+    ]
+    for phase in zip_longest(*phases_by_stages, fillvalue=()):
+        for each, groups in zip(stage_options, phase, strict=True):
             if groups:
-                search.add(way.bound, groups)
+                search.add(each.min_seconds, groups)
         fitted = search.run(below)
         if fitted is not None and ranking is not None:
             search.rank(fitted, ranking)
-        if fitted is not None or search.waiting:
+        if fitted is not None or search.queue:
             return fitted
+    # With a finite `below` the caller has a plan already, so that nothing fitting is no error.
     if below < float("inf"):
         return None
     search.measure_dropped()
     fitted = search.run(below)
-    if fitted is not None or search.waiting:
+    if fitted is not None or search.queue:
         return fitted
     raise search.error()
 
 
 @dataclass
 class _Search:
-    """Best first: of all that is left what may take the least time is looked at next, and gets more
-    expensive to look at: options, their candidates, what these need, and what they need if they
-    recompute. So the first that is known to fit is the fastest.
+    """Priority queue of attempts and candidates, and everything learned while it is searched.
 
     Args:
-        limit: bytes of a device; None if there is none.
-        strict: whether what is requested must be possible.
-        least: what needed least memory of all that does not fit.
-        dropped: what cannot fit whatever is recomputed, or not with blocks at a depth.
-        recomputing: what drafts can recompute.
-        errors: of options with which the model cannot be planned.
-        peaks: by kind the least that was measured of what does not fit.
-        looked_at: how much of what waited was looked at.
+        limit: bytes per device; None for no limit.
+        decide: searches for the candidates of given options.
+        strict: whether an error of the first attempt, the requested options, is raised.
+        smallest: memory and attempt of the plan that needs least of those found not to fit.
+        dropped: candidates that by a lower bound or an estimate cannot fit, with any recomputation
+            or with that of blocks at one depth.
+        recompute_cache: recomputation options of candidates.
+        errors: options with which the model cannot be planned.
+        smallest_peaks: by kind, the smallest measured peak that does not fit, in bytes per device.
+        seen: keys of the candidates that were queued or dropped.
+        num_processed: entries taken from the queue.
+        queue: heap of (lower bound in seconds, own estimate in seconds, entry number, entry).
+        entry_numbers: break ties, as entries cannot be compared.
     """
 
     limit: int | None
     decide: Decide
     strict: bool
-    least: tuple[Memory, Attempt] | None = None
-    dropped: list[Draft] = field(default_factory=list)
-    recomputing: KnownRecomputation = field(default_factory=KnownRecomputation)
+    smallest: tuple[Memory, Attempt] | None = None
+    dropped: list[QueuedCandidate] = field(default_factory=list)
+    recompute_cache: RecomputeCache = field(default_factory=RecomputeCache)
     errors: list[tuple[PlanOptions, ShardwrightError]] = field(default_factory=list)
-    peaks: dict[PlanKind, int] = field(default_factory=dict)
+    smallest_peaks: dict[PlanKind, int] = field(default_factory=dict)
     seen: set[object] = field(default_factory=set)
-    looked_at: int = 0
-    waiting: list[tuple[float, float, int, Draft | Groups]] = field(default_factory=list)
-    numbers: Iterator[int] = field(default_factory=count)
+    num_processed: int = 0
+    queue: list[tuple[float, float, int, QueuedCandidate | AttemptGroups]] = field(
+        default_factory=list
+    )
+    entry_numbers: Iterator[int] = field(default_factory=count)
 
-    def add(self, bound: float, what: Draft | Groups, seconds: float = 0.0) -> None:
-        """Something that takes at least `bound` seconds.
+    def add(
+        self, bound: float, entry: QueuedCandidate | AttemptGroups, seconds: float = 0.0
+    ) -> None:
+        """Queues an entry whose step takes at least `bound` seconds.
 
         Args:
-            seconds: likewise, if nothing else were known; of two with the same bound the one that
-                takes less comes first.
+            seconds: lower bound from the entry alone. `bound` may be inherited from the entry that
+                this one came from; among equal bounds the entry with fewer `seconds` comes first.
         """
-        heappush(self.waiting, (max(bound, seconds), seconds, next(self.numbers), what))
+        heappush(self.queue, (max(bound, seconds), seconds, next(self.entry_numbers), entry))
 
     def counted(self, on_progress: OnProgress) -> OnProgress:
-        """A callback that is told how much was looked at, of that and all that waits."""
+        """Wraps a progress callback so that it counts processed entries of all queued so far."""
 
         def report(doing: str, done: int = 0, of: int = 0) -> None:
-            every = self.looked_at + 1 + len(self.waiting)
-            nested_progress(on_progress, "", self.looked_at, every)(doing, done, of)
+            total = self.num_processed + 1 + len(self.queue)
+            nested_progress(on_progress, "", self.num_processed, total)(doing, done, of)
 
         return report
 
     def run(self, below: float) -> Candidate | None:
-        """The fastest that fits; None if none does, or while some wait that take `below` seconds or
-        more."""
-        while self.waiting and self.waiting[0][0] < below:
-            bound, _, _, what = front = heappop(self.waiting)
+        """Returns the next fastest candidate that fits; None if the queue is empty or its front
+        takes `below` seconds or more."""
+        while self.queue and self.queue[0][0] < below:
+            bound, _, _, entry = front = heappop(self.queue)
             try:
-                if not isinstance(what, Draft):
-                    self._try(bound, what)
-                elif (fitted := self._fitted(what, bound)) is not None:
+                if not isinstance(entry, QueuedCandidate):
+                    self._decide_attempts(bound, entry)
+                elif (fitted := self._fitted(entry, bound)) is not None:
                     return fitted
             except KeyboardInterrupt:
-                heappush(self.waiting, front)
+                # `known_to_fit` reads the queue after Ctrl-C.
+                heappush(self.queue, front)
                 raise
-            self.looked_at += 1
+            self.num_processed += 1
         return None
 
     def known_to_fit(self) -> list[Candidate]:
-        """What waits and fits: with as much recomputed as it needs, or with all that can be. If
-        that was found of nothing yet, it is found out of the first that may."""
-        drafts = [what for *_, what in self.waiting if isinstance(what, Draft)]
-        known = [draft.candidate for draft in drafts if draft.fits]
-        for draft in drafts:
-            if draft.fit is None or draft.fits or (known and not draft.fit.is_measured):
+        """Queued candidates that fit, with the recomputation that they need or with all possible.
+
+        Dry runs are made only until one is found, as the user is waiting after Ctrl-C.
+        """
+        entries = [entry for *_, entry in self.queue if isinstance(entry, QueuedCandidate)]
+        fitting = [queued.candidate for queued in entries if queued.fits]
+        for queued in entries:
+            if queued.fit is None or queued.fits or (fitting and not queued.fit.is_measured):
                 continue
-            least = draft.fit.least
+            least = queued.fit.least
             if least.memory.peak <= (self.limit or 0):
-                fitted = replace(draft.candidate, decisions=least.decisions, measured=least.memory)
-                known.append(fitted)
-        return known
+                fitted = replace(queued.candidate, decisions=least.decisions, measured=least.memory)
+                fitting.append(fitted)
+        return fitting
 
     def rank(self, fitted: Candidate | None, ranking: Ranking) -> None:
-        """After the fastest candidate those of other kinds, and why there is none of the rest."""
+        """Adds the fastest candidate and those of other kinds, then why the rest are left out."""
         while fitted is not None:
             ranking.add(fitted)
-            goes_on = ranking.wants(kind for _, kind in self._waiting())
+            goes_on = ranking.wants(kind for _, kind in self._queued_kinds())
             fitted = self.run(float("inf")) if goes_on else None
-        for bound, kind in self._waiting():
+        for bound, kind in self._queued_kinds():
             ranking.leave_out(kind, LeftOut.slower(bound))
-        for kind, peak in self.peaks.items():
+        for kind, peak in self.smallest_peaks.items():
             ranking.leave_out(kind, LeftOut.larger(peak))
-        for draft in self.dropped:
-            kind = requested_kind(draft.attempt.options)
-            ranking.leave_out(kind, LeftOut.larger(draft.floor))
+        for queued in self.dropped:
+            kind = requested_kind(queued.attempt.options)
+            ranking.leave_out(kind, LeftOut.larger(queued.lower_bound))
         for options, error in self.errors:
             ranking.leave_out(requested_kind(options), LeftOut.because(str(error)))
 
-    def _waiting(self) -> Iterator[tuple[float, PlanKind]]:
-        """What is left, with the seconds that it takes at least."""
-        for bound, _, _, what in self.waiting:
+    def _queued_kinds(self) -> Iterator[tuple[float, PlanKind]]:
+        """Lower bound in seconds and kind of everything in the queue."""
+        for bound, _, _, entry in self.queue:
             attempts = (
-                [what.attempt]
-                if isinstance(what, Draft)
-                else [attempt for group in what for attempt in group]
+                [entry.attempt]
+                if isinstance(entry, QueuedCandidate)
+                else [attempt for group in entry for attempt in group]
             )
             for attempt in attempts:
                 yield bound, requested_kind(attempt.options)
 
-    def _try(self, bound: float, groups: Groups) -> None:
-        """The first of `groups`, and later the others."""
+    def _decide_attempts(self, bound: float, groups: AttemptGroups) -> None:
+        """Queues the candidates of the first group of attempts, and the other groups behind it."""
         fastest = bound
-        for number, draft in enumerate(each for one in groups[0] for each in self._drafts(one)):
-            seconds = max(bound, draft.candidate.seconds)
+        candidates = (queued for attempt in groups[0] for queued in self._candidates(attempt))
+        for number, queued in enumerate(candidates):
+            seconds = max(bound, queued.candidate.seconds)
             fastest = min(fastest, seconds) if number else seconds
-            self.add(seconds, draft)
+            self.add(seconds, queued)
         if len(groups) > 1:
             self.add(max(bound, NEAR * fastest), groups[1:])
 
-    def _drafts(self, attempt: Attempt) -> Iterator[Draft]:
-        """What was not tried before, and may fit."""
+    def _candidates(self, attempt: Attempt) -> Iterator[QueuedCandidate]:
+        """Candidates of an attempt that are new and may fit."""
         options, is_first = attempt.options, not self.seen
         try:
             for candidate in self.decide(options):
-                draft = self._fresh(candidate, attempt)
-                if draft is not None and self._may_fit(draft):
-                    draft = self._aligned(draft)
-                if draft is None:
+                queued = self._unseen(candidate, attempt)
+                if queued is not None and self._may_fit(queued):
+                    queued = self._aligned(queued)
+                if queued is None:
                     continue
-                if self._may_fit(draft):
-                    yield draft
+                if self._may_fit(queued):
+                    yield queued
                 else:
-                    self.dropped.append(draft)
-        # Some stages are found not to be possible only when they are divided.
+                    self.dropped.append(queued)
+        # That a division into stages is impossible can show only here, when it is made.
         except (PlanError, StrategyError) as error:
             if self.strict and is_first:
                 raise
             self.errors.append((options, error))
 
-    def _may_fit(self, draft: Draft) -> bool:
-        return self.limit is None or max(draft.needed) <= self.limit
+    def _may_fit(self, queued: QueuedCandidate) -> bool:
+        return self.limit is None or max(queued.min_memory) <= self.limit
 
-    def _fresh(self, candidate: Candidate, attempt: Attempt) -> Draft | None:
-        """A draft; None if there was one like it."""
-        same = needed_by(candidate, attempt)
-        if same in self.seen:
+    def _unseen(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
+        """Returns a new queue entry, or None if the candidate duplicates an earlier one."""
+        key = memory_and_time_key(candidate, attempt)
+        if key in self.seen:
             return None
-        self.seen.add(same)
-        needed = least_memory(candidate.partitioned, attempt.options.optimizer)
-        return Draft(attempt, candidate, needed)
+        self.seen.add(key)
+        min_memory = least_memory(candidate.partitioned, attempt.options.optimizer)
+        return QueuedCandidate(attempt, candidate, min_memory)
 
-    def _aligned(self, draft: Draft) -> Draft | None:
-        """The same, aligned; None if there was one like it."""
-        aligned = draft.candidate.aligned
-        return draft if aligned is draft.candidate else self._fresh(aligned, draft.attempt)
+    def _aligned(self, queued: QueuedCandidate) -> QueuedCandidate | None:
+        """Returns the aligned candidate (`Candidate.aligned`), or None if it duplicates one."""
+        aligned = queued.candidate.aligned
+        return queued if aligned is queued.candidate else self._unseen(aligned, queued.attempt)
 
-    def _fitted(self, draft: Draft, bound: float) -> Candidate | None:
-        """A draft that fits; else it is added again with more recomputed, if that may do."""
-        if self.limit is None or draft.fits:
-            return draft.candidate
-        candidate, attempt = draft.candidate, draft.attempt
-        if draft.fit is not None:
-            found = draft.fit.run()
-            log.info("%s: %s of %s", attempt, binary(found.memory.peak), binary(self.limit))
-            if found.memory.peak > self.limit:
-                self.add(bound, replace(draft, fit=None, sure=False))
+    def _fitted(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
+        """Returns the candidate if it is known to fit; else takes the next step towards that and
+        queues the result, unless it cannot fit."""
+        if self.limit is None or queued.fits:
+            return queued.candidate
+        candidate, attempt = queued.candidate, queued.attempt
+        if queued.fit is not None:
+            result = queued.fit.run()
+            log.info("%s: %s of %s", attempt, binary(result.memory.peak), binary(self.limit))
+            if result.memory.peak > self.limit:
+                # The estimate by which it should have fitted was wrong.
+                self.add(bound, replace(queued, fit=None, trust_estimate=False))
                 return None
-            fitted = replace(candidate, decisions=found.decisions, measured=found.memory)
-            self.add(bound, replace(draft, candidate=fitted, fits=True), fitted.seconds)
+            fitted = replace(candidate, decisions=result.decisions, measured=result.memory)
+            self.add(bound, replace(queued, candidate=fitted, fits=True), fitted.seconds)
             return None
-        if draft.recomputes:
-            for fit in self._recomputing(draft):
+        if queued.must_recompute:
+            for fit in self._recompute_fits(queued):
                 expected = replace(candidate, decisions=fit.expected())
-                self.add(bound, replace(draft, fit=fit), NEARLY_EXPECTED * expected.seconds)
+                self.add(bound, replace(queued, fit=fit), NEARLY_EXPECTED * expected.seconds)
             return None
-        ladders = self.recomputing.ladders(candidate) if attempt.recompute else None
-        plain = ladders is None or ladders.may_fit_plain(draft.needed, self.limit)
-        if plain and (needs := self._measured(draft)).peak <= self.limit:
+        ladders = self.recompute_cache.ladders(candidate) if attempt.recompute else None
+        may_fit = ladders is None or ladders.may_fit_plain(queued.min_memory, self.limit)
+        if may_fit and (needs := self._measured(queued)).peak <= self.limit:
             return replace(candidate, measured=needs)
         if ladders is not None:
-            decisions = ladders.expected(candidate.decisions, draft.needed, self.limit)
+            decisions = ladders.expected(candidate.decisions, queued.min_memory, self.limit)
             expected = replace(candidate, decisions=decisions)
-            self.add(bound, replace(draft, recomputes=True), NEARLY_EXPECTED * expected.seconds)
+            self.add(
+                bound, replace(queued, must_recompute=True), NEARLY_EXPECTED * expected.seconds
+            )
         return None
 
-    def _measured(self, draft: Draft) -> Memory:
-        """What a draft needs if it recomputes nothing."""
-        needs = draft.candidate.memory()
-        log.info("%s: %s of %s", draft.attempt, binary(needs.peak), binary(self.limit or 0))
-        self._failed(MemoryFit(draft.candidate.decisions, needs), draft.attempt)
+    def _measured(self, queued: QueuedCandidate) -> Memory:
+        """Memory of a candidate as it is, by a dry run."""
+        needs = queued.candidate.memory()
+        log.info("%s: %s of %s", queued.attempt, binary(needs.peak), binary(self.limit or 0))
+        self._record_peak(MemoryFit(queued.candidate.decisions, needs), queued.attempt)
         return needs
 
-    def _recomputing(self, draft: Draft) -> list[RecomputeFit]:
-        """What finds out how much is recomputed, for blocks at each depth that competes; none if
-        all that can be is not enough. The blocks are the smallest that do."""
-        ladders, outside = self.recomputing.ladders(draft.candidate), 0
+    def _recompute_fits(self, queued: QueuedCandidate) -> list[RecomputeFit]:
+        """Searches for the least recomputation, one per depth in the module tree whose blocks can
+        free enough. Depths come in groups, those of the lowest estimated peak first, then larger
+        blocks; groups after the first in which a depth can fit are not considered."""
+        # `outside` is the peak outside of forward and backward passes, which recomputation does not
+        # change: once measured at one depth it is a lower bound at all others.
+        ladders, outside = self.recompute_cache.ladders(queued.candidate), 0
         for depths in ladders.depths:
             fits: list[RecomputeFit] = []
             for depth in depths:
-                least = [max(size, outside) for size in ladders.least(depth, draft.needed)]
+                least = [max(size, outside) for size in ladders.least(depth, queued.min_memory)]
                 if max(least) > (self.limit or 0):
-                    self.dropped.append(replace(draft, depth=depth, least=max(least)))
+                    self._drop(queued, depth, max(least))
                     continue
-                fit = self.recomputing.fit(draft, depth, self.limit or 0)
+                fit = self.recompute_cache.fit(queued, depth, self.limit or 0)
                 if fit.can_fit:
                     fits.append(fit)
                     continue
                 outside = max(outside, fit.outside)
                 if fit.is_measured:
-                    self._failed(fit.least, draft.attempt)
+                    self._record_peak(fit.least, queued.attempt)
                 else:
-                    short = replace(draft, depth=depth, least=fit.largest.peak)
-                    self.dropped.append(short)
+                    self._drop(queued, depth, fit.largest.peak)
             if fits:
                 return fits
         return []
 
-    def _failed(self, fit: MemoryFit, attempt: Attempt) -> None:
+    def _drop(self, queued: QueuedCandidate, depth: int, size: int) -> None:
+        dropped = replace(queued, block_depth=depth, min_recomputed_memory=size)
+        self.dropped.append(dropped)
+
+    def _record_peak(self, fit: MemoryFit, attempt: Attempt) -> None:
+        """Keeps the smallest measured peak, overall and of the kind, for errors and rankings."""
         kind = requested_kind(attempt.options)
-        self.peaks[kind] = min(self.peaks.get(kind, fit.memory.peak), fit.memory.peak)
-        if self.least is None or fit.memory.peak < self.least[0].peak:
-            self.least = fit.memory, attempt
+        peak = self.smallest_peaks.get(kind, fit.memory.peak)
+        self.smallest_peaks[kind] = min(peak, fit.memory.peak)
+        if self.smallest is None or fit.memory.peak < self.smallest[0].peak:
+            self.smallest = fit.memory, attempt
 
     def measure_dropped(self) -> None:
-        """Finds what needs least of all that was left out for what it needs at least. What fits
-        although an estimate said otherwise is added again."""
+        """Measures dropped candidates as long as one may need less than the smallest so far. One
+        that fits, although an estimate said otherwise, is queued again."""
         while self.dropped:
-            draft = min(self.dropped, key=lambda draft: draft.floor)
-            self.dropped.remove(draft)
-            if not self._may_be_least(draft.floor):
+            queued = min(self.dropped, key=lambda queued: queued.lower_bound)
+            self.dropped.remove(queued)
+            if not self._may_be_smallest(queued.lower_bound):
                 break
-            if draft.depth is not None:
-                self._measure_recomputing(draft, draft.depth)
-            elif (aligned := self._aligned(draft)) is None:
+            if queued.block_depth is not None:
+                self._measure_recomputing(queued, queued.block_depth)
+            elif (aligned := self._aligned(queued)) is None:
                 continue
-            elif draft.attempt.recompute:
+            elif queued.attempt.recompute:
                 self.dropped.extend(self._at_depths(aligned))
             else:
                 self._measured(aligned)
 
-    def _may_be_least(self, size: int) -> bool:
-        return self.least is None or size < self.least[0].peak
+    def _may_be_smallest(self, size: int) -> bool:
+        return self.smallest is None or size < self.smallest[0].peak
 
-    def _measure_recomputing(self, draft: Draft, depth: int) -> None:
-        """What a draft needs that recomputes all that it can; of what cannot be the least only the
-        stage that needs most."""
-        fit = self.recomputing.fit(replace(draft, sure=False), depth, self.limit or 0)
+    def _measure_recomputing(self, queued: QueuedCandidate, depth: int) -> None:
+        """Measures a candidate with all possible recomputation at a depth. If its largest stage
+        alone is above the smallest plan so far, the other stages are not measured."""
+        measured = replace(queued, trust_estimate=False)
+        fit = self.recompute_cache.fit(measured, depth, self.limit or 0)
         if fit.can_fit:
-            self.add(0.0, replace(draft, fit=fit), draft.candidate.seconds)
-        elif self._may_be_least(fit.largest.peak):
-            self._failed(fit.least, draft.attempt)
+            self.add(0.0, replace(queued, fit=fit), queued.candidate.seconds)
+        elif self._may_be_smallest(fit.largest.peak):
+            self._record_peak(fit.least, queued.attempt)
 
-    def _at_depths(self, draft: Draft) -> Iterator[Draft]:
-        """A draft with all blocks recomputed, for each depth that these may have."""
-        ladders = self.recomputing.ladders(draft.candidate)
+    def _at_depths(self, queued: QueuedCandidate) -> Iterator[QueuedCandidate]:
+        """The candidate with all blocks recomputed, for each depth that blocks can have."""
+        ladders = self.recompute_cache.ladders(queued.candidate)
         for depth in (depth for depths in ladders.depths for depth in depths):
-            yield replace(draft, depth=depth, least=max(ladders.least(depth, draft.needed)))
+            size = max(ladders.least(depth, queued.min_memory))
+            yield replace(queued, block_depth=depth, min_recomputed_memory=size)
 
     def error(self) -> ShardwrightError:
-        """That nothing fits, with what needs least; or why there was nothing."""
-        if self.least is None:
+        """`MemoryLimitError` with the smallest plan, or the first error if none could be made."""
+        if self.smallest is None:
             return self.errors[0][1]
-        needs, attempt = self.least
+        needs, attempt = self.smallest
         return too_large(attempt, self.limit or 0, needs)

@@ -1,10 +1,10 @@
-"""Whether a loss is a plain mean over the samples of its batch, so that the mean of the losses of
-equal micro-batches is the loss of the batch.
+"""Checks that a loss is a plain mean over the samples of its batch, so that the mean of the losses
+of equal micro-batches is the loss of the batch.
 
-The dimension of the samples is followed from the inputs to the loss through the factors of sharding
-rules. What is not known to keep samples apart is taken to mix them. Two graphs of one model, for a
-micro-batch and for more samples, show what depends on the number of samples: a Python number such
-as `len(x)` is a constant in each graph.
+An abstract interpretation of the graph follows the sample dimension from the inputs to the loss
+through the factors of sharding rules. An operator that is not known to keep samples apart counts as
+mixing them. A second graph of the same model for more samples shows which constants depend on the
+batch size: a Python number such as `len(x)` is a constant in each graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import MixedSamplesError
 
 CONSTANT = frozenset({"expand", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like"})
-"""Operators whose results are equal for all samples, where no sample is read."""
+"""Operators whose results are equal for all samples if they read none."""
 
 LINEAR = frozenset(
     {
@@ -36,15 +36,15 @@ LINEAR = frozenset(
         *("select", "slice", "unbind", "mean", "sum"),
     }
 )
-"""Operators that map a mean, or a sum, to the mean, or the sum, of their results."""
+"""Operators f with f(mean of x) = mean of f(x), and the same for sums."""
 
-SEVERAL = frozenset({"add", "sub", "rsub", "stack", "cat"})
-"""Operators that do so with several of them."""
+MULTILINEAR = frozenset({"add", "sub", "rsub", "stack", "cat"})
+"""Operators of which this is true with several means or sums as inputs."""
 
 RESHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "to", "_to_copy", "alias"})
 
 SIZES = frozenset({"size", "shape", "end", "repeats"})
-"""Arguments that may depend on the number of samples: the shapes of the results tell how."""
+"""Arguments that may depend on the batch size, as `_has_sample_shape` checks the result's shape."""
 
 AVERAGE: Literal["average"] = "average"
 SUM: Literal["sum"] = "sum"
@@ -53,11 +53,11 @@ ROWS: Literal["rows"] = "rows"
 
 @dataclass(frozen=True)
 class Mixed:
-    """A value that depends on several samples in another way than their mean or sum.
+    """State of a value that combines samples other than by mean or sum.
 
     Args:
-        op: where samples first come together.
-        why: what it does, as a predicate.
+        op: first operator that combines samples.
+        why: verb phrase that follows the operator's name in errors.
     """
 
     op: Op
@@ -69,31 +69,33 @@ class Mixed:
 
 
 SampleState = int | Literal["average", "sum", "rows"] | Mixed
-"""What a value has to do with samples: their dimension, `AVERAGE` or `SUM` over them, `ROWS`, the
-positions of all samples in the batch, or `Mixed`. A value without a state depends on no sample."""
+"""How a value depends on samples: the sample dimension, `AVERAGE` or `SUM` over samples, `ROWS`
+(positions of all samples in the batch, as `arange(len(x))`), or `Mixed`. Values that depend on no
+sample have no state."""
 
 
 def mixing(graph: Graph, larger: Graph | None = None) -> str:
-    """Why the mean of the losses of equal micro-batches is not the loss of the batch, or "".
+    """Returns why the mean of the losses of equal micro-batches is not the loss of the batch; "" if
+    it is.
 
     Args:
-        graph: of the model for one micro-batch.
-        larger: of the same model for more samples, at least 2. Without it, numbers that depend on
-            the batch size are not found, and a micro-batch of one sample cannot be followed.
+        graph: graph for one micro-batch.
+        larger: graph of the same model for more samples, at least 2. Without it, constants that
+            depend on the batch size go unnoticed, and a batch of one sample cannot be checked.
     """
-    whole = larger or graph
-    if whole.loss is None:
+    analyzed = larger or graph
+    if analyzed.loss is None:
         return "the model returns no loss"
-    for value, _ in whole.updates:
+    for value, _ in analyzed.updates:
         return f"each micro-batch updates {value.name!r}"
     if larger is not None:
         different = _different_operator(graph, larger)
         if different is not None:
             return str(different)
-    analysis = _Analysis(whole, graph if larger is not None else None)
-    for op in whole.ops:
+    analysis = _Analysis(analyzed, graph if larger is not None else None)
+    for op in analyzed.ops:
         analysis.follow(op)
-    state = analysis.states.get(whole.loss)
+    state = analysis.states.get(analyzed.loss)
     if state == AVERAGE:
         return ""
     if state == SUM:
@@ -102,15 +104,16 @@ def mixing(graph: Graph, larger: Graph | None = None) -> str:
         )
     if isinstance(state, Mixed):
         return str(state)
-    return "" if whole.loss not in analysis.varying else "it depends on the batch size alone"
+    return "" if analyzed.loss not in analysis.varying else "it depends on the batch size alone"
 
 
 def with_mixing(graph: Graph, micro_batches: int, captured: Callable[[int], Graph]) -> Graph:
-    """The graph of a micro-batch, which says whether micro-batches train the loss of the batch.
+    """Returns the graph of a micro-batch with `Graph.mixing` set: why micro-batches do not train
+    the loss of the batch, or "" if they do.
 
     Args:
-        micro_batches: of one batch.
-        captured: the graph of the same model for another number of samples.
+        micro_batches: number of micro-batches of the batch.
+        captured: captures the same model for a number of samples.
 
     Raises:
         CaptureError: if the model cannot be captured for the whole batch.
@@ -118,20 +121,21 @@ def with_mixing(graph: Graph, micro_batches: int, captured: Callable[[int], Grap
     if micro_batches == 1 or graph.loss is None:
         return graph
     samples = _samples(graph)
-    whole = captured(samples * micro_batches)
-    if samples == 1 and _different_operator(graph, whole) is not None:
-        # Dimensions of size 1 are captured otherwise: broadcast, or left out of views.
-        pair = (whole, captured(4)) if micro_batches == 2 else (captured(2), whole)
+    batch_graph = captured(samples * micro_batches)
+    if samples == 1 and _different_operator(graph, batch_graph) is not None:
+        # Dimensions of size 1 are captured differently: they are broadcast, or dropped from views.
+        # So two graphs of several samples each are compared instead.
+        pair = (batch_graph, captured(4)) if micro_batches == 2 else (captured(2), batch_graph)
         return replace(graph, mixing=mixing(*pair))
-    return replace(graph, mixing=mixing(graph, whole))
+    return replace(graph, mixing=mixing(graph, batch_graph))
 
 
 def check_mean_of_samples(graph: Graph, micro_batches: int) -> None:
-    """Refuses micro-batches of a loss that is not known to be a mean over samples.
+    """Raises an error unless the loss is known to be a mean over samples.
 
     Raises:
         PlanError: if the model returns several losses.
-        MixedSamplesError: names the operator that mixes samples, and its line.
+        MixedSamplesError: if it is not; names the operator that mixes samples, and its line.
     """
     if graph.loss is None:
         return
@@ -140,35 +144,38 @@ def check_mean_of_samples(graph: Graph, micro_batches: int) -> None:
     if why:
         raise MixedSamplesError(
             f"micro_batches={micro_batches}: the loss is not known to be a plain mean over samples,"
-            f" so micro-batches may train another loss: {why}. Return a mean over samples, plan"
-            " with micro_batches=1 (recompute='auto' saves memory), or, to train the sum of the"
-            f" micro-batches' losses, plan sw.Pipeline(net, {micro_batches}, loss_reduction='sum')"
+            f" so micro-batches may train another loss: {why}\n"
+            "return a mean over samples, plan with micro_batches=1 (recompute='auto' saves memory),"
+            " or, to train the sum of the micro-batches' losses, plan"
+            f" sw.Pipeline(net, {micro_batches}, loss_reduction='sum')"
         )
 
 
 def _samples(graph: Graph) -> int:
+    """Batch size: the first dimension of the first input that is no scalar."""
     return next((value.shape[0] for value in graph.input_values if value.shape), 1)
 
 
 def _different_operator(graph: Graph, larger: Graph) -> Mixed | None:
     """The first operator that only one of two graphs calls."""
-    for one, other in zip(graph.ops, larger.ops, strict=False):
-        if one.target is not other.target:
-            return Mixed(other, "is not called for a micro-batch: operators depend on its size")
+    for op, larger_op in zip(graph.ops, larger.ops, strict=False):
+        if op.target is not larger_op.target:
+            return Mixed(larger_op, "is not called for a micro-batch: operators depend on its size")
     if len(graph.ops) != len(larger.ops):
-        ops = max(graph.ops, larger.ops, key=len)
-        return Mixed(ops[-1], "is called for one batch size only: operators depend on it")
+        longer_ops = max(graph.ops, larger.ops, key=len)
+        return Mixed(longer_ops[-1], "is called for one batch size only: operators depend on it")
     return None
 
 
 @dataclass
 class _Analysis:
-    """The states of values, operator after operator.
+    """Abstract interpretation of a graph: the `SampleState` of each value.
 
     Args:
-        graph: with at least 2 samples.
-        smaller: of the same operators for fewer samples.
-        varying: values that depend on no sample, but on their number.
+        graph: graph for at least 2 samples.
+        smaller: graph of the same operators for fewer samples.
+        states: state of each value that depends on samples.
+        varying: values that depend on the number of samples, but on no sample.
     """
 
     graph: Graph
@@ -187,28 +194,28 @@ class _Analysis:
         self._twin_ops = dict(zip(self.graph.ops, self.smaller.ops, strict=True))
         self.states = {v: 0 for v in values if v.shape != self._twins[v].shape}
         for value, tensor in self.graph.constants.items():
-            other = self.smaller.constants.get(self._twins[value])
-            if other is None or not torch.equal(tensor, other):
+            twin_tensor = self.smaller.constants.get(self._twins[value])
+            if twin_tensor is None or not torch.equal(tensor, twin_tensor):
                 self.varying.add(value)
 
     def follow(self, op: Op) -> None:
-        """Finds the states of the results of an operator."""
+        """Determines the states of an operator's outputs from those of its inputs."""
         if any(value in self.states for value in op.inputs):
             states = self._states(op)
             for value, state in zip(op.outputs, states, strict=True):
-                if not isinstance(state, Mixed) and not self._has_shape_of(value, state):
+                if not isinstance(state, Mixed) and not self._has_sample_shape(value, state):
                     state = Mixed(op, "makes a shape that depends on the batch size")
                 self.states[value] = state
             return
-        changed = bool(self._changed(op)) or any(v in self.varying for v in op.inputs)
+        varies = bool(self._changed_numbers(op)) or any(v in self.varying for v in op.inputs)
         for value in op.outputs:
-            if changed or value.shape != self._twins.get(value, value).shape:
+            if varies or value.shape != self._twins.get(value, value).shape:
                 self.varying.add(value)
-                if self._counts_samples(op):
+                if self._is_arange_over_samples(op):
                     self.states[value] = ROWS
 
-    def _counts_samples(self, op: Op) -> bool:
-        """Whether an operator makes the positions of all samples, from 0 on."""
+    def _is_arange_over_samples(self, op: Op) -> bool:
+        """Whether an operator is `arange(len(x))`, as in `logits[arange(len(x)), last]`."""
         if self.smaller is None or op.short_name != "arange":
             return False
         lengths = op.output.shape[0], self._twins[op.output].shape[0]
@@ -217,20 +224,21 @@ class _Analysis:
         return begins and lengths == (_samples(self.graph), _samples(self.smaller))
 
     def _states(self, op: Op) -> list[SampleState]:
+        """States of the outputs of an operator that reads samples or what was made of them."""
         read = [self.states[value] for value in op.inputs if value in self.states]
         for state in read:
             if isinstance(state, Mixed):
                 return [state] * len(op.outputs)
         if ROWS in read:
-            return [self._of_rows(op, read)] * len(op.outputs)
+            return [self._state_from_rows(op)] * len(op.outputs)
         if AVERAGE in read or SUM in read:
-            return [self._of_reduced(op, read)] * len(op.outputs)
-        return self._of_samples(op)
+            return [self._state_from_reduced(op, read)] * len(op.outputs)
+        return self._states_from_samples(op)
 
-    def _of_reduced(self, op: Op, read: list[SampleState]) -> SampleState:
-        """Of an operator on means or sums over samples."""
+    def _state_from_reduced(self, op: Op, read: list[SampleState]) -> SampleState:
+        """State of the output of an operator on means or sums over samples."""
         nonlinear = Mixed(op, "is not linear in a mean or sum over samples")
-        name, changed = op.short_name, self._changed(op)
+        name, changed = op.short_name, self._changed_numbers(op)
         if len(set(read)) > 1:
             return Mixed(op, "joins samples with a mean or sum over them")
         (state,) = set(read)
@@ -238,42 +246,47 @@ class _Analysis:
             return AVERAGE
         if changed or any(value in self.varying for value in op.inputs):
             return Mixed(op, "reads a number that depends on the batch size")
+        # A quotient is linear in its numerator only.
         if name == "div" and (op.args[0] is not op.inputs[0] or op.inputs[0] not in self.states):
             return nonlinear
         rounds = call_arguments(op).get("rounding_mode") is not None
         if rounds or not all(v.dtype.is_floating_point for v in op.outputs):
             return nonlinear
-        adds = name in SEVERAL and name not in ("stack", "cat")
+        # mean(x) + c is the mean of x + c, but sum(x) + c is not the sum of x + c.
+        adds = name in MULTILINEAR and name not in ("stack", "cat")
         if state == SUM and adds and (len(read) < len(op.inputs) or len(op.inputs) == 1):
-            zero = len(op.inputs) == 1 and 0 in op.args
-            return SUM if zero else Mixed(op, "adds a constant to a sum over samples")
-        several = name in SEVERAL and (state == AVERAGE or len(read) == len(op.inputs))
-        return state if several or (name in LINEAR and len(read) == 1) else nonlinear
+            adds_zero = len(op.inputs) == 1 and 0 in op.args
+            return SUM if adds_zero else Mixed(op, "adds a constant to a sum over samples")
+        multilinear = name in MULTILINEAR and (state == AVERAGE or len(read) == len(op.inputs))
+        return state if multilinear or (name in LINEAR and len(read) == 1) else nonlinear
 
-    def _of_samples(self, op: Op) -> list[SampleState]:
-        """Of an operator that reads samples."""
+    def _states_from_samples(self, op: Op) -> list[SampleState]:
+        """States of the outputs of an operator that reads values with a sample dimension."""
         rule = rule_of(op)
-        samples = None if rule is None else self._factor(op, rule)
-        if rule is None or samples is None:
+        sample_factor = None if rule is None else self._sample_factor(op, rule)
+        if rule is None or sample_factor is None:
             return [Mixed(op, _why_mixed(op))] * len(op.outputs)
-        if self._changed(op):
+        if self._changed_numbers(op):
             why = "reads a number that depends on the batch size"
             return [Mixed(op, why)] * len(op.outputs)
-        reduced = self._reduced(op, rule, samples)
-        return [dims.index(samples) if samples in dims else reduced for dims in rule.outputs]
+        reduced = self._reduced_state(op, rule, sample_factor)
+        return [
+            dims.index(sample_factor) if sample_factor in dims else reduced for dims in rule.outputs
+        ]
 
-    def _reduced(self, op: Op, rule: ShardingRule, samples: str) -> SampleState:
-        """Of a result in which samples are reduced. A cross entropy is the mean over targets, by
-        whose number micro-batches are weighted if it is the whole loss."""
+    def _reduced_state(self, op: Op, rule: ShardingRule, sample_factor: str) -> SampleState:
+        """State of an output that lacks the sample dimension."""
+        # A cross entropy is a mean over targets, not samples. As the whole loss it is correct
+        # nevertheless, as the training step weights micro-batches by their numbers of targets.
         if weighs_by_targets(self.graph, op):
             return AVERAGE
-        if samples not in rule.reduced or rule.reductions(op, {samples: 2}):
+        if sample_factor not in rule.reduced or rule.reductions(op, {sample_factor: 2}):
             return Mixed(op, "reduces samples to other than their mean or sum")
         reduction = call_arguments(op).get("reduction")
         return AVERAGE if op.short_name == "mean" or reduction == MEAN else SUM
 
-    def _factor(self, op: Op, rule: ShardingRule) -> str | None:
-        """The factor of the samples; None if the operator does not keep them apart."""
+    def _sample_factor(self, op: Op, rule: ShardingRule) -> str | None:
+        """The factor of the sample dimension; None if the operator mixes samples."""
         factors: set[str | None] = set()
         for value, dims in zip(op.inputs, rule.inputs, strict=True):
             state = self.states.get(value)
@@ -281,26 +294,29 @@ class _Analysis:
                 factors.add(dims[state])
         if len(factors) != 1 or None in factors:
             return None
-        (samples,) = factors
-        assert samples is not None
+        (factor,) = factors
+        assert factor is not None
         tensors = zip((*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs), strict=True)
-        apart = all(dims.count(samples) <= 1 for _, dims in tensors)
+        keeps_apart = all(dims.count(factor) <= 1 for _, dims in tensors)
         for value, dims in zip(op.inputs, rule.inputs, strict=True):
             if value in self.states:
                 continue
-            if samples in dims:
-                apart = apart and self._is_constant_along(value, dims.index(samples))
+            # An input that depends on no sample must treat all samples alike: positional
+            # embeddings along the batch would differ between a micro-batch and the batch.
+            if factor in dims:
+                keeps_apart = keeps_apart and self._is_constant_along(value, dims.index(factor))
             elif value in self.varying:
                 return None
-        divides = rule.capacity.get(samples, 0) % self._ratio == 0
-        reduces = not weighs_by_targets(self.graph, op) and rule.reductions(op, {samples: 2})
-        return samples if apart and divides and not reduces else None
+        divides = rule.capacity.get(factor, 0) % self._ratio == 0
+        # A reduction within the operator, such as that of batch norm, runs over all samples.
+        reduces = not weighs_by_targets(self.graph, op) and rule.reductions(op, {factor: 2})
+        return factor if keeps_apart and divides and not reduces else None
 
     def _is_constant_along(self, value: Value, dim: int) -> bool:
-        """Whether a value that depends on no sample is equal for all positions in a dimension."""
+        """Whether a value that depends on no sample is equal at all positions of a dimension."""
         op = self.graph.producer.get(value)
         rule = None if op is None else rule_of(op)
-        if op is None or self._changed(op):
+        if op is None or self._changed_numbers(op):
             return False
         if op.short_name in ("expand", "repeat"):
             source = op.inputs[0]
@@ -311,53 +327,59 @@ class _Analysis:
             return False
         if op.short_name in CONSTANT - {"expand"} or (rule.random and not op.inputs):
             return True
-        name = rule.outputs[op.outputs.index(value)][dim]
-        if name is None or rule.reductions(op, {name: 2}):
+        factor = rule.outputs[op.outputs.index(value)][dim]
+        if factor is None or rule.reductions(op, {factor: 2}):
             return False
         read = list(zip(op.inputs, rule.inputs, strict=True))
-        carried = [(v, d) for v, d in read if name in d]
-        if any(v in self.varying for v, d in read if name not in d):
+        carriers = [(v, dims) for v, dims in read if factor in dims]
+        if any(v in self.varying for v, dims in read if factor not in dims):
             return False
-        return bool(carried) and all(
-            d.count(name) == 1 and self._is_constant_along(v, d.index(name)) for v, d in carried
+        return bool(carriers) and all(
+            dims.count(factor) == 1 and self._is_constant_along(v, dims.index(factor))
+            for v, dims in carriers
         )
 
-    def _of_rows(self, op: Op, read: list[SampleState]) -> SampleState:
-        """Of an operator on the positions of all samples: reshaped, or an index that takes one
-        element, or one slice, of each sample."""
+    def _state_from_rows(self, op: Op) -> SampleState:
+        """State of the output of an operator on positions of samples: a reshape keeps them, and
+        indexing by them takes one element, or one slice, of each sample."""
         if op.short_name in RESHAPES and len(op.inputs) == 1:
             return ROWS
         if op.short_name == "index" and isinstance(op.args[1], (list, tuple)):
-            place = _indexed_samples(op, self.states)
-            if place is not None:
-                return place
+            sample_dim = _sample_dim_of_index(op, self.states)
+            if sample_dim is not None:
+                return sample_dim
         return Mixed(op, "reads positions in the batch")
 
-    def _has_shape_of(self, value: Value, state: int | str) -> bool:
-        """Whether no dimension depends on the number of samples but that of the samples."""
+    def _has_sample_shape(self, value: Value, state: int | str) -> bool:
+        """Whether the sample dimension is the only one whose size depends on the batch size."""
         if self.smaller is None or state == ROWS:
             return True
-        shape, other = value.shape, self._twins[value].shape
-        return len(shape) == len(other) and all(
-            (size != of_other) == (place == state)
-            for place, (size, of_other) in enumerate(zip(shape, other, strict=True))
+        shape, twin_shape = value.shape, self._twins[value].shape
+        return len(shape) == len(twin_shape) and all(
+            (size != twin_size) == (dim == state)
+            for dim, (size, twin_size) in enumerate(zip(shape, twin_shape, strict=True))
         )
 
     @cached_property
     def _ratio(self) -> float:
-        """How many times the samples of the smaller graph the larger one has."""
+        """Samples of the graph per sample of the smaller graph."""
         return 1.0 if self.smaller is None else _samples(self.graph) / _samples(self.smaller)
 
-    def _changed(self, op: Op) -> dict[str, tuple[object, object]]:
-        """The numbers among the arguments that depend on the number of samples, with those of the
+    def _changed_numbers(self, op: Op) -> dict[str, tuple[object, object]]:
+        """Numbers in the arguments that depend on the batch size, each with its value in the
         smaller graph."""
         if self.smaller is None:
             return {}
-        mine, others = _numbers(op), _numbers(self._twin_ops[op])
-        return {name: (n, others.get(name)) for name, n in mine.items() if n != others.get(name)}
+        numbers, twin_numbers = _numbers(op), _numbers(self._twin_ops[op])
+        return {
+            name: (number, twin_numbers.get(name))
+            for name, number in numbers.items()
+            if number != twin_numbers.get(name)
+        }
 
 
 def _why_mixed(op: Op) -> str:
+    """Verb phrase of `Mixed` for an operator that does not keep samples apart."""
     if op.short_name in COUNTED_LOSSES and call_arguments(op)["reduction"] == MEAN:
         return (
             "divides by a sum over the targets of the micro-batch, and is not the whole loss (if no"
@@ -367,59 +389,64 @@ def _why_mixed(op: Op) -> str:
 
 
 def _paired_values(graph: Graph, other: Graph) -> Iterator[tuple[Value, Value]]:
-    """The values of `other`, each with the one of `graph` in its place."""
+    """Values of `other`, each with the corresponding value of `graph`, a graph of the same
+    operators."""
     yield from zip(other.input_values, graph.input_values, strict=True)
     yield from zip(other.constants, graph.constants, strict=True)
-    for op, of_other in zip(graph.ops, other.ops, strict=True):
-        yield from zip(of_other.outputs, op.outputs, strict=True)
+    for op, other_op in zip(graph.ops, other.ops, strict=True):
+        yield from zip(other_op.outputs, op.outputs, strict=True)
 
 
 def _numbers(op: Op) -> dict[str, object]:
-    """The numbers among the arguments, by name and place, but for sizes."""
+    """Numbers in the arguments other than sizes, keyed by argument name and position in it."""
     numbers: dict[str, object] = {}
     for name, argument in call_arguments(op).items():
         if name not in SIZES:
             leaves = pytree.tree_leaves(argument)
             numbers |= {
-                f"{name} {place}": leaf
-                for place, leaf in enumerate(leaves)
+                f"{name} {index}": leaf
+                for index, leaf in enumerate(leaves)
                 if isinstance(leaf, (int, float, complex))
             }
     return numbers
 
 
 def _divides_by_samples(op: Op, changed: Mapping[str, tuple[object, object]], ratio: float) -> bool:
-    """Whether an operator divides a sum by a number that is proportional to the batch size."""
+    """Whether an operator divides a sum by a number proportional to the batch size, which makes it
+    a mean: `sum / len(x)`, also traced as a product with the inverse."""
     if len(changed) != 1 or len(op.inputs) != 1 or op.args[0] is not op.inputs[0]:
         return False
-    ((large, small),) = changed.values()
-    if not isinstance(large, (int, float)) or not isinstance(small, (int, float)):
+    ((divisor, small_divisor),) = changed.values()
+    if not isinstance(divisor, (int, float)) or not isinstance(small_divisor, (int, float)):
         return False
     if op.short_name == "div":
-        return isclose(large, small * ratio)
-    return op.short_name == "mul" and isclose(large * ratio, small)
+        return isclose(divisor, small_divisor * ratio)
+    return op.short_name == "mul" and isclose(divisor * ratio, small_divisor)
 
 
-def _indexed_samples(op: Op, states: Mapping[Value, SampleState]) -> int | None:
-    """The dimension of the samples in `x[..., positions, i, j]`, where `positions` are those of all
-    samples in the dimension of the samples of `x`; None if the operator is another."""
+def _sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | None:
+    """The sample dimension of the output of `x[..., rows, i, j]`, where `rows` has state `ROWS` and
+    indexes the sample dimension of `x`; None for any other indexing."""
     x, indices = op.args[0], op.args[1]
-    place = states.get(x)
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    dims = [dim for dim, _ in given]
+    sample_dim = states.get(x)
+    indexed = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    dims = [dim for dim, _ in indexed]
+    # Where indices are not adjacent, PyTorch moves the indexed dimensions to the front.
     adjacent = dims == [*range(dims[0], dims[0] + len(dims))]
-    own = [index for dim, index in given if dim == place]
-    if not adjacent or not own or states.get(own[0]) != ROWS:
+    rows = [index for dim, index in indexed if dim == sample_dim]
+    if not adjacent or not rows or states.get(rows[0]) != ROWS:
         return None
-    rank = max(len(index.shape) for _, index in given)
-    samples = next((d for d, size in enumerate(own[0].shape) if size > 1), 0) - len(own[0].shape)
+    rank = max(len(index.shape) for _, index in indexed)
+    # Indices broadcast together, so dimensions are counted from the end: `rows` may be (n, 1).
+    from_end = next((d for d, size in enumerate(rows[0].shape) if size > 1), 0) - len(rows[0].shape)
 
     def follows(index: Value) -> bool:
+        """Whether an index is constant over samples or has them in the same dimension as `rows`."""
         state, shape = states.get(index), index.shape
         if state is None:
-            return len(shape) < -samples or shape[samples] == 1
-        return state == samples + len(shape)
+            return len(shape) < -from_end or shape[from_end] == 1
+        return state == from_end + len(shape)
 
-    if not all(follows(index) for dim, index in given if dim != place):
+    if not all(follows(index) for dim, index in indexed if dim != sample_dim):
         return None
-    return dims[0] + rank + samples
+    return dims[0] + rank + from_end

@@ -1,7 +1,7 @@
-"""The options of a plan as one frozen value: type, default and requirement of each.
+"""The options of a plan as one frozen dataclass: type, default and valid values of each.
 
-`sw.plan`, `sw.best_plans` and `sw.AutoParallel` write them out as parameters and make this value of
-them; the docstring of `plan` says what each means. The class of an option says where it applies:
+`sw.plan`, `sw.best_plans` and `sw.AutoParallel` list them as parameters and build this dataclass
+from them; the docstring of `plan` describes each. The class of an option says where it applies:
 
 | class | its fields are |
 |---|---|
@@ -26,11 +26,11 @@ from shardwright.core.partition.decisions import BUCKET_BYTES, OptimizerParallel
 from shardwright.core.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.requirement import (
-    bytes_of,
     is_count,
     is_positive,
     must_be,
     one_of,
+    parse_bytes,
     requirements,
 )
 from shardwright.core.search.assign_stages import StageConfig
@@ -44,8 +44,8 @@ MB = 2**20
 AUTO_RECOMPUTE = AUTO_MEM_COEFF = "auto"
 
 MEM_COEFFS = tuple(0.1 * 4.0**power for power in range(-2, 9))
-"""Values of `mem_coeff` that are tried, from 0.00625 to 6553.6. Below them even reducing the
-gradients of a small layer looks too expensive to cut anything; above them nothing changes."""
+"""Values tried for `mem_coeff="auto"`, from 0.00625 to 6553.6. Below this range even the gradient
+all-reduce of a small layer outweighs any sharding; above it plans stop changing."""
 
 COUNT = must_be("a whole number of at least 1", is_count)
 COUNT_OR_AUTO = must_be(
@@ -58,13 +58,13 @@ POSITIVE_OR_AUTO = must_be(
 NO_LIMIT = "none"
 SIZE_OR_NONE = must_be(
     "a number of bytes, or a text like '24GiB' or '2GB', or 'none' for no limit",
-    lambda value: value == NO_LIMIT or bytes_of(value) is not None,
+    lambda value: value == NO_LIMIT or parse_bytes(value) is not None,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """Options that a configuration file has too, as keys of its section `parallel`."""
+    """Options that are also keys of the section `parallel` of a configuration file."""
 
     mem_coeff: Annotated[float | Literal["auto"], POSITIVE_OR_AUTO] = DEFAULT_MEM_COEFF
     cost_model: Annotated[str | None, one_of(("symbolic", "time"))] = None
@@ -81,32 +81,32 @@ class FileOptions:
 
     @property
     def chooses_micro_batches(self) -> bool:
-        """Whether the number of micro-batches is to be chosen."""
+        """Whether the planner chooses the number of micro-batches."""
         return self.micro_batches == AUTO
 
     @property
     def num_micro_batches(self) -> int:
-        """The number of micro-batches, where it is not to be chosen."""
+        """The requested number of micro-batches; must not be 'auto'."""
         assert not isinstance(self.micro_batches, str)
         return self.micro_batches
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Self:
-        """The options among the arguments of a call that has them all, given as its `locals()`."""
-        return cls(**{each.name: arguments[each.name] for each in fields(cls)})
+        """Builds the options from the `locals()` of a function that has them as parameters."""
+        return cls(**{option.name: arguments[option.name] for option in fields(cls)})
 
     def keywords(self, of: type[FileOptions]) -> dict[str, Any]:
-        """The options by name that the class `of` has too."""
-        return {each.name: getattr(self, each.name) for each in fields(of)}
+        """Values of those options that are fields of the class `of`, by name."""
+        return {option.name: getattr(self, option.name) for option in fields(of)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeywordOptions(FileOptions):
-    """Options of `AutoParallel`. A configuration has sections of its own for `hsdp` and
+    """Options of `AutoParallel`. Configuration files have separate sections for `hsdp` and
     `recompute`.
 
     Raises:
-        StrategyError: if one is not valid.
+        StrategyError: if an option has an invalid value.
     """
 
     dataset_strategy: DatasetStrategy = "full_batch"
@@ -127,33 +127,34 @@ class KeywordOptions(FileOptions):
                 raise StrategyError(requirement.error(name, value))
         if self.recompute not in (None, AUTO_RECOMPUTE):
             raise StrategyError(
-                f"recompute={self.recompute!r}: valid are None and {AUTO_RECOMPUTE!r}; mark"
-                " operators of your choice with sw.recompute(module)"
+                f"recompute={self.recompute!r}: valid are None and {AUTO_RECOMPUTE!r}\n"
+                "to recompute modules of your choice, call sw.recompute(module)"
             )
         check_dataset_strategy(self.dataset_strategy)
         for name in ("stages", "schedule"):
             if getattr(self, name) == AUTO and self.stage_config is not None:
                 raise StrategyError(
-                    f"{name}='auto', but stage_config names stages: give one of them"
+                    f"{name}='auto' conflicts with stage_config, which fixes the stages\n"
+                    "remove one of the two"
                 )
-        # Its own checks are made once, here.
+        # `OptimizerParallel` validates its fields when built, so this is where `hsdp` is checked.
         object.__setattr__(self, "hsdp", _optimizer_parallel(self.hsdp))
 
     @property
     def sharding(self) -> OptimizerParallel | None:
-        """Optimizer parallel, if it is requested."""
+        """The requested ZeRO / HSDP configuration."""
         assert self.hsdp is None or isinstance(self.hsdp, OptimizerParallel)
         return self.hsdp
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(KeywordOptions):
-    """All options of a plan. `AutoParallel` has its own `parallel_mode`, and plans for as many
-    devices as there are processes.
+    """All options of a plan. `AutoParallel` takes neither of these fields: it has `parallel_mode`,
+    and plans for one device per process.
 
     Raises:
-        StrategyError: if one is not valid.
-        ConfigError: if there is no such cluster.
+        StrategyError: if an option has an invalid value.
+        ConfigError: if the cluster is unknown.
     """
 
     devices: Annotated[int, COUNT]
@@ -163,7 +164,10 @@ class PlanOptions(KeywordOptions):
         super().__post_init__()
         requires_pricing = MODES[self.mode].requires_pricing
         if requires_pricing and self.cost_model == "symbolic":
-            raise StrategyError(f"mode={self.mode!r} minimizes seconds: cost_model must be 'time'")
+            raise StrategyError(
+                f"mode={self.mode!r} minimizes seconds and cannot use cost_model='symbolic'\n"
+                "remove cost_model, or set cost_model='time'"
+            )
         if self.cost_model is None:
             by_time = self.cluster is not None or requires_pricing
             object.__setattr__(self, "cost_model", "time" if by_time else "symbolic")
@@ -184,26 +188,26 @@ class PlanOptions(KeywordOptions):
         for name in (name for name, needs in needs_limit.items() if needs):
             if self.memory_limit == NO_LIMIT:
                 raise StrategyError(
-                    f"{name}='auto' and memory_limit={NO_LIMIT!r}: what is chosen follows from a"
-                    " limit; leave out one of them"
+                    f"{name}='auto' and memory_limit={NO_LIMIT!r}: 'auto' chooses the value from"
+                    " the memory limit\nremove one of the two"
                 )
         if self.has_auto_mem_coeff and self.limit is None:
             raise StrategyError(
-                f"mem_coeff={AUTO_MEM_COEFF!r} needs a memory limit: set memory_limit, as in"
-                " '24GiB', or name a cluster"
+                f"mem_coeff={AUTO_MEM_COEFF!r} needs a memory limit\n"
+                "set memory_limit, for example memory_limit='24GiB', or name a cluster"
             )
 
     def in_words(self, recompute: bool = False) -> str:
-        """What differs from one attempt to the next: `hsdp level1, mem_coeff=0.1, 2 stages`.
+        """Summary of the options that attempts vary: `hsdp level1, mem_coeff=0.1, 2 stages`.
 
         Args:
-            recompute: whether further operators may be computed again.
+            recompute: whether the planner may recompute operators that the user has not marked.
         """
         sharding, stages = self.sharding, self.stages
         words = [
             f"hsdp {sharding.level}" if sharding is not None else "",
             "recompute" if recompute else "",
-            f"mem_coeff={self.coefficient:g}" if self.of_search else "",
+            f"mem_coeff={self.fixed_mem_coeff:g}" if self.search_options else "",
             f"{stages} stages" if stages != 1 else "",
             self.schedule if stages != 1 and self.schedule != "1f1b" else "",
         ]
@@ -211,83 +215,85 @@ class PlanOptions(KeywordOptions):
 
     @property
     def chooses_pipeline(self) -> bool:
-        """Whether the number of stages or their schedule is to be chosen."""
+        """Whether the planner chooses the number of stages or the schedule."""
         return AUTO in (self.stages, self.schedule)
 
     @property
     def limit(self) -> int | None:
-        """Bytes that a device has for a step; None if that does not matter, or only by default."""
+        """Memory limit that the search must respect, in bytes per device. None without one, and
+        where only `default_limit` applies, which is checked after a search without a limit."""
         if self.memory_limit == NO_LIMIT:
             return None
         if self.memory_limit is None and self.recompute is None:
             return self.device_memory if self.has_auto_mem_coeff else None
         if self.device_memory is None:
             raise StrategyError(
-                f"recompute={self.recompute!r} needs a memory limit: set memory_limit, as in"
-                " '24GiB', or name a cluster"
+                f"recompute={self.recompute!r} needs a memory limit\n"
+                "set memory_limit, for example memory_limit='24GiB', or name a cluster"
             )
         return self.device_memory
 
     @property
     def default_limit(self) -> int | None:
-        """The memory of the named cluster's devices where nothing else is requested; None on
-        `local`, whose processes share the memory of one machine."""
-        named = self.cluster is not None and self.known_cluster.name != LOCAL
-        asks = self.memory_limit is not None or self.limit is not None
-        return self.device_memory if named and not asks else None
+        """Device memory of the named cluster in bytes, if no limit is requested; None on `local`,
+        whose processes share the memory of one machine."""
+        is_named = self.cluster is not None and self.resolved_cluster.name != LOCAL
+        has_limit = self.memory_limit is not None or self.limit is not None
+        return self.device_memory if is_named and not has_limit else None
 
     @property
     def device_memory(self) -> int | None:
-        """Bytes that a device has: as requested, else those of the cluster's devices."""
+        """Bytes per device: `memory_limit` if set, else the memory of the cluster's devices."""
         if self.memory_limit is not None and self.memory_limit != NO_LIMIT:
-            return bytes_of(self.memory_limit)
-        return None if self.cluster is None else int(self.known_cluster.device.memory)
+            return parse_bytes(self.memory_limit)
+        return None if self.cluster is None else int(self.resolved_cluster.device.memory)
 
     @property
     def has_auto_mem_coeff(self) -> bool:
-        """Whether `mem_coeff` is to be chosen."""
+        """Whether the planner chooses `mem_coeff`."""
         return self.mem_coeff == AUTO_MEM_COEFF
 
     @property
     def mem_coeffs(self) -> tuple[float, ...]:
-        """The values that `auto` tries: by seconds, smaller ones than the default only make the
-        objective another than the step."""
-        least = DEFAULT_MEM_COEFF if self.cost_model == "time" else 0.0
-        return tuple(each for each in MEM_COEFFS if each >= least)
+        """Values that `mem_coeff="auto"` tries, ascending."""
+        # With the cost model `time`, values below the default only move the objective away from
+        # the step time.
+        smallest = DEFAULT_MEM_COEFF if self.cost_model == "time" else 0.0
+        return tuple(value for value in MEM_COEFFS if value >= smallest)
 
     @property
     def weighs_memory(self) -> bool:
-        """Whether the mode is a search that `mem_coeff` guides."""
+        """Whether the mode weighs memory by `mem_coeff` in its search."""
         return MODES[self.mode].takes_pricing
 
     @property
-    def coefficient(self) -> float:
-        """`mem_coeff`, where it is not to be chosen."""
+    def fixed_mem_coeff(self) -> float:
+        """The requested `mem_coeff`; must not be 'auto'."""
         assert not isinstance(self.mem_coeff, str)
         return self.mem_coeff
 
     @property
-    def of_search(self) -> dict[str, Any]:
-        """What the search of the mode takes."""
+    def search_options(self) -> dict[str, Any]:
+        """Options of the mode's search, as recorded in the plan."""
         if not self.weighs_memory:
             return {}
-        model = {"cost_model": self.cost_model}
+        cost_model = {"cost_model": self.cost_model}
         if self.cost_model == "symbolic":
-            return {"mem_coeff": self.mem_coeff, "order": self.order, **model}
-        return {"mem_coeff": self.mem_coeff, **model, "cluster": self.known_cluster.name}
+            return {"mem_coeff": self.mem_coeff, "order": self.order, **cost_model}
+        return {"mem_coeff": self.mem_coeff, **cost_model, "cluster": self.resolved_cluster.name}
 
     @property
-    def known_cluster(self) -> Cluster:
-        """The cluster, where there is one."""
+    def resolved_cluster(self) -> Cluster:
+        """The cluster; it must have been named."""
         assert isinstance(self.cluster, Cluster)
         return self.cluster
 
     def pricing(self, pipeline: PipelineSpec) -> Pricing | None:
-        """What a search by time counts; None where the search is another."""
+        """Inputs of the time cost model; None with the symbolic cost model."""
         if self.cost_model != "time":
             return None
         return Pricing(
-            self.known_cluster,
+            self.resolved_cluster,
             stages=pipeline.stages,
             micro_batches=pipeline.micro_batches,
             sharing=None if self.sharding is None else self.sharding.shard_size,
@@ -301,10 +307,10 @@ def _optimizer_parallel(hsdp: Any) -> OptimizerParallel | None:
         return OptimizerParallel()
     if isinstance(hsdp, OptimizerParallel):
         return hsdp
-    valid = [each.name for each in fields(OptimizerParallel)]
-    if not isinstance(hsdp, Mapping) or not set(hsdp) <= set(valid):
+    valid_keys = [option.name for option in fields(OptimizerParallel)]
+    if not isinstance(hsdp, Mapping) or not set(hsdp) <= set(valid_keys):
         raise StrategyError(
-            f"hsdp={hsdp!r}: must be an OptimizerParallel, True, or a mapping with any of the keys"
-            f" {', '.join(valid)}"
+            f"hsdp={hsdp!r}: must be True, an OptimizerParallel, or a mapping of its fields\n"
+            f"valid keys are {', '.join(valid_keys)}, for example hsdp={{'level': 'level1'}}"
         )
     return OptimizerParallel(**hsdp)

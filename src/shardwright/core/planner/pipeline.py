@@ -1,4 +1,4 @@
-"""A model that runs in pipeline stages, and its division into stages and micro-batches."""
+"""`sw.Pipeline`, and the stages and micro-batches of a plan."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from shardwright.errors import StrategyError
 
 
 class Pipeline(ModuleWrapper):
-    """A model that is to run in pipeline stages, micro-batch after micro-batch.
+    """A model to be run in pipeline stages on micro-batches.
 
-    It bears the parameters, buffers and names of the model. `sw.plan` divides it; called as it is,
-    it runs the micro-batches one after the other on one device.
+    It has the parameters, buffers and parameter names of `net`. `sw.plan` divides it into stages;
+    before that, a call runs the micro-batches one after another on one device.
 
     Args:
-        net: a model that returns its loss.
-        micro_batches: pieces of the batch; at least as many as stages.
-        stage_config: names of modules in `net`, each with the number of its stage; None leaves it
-            to the planner.
-        loss_reduction: `mean` makes the loss that of the whole batch; `sum` adds the losses of the
-            micro-batches.
+        net: model that returns its loss.
+        micro_batches: number of micro-batches; at least the number of stages.
+        stage_config: stage number of each named module in `net`; by default the planner assigns
+            stages.
+        loss_reduction: `mean` returns the loss of the whole batch; `sum` the sum of the losses of
+            the micro-batches.
 
     Raises:
-        StrategyError: for a value that is not valid.
+        StrategyError: if an argument is invalid.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Pipeline(ModuleWrapper):
 
     @property
     def net(self) -> nn.Module:
-        """The model inside."""
+        """The wrapped model."""
         return self._wrapped[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,28 +74,30 @@ class Pipeline(ModuleWrapper):
             results.append(self.net(*args_of_piece, **kwargs_of_piece))
         if not isinstance(results[0], torch.Tensor) or results[0].ndim:
             raise StrategyError(
-                "a Pipeline is for a model that returns its loss, one number; for other outputs"
-                " call the model itself"
+                "Pipeline: the model must return its loss, a tensor of one element without"
+                " dimensions\nfor other outputs, call the model itself, `pipeline.net(...)`"
             )
         total = torch.stack(results).sum()
         return total / self.micro_batches if self.loss_reduction == "mean" else total
 
 
 def merged_options(options: PlanOptions, pipeline: Pipeline) -> PlanOptions:
-    """The options of a call of `plan` with what its `Pipeline` says.
+    """Returns the options of `plan` with the micro-batches and stages of its `Pipeline`.
 
     Raises:
-        StrategyError: if both say something else.
+        StrategyError: if options and pipeline contradict each other.
     """
     if options.micro_batches not in (1, pipeline.micro_batches):
         raise StrategyError(
-            f"micro_batches={options.micro_batches}, but the Pipeline has"
-            f" {pipeline.micro_batches}; give one of them"
+            f"micro_batches={options.micro_batches} contradicts Pipeline(net,"
+            f" micro_batches={pipeline.micro_batches})\nremove one of the two"
         )
     if pipeline.stage_config is None:
         return replace(options, micro_batches=pipeline.micro_batches)
     if options.stage_config is not None:
-        raise StrategyError("the Pipeline has a stage_config already; give one of them")
+        raise StrategyError(
+            "stage_config is given twice, to plan and to Pipeline\nremove one of the two"
+        )
     return replace(
         options, micro_batches=pipeline.micro_batches, stage_config=pipeline.stage_config
     )
@@ -104,10 +106,13 @@ def merged_options(options: PlanOptions, pipeline: Pipeline) -> PlanOptions:
 def micro_batch_example(
     args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, micro_batches: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call for one micro-batch, of those for the whole batch.
+    """Returns the arguments of a call for one micro-batch.
+
+    Args:
+        args, kwargs: arguments of the call for the whole batch.
 
     Raises:
-        PlanError: if the batch cannot be split into so many micro-batches.
+        PlanError: if the batch size is not divisible by `micro_batches`.
     """
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     leaves = micro_batch(leaves, 0, micro_batches)
@@ -118,15 +123,15 @@ def micro_batch_example(
 def pipeline_spec(
     options: PlanOptions, graph: Graph, modules: Iterable[str], loss_reduction: str
 ) -> PipelineSpec:
-    """The stages of a captured model; which operators are in them only where modules are assigned,
-    else they are to be divided evenly.
+    """Builds the pipeline of a captured model. Operators are assigned to chunks only if
+    `stage_config` is given; otherwise `chunk_of` is empty, and stages are balanced later.
 
     Args:
-        modules: names that are valid in `stage_config` besides those of modules with operators.
+        modules: module names that are valid in `stage_config` although they have no operators.
 
     Raises:
-        StrategyError: if the stages cannot be as requested.
-        PlanError: if the model returns several losses, of which micro-batches train one.
+        StrategyError: if the requested stages are invalid.
+        PlanError: if the model returns several losses, as micro-batches train a single one.
     """
     if options.num_micro_batches > 1 and graph.loss is not None:
         loss_of(graph)
@@ -136,7 +141,7 @@ def pipeline_spec(
         )
         if options.stages not in (1, stages):
             raise StrategyError(
-                f"stages={options.stages}, but stage_config names {stages}: remove one of them"
+                f"stages={options.stages}, but stage_config names {stages}\nremove one of the two"
             )
         _check_numbers(options, stages)
     else:
@@ -157,13 +162,13 @@ def _check_numbers(options: PlanOptions, stages: int) -> None:
     if devices % stages:
         valid = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
         raise StrategyError(
-            f"{devices} devices cannot be divided into {stages} stages of equal size; valid"
-            f" numbers of stages are {valid}"
+            f"{devices} devices cannot be divided into {stages} stages of equal size\n"
+            f"valid numbers of stages are {valid}"
         )
     if count < stages:
         raise StrategyError(
-            f"{count} micro-batches for {stages} stages: stages would stay idle; give at least"
-            f" micro_batches={stages}"
+            f"{count} micro-batches for {stages} stages: stages would stay idle\n"
+            f"set micro_batches={stages} or more"
         )
     spec = PipelineSpec(stages, count, options.schedule)
     if stages > 1 and not spec.can_run(count):
@@ -171,5 +176,5 @@ def _check_numbers(options: PlanOptions, stages: int) -> None:
         near = sorted(sorted(near, key=lambda n: abs(n - count))[:4])
         raise StrategyError(
             f"{options.schedule} over {stages} stages cannot run {count} micro-batches in rounds"
-            f" of equal length; nearest valid numbers are {', '.join(map(str, near))}"
+            f" of equal length\nnearest valid numbers are {', '.join(map(str, near))}"
         )

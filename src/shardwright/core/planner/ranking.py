@@ -1,4 +1,4 @@
-"""The fastest plans of different kinds that a search comes by, and what it leaves out."""
+"""The fastest plan of each kind that a search finds, and why other kinds have none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from shardwright.errors import StrategyError
 
 
 def found_kind(candidate: Candidate) -> PlanKind:
-    """The level of sharding is none where nothing is stored otherwise than it is used."""
+    """Kind of a candidate's plan. Its sharding level is empty where every parameter is stored as
+    it is used, whatever level was requested."""
     pipeline, decisions = candidate.pipeline, candidate.decisions
     sharding = decisions.sharding if candidate.shards_storage else None
     return PlanKind(
@@ -25,7 +26,7 @@ def found_kind(candidate: Candidate) -> PlanKind:
 
 
 def requested_kind(options: PlanOptions) -> PlanKind:
-    """The kind of the plans that options with a number of stages request."""
+    """Kind of plan that options with a fixed number of stages request."""
     assert isinstance(options.stages, int)
     schedule = options.schedule if options.stages > 1 else ""
     level = "" if options.sharding is None else options.sharding.level
@@ -34,10 +35,12 @@ def requested_kind(options: PlanOptions) -> PlanKind:
 
 @dataclass
 class Ranking:
-    """What searches have found, each for a number of micro-batches.
+    """Results of the searches for one number of micro-batches after another.
 
     Args:
-        top: of so many kinds the fastest plans are wanted.
+        top: number of kinds to return plans of.
+        found: fastest candidate of each kind.
+        left_out: reason why a kind has no plan.
     """
 
     top: int
@@ -45,11 +48,16 @@ class Ranking:
     left_out: dict[PlanKind, LeftOut] = field(default_factory=dict)
 
     def add(self, candidate: Candidate) -> None:
-        """Candidates come in the order of their seconds: of each kind the first stays."""
+        """Records a candidate unless its kind has one."""
+        # The search yields candidates in ascending order of step time.
         self.found.setdefault(found_kind(candidate), candidate)
 
     def wants(self, kinds: Iterable[PlanKind]) -> bool:
-        """Whether one of these kinds, all of one number of micro-batches, may take a place."""
+        """Whether a kind without a plan is among `kinds` and fewer than `top` have been found.
+
+        Args:
+            kinds: with the same number of micro-batches.
+        """
         open_kinds = [kind for kind in kinds if not self._has(kind)]
         if not open_kinds:
             return False
@@ -57,34 +65,37 @@ class Ranking:
         return sum(kind.micro_batches == number for kind in self.found) < self.top
 
     def leave_out(self, kind: PlanKind, reason: LeftOut) -> None:
-        """Of several reasons for one kind, the nearest to a plan that is found is kept."""
-        known = self.left_out.get(kind)
-        if known is None or reason < known:
+        """Records why a kind has no plan, unless a smaller reason is recorded: see `LeftOut`."""
+        recorded = self.left_out.get(kind)
+        if recorded is None or reason < recorded:
             self.left_out[kind] = reason
 
     def ranked(self) -> RankedPlans:
-        """The plans of the kinds that are fastest, and why each other kind is not among them."""
-        order = sorted(self.found.items(), key=lambda one: (one[1].seconds, one[0].micro_batches))
-        left = {kind: reason for kind, reason in self.left_out.items() if not self._has(kind)}
-        left |= {kind: LeftOut.slower(one.seconds) for kind, one in order[self.top :]}
+        """The `top` fastest plans, and why each other kind is not among them."""
+        order = sorted(
+            self.found.items(), key=lambda entry: (entry[1].seconds, entry[0].micro_batches)
+        )
+        left_out = {kind: reason for kind, reason in self.left_out.items() if not self._has(kind)}
+        left_out |= {kind: LeftOut.slower(slow.seconds) for kind, slow in order[self.top :]}
         plans = {kind: candidate.plan() for kind, candidate in order[: self.top]}
-        return RankedPlans(plans, left)
+        return RankedPlans(plans, left_out)
 
     def _has(self, kind: PlanKind) -> bool:
-        """Whether a plan of this kind is found, whether it recomputes or not."""
-        return any(each.requested == kind.requested for each in self.found)
+        """Whether the kind has a candidate, with or without recomputation."""
+        return any(found.requested == kind.requested for found in self.found)
 
 
 def options_to_rank(options: PlanOptions) -> PlanOptions:
-    """The options with the memory of the cluster's devices as limit, if there is no other. All of
-    `mem_coeff="auto"` compete, where `plan` takes the smallest that fits unchanged.
+    """Options for ranking: the memory limit defaults to the memory of the cluster's devices, and
+    all values of `mem_coeff="auto"` compete, while `plan` takes the smallest one that fits.
 
     Raises:
         StrategyError: without a cluster.
     """
     if options.cluster is None:
         raise StrategyError(
-            "plans are ranked by the seconds of a step: name a cluster, `local` is this machine"
+            "plans are ranked by predicted step time, which needs a cluster\n"
+            "name a cluster, for example cluster='local' for this machine"
         )
     coefficient = options.mem_coeffs[0] if options.has_auto_mem_coeff else options.mem_coeff
     limit = options.device_memory if options.memory_limit is None else options.memory_limit

@@ -1,4 +1,4 @@
-"""What the value of an option must be: one sentence and one test, for keywords and for files."""
+"""Valid values of an option: a phrase for errors and a predicate, for keywords and files alike."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardwright.core.cost.units import BYTES, quantity
 
 @dataclass(frozen=True)
 class Requirement:
-    """What a value must be; stands in the `Annotated` type of an option.
+    """Constraint on the value of an option, given in the `Annotated` type of its field.
 
     Args:
-        words: what completes "expected".
-        accepts: whether a value is such; None is accepted wherever the type of the option has it.
-        hint: what completes the error of a keyword.
+        words: valid values as a phrase that follows "expected" in errors of configuration files.
+        accepts: predicate for valid values. None is valid wherever the option's type includes it.
+        hint: phrase that follows `option=value: ` in errors of keyword arguments.
     """
 
     words: str
@@ -27,17 +27,17 @@ class Requirement:
     hint: str
 
     def error(self, name: str, value: Any) -> str:
-        """What is wrong with this value of the keyword `name`."""
+        """Error text for an invalid `value` of the keyword argument `name`."""
         return f"{name}={value!r}: {self.hint}"
 
 
 def must_be(words: str, accepts: Callable[[Any], bool]) -> Requirement:
-    """A requirement in words: `stages=0: must be a whole number of at least 1`."""
+    """Requirement with an error such as `stages=0: must be a whole number of at least 1`."""
     return Requirement(words, accepts, f"must be {words}")
 
 
 def one_of(choices: Iterable[str]) -> Requirement:
-    """One of some names: `order='size': valid are weight, topology`."""
+    """Requirement with an error such as `order='size': valid are weight, topology`."""
     names = tuple(choices)
     quoted = [f"'{name}'" for name in names]
     words = " or ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
@@ -45,29 +45,30 @@ def one_of(choices: Iterable[str]) -> Requirement:
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a whole number of at least 1."""
+    """Whether `value` is an integer of at least 1; bools are not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a finite number above 0."""
+    """Whether `value` is a positive finite number; bools are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
 
 
-def bytes_of(size: int | str) -> int | None:
-    """A number of bytes, or that of a text like `24GiB`; None for anything else."""
+def parse_bytes(size: int | str) -> int | None:
+    """Parses a number of bytes or a text such as `24GiB`; None if it is neither."""
     number = quantity(size, BYTES)
     return int(number) if number is not None and number >= 1 else None
 
 
 @cache
 def requirements(options: type) -> dict[str, Requirement]:
-    """The requirements of the annotated fields of a class, by name of the field."""
+    """Requirements of the annotated fields of an options class, by field name."""
     by_name: dict[str, Requirement] = {}
     for name, hint in get_type_hints(options, include_extras=True).items():
         if get_origin(hint) is Annotated:
-            kind, requirement = get_args(hint)
-            by_name[name] = _or_none(requirement) if NoneType in get_args(kind) else requirement
+            value_type, requirement = get_args(hint)
+            allows_none = NoneType in get_args(value_type)
+            by_name[name] = _or_none(requirement) if allows_none else requirement
     return by_name
 
 

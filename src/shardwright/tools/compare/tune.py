@@ -10,7 +10,7 @@ from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.plan import Plan
 from shardwright.core.planner.options import MEM_COEFFS, NO_LIMIT
-from shardwright.core.planner.requirement import bytes_of
+from shardwright.core.planner.requirement import parse_bytes
 from shardwright.core.search.recursive.break_even import break_evens, main_operators
 from shardwright.errors import ConfigError
 from shardwright.progress import nested_progress
@@ -126,7 +126,7 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
 def _limit(run: Run) -> int | None:
     parallel = run.config.parallel
     if parallel.memory_limit is not None:
-        return bytes_of(parallel.memory_limit)
+        return parse_bytes(parallel.memory_limit)
     return None if run.cluster is None else int(load_cluster(run.cluster).device.memory)
 
 
